@@ -282,9 +282,7 @@ class Loop:
         """Accept on a bound, listening socket and give its connections to ``service``."""
         sock.setblocking(False)
         self._listeners.append(sock)
-        self.selector.register(
-            sock, selectors.EVENT_READ, lambda _mask: self._accept(sock, service, connections_max)
-        )
+        self.watch(sock, self._acceptor(sock, service, connections_max))
 
     def adopt(self, sock: socket.socket, service: Service, address: str) -> Peer:
         """Make a connected socket a peer."""
@@ -377,6 +375,9 @@ class Loop:
 
     # -- internals --------------------------------------------------------------------------
 
+    def _acceptor(self, listener: socket.socket, service: Service, most: int) -> Callable[[int], None]:
+        return lambda _mask: self._accept(listener, service, most)
+
     def _accept(self, listener: socket.socket, service: Service, connections_max: int) -> None:
         for _ in range(64):
             try:
@@ -386,11 +387,9 @@ class Loop:
             except OSError as exc:
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     log.error("cannot accept: %s; trying again in 1 s (raise LimitNOFILE)", exc)
-                    data = self.selector.get_key(listener).data
                     self.selector.unregister(listener)
-                    self.call_later(
-                        1.0, lambda: void(self.selector.register(listener, selectors.EVENT_READ, data))
-                    )
+                    again = self._acceptor(listener, service, connections_max)
+                    self.call_later(1.0, lambda: self.watch(listener, again))
                     return
                 raise
             if len(self.peers) >= connections_max:
@@ -437,10 +436,6 @@ class Loop:
             stalled = peer.out or peer.bulk or (peer.conn.pending_bytes and not peer.paused)
             if stalled and self.now - peer.progress_at > STALL_S:
                 peer.close(f"no progress for {STALL_S:.0f} s")
-
-
-def void(_value: object) -> None:
-    """Drop a result, for callbacks that must return None."""
 
 
 def listen_tcp(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
