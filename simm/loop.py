@@ -375,6 +375,9 @@ class Loop:
 
     # -- internals --------------------------------------------------------------------------
 
+    def _watch_later(self, listener: socket.socket, callback: Callable[[int], None]) -> None:
+        self.call_later(1.0, lambda: self.watch(listener, callback))
+
     def _acceptor(self, listener: socket.socket, service: Service, most: int) -> Callable[[int], None]:
         return lambda _mask: self._accept(listener, service, most)
 
@@ -388,8 +391,7 @@ class Loop:
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     log.error("cannot accept: %s; trying again in 1 s (raise LimitNOFILE)", exc)
                     self.selector.unregister(listener)
-                    again = self._acceptor(listener, service, connections_max)
-                    self.call_later(1.0, lambda: self.watch(listener, again))
+                    self._watch_later(listener, self._acceptor(listener, service, connections_max))
                     return
                 raise
             if len(self.peers) >= connections_max:

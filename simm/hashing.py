@@ -1,0 +1,106 @@
+"""Key -> digest -> shard and candidate sets.
+
+The digest is BLAKE2b with 16 bytes of output, personalised with the namespace's own 16-byte
+BLAKE2b (a raw name would be padded with zeros, or too long). Two keys of different namespaces,
+or two different keys, share a digest with probability 2^-128: we treat digests as names.
+
+``hash()`` is never used: it differs between processes.
+
+    digest bits   0..13    shard (of 16,384)
+                 14..63    first candidate set
+                 64..127   second candidate set (the next one where it equals the first)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
+from .errors import UsageError
+
+_WORDS: Final = struct.Struct("<QQ")
+split: Final = _WORDS.unpack
+SHARD_MASK: Final = SHARD_COUNT - 1
+SHARD_BITS: Final = SHARD_MASK.bit_length()
+
+Digest = bytes
+
+
+class Hasher:
+    """Digests of one namespace's keys.
+
+    A hash object prepared once and copied costs 233 ns for a 68-byte key, calling
+    ``blake2b(key, digest_size=16, person=...)`` 406 ns (CPython 3.11, EPYC 2.6 GHz).
+    """
+
+    __slots__ = ("_copy", "namespace")
+
+    def __init__(self, namespace: str) -> None:
+        raw = check_namespace(namespace)
+        person = blake2b(raw, digest_size=DIGEST_BYTES).digest()
+        self.namespace = namespace
+        self._copy: Callable[[], Any] = blake2b(digest_size=DIGEST_BYTES, person=person).copy
+
+    def __call__(self, key: str) -> bytes:
+        """Digest of one key. Raises UsageError for anything but 1 to 256 bytes of UTF-8."""
+        try:
+            raw = key.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise bad_key(key) from None
+        if not 0 < len(raw) <= KEY_BYTES_MAX:
+            raise bad_key(key)
+        state = self._copy()
+        state.update(raw)
+        digest: bytes = state.digest()
+        return digest
+
+
+def bad_key(key: object) -> UsageError:
+    """The UsageError that says what is wrong with a key."""
+    if not isinstance(key, str):
+        return UsageError(f"a key is a str, not {type(key).__name__}")
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        return UsageError("a key must be encodable as UTF-8; this one has a lone surrogate")
+    if size == 0:
+        return UsageError("a key has at least 1 byte; this one is empty")
+    return UsageError(f"a key has at most {KEY_BYTES_MAX} bytes of UTF-8; this one has {size}")
+
+
+def check_namespace(namespace: str) -> bytes:
+    """The name's UTF-8. Raises UsageError when it is empty or too long."""
+    if not isinstance(namespace, str):
+        raise UsageError(f"a namespace is a str, not {type(namespace).__name__}")
+    raw = namespace.encode()
+    if not 0 < len(raw) <= NAMESPACE_BYTES_MAX:
+        raise UsageError(f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8, this one {len(raw)}")
+    return raw
+
+
+def shard_of(digest: bytes) -> int:
+    """The shard that owns a digest."""
+    return (digest[0] | digest[1] << 8) & SHARD_MASK
+
+
+def sets_of(digest: bytes, sets: int) -> tuple[int, int]:
+    """The digest's two candidate sets, always different (``sets`` >= 2)."""
+    low, high = split(digest)
+    first = (low >> SHARD_BITS) % sets
+    second = high % sets
+    return (first, second) if first != second else (first, (second + 1) % sets)
+
+
+def sets_of_many(digests: Sequence[bytes], sets: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """:func:`sets_of` for many digests at once."""
+    words = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
+    first = (words[:, 0] >> np.uint64(SHARD_BITS)) % np.uint64(sets)
+    second = words[:, 1] % np.uint64(sets)
+    second = np.where(first == second, (second + np.uint64(1)) % np.uint64(sets), second)
+    return first, second
