@@ -1,0 +1,301 @@
+"""The hash table in shared memory: one writer, any number of readers that never ask.
+
+What is a reader up against?
+----------------------------
+It shares no lock with the writer, may be stopped between any two of its instructions for any time,
+and may sit on another machine, reading by RDMA. The writer may be killed between any two of its
+stores. The reader must come out with the whole right value or with nothing.
+
+How does a lookup work?
+-----------------------
+A 16-byte digest names two candidate sets of eight 64-byte slots (``hashing.sets_of``). ``find`` looks for
+the digest's bytes in a set's 512 bytes with one C call; only a match at a slot's digest position counts,
+as the same bytes may occur across other fields. An entry never moves, so a reader that finds nothing
+in either set has a miss (an entry published while it looked was, for this reader, published later).
+
+    reader                                          writer (overwrite of a live slot)
+    1  s = seq            odd? start over           a  undo record := old slot image, then its valid word
+    2  fields             digest differs? start     b  seq := odd
+    3  seq == s?          else the fields are torn  c  digest, offset, length, ... := new
+    4  copy the value                               d  seq := even, two more than before
+    5  shard word == 0?   not ours any more: miss   e  grant line cleared; the old chunk may be reused
+    6  seq == s?          else start over
+
+Why is the copy right when 6 holds?
+-----------------------------------
+The chunk named by the slot is written by others only after the slot stopped naming it, that is after (d)
+of an overwrite, delete or eviction (rule: *a freed chunk is reused only after its slot's seq has changed
+and is even again*; ``Store`` frees it after these methods return). So if bytes of the copy (4) come
+from the next tenant, (b) happened before that tenant wrote, and the load (6) sees another seq.
+
+Example: slot 5 holds K with seq 8. A reader loads seq 8, its fields, copies half the value and is
+stopped. The writer evicts K (seq 9, zeros, 10), gives the chunk to a client, which fills it. The reader goes
+on, copies the other tenant's bytes, loads seq 10, differs from 8: it starts over and misses.
+
+Could the seq come back to 8? (ABA)
+-----------------------------------
+The counter has 44 bits and the incarnation above it 20; both only grow. A reader would have to be stopped for
+2^43 writes to one slot.
+
+What orders these steps?
+------------------------
+x86-64 does: stores become visible in program order and loads are done in it (TSO), each word is one
+aligned 8-byte access, and every step here is a call of its own into C, so no compiler moves them.
+``copy`` may use non-temporal stores at the *destination*, which no other process reads. On other
+machines the one-sided path stays off (``reader.ONE_SIDED``) until a fence is in place and proven.
+
+What if the writer dies?
+------------------------
+Before (a): nothing happened. Between (a) and (d): the slot is odd; readers retry and then ask the
+worker, and the next worker puts the undo record's image back under a fresh seq: the old value is there
+again, its chunk was not freed. After (d): the new value is there; a grant line that still names its chunk is
+outranked by the slot. The undo record's valid word holds slot + 1 and is zeroed before the image
+changes, so a half-written image is never used; one record is enough, as only one slot is ever odd.
+
+LIMITATIONS
+-----------
+* Both sets full: the coldest of the sixteen must go (``Store`` does that and counts it).
+* An entry is found by digest alone; keys are not stored.
+* ``visited`` bytes are hints: a reader's store may be lost to the writer's clearing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from .constants import DIGEST_BYTES, SET_BYTES, SLOT_BYTES, WAYS
+from .errors import CorruptionError
+from .hashing import sets_of
+from .layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_WORDS, Geometry
+
+ZERO_DIGEST: Final = bytes(DIGEST_BYTES)
+_EMPTY_BODY: Final = bytes(SLOT_BODY.size)
+_ALL_WAYS: Final = (1 << WAYS) - 1
+#: Lowest free way by the mask of used ones; -1 when all are.
+_FREE_WAY: Final = [next((way for way in range(WAYS) if not mask >> way & 1), -1) for mask in range(256)]
+_USED: Final = [mask.bit_count() for mask in range(256)]
+
+
+class Entry(NamedTuple):
+    """One slot's fields."""
+
+    digest: bytes
+    offset: int
+    length: int
+    crc: int
+    chunk: int
+    namespace: int
+    flags: int
+    stored: int
+
+
+class Table:
+    """The writer's side. All methods are O(1) but the iteration, ``check`` and ``recover``.
+
+    Args:
+        mm: the whole segment (``find`` is a method of mmap).
+        geometry: where slots and undo record lie.
+        incarnation: of the worker, goes into every seq written.
+    """
+
+    def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int) -> None:
+        self.geometry = geometry
+        self.incarnation = incarnation
+        self.entries = 0
+        self._find = mm.find
+        self._slots_offset = geometry.slots_offset
+        whole = memoryview(mm)
+        self._buf = whole
+        start, end = geometry.slots_offset, geometry.slots_offset + geometry.sets * SET_BYTES
+        #: Seq words and offsets are single stores through this view.
+        self._words = whole[start:end].cast("Q")
+        self._slots = whole[start:end]
+        undo = whole[geometry.ledger_offset : geometry.ledger_offset + 128]
+        self._undo_words = undo.cast("Q")
+        self._undo_image = undo[8 : 8 + SLOT_BYTES]
+        self._pack_body = SLOT_BODY.pack_into
+        #: Mask of used ways by set: private, rebuilt by recover().
+        self._used = bytearray(geometry.sets)
+
+    # -- lookup -----------------------------------------------------------------------------
+
+    def lookup(self, digest: bytes) -> int:
+        """The digest's slot, or -1."""
+        base = self._slots_offset
+        for which in sets_of(digest, self.geometry.sets):
+            start = base + which * SET_BYTES
+            at = self._find(digest, start, start + SET_BYTES)
+            while at >= 0:
+                if (at - base) % SLOT_BYTES == 8:
+                    return (at - base) // SLOT_BYTES
+                at = self._find(digest, at + 1, start + SET_BYTES)
+        return -1
+
+    def free_slot(self, digest: bytes) -> int:
+        """An empty slot in the emptier of the digest's sets, or -1 when both are full."""
+        first, second = sets_of(digest, self.geometry.sets)
+        used = self._used
+        mask = used[first]
+        other = used[second]
+        if _USED[other] < _USED[mask]:
+            first, mask = second, other
+        way = _FREE_WAY[mask]
+        return first * WAYS + way if way >= 0 else -1
+
+    def candidates(self, digest: bytes) -> list[int]:
+        """The sixteen slots where the digest may live."""
+        first, second = sets_of(digest, self.geometry.sets)
+        return [*range(first * WAYS, first * WAYS + WAYS), *range(second * WAYS, second * WAYS + WAYS)]
+
+    def entry(self, slot: int) -> Entry:
+        """The slot's fields; meaningful for a live slot."""
+        return Entry(*SLOT.unpack_from(self._slots, slot * SLOT_BYTES)[1:-1])
+
+    def offset(self, slot: int) -> int:
+        """Where the slot's value lies in the segment; 0 for an empty slot."""
+        word: int = self._words[slot * SLOT_WORDS + 3]
+        return word
+
+    def stored(self, slot: int) -> int:
+        """When the slot was written, ms."""
+        word: int = self._words[slot * SLOT_WORDS + 6]
+        return word
+
+    def __iter__(self) -> Iterator[int]:
+        """Live slots in order. O(sets)."""
+        for number, mask in enumerate(self._used):
+            if mask:
+                for way in range(WAYS):
+                    if mask >> way & 1:
+                        yield number * WAYS + way
+
+    # -- mutation ---------------------------------------------------------------------------
+
+    def write(
+        self, slot: int, digest: bytes, offset: int, length: int, crc: int, chunk: int, namespace: int, flags: int,
+        stored: int,
+    ) -> None:  # fmt: skip
+        """Publish an entry in a slot that is empty or holds the same digest. See the table at the top."""
+        words = self._words
+        at = slot * SLOT_WORDS
+        self._save(slot)
+        seq = words[at]
+        words[at] = seq | 1
+        self._pack_body(
+            self._slots, slot * SLOT_BYTES + 8, digest, offset, length, crc, chunk, namespace, flags, stored, 0
+        )
+        words[at] = self.incarnation << SEQ_BITS | (seq + 2) & SEQ_MASK
+        number, way = divmod(slot, WAYS)
+        used = self._used[number]
+        if not used >> way & 1:
+            self._used[number] = used | 1 << way
+            self.entries += 1
+
+    def clear(self, slot: int) -> None:
+        """Make a slot empty. Afterwards, and not before, its chunk may be reused."""
+        words = self._words
+        at = slot * SLOT_WORDS
+        self._save(slot)
+        seq = words[at]
+        words[at] = seq | 1
+        start = slot * SLOT_BYTES + 8
+        self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
+        words[at] = self.incarnation << SEQ_BITS | (seq + 2) & SEQ_MASK
+        number, way = divmod(slot, WAYS)
+        used = self._used[number]
+        if used >> way & 1:
+            self._used[number] = used & ~(1 << way)
+            self.entries -= 1
+
+    def _save(self, slot: int) -> None:
+        """Store the undo record: valid word off, image, valid word on."""
+        start = slot * SLOT_BYTES
+        undo = self._undo_words
+        undo[0] = 0
+        self._undo_image[:] = self._slots[start : start + SLOT_BYTES]
+        undo[0] = slot + 1
+
+    # -- recovery ---------------------------------------------------------------------------
+
+    def recover(self) -> list[str]:
+        """Repair a slot left odd by a dead writer and learn which slots are live. O(slots); what was found.
+
+        Entries whose fields are impossible are dropped: a miss is always allowed.
+        """
+        geometry = self.geometry
+        words = self._words
+        notes = []
+        self._used = bytearray(geometry.sets)
+        self.entries = 0
+        data_start, data_end = geometry.data_offset, geometry.size
+        for slot in range(geometry.slots):
+            at = slot * SLOT_WORDS
+            seq = words[at]
+            if seq & 1:
+                if self._undo_words[0] == slot + 1:
+                    body = bytes(self._undo_image[8:])
+                    notes.append(f"slot {slot} restored from the undo record")
+                else:
+                    body = _EMPTY_BODY
+                    notes.append(f"slot {slot} was odd without an undo record: dropped")
+                self._restore(slot, body)
+            if not words[at + 3]:
+                continue
+            entry = self.entry(slot)
+            fits = data_start <= entry.offset and entry.offset + entry.chunk <= data_end
+            sets = sets_of(entry.digest, geometry.sets)
+            if not (fits and 0 < entry.length <= entry.chunk and slot // WAYS in sets):
+                notes.append(f"slot {slot} has impossible fields: dropped")
+                self._restore(slot, _EMPTY_BODY)
+                continue
+            self._used[slot // WAYS] |= 1 << slot % WAYS
+            self.entries += 1
+        return notes
+
+    def _restore(self, slot: int, body: bytes) -> None:
+        """Put a body into a slot under a fresh seq. No undo record: done again, it does the same."""
+        words = self._words
+        at = slot * SLOT_WORDS
+        seq = words[at]
+        words[at] = seq | 1
+        start = slot * SLOT_BYTES + 8
+        self._slots[start : start + len(body)] = body
+        words[at] = self.incarnation << SEQ_BITS | ((seq | 1) + 1) & SEQ_MASK
+
+    def check(self) -> None:
+        """Raise CorruptionError unless every slot is well-formed and counted. O(slots)."""
+        words = self._words
+        live = 0
+        seen: set[bytes] = set()
+        for slot in range(self.geometry.slots):
+            at = slot * SLOT_WORDS
+            seq = words[at]
+            used = self._used[slot // WAYS] >> slot % WAYS & 1
+            if seq & 1:
+                raise CorruptionError(f"slot {slot} is odd ({seq:#x}) while nobody writes")
+            if seq >> SEQ_BITS > self.incarnation:
+                raise CorruptionError(f"slot {slot} has a seq of a later incarnation")
+            if bool(words[at + 3]) != bool(used):
+                raise CorruptionError(f"slot {slot} is {'live' if words[at + 3] else 'empty'}, its mask says otherwise")
+            if not used:
+                continue
+            live += 1
+            digest = self.entry(slot).digest
+            if digest in seen:
+                raise CorruptionError(f"digest {digest.hex()} is stored twice")
+            seen.add(digest)
+            if slot // WAYS not in sets_of(digest, self.geometry.sets):
+                raise CorruptionError(f"slot {slot} is in none of its digest's sets")
+        if live != self.entries:
+            raise CorruptionError(f"{live} live slots, {self.entries} counted")
+
+    def release(self) -> None:
+        """Drop every view, so that the segment can be unmapped."""
+        for view in (self._words, self._slots, self._undo_words, self._undo_image, self._buf):
+            view.release()
+        del self._find
+
+
+assert _FREE_WAY[_ALL_WAYS] == -1
