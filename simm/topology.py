@@ -1,4 +1,4 @@
-"""NUMA nodes of this host: which exist, how to stay on one, how to bind memory to one.
+"""What this host has and lets us use: NUMA nodes, memory left, huge pages; and how to stay on a node.
 
 Platform facts this module rests on
 -----------------------------------
@@ -10,6 +10,7 @@ Platform facts this module rests on
 * ``mbind`` and ``set_mempolicy`` are system calls without a libc wrapper; libnuma wraps them. We call
   them by number, which spares a dependency and works in any libc. Their ``maxnode`` argument is one
   more than the number of bits the kernel reads (it has been off by one since 2.6; see BUGS in mbind(2)).
+* What a container may use of the memory is in its cgroup, not in /proc/meminfo, which is the host's.
 * Default container seccomp profiles refuse both with EPERM. Binding is an optimisation, never a
   condition for running, so a refusal is reported, not raised.
 
@@ -87,6 +88,74 @@ def _kib_field(text: str | None, field: str) -> int | None:
 def meminfo_bytes(field: str, sys_root: str = "/") -> int | None:
     """One field of ``/proc/meminfo`` in bytes (``MemTotal``, ``MemAvailable``...), None when absent."""
     return _kib_field(_read(Path(sys_root, "proc/meminfo")), field)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a one-line file; None when absent, or not a number ("max"), or v1's "unlimited"."""
+    try:
+        value = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if value < 1 << 60 else None
+
+
+def _inactive_file_bytes(path: Path, field: str) -> int:
+    try:
+        found = re.search(rf"^{field} (\d+)$", path.read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
+
+
+def memory_limit_bytes(sys_root: str = "/") -> int | None:
+    """Bytes that this process's memory cgroups still allow; None when none of them has a limit.
+
+    Limit less working set (usage without inactive file cache, which the kernel drops first), least over the
+    cgroup and its ancestors, v1 and v2. Inside a container the cgroup's own path is often not visible and
+    the mount's root stands for it, so the walk ends there in any case.
+    """
+    root = Path(sys_root, "sys/fs/cgroup")
+    try:
+        lines = Path(sys_root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    left: list[int] = []
+    for base, kind, limit_file, usage_file, field in (
+        (root, "", "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        inside = "/"
+        for line in lines:
+            number, _, rest = line.partition(":")
+            controllers, _, where = rest.partition(":")
+            if (kind in controllers.split(",") and kind) or (not kind and number == "0"):
+                inside = where
+        at = base / inside.strip("/")
+        for directory in (at, *at.parents):
+            limit, usage = _number(directory / limit_file), _number(directory / usage_file)
+            if limit is not None:
+                working_set = (usage or 0) - _inactive_file_bytes(directory / "memory.stat", field)
+                left.append(max(0, limit - max(0, working_set)))
+            if directory == base:
+                break
+    return min(left, default=None)
+
+
+def huge_pages_allowed(sys_root: str = "/") -> bool:
+    """Whether MADV_HUGEPAGE may have an effect on shared memory here, by the kernel's own switches."""
+    base = Path(sys_root, "sys/kernel/mm/transparent_hugepage")
+
+    def chosen(path: Path) -> str:
+        try:
+            found = re.search(r"\[(\w+)\]", path.read_text())
+        except OSError:
+            return ""
+        return found.group(1) if found else ""
+
+    general = chosen(base / "shmem_enabled")
+    own = chosen(base / "hugepages-2048kB/shmem_enabled")  # Linux 6.10 and later
+    effective = general if own in ("", "inherit") or general in ("deny", "force") else own
+    return effective in ("always", "within_size", "advise", "force")
 
 
 def nodes(sys_root: str = "/") -> list[Node]:
