@@ -236,8 +236,8 @@ class Allocator:
     def alloc(self, n: int) -> int:
         """Offset of a fresh chunk for ``n`` bytes, owned by nobody, or -1 where only evicting makes room.
 
-        Looks in this order: a free chunk of the class, a new slab out of free extents, an empty slab of another
-        class. O(1) for a slab chunk, amortised over its slab; for a large one see the module's text.
+        Looks in this order: a free chunk of the class, a new slab out of free extents, an empty slab of
+        another class. O(1) for a slab chunk, amortised over its slab; for a large one see the module's text.
         """
         if n > SLAB_CHUNK_BYTES_MAX:
             return self._alloc_large((n + PAGE_BYTES - 1) >> _PAGE_SHIFT)
@@ -294,8 +294,8 @@ class Allocator:
     def set_owner(self, offset: int, slot: int) -> int:
         """Name the owner of an allocated chunk (NO_SLOT: nobody any more); returns the chunk's group. O(1).
 
-        An owned chunk passes to another slot only by way of NO_SLOT; else `CorruptionError`, as two entries would
-        share one chunk.
+        An owned chunk passes to another slot only by way of NO_SLOT; else `CorruptionError`, as two entries
+        would share one chunk.
         """
         slab = self._slabs[offset >> _SLAB_SHIFT] if 0 <= offset < self.size else None
         if not 0 <= slot < SLOTS_MAX and slot != NO_SLOT:
@@ -408,13 +408,14 @@ class Allocator:
     def reserve(self, offset: int, chunk_bytes: int) -> None:
         """Mark the chunk at ``offset`` allocated and owned by nobody yet: recovery's first step, in any order.
 
-        ``chunk_bytes`` is what `chunk_bytes` said of it before. `CorruptionError`, and nothing changed, where that
-        is no chunk size, the place is impossible or the chunk contradicts one reserved before. Amortised O(1)
-        (a large one: O(bytes / 2 MiB)).
+        ``chunk_bytes`` is what `chunk_bytes` said of it before. `CorruptionError`, and nothing changed,
+        where that is no chunk size, the place is impossible or the chunk contradicts one reserved before.
+        Amortised O(1) (a large one: O(bytes / 2 MiB)).
 
-        During recovery there are no free lists, only a mask of the taken pages of each 2 MiB cell: slots come in
-        random order, and keeping a sorted list of extents through it is quadratic. The first alloc, free or walk
-        builds the lists, in O(n log n), and a later reserve drops them again: reserve everything first.
+        During recovery there are no free lists, only a mask of the taken pages of each 2 MiB cell: slots
+        come in random order, and keeping a sorted list of extents through it is quadratic. The first alloc,
+        free or walk builds the lists, in O(n log n), and a later reserve drops them again: reserve
+        everything first.
         """
         masks = self._masks
         if masks is None:
