@@ -1,0 +1,42 @@
+"""Fixtures of the engine tests: one environment, one cluster and as few driver processes as the proofs need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_processes
+import pytest
+from engine_processes import Cluster, Engine, Unavailable
+
+_said: set[str] = set()
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The engine environment; skips, with the reason, where it cannot be had."""
+    try:
+        python = engine_processes.engine_python()
+    except Unavailable as why:
+        pytest.skip(f"no engine environment: {why}")
+    return Engine(python, tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="session")
+def engine_cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A manager and a data server in their own processes."""
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    with engine_processes.cluster(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def say() -> Any:
+    """Adds a line to the end of pytest's output: what ran, and what stood in for what."""
+    return _said.add
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in sorted(_said):
+        terminalreporter.write_line(line)

@@ -1,0 +1,210 @@
+"""Processes of the engine tests: the engine environment, a SiMM cluster, and the driver that is let loose on it.
+
+The pytest process has neither torch nor SGLang. It starts manager and data server under its own
+interpreter, as an operator would, and the driver under the engine environment's, and it reads what the
+driver says about itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+#: Upper bounds for things that hang, in seconds; none of them is a speed limit.
+BUILD_S = 1800.0
+READY_S = 60.0
+DRIVER_S = 400.0
+STOP_S = 30.0
+
+
+class Unavailable(Exception):
+    """The engine environment cannot be had here; the text is the reason to show for the skip."""
+
+
+def engine_python() -> str:
+    """The python that SGLang is installed for, built first if need be (minutes, once).
+
+    Raises Unavailable where it cannot be had or is switched off, CalledProcessError where building it broke.
+    """
+    if os.environ.get("SIMM_ENGINES") == "0":
+        raise Unavailable("SIMM_ENGINES=0")
+    command = [str(ROOT / "scripts" / "engine-env")]
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"scripts/engine-env did not finish in {BUILD_S:.0f} s") from None
+    if built.returncode == 3:
+        raise Unavailable(built.stderr.strip().splitlines()[-1])
+    if built.returncode != 0:
+        raise RuntimeError(f"scripts/engine-env failed with {built.returncode}: {built.stderr[-2000:]}")
+    return built.stdout.strip().splitlines()[-1]
+
+
+def tail(path: Path, count: int = 4000) -> str:
+    return path.read_text(errors="replace")[-count:] if path.exists() else ""
+
+
+class Server:
+    """One SiMM server process: its address comes from the READY line that it prints once it serves."""
+
+    def __init__(self, module: str, args: Sequence[str], folder: Path) -> None:
+        self.module = module
+        self.log = folder / f"{module}.log"
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *args],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=env, cwd=folder,
+            )  # fmt: skip
+        try:
+            self.ready = self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_ready(self) -> list[str]:
+        assert self.process.stdout is not None
+        pipe, seen, deadline = self.process.stdout.fileno(), b"", time.monotonic() + READY_S
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                raise RuntimeError(f"{self.module}: no READY line in {READY_S:.0f} s\n{seen!r}\n{tail(self.log)}")
+            data = os.read(pipe, 4096)
+            if not data:
+                raise RuntimeError(f"{self.module} ended before it was ready\n{seen!r}\n{tail(self.log)}")
+            seen += data
+            for line in seen.decode(errors="replace").split("\n")[:-1]:
+                if line.startswith("READY "):
+                    return line.split()[1:]
+
+    def stop(self) -> int:
+        """Ask it to stop, as an operator does; its exit status. Killed only if it does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            status = self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+
+@dataclass
+class Cluster:
+    manager: Server
+    data: Server
+
+    @property
+    def address(self) -> str:
+        """The manager's "ip:port"."""
+        return self.manager.ready[1]
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {s.module}\n{tail(s.log)}" for s in (self.manager, self.data))
+
+
+@contextmanager
+def cluster(folder: Path, memory: str = "1G") -> Iterator[Cluster]:
+    """A manager and one data server with ``memory``, in their own processes, stopped at the end."""
+    manager = Server("simm.manager", ["--listen", "127.0.0.1:0"], folder)
+    try:
+        args = ["--numa", "0", "--manager", manager.ready[1], "--memory", memory, "--listen", "127.0.0.1:0"]
+        data = Server("simm.dataserver", args, folder)
+        try:
+            yield Cluster(manager, data)
+        finally:
+            data.stop()
+    finally:
+        manager.stop()
+
+
+@dataclass
+class DriverRun:
+    """One driver process that has ended. ``report`` is its JSON line."""
+
+    status: int
+    report: dict[str, Any]
+    stderr: str
+
+
+class Engine:
+    """Starts drivers under the engine environment's python, in ``folder``."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self.python = python
+        self.folder = folder
+        self.varlog = folder / "var-log"
+        self.varlog.mkdir()
+
+    @cached_property
+    def launcher(self) -> list[str]:
+        """What to put before the command so that HiCacheSiMM can be built unmodified; [] where nothing can.
+
+        The class needs /sys/class/infiniband (see ``with_infiniband``). Where that cannot be given to it, the
+        driver finds out by itself, patches the one function that trips, and says so.
+        """
+        if os.path.isdir("/sys/class/infiniband") or os.geteuid() != 0:
+            return []
+        launcher = [str(HERE / "with_infiniband"), str(self.varlog)]
+        try:
+            probe = subprocess.run([*launcher, "true"], capture_output=True, timeout=STOP_S)
+        except OSError:
+            return []
+        return launcher if probe.returncode == 0 else []
+
+    def shipped_test_path(self) -> Path:
+        """A folder in which ``python`` is a link to site-packages: test_simm.py imports python.sglang."""
+        folder = self.folder / "python-package"
+        if not folder.exists():
+            ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+            done = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
+            folder.mkdir()
+            (folder / "python").symlink_to(done.stdout.strip())
+        return folder
+
+    def run(self, address: str, seed: int, steps: Sequence[dict[str, Any]]) -> DriverRun:
+        """One driver process over ``steps``. RuntimeError if it brings no report, with what it said."""
+        config = self.folder / "simm-config.json"
+        config.write_text(json.dumps({"manager_address": address}))
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE / "shim", self.shipped_test_path()))),
+            "SGLANG_HICACHE_SIMM_CONFIG_PATH": str(config),
+            "HOME": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        request = json.dumps({"manager": address, "seed": seed, "steps": list(steps)})
+        command = [*self.launcher, self.python, str(HERE / "sglang_driver.py"), request]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=DRIVER_S, env=env, cwd=self.folder,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as hung:
+            said = (hung.stderr or b"")[-4000:]
+            raise RuntimeError(f"driver still running after {DRIVER_S:.0f} s\n{said!r}") from None
+        lines = done.stdout.splitlines()
+        try:
+            # Exactly one line: a store that prints to stdout would be found here.
+            (line,) = lines
+            report = json.loads(line)
+        except ValueError:
+            raise RuntimeError(f"driver exit {done.returncode}, stdout {lines}\n{done.stderr[-4000:]}") from None
+        return DriverRun(done.returncode, report, done.stderr)
