@@ -1,0 +1,220 @@
+"""A blocking client connection: one request, one reply, one deadline.
+
+Pushes that arrive between replies go to a callback. A deadline that passes in the middle of
+an exchange leaves the stream of replies out of step, so the channel is then broken for good: its owner
+makes a new one. Not thread-safe; the owner has a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from . import messages as M
+from .errors import RemoteProtocolError, TransportError
+from .rpc import Connection, Flag, Frame, decode, encode
+
+_TIMEVAL: Final = struct.Struct("@ll")
+_RECV_BYTES: Final = 64 << 10
+
+
+def timeval(seconds: float) -> bytes:
+    """A struct timeval for SO_RCVTIMEO; at least a millisecond, as 0 means for ever."""
+    micros = max(1000, int(seconds * 1e6))
+    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+
+
+class Refused(TransportError):
+    """The peer answered with ERROR: ``status`` says which."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Channel:
+    """Requests over a connected socket.
+
+    The kernel's own receive timeout bounds the common case (a reply in one piece) without a poll
+    per call: one ``send`` and one ``recv`` a request.
+    """
+
+    def __init__(self, sock: socket.socket, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> None:
+        self.sock = sock
+        self.deadline_s = deadline_s
+        self.broken = ""
+        self._conn = Connection()
+        self._on_push = on_push
+        self._last_id = 0
+        self._early: dict[int, Frame] = {}
+        sock.settimeout(None)
+        raw = timeval(deadline_s)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, raw)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, raw)
+
+    @classmethod
+    def unix(cls, path: str, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
+        """Connect to a UNIX socket. Raises TransportError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        return cls._connected(sock, path, path, deadline_s, on_push)
+
+    @classmethod
+    def tcp(cls, host: str, port: int, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
+        """Connect by TCP. Raises TransportError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return cls._connected(sock, (host, port), f"{host}:{port}", deadline_s, on_push)
+
+    @classmethod
+    def _connected(
+        cls, sock: socket.socket, address: Any, name: str, deadline_s: float, on_push: Callable[[Any], None] | None
+    ) -> Channel:
+        try:
+            sock.settimeout(deadline_s)
+            sock.connect(address)
+        except OSError as exc:
+            sock.close()
+            raise TransportError(f"cannot connect to {name}: {exc.strerror or exc}") from exc
+        return cls(sock, deadline_s, on_push)
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self.sock.fileno()
+
+    # -- exchange -----------------------------------------------------------------------------
+
+    def call(self, msg: Any, *, fds: tuple[int, ...] = ()) -> Any:
+        """Send a request and return the decoded reply. Raises Refused for ERROR, TransportError otherwise."""
+        number = self.submit(msg, fds=fds)
+        return self.result(self.wait(number))
+
+    def submit(self, msg: Any, *, fds: tuple[int, ...] = ()) -> int:
+        """Send a request; its id for :meth:`wait`."""
+        self._last_id = number = self._last_id + 1
+        self.send_raw(encode(msg, number), fds)
+        return number
+
+    def send_raw(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send whole bytes. Raises TransportError, and the channel is broken then."""
+        if self.broken:
+            raise TransportError(self.broken)
+        try:
+            if fds:
+                sent = socket.send_fds(self.sock, [data], list(fds))
+                if sent < len(data):
+                    self.sock.sendall(data[sent:])
+            else:
+                self.sock.sendall(data)
+        except OSError as exc:
+            self.fail(_why(exc, "sending"))
+
+    def wait(self, number: int) -> Frame:
+        """The reply to request ``number``. Raises TransportError, and the channel is broken then."""
+        frame = self._early.pop(number, None)
+        if frame is not None:
+            return frame
+        conn = self._conn
+        first = True
+        until = 0.0
+        try:
+            while True:
+                frame = conn.next_frame()
+                if frame is None:
+                    if not first:
+                        # Rare: the reply comes in pieces. Hold the whole to the deadline.
+                        left = until - time.monotonic()
+                        if left <= 0:
+                            self.fail("deadline passed in the middle of a reply")
+                        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(left))
+                    data = self.sock.recv(_RECV_BYTES)
+                    if not data:
+                        self.fail("the peer closed the connection")
+                    if first:
+                        first = False
+                        until = time.monotonic() + self.deadline_s
+                    conn.receive_data(data)
+                    continue
+                if frame.flags & Flag.PUSH:
+                    self._push(frame)
+                    continue
+                if frame.request_id == number:
+                    return frame
+                if frame.opcode == M.OP_ERROR and frame.request_id == 0:
+                    self.fail(str(self._error_text(frame)))
+                if frame.request_id > self._last_id:
+                    raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
+                self._early[frame.request_id] = frame
+        except OSError as exc:
+            self.fail(_why(exc, "waiting for a reply"))
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+        finally:
+            if not first and not self.broken:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(self.deadline_s))
+        raise AssertionError("unreachable")
+
+    def result(self, frame: Frame) -> Any:
+        """The message of a reply. Raises Refused for ERROR."""
+        try:
+            msg = decode(frame)
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+        if isinstance(msg, M.Error):
+            raise Refused(frame.status, msg.text)
+        return msg
+
+    def poll_pushes(self) -> None:
+        """Handle what has arrived, without waiting. Raises TransportError when the peer has gone."""
+        if self.broken:
+            raise TransportError(self.broken)
+        try:
+            while True:
+                data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+                if not data:
+                    self.fail("the peer closed the connection")
+                self._conn.receive_data(data)
+                while (frame := self._conn.next_frame()) is not None:
+                    if frame.flags & Flag.PUSH:
+                        self._push(frame)
+                    else:
+                        self._early[frame.request_id] = frame
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self.fail(_why(exc, "reading"))
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+
+    def _push(self, frame: Frame) -> None:
+        if self._on_push is not None:
+            self._on_push(decode(frame))
+
+    @staticmethod
+    def _error_text(frame: Frame) -> str:
+        with contextlib.suppress(RemoteProtocolError):
+            text: str = decode(frame).text
+            return text
+        return "the peer reported an error"
+
+    def fail(self, reason: str) -> None:
+        """Mark the channel broken and raise TransportError."""
+        self.broken = self.broken or reason
+        raise TransportError(reason)
+
+    def close(self) -> None:
+        """Close the socket. Twice is harmless."""
+        self.broken = self.broken or "closed"
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+def _why(exc: OSError, doing: str) -> str:
+    if exc.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.ETIMEDOUT) or isinstance(exc, TimeoutError):
+        return f"deadline passed while {doing}"
+    return f"connection lost while {doing}: {exc.strerror or exc}"

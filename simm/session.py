@@ -1,0 +1,311 @@
+"""A client's session with a worker on its own host: grants, ring, pins, and the way they end.
+
+What must never happen: that we write into a chunk which is no longer ours. Hence
+
+* a grant is taken from the pool before the copy, and its id is spent by the commit; once the commit is
+  sent the chunk is forgotten here, whatever comes back;
+* a session that breaks is *buried*, not forgotten: copies into its chunks may still be running in
+  other threads. ``copying`` counts them; when it is 0, the next session of this process tells the
+  worker to release the old one;
+* grants are handed back only from the pool, where nobody copies into them.
+
+Lock order: ``lock`` is the only lock here. It is held for one exchange with the worker, never during
+a copy of a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from . import messages as M
+from .channel import Channel
+from .errors import RemoteProtocolError, SegmentError, TransportError
+from .messages import Status
+from .reader import ArenaReader
+from .ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, Ring
+from .rpc import Frame, encode
+from .slab import chunk_bytes_for
+
+#: (grant id, offset in the segment, chunk bytes)
+GrantTuple = tuple[int, int, int]
+
+#: Grants kept ahead of need, for each chunk size: so many bytes, but at least one and at most so many.
+AHEAD_BYTES: Final = 4 << 20
+AHEAD_MAX: Final = 64
+#: Values above this ask for their chunk each time: a round trip is small beside their copy.
+AHEAD_VALUE_BYTES_MAX: Final = 4 << 20
+#: Looks at the ring before the client kicks: about the worker's own polling time.
+_SPINS: Final = 1500 if len(os.sched_getaffinity(0)) > 1 else 0
+#: Pins given back together.
+_UNPIN_BATCH: Final = 16
+
+
+def ahead(chunk: int) -> int:
+    """How many grants of a chunk size to keep."""
+    if chunk > AHEAD_VALUE_BYTES_MAX:
+        return 0
+    return max(2, min(AHEAD_MAX, AHEAD_BYTES // chunk))
+
+
+class WorkerSession:
+    """One session. Raises TransportError when the worker cannot be reached, Refused when it says no.
+
+    Args:
+        path: the worker's UNIX socket.
+        namespace: keys' namespace.
+        deadline_s: for each exchange.
+        old_sessions: sessions of this process that broke and are free of copies.
+        ring: also make a commit ring.
+    """
+
+    def __init__(
+        self, path: str, namespace: str, deadline_s: float, *, old_sessions: Sequence[int] = (), ring: bool = True,
+        role: M.Role = M.Role.CLIENT, token: str = "",
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.deadline_s = deadline_s
+        self.lock = threading.Lock()
+        #: Copies into or out of this session's chunks under way.
+        self.copying = 0
+        self._copying_lock = threading.Lock()
+        self.grants: dict[int, list[GrantTuple]] = {}
+        self.unpins: deque[int] = deque()
+        self.recall_bytes = 0
+        self.ring: Ring | None = None
+        self._ring_frames: dict[int, Frame] = {}
+        self.ring_calls = 0
+        self.kicks = 0
+        self.channel = Channel.unix(path, deadline_s, self._on_push)
+        try:
+            welcome = self.channel.call(
+                M.Hello(
+                    M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, os.getpid(), namespace, token, list(old_sessions)
+                )
+            )  # fmt: skip
+            if not isinstance(welcome, M.Welcome):
+                raise TransportError(f"{path} answered HELLO with {type(welcome).__name__}")
+            self.welcome = welcome
+            self.session = welcome.session
+            self.reader = ArenaReader(welcome.segment)
+            if ring:
+                self._attach_ring()
+        except (SegmentError, TransportError):
+            self.channel.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = self.channel.broken or "open"
+        return f"<WorkerSession {self.session:#x} {state} grants={sum(map(len, self.grants.values()))}>"
+
+    @property
+    def broken(self) -> str:
+        """Why the session is of no use any more; empty while it is."""
+        return self.channel.broken
+
+    def _attach_ring(self) -> None:
+        ring, fd = Ring.create()
+        try:
+            self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,))
+        except TransportError:
+            ring.close()
+            raise
+        finally:
+            os.close(fd)
+        self.ring = ring
+
+    def _on_push(self, msg: Any) -> None:
+        if isinstance(msg, M.Recall):
+            self.recall_bytes += msg.bytes
+
+    # -- exchanges; the caller holds the lock -------------------------------------------------
+
+    def acquire(self) -> None:
+        """Take the lock within the deadline. Raises TransportError."""
+        if not self.lock.acquire(timeout=self.deadline_s):
+            raise TransportError("deadline passed while another thread waited for the worker")
+        if self.channel.broken:
+            self.lock.release()
+            raise TransportError(self.channel.broken)
+
+    def call(self, msg: Any) -> Any:
+        """One exchange by the socket."""
+        self.acquire()
+        try:
+            return self.channel.call(msg)
+        finally:
+            self.lock.release()
+
+    def submit_locked(self, msg: Any) -> int:
+        """Send a request by ring or socket; a ticket for :meth:`wait_locked`."""
+        ring = self.ring
+        if ring is not None:
+            frame = encode(msg)
+            if len(frame) <= SLOT_BYTES:
+                while ring.words[0] - ring.done >= SLOTS:
+                    self._collect(ring)
+                return ring.post(frame)
+        return -1 - self.channel.submit(msg)
+
+    def wait_locked(self, ticket: int) -> Any:
+        """The reply to a submitted request."""
+        if ticket < 0:
+            return self.channel.result(self.channel.wait(-1 - ticket))
+        ring = self.ring
+        assert ring is not None
+        while ticket >= ring.done:
+            self._collect(ring)
+        return self.channel.result(self._ring_frames.pop(ticket))
+
+    def _collect(self, ring: Ring) -> None:
+        """Wait for at least one more reply and take all that are there."""
+        words = ring.words
+        done = ring.done
+        self.ring_calls += 1
+        if not words[SLEEPING]:
+            for _ in range(_SPINS):
+                if words[HEAD] != done:
+                    break
+        if words[HEAD] == done:
+            self.kicks += 1
+            self.channel.call(M.Kick(words[0]))
+            if words[HEAD] == done:
+                self.channel.fail("the worker answered a kick but not the ring")
+        head = words[HEAD]
+        if not done < head <= words[0]:
+            self.channel.fail(f"the worker moved the ring's head to {head}, {done} handled of {words[0]}")
+        try:
+            while ring.done < head:
+                self._ring_frames[ring.done] = ring.reply(ring.done)
+                ring.done += 1
+        except RemoteProtocolError as exc:
+            self.channel.fail(str(exc))
+
+    # -- grants ---------------------------------------------------------------------------------
+
+    def take(self, size: int) -> GrantTuple | None:
+        """A grant for a value of ``size`` bytes from the pool, or None. Lock-free (list.pop is atomic)."""
+        pool = self.grants.get(chunk_bytes_for(size))
+        if pool:
+            with contextlib.suppress(IndexError):
+                return pool.pop()
+        return None
+
+    def add_grants_locked(self, grants: Sequence[GrantTuple]) -> None:
+        """Put fresh grants into the pool."""
+        pools = self.grants
+        for grant in grants:
+            pool = pools.get(grant[2])
+            if pool is None:
+                pool = pools[grant[2]] = []
+            pool.append(grant)
+
+    def ask(self, wants: Sequence[tuple[int, int]]) -> None:
+        """Ask for grants: (value bytes, count). What comes lands in the pool; nothing when there is no room."""
+        self.acquire()
+        try:
+            reply = self.wait_locked(self.submit_locked(M.Grant(list(wants))))
+            self.add_grants_locked(reply.grants)
+        finally:
+            self.lock.release()
+
+    def untake(self, grant: GrantTuple) -> None:
+        """Put an unused grant back into the pool."""
+        self.grants.setdefault(grant[2], []).append(grant)
+
+    def return_idle(self, wanted: int | None = None) -> int:
+        """Hand pooled grants back to the worker: about ``wanted`` bytes, or all; how many bytes."""
+        given: list[int] = []
+        freed = 0
+        for pool in list(self.grants.values()):
+            while pool and (wanted is None or freed < wanted):
+                try:
+                    number, _, chunk = pool.pop()
+                except IndexError:
+                    break
+                given.append(number)
+                freed += chunk
+        if given:
+            self.call(M.ReturnGrants(given))
+        return freed
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def begin_copy(self) -> None:
+        """A copy into or out of a chunk starts."""
+        with self._copying_lock:
+            self.copying += 1
+
+    def end_copy(self) -> None:
+        """It has ended."""
+        with self._copying_lock:
+            self.copying -= 1
+
+    # -- pins -----------------------------------------------------------------------------------
+
+    def pin(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
+        """LOCATE with a pin: (status, flags, length, crc, offset, pin id)."""
+        self.flush_unpins()
+        reply = self.exchange(M.Locate(1, [digest]))
+        if not isinstance(reply, M.Located) or len(reply.entries) != 1:
+            raise TransportError("the worker answered LOCATE with something else")
+        return reply.entries[0]
+
+    def exchange(self, msg: Any) -> Any:
+        """One exchange by ring or socket."""
+        self.acquire()
+        try:
+            return self.wait_locked(self.submit_locked(msg))
+        finally:
+            self.lock.release()
+
+    def unpin_later(self, pin: int) -> None:
+        """Give a pin back soon. Safe from finalizers: takes no lock and does no I/O."""
+        self.unpins.append(pin)
+
+    def flush_unpins(self, *, at_least: int = _UNPIN_BATCH) -> None:
+        """Give queued pins back when there are enough of them."""
+        if len(self.unpins) < at_least:
+            return
+        pins: list[int] = []
+        with contextlib.suppress(IndexError):
+            while len(pins) < 1000:
+                pins.append(self.unpins.popleft())
+        if pins:
+            self.exchange(M.Unpin(pins))
+
+    # -- upkeep and end -------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Idle work, from the client's background thread: pushes, recalls, unpins. Raises TransportError."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.channel.poll_pushes()
+            finally:
+                self.lock.release()
+        if self.recall_bytes:
+            wanted, self.recall_bytes = self.recall_bytes, 0
+            self.return_idle(wanted)
+        self.flush_unpins(at_least=1)
+
+    def close(self, *, clean: bool = True) -> None:
+        """End the session; with ``clean``, hand back grants and pins first. Never raises."""
+        if clean and not self.channel.broken:
+            with contextlib.suppress(TransportError):
+                self.flush_unpins(at_least=1)
+                self.return_idle()
+        self.channel.close()
+        self.grants.clear()
+        if self.ring is not None:
+            self.ring.close()
+
+    def unmap(self) -> None:
+        """Unmap the arena; only when no copy runs."""
+        self.reader.close()
+
+
+OK: Final = int(Status.OK)

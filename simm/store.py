@@ -1,0 +1,542 @@
+"""One worker's store: table, chunks, policy and ledger together, as a structure over a buffer.
+
+No I/O, no sockets, no clock (``now_ms`` is set by the owner before a batch of calls): the worker
+process drives it, and the tests and models drive the same code.
+
+The order of stores inside each operation is what makes a death at any point harmless:
+
+    grant     allocate chunk (private) -> hold line -> the client is told
+    commit    slot published -> hold line ended -> the replaced chunk freed
+    pin       hold line -> the client is told
+    evict     slot cleared -> chunk freed
+    release   hold line ended -> chunk freed
+
+so at any moment a chunk is named by a slot, by a hold line, or by neither and then free. A
+commit cut between its two steps leaves both; the slot wins at recovery.
+
+Sessions end in two steps. ``close_session`` is for a connection that is gone: its holds
+stay, quarantined, as a copy into or out of them may still be under way. ``end_session``
+frees them, once the process has exited or has said by a later session that its copies
+have ended. Nothing here ever ends a hold by time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from .constants import NO_SLOT
+from .errors import CorruptionError, SegmentError
+from .hashing import shard_of
+from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word, publish
+from .ledger import HoldKind, Ledger
+from .messages import Status
+from .slab import chunk_bytes_for
+from .space import Space
+from .table import Table
+
+_OK: Final = int(Status.OK)
+_NOT_FOUND: Final = int(Status.NOT_FOUND)
+_NO_SPACE: Final = int(Status.NO_SPACE)
+_WRONG_OWNER: Final = int(Status.WRONG_OWNER)
+_BAD_REQUEST: Final = int(Status.BAD_REQUEST)
+_STALE: Final = int(Status.STALE_GRANT)
+_GRANT: Final = int(HoldKind.GRANT)
+_PIN: Final = int(HoldKind.PIN)
+
+#: Ids of sessions and holds: incarnation above, a counter below; never drawn twice.
+_ID_BITS: Final = 44
+#: All sessions' grants together may hold this share of the data region.
+GRANTED_SHARE: Final = 8
+
+
+class Session:
+    """One control connection's holds."""
+
+    __slots__ = ("closed", "granted_bytes", "grants", "line", "namespace", "pid", "pins", "session", "started")
+
+    def __init__(self, session: int, line: int, pid: int, started: int, namespace: int) -> None:
+        self.session = session
+        self.line = line
+        self.pid = pid
+        self.started = started
+        self.namespace = namespace
+        #: grant id -> (offset in the segment, chunk bytes, hold line)
+        self.grants: dict[int, tuple[int, int, int]] = {}
+        #: pin id -> (offset, hold line)
+        self.pins: dict[int, tuple[int, int]] = {}
+        self.granted_bytes = 0
+        #: The connection is gone; holds are quarantined.
+        self.closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Session {self.session:#x} {state} pid={self.pid} grants={len(self.grants)} pins={len(self.pins)}>"
+
+
+class Store:
+    """A worker's arena. Construct by :meth:`create` or :meth:`recover`.
+
+    All offsets that leave this class are from the segment's start.
+    """
+
+    def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str) -> None:
+        self.geometry = geometry
+        self.incarnation = incarnation
+        self.now_ms = 0
+        self.sessions: dict[int, Session] = {}
+        self.notes: list[str] = []
+        self._mm = mm
+        whole = memoryview(mm)
+        self._whole = whole
+        self.header = whole[:HEADER_BYTES].cast("Q")
+        self.shards = whole[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
+        self.visited = whole[geometry.visited_offset : geometry.visited_offset + geometry.slots]
+        self.table = Table(mm, geometry, incarnation)
+        self.ledger = Ledger(mm, geometry)
+        self.policy_name = policy
+        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, self._evict)
+        self._data = geometry.data_offset
+        self._next_id = incarnation << _ID_BITS
+        self.granted_bytes = 0
+        self.granted_bytes_max = geometry.data_bytes // GRANTED_SHARE
+        # Counters, for STATS and /metrics.
+        self.puts = 0
+        self.overwrites = 0
+        self.deletes = 0
+        self.set_evictions = 0
+        self.put_failures = 0
+        self.stale_commits = 0
+        #: Set by the worker: ask a session for idle grants of so many bytes.
+        self.recall: Callable[[Session, int], None] = lambda _session, _bytes: None
+
+    # -- birth and rebirth --------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls, mm: mmap.mmap, *, slots: int = 0, policy: str = "sieve", incarnation: int = 1, instance: int = 0
+    ) -> Store:
+        """Lay out a fresh, zeroed segment. The caller holds its writer lock and has faulted it in."""
+        geometry = Geometry.plan(len(mm), slots)
+        words = memoryview(mm)[:HEADER_BYTES].cast("Q")
+        geometry.write(words)
+        words[Word.INCARNATION] = incarnation
+        words[Word.INSTANCE] = instance
+        words[Word.STATE] = State.STARTING
+        store = cls(mm, geometry, incarnation, policy)
+        publish(words)
+        words.release()
+        return store
+
+    @classmethod
+    def recover(cls, mm: mmap.mmap, name: str, *, policy: str = "sieve") -> Store:
+        """Take over a dead worker's segment. The caller holds its writer lock.
+
+        Raises SegmentError for a foreign or closed segment. O(slots + ledger lines).
+        """
+        words = memoryview(mm)[:HEADER_BYTES].cast("Q")
+        try:
+            geometry = Geometry.read(words, len(mm), name)
+            if words[Word.STATE] == State.CLOSED:
+                raise SegmentError(f"{name} is closed and cannot be taken over")
+            incarnation = words[Word.INCARNATION] + 1
+            words[Word.INCARNATION] = incarnation
+        finally:
+            words.release()
+        store = cls(mm, geometry, incarnation, policy)
+        store._rebuild()
+        return store
+
+    def _rebuild(self) -> None:
+        """Everything private from what lies in the arena: entries first, then holds that they do not outrank."""
+        table, space, ledger = self.table, self.space, self.ledger
+        self.notes = table.recover()
+        ledger.recover()
+        live: dict[int, int] = {}
+        for slot in list(table):
+            entry = table.entry(slot)
+            offset = entry.offset - self._data
+            try:
+                if offset in live:
+                    raise CorruptionError(f"chunk at {offset} is named by two slots")
+                space.reserve(offset, entry.chunk)
+            except CorruptionError as exc:
+                self.notes.append(f"slot {slot} dropped: {exc}")
+                table.clear(slot)
+                continue
+            live[offset] = slot
+        sessions: dict[int, Session] = {}
+        for line, fields in list(ledger.sessions()):
+            session = Session(fields.session, line, fields.pid, fields.started, fields.namespace)
+            session.closed = True
+            sessions[fields.session] = session
+        held: list[int] = []
+        reserved: set[int] = set()
+        for line, hold in list(ledger.holds()):
+            owner = sessions.get(hold.session)
+            offset = hold.offset - self._data
+            outranked = hold.kind == _GRANT and offset in live
+            if owner is None or outranked:
+                ledger.end_hold(line)
+                continue
+            if offset not in live and offset not in reserved:
+                try:
+                    space.reserve(offset, hold.chunk)
+                except CorruptionError as exc:
+                    self.notes.append(f"hold {hold.hold:#x} dropped: {exc}")
+                    ledger.end_hold(line)
+                    continue
+                reserved.add(offset)
+            if hold.kind == _GRANT:
+                owner.grants[hold.hold] = (hold.offset, hold.chunk, line)
+                owner.granted_bytes += hold.chunk
+                self.granted_bytes += hold.chunk
+            else:
+                owner.pins[hold.hold] = (hold.offset, line)
+                held.append(offset)
+        # Oldest first, so that the policy's queues come out in the order of storing.
+        for offset, slot in sorted(live.items(), key=lambda item: table.stored(item[1])):
+            space.publish(offset, slot)
+        for offset in held:
+            space.hold(offset)
+        for offset in reserved:
+            # A pinned chunk whose entry is gone: it goes when its last pin does.
+            if offset in held:
+                space.release(offset)
+        self.sessions = sessions
+
+    def open(self) -> None:
+        """From now on readers may rely on the arena."""
+        self.header[Word.STATE] = State.OPEN
+
+    def close(self) -> None:
+        """Say *closed*, for good: readers re-resolve. Shard words go too, as those are what readers look at."""
+        self.header[Word.STATE] = State.CLOSED
+        for shard in range(len(self.shards)):
+            self.shards[shard] = 0
+
+    def release(self) -> None:
+        """Drop every view of the segment."""
+        self.table.release()
+        self.ledger.release()
+        for view in (self.header, self.shards, self.visited, self._whole):
+            view.release()
+
+    # -- shards -------------------------------------------------------------------------------
+
+    def set_shards(self, epoch: int, mine: bytes) -> int:
+        """Take over and give up shards as the map says; how many are mine. Entries of lost shards are dropped.
+
+        A shard that comes back after others owned it starts empty (its entries went when it was lost).
+        """
+        shards = self.shards
+        lost = False
+        count = 0
+        for shard in range(len(shards)):
+            if mine[shard >> 3] >> (shard & 7) & 1:
+                count += 1
+                if not shards[shard]:
+                    shards[shard] = epoch
+            elif shards[shard]:
+                shards[shard] = 0
+                lost = True
+        if lost:
+            self.drop_foreign()
+        self.header[Word.EPOCH] = epoch
+        return count
+
+    def drop_foreign(self) -> int:
+        """Drop entries of shards that are not mine; how many. O(slots)."""
+        dropped = [slot for slot in self.table if not self.shards[shard_of(self.table.entry(slot).digest)]]
+        for slot in dropped:
+            self._drop_entry(slot)
+        return len(dropped)
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def _draw_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def open_session(self, pid: int, started: int, namespace: str) -> Session:
+        """A new session. Raises CapacityError when the ledger has no line left."""
+        number = self.ledger.namespace(namespace)
+        session = self._draw_id()
+        line = self.ledger.add_session(session, pid, started, number)
+        opened = Session(session, line, pid, started, number)
+        self.sessions[session] = opened
+        return opened
+
+    def close_session(self, session: Session) -> None:
+        """The connection is gone. Without holds the session ends; with holds they are quarantined."""
+        session.closed = True
+        if not session.grants and not session.pins:
+            self.end_session(session)
+
+    def end_session(self, session: Session) -> None:
+        """The session's process can touch no chunk any more: free what it held."""
+        if self.sessions.pop(session.session, None) is None:
+            return
+        self.return_grants(session, list(session.grants))
+        self.unpin(session, list(session.pins))
+        self.ledger.end_session(session.line)
+
+    # -- grants -------------------------------------------------------------------------------
+
+    def grant(self, session: Session, size: int, count: int) -> list[tuple[int, int, int]]:
+        """Up to ``count`` chunks for values of ``size`` bytes: (grant id, offset, chunk bytes).
+
+        Ahead-of-need grants stop at the cap for all sessions together; a session that holds none
+        always gets one if there is any room at all.
+        """
+        grants: list[tuple[int, int, int]] = []
+        if not size > 0:
+            return grants
+        chunk = chunk_bytes_for(size)
+        allocate, ledger, data = self.space.allocate, self.ledger, self._data
+        held = session.grants
+        for _ in range(count):
+            if self.granted_bytes + chunk > self.granted_bytes_max and held:
+                self._recall(session, chunk)
+                break
+            offset = allocate(size)
+            if offset < 0:
+                self._recall(session, chunk)
+                break
+            offset += data
+            self._next_id = number = self._next_id + 1
+            line = ledger.add_hold(number, session.session, offset, chunk, _GRANT)
+            if line < 0:
+                self.space.drop(offset - data)
+                break
+            held[number] = (offset, chunk, line)
+            session.granted_bytes += chunk
+            self.granted_bytes += chunk
+            grants.append((number, offset, chunk))
+        return grants
+
+    def _recall(self, asking: Session, wanted: int) -> None:
+        """Ask the greatest holder for idle grants."""
+        others = [s for s in self.sessions.values() if not s.closed and s is not asking and s.granted_bytes]
+        if others:
+            self.recall(max(others, key=lambda s: s.granted_bytes), wanted)
+
+    def return_grants(self, session: Session, numbers: Sequence[int]) -> int:
+        """Take grants back; unknown ids are ignored. How many were known."""
+        known = 0
+        for number in numbers:
+            grant = session.grants.pop(number, None)
+            if grant is None:
+                continue
+            self._end_grant(session, grant)
+            known += 1
+        return known
+
+    def _end_grant(self, session: Session, grant: tuple[int, int, int]) -> None:
+        offset, chunk, line = grant
+        session.granted_bytes -= chunk
+        self.granted_bytes -= chunk
+        self.ledger.end_hold(line)
+        self.space.drop(offset - self._data)
+
+    # -- entries ------------------------------------------------------------------------------
+
+    def commit(self, session: Session, entries: Sequence[tuple[bytes, int, int, int, int, int]]) -> list[int]:
+        """Publish values in granted chunks; a Status for each. Each grant id is spent, whatever the status."""
+        statuses: list[int] = []
+        grants = session.grants
+        table, shards, space, data = self.table, self.shards, self.space, self._data
+        end_hold = self.ledger.end_hold
+        namespace, now = session.namespace, self.now_ms
+        for digest, number, length, crc, flags, _ in entries:
+            grant = grants.pop(number, None)
+            if grant is None:
+                self.stale_commits += 1
+                statuses.append(_STALE)
+                continue
+            offset, chunk, line = grant
+            if not 0 < length <= chunk:
+                self._end_grant(session, grant)
+                statuses.append(_BAD_REQUEST)
+                continue
+            if not shards[(digest[0] | digest[1] << 8) & 0x3FFF]:
+                self._end_grant(session, grant)
+                statuses.append(_WRONG_OWNER)
+                continue
+            slot = table.lookup(digest)
+            if slot >= 0:
+                old = table.offset(slot)
+                table.write(slot, digest, offset, length, crc, chunk, namespace, flags, now)
+                end_hold(line)
+                space.replace(old - data, offset - data, slot)
+                self.overwrites += 1
+            else:
+                slot = table.free_slot(digest)
+                if slot < 0:
+                    slot = self._evict_from_sets(digest)
+                    if slot < 0:
+                        self._end_grant(session, grant)
+                        self.put_failures += 1
+                        statuses.append(_NO_SPACE)
+                        continue
+                table.write(slot, digest, offset, length, crc, chunk, namespace, flags, now)
+                end_hold(line)
+                space.publish(offset - data, slot)
+            session.granted_bytes -= chunk
+            self.granted_bytes -= chunk
+            statuses.append(_OK)
+        self.puts += len(statuses)
+        return statuses
+
+    def delete(self, digests: Sequence[bytes]) -> list[int]:
+        """Drop entries; a Status for each."""
+        statuses = []
+        for digest in digests:
+            if not self.shards[shard_of(digest)]:
+                statuses.append(_WRONG_OWNER)
+                continue
+            slot = self.table.lookup(digest)
+            if slot < 0:
+                statuses.append(_NOT_FOUND)
+                continue
+            self._drop_entry(slot)
+            self.deletes += 1
+            statuses.append(_OK)
+        return statuses
+
+    def locate(self, session: Session | None, digests: Sequence[bytes]) -> list[tuple[int, int, int, int, int, int]]:
+        """(status, flags, length, crc, offset, pin id) for each; with a session, each hit is pinned for it."""
+        found: list[tuple[int, int, int, int, int, int]] = []
+        for digest in digests:
+            if not self.shards[shard_of(digest)]:
+                found.append((_WRONG_OWNER, 0, 0, 0, 0, 0))
+                continue
+            slot = self.table.lookup(digest)
+            if slot < 0:
+                found.append((_NOT_FOUND, 0, 0, 0, 0, 0))
+                continue
+            entry = self.table.entry(slot)
+            pin = 0
+            if session is not None:
+                pin = self._draw_id()
+                line = self.ledger.add_hold(pin, session.session, entry.offset, entry.chunk, _PIN)
+                if line < 0:
+                    found.append((_NO_SPACE, 0, 0, 0, 0, 0))
+                    continue
+                self.space.hold(entry.offset - self._data)
+                session.pins[pin] = (entry.offset, line)
+            self.visited[slot] = 1
+            found.append((_OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
+        return found
+
+    def contains(self, digest: bytes) -> bool:
+        """Is it stored?"""
+        return self.table.lookup(digest) >= 0
+
+    def unpin(self, session: Session, pins: Sequence[int]) -> int:
+        """Give pins back; unknown ids are ignored. How many were known."""
+        known = 0
+        for number in pins:
+            pin = session.pins.pop(number, None)
+            if pin is None:
+                continue
+            offset, line = pin
+            self.ledger.end_hold(line)
+            self.space.unhold(offset - self._data)
+            known += 1
+        return known
+
+    # -- eviction -----------------------------------------------------------------------------
+
+    def _drop_entry(self, slot: int) -> None:
+        offset = self.table.offset(slot) - self._data
+        self.table.clear(slot)
+        self.space.release(offset)
+
+    def _evict(self, slot: int) -> None:
+        """Called by Space for each victim."""
+        self._drop_entry(slot)
+
+    def _evict_from_sets(self, digest: bytes) -> int:
+        """Make room in the digest's full sets: the coldest entry that nobody pins goes; its slot, or -1."""
+        table, space, visited = self.table, self.space, self.visited
+        best, best_rank = -1, (2, 0)
+        for slot in table.candidates(digest):
+            if space.is_held(table.offset(slot) - self._data):
+                continue
+            rank = (visited[slot], table.stored(slot))
+            if rank < best_rank:
+                best, best_rank = slot, rank
+        if best >= 0:
+            self._drop_entry(best)
+            self.set_evictions += 1
+            visited[best] = 0
+        return best
+
+    # -- inspection ---------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in free chunks."""
+        free: int = self.space.free_bytes
+        return free
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges. O(classes)."""
+        return {
+            "entries": self.table.entries,
+            "slots": self.geometry.slots,
+            "data_bytes": self.geometry.data_bytes,
+            "free_bytes": self.space.free_bytes,
+            "granted_bytes": self.granted_bytes,
+            "sessions": len(self.sessions),
+            "sessions_quarantined": sum(s.closed for s in self.sessions.values()),
+            "grants": sum(len(s.grants) for s in self.sessions.values()),
+            "pins": sum(len(s.pins) for s in self.sessions.values()),
+            "puts": self.puts,
+            "overwrites": self.overwrites,
+            "deletes": self.deletes,
+            "evictions": dict(self.space.evictions),
+            "set_evictions": self.set_evictions,
+            "put_failures": self.put_failures,
+            "stale_commits": self.stale_commits,
+            "incarnation": self.incarnation,
+            "policy": self.policy_name,
+        }
+
+    def check(self) -> None:
+        """Raise CorruptionError unless table, space, ledger and sessions agree. O(everything)."""
+        self.table.check()
+        self.space.check()
+        self.ledger.check()
+        data = self._data
+        named: dict[int, int] = {}
+        for slot in self.table:
+            entry = self.table.entry(slot)
+            if entry.offset in named:
+                raise CorruptionError(f"chunk at {entry.offset} is named by slots {named[entry.offset]} and {slot}")
+            named[entry.offset] = slot
+            if self.space.owner(entry.offset - data) != slot:
+                raise CorruptionError(f"slot {slot} names a chunk that space gives to another")
+        granted = 0
+        lines = set()
+        for session in self.sessions.values():
+            mine = 0
+            for offset, chunk, line in session.grants.values():
+                mine += chunk
+                lines.add(line)
+                if offset in named or self.space.owner(offset - data) != NO_SLOT:
+                    raise CorruptionError(f"granted chunk at {offset} belongs to an entry")
+            if mine != session.granted_bytes:
+                raise CorruptionError(f"{session}: {mine} bytes granted, {session.granted_bytes} counted")
+            granted += mine
+            for offset, line in session.pins.values():
+                lines.add(line)
+                if not self.space.is_held(offset - data):
+                    raise CorruptionError(f"pinned chunk at {offset} is not held")
+        if granted != self.granted_bytes:
+            raise CorruptionError(f"{granted} bytes granted, {self.granted_bytes} counted")
+        written = {line for line, _ in self.ledger.holds()}
+        if written != lines:
+            raise CorruptionError(f"hold lines {sorted(written ^ lines)[:5]} differ between ledger and sessions")
