@@ -523,7 +523,7 @@ def bench(options: argparse.Namespace, home: Path, exits: contextlib.ExitStack) 
     for text in dict.fromkeys(run.wrong):
         print(f"\nFAILED {text}")
     if options.json is not None:
-        settings = {"working_set_bytes": working_set, "rounds": options.rounds, "quick": options.quick}
+        settings = {"working_set_bytes": working_set, "rounds": options.rounds, "cores": options.cores}
         result: dict[str, Any] = {"machine": about, "peers": notes, "settings": settings, "failed": run.wrong}
         result["cells"] = [asdict(cell) for cell in run.cells]
         options.json.write_text(json.dumps(result, indent=1) + "\n")

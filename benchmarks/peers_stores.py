@@ -255,8 +255,8 @@ class _OnSocket(Peer):
 
 
 class Redis(_OnSocket):
-    """Nothing saved to disk. jemalloc keeps the pages of freed values instead of returning them to the
-    kernel within seconds: values of 4 MiB and more are two to four times faster so.
+    """Nothing saved to disk. jemalloc keeps the pages of freed values and reuses them for values of any
+    size, instead of returning them to the kernel: PUT is twice as fast so, or more, from 16 KiB on.
     """
 
     name = "redis"
@@ -270,7 +270,7 @@ class Redis(_OnSocket):
 
     def start(self) -> None:
         command = ["redis-server", "--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]
-        keep_pages = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
+        keep_pages = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:30"}
         self._client = BareRedis(self._serve(command, keep_pages))
 
 
