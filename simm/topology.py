@@ -177,9 +177,13 @@ def nodes(sys_root: str = "/") -> list[Node]:
             cpus = ()
         if meminfo is not None or cpus:
             found.append(Node(number, cpus, _kib_field(meminfo, "MemTotal") or 0))
+    total = meminfo_bytes("MemTotal", sys_root) or 0
+    if len(found) == 1:
+        # Some guests (memory hotplug, seen in practice) count only the memory of boot here; a sole node has all.
+        return [Node(found[0].id, found[0].cpus, max(found[0].memory_bytes, total))]
     if found:
         return found
-    return [Node(0, tuple(sorted(os.sched_getaffinity(0))), meminfo_bytes("MemTotal", sys_root) or 0)]
+    return [Node(0, tuple(sorted(os.sched_getaffinity(0))), total)]
 
 
 def node_free_bytes(node: int, sys_root: str = "/") -> int | None:
