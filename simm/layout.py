@@ -89,6 +89,8 @@ class State(IntEnum):
     OPEN = 2
     #: For good. Whoever still maps the segment must look for its successor.
     CLOSED = 3
+    #: After a clean stop with --warm: the next server of that name may take the segment over.
+    SUSPENDED = 4
 
 
 class EntryFlag(IntEnum):

@@ -18,11 +18,9 @@ are freed at once; for the others a pidfd is opened, and checked by the process'
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -36,6 +34,7 @@ from .hashing import check_namespace
 from .layout import SHARDS_BYTES, Word
 from .loop import Loop, Peer, Service
 from .messages import Status
+from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, TAIL, Ring
 from .rpc import Frame, decode, reply
 from .store import Session, Store
@@ -433,18 +432,7 @@ def run_worker(store: Store, settings: WorkerSettings, listener: socket.socket, 
     """Body of a worker process, after the fork: serve until SIGTERM or until the supervisor has gone."""
     loop = Loop()
     worker = Worker(store, settings, loop)
-    wake_read, wake_write = socket.socketpair()
-    wake_write.setblocking(False)
-    wake_read.setblocking(False)
-    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets the Ctrl-C and stops us in order
-
-    def woken(_mask: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            wake_read.recv(64)
-
-    loop.watch(wake_read, woken)
+    stop_on_signals(loop)
     for note in store.notes:
         log.warning("recovery: %s", note)
     worker.adopt_supervisor(supervisor)

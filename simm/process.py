@@ -1,0 +1,51 @@
+"""What every long-running SiMM process does to itself: signals, its parent's death, its descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Collection
+from typing import Final
+
+from .loop import Loop
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Ask the kernel to send ``signum`` when our parent ends (prctl(2) PR_SET_PDEATHSIG). Best effort."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
+    """Stop the loop at SIGTERM, and at SIGINT if asked; else SIGINT is left to the parent process."""
+    wake_read, wake_write = socket.socketpair()
+    wake_read.setblocking(False)
+    wake_write.setblocking(False)
+    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    signal.signal(signal.SIGINT, (lambda *_: loop.stop()) if interrupt else signal.SIG_IGN)
+
+    def woken(_mask: int) -> None:
+        assert wake_write.fileno() >= 0  # keeps the writing end alive as long as this callback
+        with contextlib.suppress(BlockingIOError):
+            wake_read.recv(64)
+
+    loop.watch(wake_read, woken)
+
+
+def close_descriptors_but(keep: Collection[int]) -> None:
+    """In a forked child: close every inherited descriptor that is not in ``keep`` (0, 1 and 2 stay).
+
+    The parent's socket objects must stay referenced afterwards: closed again by the collector they would take
+    a descriptor with a reused number along.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
