@@ -1,0 +1,658 @@
+"""Typed settings: one declaration each, four sources, and a memory of where every value came from.
+
+    command line  >  environment (SIMM_*)  >  file (--config PATH)  >  default
+
+The fields of :class:`Settings` are the table: a field's type, default, parser, help text and the
+roles that use it stand in one place, and flags, environment names and file keys are derived from
+it (``deadline_ms``: ``--deadline-ms``, ``SIMM_DEADLINE_MS``, ``deadline_ms``).
+
+* *A typo does nothing, silently.* An unknown key in the file or an unknown ``SIMM_*`` variable is
+  a :class:`ConfigError` naming the nearest known one. Kubernetes is the exception that must be
+  known: beside a Service called ``simm`` it plants ``SIMM_SERVICE_HOST``, ``SIMM_PORT_30001_TCP``
+  and the like in every pod, so names of that form are ignored, and no setting may take one.
+* *A value comes from nobody knows where.* :meth:`Settings.origin` says it for each.
+* *Units.* Sizes take K, M, G, T (powers of 1024). A setting whose name ends in ``_ms`` or ``_us``
+  takes a bare number in that unit, or a number with a unit of its own (``1s``).
+* *One file for all commands.* Top-level keys hold for every command; a table named after a command
+  (``[dataserver]``) holds for it alone and wins over the top level.
+
+The file is JSON, or TOML where this Python has ``tomllib`` (3.11 and newer).
+"""
+# ruff: noqa: RUF009 -- _setting() is dataclasses.field() with our metadata
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import ipaddress
+import json
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, NAMESPACE_BYTES_MAX
+from .errors import ConfigError
+
+ENV_PREFIX: Final = "SIMM_"
+NAME_BYTES_MAX: Final = 128
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+class Address(NamedTuple):
+    """Host and port of a TCP endpoint; ``str()`` gives the form that :func:`parse_address` reads."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it. A name other than ``localhost`` counts as outside."""
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_address(text: str, default_port: int | None = None) -> Address:
+    """``host:port``, ``[v6]:port``, or ``host`` where there is a default port. Raises ConfigError."""
+    text = text.strip()
+    if "://" in text:
+        raise ConfigError(f"{text!r} is a URL; write HOST:PORT, as 127.0.0.1:{DEFAULT_MANAGER_PORT}")
+    if text.startswith("["):
+        host, closed, rest = text[1:].partition("]")
+        if not closed or (rest and not rest.startswith(":")):
+            raise ConfigError(f"{text!r} is no address; an IPv6 one is written [::1]:{DEFAULT_MANAGER_PORT}")
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ConfigError(f"{host!r} is no IPv6 address (brackets are for those only)") from None
+        port = rest[1:] if rest else None
+    else:
+        host, colon, rest = text.partition(":")
+        if ":" in rest:
+            raise ConfigError(f"{text!r} has several colons; put an IPv6 address in brackets, as [::1]:5")
+        port = rest if colon else None
+    if not host:
+        raise ConfigError(f"{text!r} names no host; 0.0.0.0 stands for every interface")
+    if not re.fullmatch(r"[A-Za-z0-9._:%-]+", host):
+        raise ConfigError(f"{host!r} is no host name")
+    if port is None:
+        if default_port is None:
+            raise ConfigError(f"{text!r} names no port; write HOST:PORT")
+        return Address(host, default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
+        raise ConfigError(f"{port!r} in {text!r} is no port (0 to 65535)")
+    return Address(host, int(port))
+
+
+def parse_addresses(text: str, default_port: int | None = None) -> tuple[Address, ...]:
+    """One or more addresses separated by commas, each once. Raises ConfigError."""
+    found = [parse_address(part, default_port) for part in text.split(",") if part.strip()]
+    if not found:
+        raise ConfigError("no address given")
+    return tuple(dict.fromkeys(found))
+
+
+_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE | re.ASCII)
+_BYTE_UNITS: Final = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from ``8G``, ``512MiB``, ``1.5g`` or a plain number; K to T are powers of 1024. Raises ConfigError."""
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ConfigError(f"{text!r} is no size; write it as 8G or 512M")
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"{text} is no size: it is negative")
+        return text
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no size; write a number and K, M, G or T (powers of 1024), as 8G or 512M")
+    number, unit = match.groups()
+    scale = _BYTE_UNITS[unit.upper() if unit else None]
+    if "." not in number:
+        return int(number) * scale
+    if scale == 1:
+        raise ConfigError(f"{text!r} is no whole number of bytes")
+    return int(float(number) * scale)
+
+
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?", re.ASCII)
+_DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str | int | float, unit: str | None = None) -> float:
+    """Seconds from ``250ms``, ``5s``, ``2m``. A bare number needs ``unit``, the caller's. Raises ConfigError."""
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise ConfigError(f"{text!r} is no duration; write it as 250ms or 5s")
+    match = _DURATION.fullmatch(str(text).strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no duration; write a number and us, ms, s, m or h, as 250ms or 5s")
+    number, given = match.groups()
+    given = given or unit
+    if given is None:
+        raise ConfigError(f"{text!r} has no unit; write {number}s or {number}ms")
+    # Divide for the small units: 250 * 1e-3 is not always 0.25's neighbour, 250 / 1000 is.
+    scale = _DURATION_UNITS[given]
+    return float(number) / round(1 / scale) if scale < 1 else float(number) * scale
+
+
+def _duration_in(unit: str, least: int = 0) -> Callable[[Any], int]:
+    """Parser of a whole number of ``unit``, at least ``least``."""
+
+    def parse(value: Any) -> int:
+        amount = parse_duration(value, unit) / _DURATION_UNITS[unit]
+        if amount < least or abs(amount - round(amount)) > 1e-9 * max(1000.0, amount):
+            raise ConfigError(f"{value!r} must be a whole number of {unit}, {least} or more")
+        return round(amount)
+
+    return parse
+
+
+def _integer(least: int, most: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ConfigError(f"{value!r} must be a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+_BOOLEANS: Final = {
+    "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
+}
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    found = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{value!r} is neither true nor false (also: yes/no, on/off, 1/0)")
+    return found
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{value!r} must be text")
+    return value
+
+
+def _choice(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in choices:
+            raise ConfigError(f"{value!r} must be one of {', '.join(choices)}{_nearest(value, choices)}")
+        return value.lower()
+
+    return parse
+
+
+def _optional(parse: Callable[[Any], Any], empty: str = "") -> Callable[[Any], Any]:
+    """Parser whose ``empty`` word (and the empty text) means None."""
+    return lambda value: None if value is None or value in ("", empty) else parse(value)
+
+
+def _path(value: Any) -> Path:
+    return Path(_string(value)).expanduser()
+
+
+def _name(value: Any) -> str:
+    text = _string(value).strip()
+    if not text or len(text.encode()) > NAME_BYTES_MAX or not re.fullmatch(r"[^\s/\x00-\x1f\x7f]+", text):
+        raise ConfigError(f"{value!r} must be 1 to {NAME_BYTES_MAX} bytes without spaces and slashes")
+    return text
+
+
+def _namespace(value: Any) -> str:
+    text = _string(value)
+    if not 1 <= len(text.encode()) <= NAMESPACE_BYTES_MAX:
+        raise ConfigError(f"{value!r} must be 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8")
+    return text
+
+
+def _address(value: Any) -> Address:
+    return parse_address(_string(value), None)
+
+
+def _managers(value: Any) -> tuple[Address, ...]:
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        value = ",".join(value)
+    return parse_addresses(_string(value), DEFAULT_MANAGER_PORT)
+
+
+# --- the table --------------------------------------------------------------------------------
+
+MANAGER, SERVER, CLIENT = "manager", "dataserver", "client"
+#: The roles whose settings each command takes; any other command is an error.
+COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "manager": (MANAGER,),
+    "dataserver": (SERVER,),
+    "client": (CLIENT,),
+    "bench": (CLIENT,),
+    "local": (MANAGER, SERVER),
+    "demo": (SERVER, CLIENT),
+    "config": (MANAGER, SERVER, CLIENT),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How one field of :class:`Settings` is read."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    help: str
+    roles: tuple[str, ...]
+    metavar: str
+    #: From the environment: a default and where it comes from.
+    computed: Callable[[Mapping[str, str]], tuple[Any, str]] | None
+    #: Defaults of single commands, in place of the field's.
+    by_command: Mapping[str, Any]
+    #: Further names in the environment, weaker than SIMM_<NAME>.
+    env_aliases: tuple[str, ...]
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """``--like-this``"""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """``SIMM_LIKE_THIS``"""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone (``--warm``, ``--no-warm``)."""
+        return self.parse is _boolean
+
+
+def _default_name(env: Mapping[str, str]) -> tuple[str, str]:
+    if env.get("POD_NAME"):
+        return _name(env["POD_NAME"]), "environment POD_NAME"
+    return socket.gethostname() or "localhost", "default (host name)"
+
+
+def _default_runtime_dir(env: Mapping[str, str]) -> tuple[Path, str]:
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"]) / "simm", "environment XDG_RUNTIME_DIR"
+    return Path(f"/tmp/simm-{os.getuid()}"), "default"
+
+
+def _setting(
+    parse: Callable[[Any], Any],
+    help: str,
+    *roles: str,
+    default: Any = None,
+    metavar: str = "",
+    computed: Callable[[Mapping[str, str]], tuple[Any, str]] | None = None,
+    by_command: Mapping[str, Any] | None = None,
+    env_aliases: tuple[str, ...] = (),
+) -> Any:
+    about = {
+        "parse": parse, "help": help, "roles": roles, "metavar": metavar, "computed": computed,
+        "by_command": by_command or {}, "env_aliases": env_aliases, "default": default,
+    }
+    if computed is not None:
+        return dataclasses.field(default_factory=lambda: computed(os.environ)[0], metadata=about)
+    return dataclasses.field(default=default, metadata=about)
+
+
+_LOOPBACK_MANAGER: Final = Address("127.0.0.1", DEFAULT_MANAGER_PORT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Every setting, typed. Built by :func:`load`; in tests directly: ``Settings(poll_us=0)``."""
+
+    manager: tuple[Address, ...] = _setting(
+        _managers, "where the manager listens; several, by commas, are tried in turn", SERVER, CLIENT,
+        default=(_LOOPBACK_MANAGER,), metavar="HOST:PORT", env_aliases=("SIMM_CLUSTER_MANAGER",),
+    )
+    listen: Address = _setting(
+        lambda value: parse_address(_string(value), 0), "address to listen on; port 0 is any free one",
+        MANAGER, SERVER, default=Address("127.0.0.1", 0), metavar="HOST:PORT",
+        by_command={"manager": _LOOPBACK_MANAGER, "local": _LOOPBACK_MANAGER},
+    )
+    numa: str = _setting(
+        _string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",
+    )
+    memory: int | None = _setting(
+        _optional(parse_bytes, "auto"), "arena of each worker, as 8G; auto: 80 %% of what this machine allows",
+        SERVER, metavar="BYTES",
+    )
+    name: str = _setting(
+        _name, "this node's name in the cluster; its shards follow the name",
+        SERVER, metavar="NAME", computed=_default_name,
+    )
+    state_dir: Path | None = _setting(
+        _optional(_path), "folder for what outlives a restart; empty: nothing does", MANAGER, SERVER, metavar="DIR",
+    )
+    runtime_dir: Path = _setting(
+        _path, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=_default_runtime_dir,
+    )
+    policy: str = _setting(
+        _choice("sieve", "fifo", "lru"), "eviction policy: sieve, fifo or lru",
+        SERVER, default="sieve", metavar="NAME",
+    )
+    poll_us: int = _setting(
+        _duration_in("us"), "how long a worker polls its commit rings after its last work; 0: never",
+        SERVER, CLIENT, default=50, metavar="US",
+    )
+    streams: int = _setting(_integer(0, 256), "TCP bulk processes of each worker", SERVER, default=1, metavar="N")
+    slots: int = _setting(
+        _integer(0, 1 << 31), "entries that a worker's table can hold; 0: by its memory",
+        SERVER, default=0, metavar="N",
+    )
+    huge_pages: bool = _setting(_boolean, "use huge pages where the system offers them", SERVER, default=True)
+    group: str | None = _setting(
+        _optional(_string), "group whose members may map the segments (0660); empty: the owner only",
+        SERVER, metavar="GROUP",
+    )
+    insecure: bool = _setting(_boolean, "listen beyond this machine without a token", MANAGER, SERVER, default=False)
+    token_file: Path | None = _setting(
+        _optional(_path), "file with one token a line (two while they rotate)",
+        MANAGER, SERVER, CLIENT, metavar="FILE",
+    )
+    heartbeat_ms: int = _setting(
+        _duration_in("ms", 10), "between two heartbeats of a data server", MANAGER, default=1000, metavar="MS",
+    )
+    suspect_after: int = _setting(
+        _integer(1, 10_000), "missed heartbeats that make a node suspect", MANAGER, default=3, metavar="N",
+    )
+    dead_after: int = _setting(
+        _integer(1, 10_000), "missed heartbeats that make it dead", MANAGER, default=5, metavar="N",
+    )
+    grace_ms: int = _setting(
+        _duration_in("ms"), "how long a dead node's shards wait for its return before others own them",
+        MANAGER, default=0, metavar="MS",
+    )
+    deadline_ms: int = _setting(
+        _duration_in("ms", 1), "longest that one call may take", SERVER, CLIENT, default=3000, metavar="MS",
+    )
+    namespace: str = _setting(
+        _namespace, "namespace of the keys", CLIENT, default=DEFAULT_NAMESPACE, metavar="NAME",
+    )
+    path: str = _setting(
+        _choice("auto", "shm", "tcp"), "data path: auto, shm or tcp", CLIENT, default="auto", metavar="PATH",
+    )
+    checksum: bool = _setting(_boolean, "store and verify a crc32 of each value", CLIENT, default=False)
+    copy_threads: int = _setting(
+        _integer(0, 256), "threads that share a large copy; 0: by the machine", CLIENT, default=0, metavar="N",
+    )
+    log_level: str = _setting(
+        _choice("debug", "info", "warning", "error"), "debug, info, warning or error",
+        MANAGER, SERVER, CLIENT, default="info", metavar="LEVEL",
+    )
+    log_file: Path | None = _setting(
+        _optional(_path), "file to log to; empty: stderr", MANAGER, SERVER, CLIENT, metavar="FILE",
+    )
+    warm: bool = _setting(_boolean, "keep the arena over a clean stop and start on it again", SERVER, default=False)
+    http: Address | None = _setting(
+        _optional(_address), "address of /metrics, /healthz and the status page; empty: none",
+        MANAGER, SERVER, metavar="HOST:PORT",
+    )
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.dead_after <= self.suspect_after:
+            raise ConfigError(
+                f"dead_after ({self.dead_after}, {self.origin('dead_after')}) must be larger than"
+                f" suspect_after ({self.suspect_after}, {self.origin('suspect_after')})"
+            )
+
+    def origin(self, name: str) -> str:
+        """Where a value came from, in words: ``--memory``, ``environment SIMM_MEMORY``, ``file PATH``, ``default``."""
+        return self.origins.get(name, "default")
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, value as it would be written, origin) of every setting, for ``simm config show``."""
+        return [(name, format_value(getattr(self, name)), self.origin(name)) for name in SETTINGS]
+
+
+SETTINGS: Final[Mapping[str, Setting]] = {
+    field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(Settings) if field.metadata
+}
+
+#: What Kubernetes plants for Services called simm or simm-<anything>; never ours.
+_KUBERNETES: Final = re.compile(r"SIMM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+#: Switches of this project's own test and engine scripts.
+_SCRIPTS: Final = re.compile(r"SIMM_(ENGINE|ENGINES|TEST)(_\w+)?")
+CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
+
+assert not any(_KUBERNETES.fullmatch(setting.env) or _SCRIPTS.fullmatch(setting.env) for setting in SETTINGS.values())
+
+
+def format_value(value: Any) -> str:
+    """A value as text that its setting's parser would read back."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple) and not isinstance(value, Address):
+        return ",".join(str(part) for part in value)
+    return str(value)
+
+
+# --- sources ----------------------------------------------------------------------------------
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.3)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _unknown(what: str, name: str, known: Mapping[str, Any] | list[str]) -> ConfigError:
+    # cutoff 0 always finds one: naming the nearest costs nothing, even where it is far.
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return ConfigError(f"unknown {what} {name!r}; the nearest known one is {close[0]!r}")
+
+
+def _roles(command: str) -> tuple[str, ...]:
+    if command not in COMMANDS:
+        raise _unknown("command", command, COMMANDS)
+    return COMMANDS[command]
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Give ``parser`` the flags of ``command`` and ``--config``.
+
+    Values stay text, absent flags leave no attribute: :func:`load` does all parsing, so that a
+    bad value reads the same whatever source it came from.
+    """
+    roles = _roles(command)
+    group = parser.add_argument_group("settings", "each also as SIMM_<NAME> in the environment or in the --config file")
+    group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="JSON or TOML file of settings")
+    for setting in SETTINGS.values():
+        if not set(setting.roles) & set(roles):
+            continue
+        if setting.is_switch:
+            group.add_argument(
+                setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
+                help=setting.help,
+            )
+        else:
+            default = format_value(setting.by_command.get(command, setting.default))
+            text = f"{setting.help} (default: {default})" if default else setting.help
+            group.add_argument(
+                setting.flag, dest=setting.name, metavar=setting.metavar, default=argparse.SUPPRESS, help=text
+            )
+
+
+def argv_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The settings among a parsed command line's attributes."""
+    return {name: value for name, value in vars(namespace).items() if name in SETTINGS}
+
+
+def load_command(
+    command: str, namespace: argparse.Namespace, env: Mapping[str, str] = os.environ, **fixed: Any
+) -> Settings:
+    """:func:`load` for a command line read with :func:`add_arguments`; ``fixed`` values count as the command line's."""
+    return load(command, {**argv_values(namespace), **fixed}, env, getattr(namespace, "config", None))
+
+
+def load(
+    command: str,
+    argv_values: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] = os.environ,
+    file: str | os.PathLike[str] | None = None,
+) -> Settings:
+    """The settings of ``command`` from all sources.
+
+    ``argv_values`` holds text or parsed values by setting name. Without ``file``, SIMM_CONFIG may
+    name one. Raises ConfigError: the text names the source and, where there is one, the remedy.
+    """
+    _roles(command)
+    argv_values = argv_values or {}
+    for name in argv_values:
+        if name not in SETTINGS:
+            raise _unknown("setting", name, SETTINGS)
+    _check_env(env)
+    if file is None and env.get(CONFIG_ENV):
+        file = env[CONFIG_ENV]
+    from_file = _read_file(Path(file), command) if file is not None else {}
+
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, setting in SETTINGS.items():
+        variable = next((key for key in (setting.env, *setting.env_aliases) if key in env), None)
+        raw: Any
+        if name in argv_values:
+            raw, origin = argv_values[name], setting.flag
+        elif variable is not None:
+            raw, origin = env[variable], f"environment {variable}"
+        elif name in from_file:
+            raw, origin = from_file[name]
+        elif setting.computed is not None:
+            values[name], origins[name] = setting.computed(env)
+            continue
+        else:
+            values[name], origins[name] = setting.by_command.get(command, setting.default), "default"
+            continue
+        values[name], origins[name] = _parse(setting, raw, origin), origin
+    return Settings(**values, origins=origins)
+
+
+def _parse(setting: Setting, raw: Any, origin: str) -> Any:
+    # Callers inside Python hand over finished values (Address, Path); text and plain types are parsed.
+    if not isinstance(raw, (str, int, float, list, type(None))):
+        return raw
+    try:
+        return setting.parse(raw)
+    except ConfigError as exc:
+        raise ConfigError(f"{setting.name} (from {origin}): {exc}") from None
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    known = [CONFIG_ENV]
+    for setting in SETTINGS.values():
+        known += [setting.env, *setting.env_aliases]
+    for key in env:
+        if key.startswith(ENV_PREFIX) and key not in known:
+            if _KUBERNETES.fullmatch(key) or _SCRIPTS.fullmatch(key):
+                continue
+            raise _unknown("environment variable", key, known)
+
+
+def _read_file(path: Path, command: str) -> dict[str, tuple[Any, str]]:
+    """Setting name -> (raw value, origin), the command's own table over the top level."""
+    found: dict[str, tuple[Any, str]] = {}
+    top = _parse_file(path)
+    tables = {key: value for key, value in top.items() if key in COMMANDS and isinstance(value, dict)}
+    for table_name, table in [("", top), *tables.items()]:
+        # Every table is checked, not only ours: a typo for another command is found by the first that starts.
+        for key, value in table.items():
+            if not table_name and key in tables:
+                continue
+            name = key.replace("-", "_")
+            if name not in SETTINGS or isinstance(value, dict):
+                where = f"{path} [{table_name}]" if table_name else str(path)
+                known = [*SETTINGS, *COMMANDS] if not table_name else list(SETTINGS)
+                raise _unknown(f"{'table' if isinstance(value, dict) else 'setting'} in {where}:", key, known)
+            if table_name in ("", command):
+                found[name] = (value, f"file {path}" + (f" [{table_name}]" if table_name else ""))
+    return found
+
+
+def _parse_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read the settings file {path}: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"the settings file {path} is not UTF-8: {exc}") from None
+    if path.suffix.lower() == ".toml":
+        try:
+            tomllib = importlib.import_module("tomllib")
+        except ImportError:
+            raise ConfigError(
+                f"{path} is TOML, which this Python cannot read (3.11 and newer can): write the same settings as JSON"
+            ) from None
+        try:
+            table: dict[str, Any] = tomllib.loads(text)
+        except ValueError as exc:
+            raise ConfigError(f"{path} is not valid TOML: {exc}") from None
+        return table
+    try:
+        top = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path} is not valid JSON: {exc} (a TOML file must end in .toml)") from None
+    if not isinstance(top, dict):
+        raise ConfigError(f"{path} must hold one JSON object of settings")
+    return top
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return table
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+def ensure_runtime_dir(path: Path, gid: int | None = None) -> Path:
+    """Make the folder of the UNIX sockets, or check the one that is there.
+
+    0700, or 0710 for members of group ``gid``. ConfigError when somebody else owns it or could
+    plant sockets in it: in /tmp anyone may have made the name first.
+    """
+    remedy = "choose another folder with --runtime-dir"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        about = path.lstat()
+    except OSError as exc:
+        raise ConfigError(f"cannot make the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
+    if not stat.S_ISDIR(about.st_mode):
+        raise ConfigError(f"the runtime folder {path} is no folder (links are not followed); {remedy}")
+    if about.st_uid != os.getuid():
+        raise ConfigError(f"the runtime folder {path} belongs to uid {about.st_uid}, not to {os.getuid()}; {remedy}")
+    try:
+        if gid is None:
+            if stat.S_IMODE(about.st_mode) & 0o077:
+                path.chmod(0o700)
+        else:
+            os.chown(path, -1, gid)
+            path.chmod(0o710)
+    except OSError as exc:
+        raise ConfigError(f"cannot set the mode of the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
+    return path
