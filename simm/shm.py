@@ -280,8 +280,8 @@ def populate_read(mm: mmap.mmap, offset: int = 0, length: int | None = None) -> 
     offset, length in bytes. Returns False when the kernel has no MADV_POPULATE_READ (before 5.14); nothing
     is lost then but speed. Raises SegmentError when pages cannot be had (where a load would be a SIGBUS).
     """
-    start, stop = _page_range(offset, length, len(mm))
     with address_of(mm) as base:
+        start, stop = _page_range(offset, length, len(mm))
         for at, count in _steps(start, stop):
             number = _madvise(base + at, count, _MADV_POPULATE_READ)
             if number == errno.EINVAL:
