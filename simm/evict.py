@@ -44,6 +44,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import compress, count
 from typing import Final, Protocol
 
 from simm.errors import CorruptionError, UsageError
@@ -226,7 +227,7 @@ class _Queues:
         return sum(self._sizes[queue : queue + self.QUEUES])
 
     def groups(self) -> list[int]:
-        return sorted({queue // self.QUEUES for queue, size in enumerate(self._sizes) if size})
+        return sorted({queue // self.QUEUES for queue in compress(count(), self._sizes)})
 
     def slots(self, group: int) -> Iterator[int]:
         for queue in range(group * self.QUEUES, (group + 1) * self.QUEUES):

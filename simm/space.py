@@ -117,7 +117,20 @@ class Space:
         `UsageError` below 1 byte. Amortised O(1) for a slab class; see the module's text.
         """
         offset = self._allocator.alloc(n)
-        return offset if offset >= 0 else self._make_room(n)
+        if offset >= 0:
+            return offset
+        # A full region's usual case, spelt out: the class's own victim, and its chunk is the new one.
+        if n <= _SMALL_MAX:
+            group = class_of(n)
+            if self._due[group] > 0:
+                slot = self._policy.victim(group, self._is_held)
+                if slot >= 0:
+                    self._due[group] -= 1
+                    self._evict_slot(slot, OWN)
+                    offset = self._allocator.alloc(n)
+                    if offset >= 0:
+                        return offset
+        return self._make_room(n)
 
     def publish(self, offset: int, slot: int) -> None:
         """The granted chunk at ``offset`` now belongs to ``slot``, which has none. O(1)."""
@@ -149,9 +162,14 @@ class Space:
 
     def release(self, offset: int) -> None:
         """The chunk at ``offset`` is no longer any entry's: it goes free, or is an orphan while held. O(1)."""
-        if offset in self._orphans:
-            raise CorruptionError(f"chunk at {offset} is released twice")
-        slot = self._let_go(offset)
+        if offset in self._holds:
+            if offset in self._orphans:
+                raise CorruptionError(f"chunk at {offset} is released twice")
+            slot = self._let_go(offset)
+        else:
+            slot = self._allocator.free(offset)
+            if self._hopeless:
+                self._hopeless.clear()
         if slot != NO_SLOT:
             self._offsets[slot] = -1
             self._policy.remove(slot)
@@ -196,8 +214,7 @@ class Space:
 
     def _let_go(self, offset: int) -> int:
         """Free a chunk, or make it an orphan if it is held; returns who owned it."""
-        if self._hopeless:
-            self._hopeless.clear()
+        self._hopeless.clear()
         if offset not in self._holds:
             return self._allocator.free(offset)
         slot = self._allocator.owner(offset)
