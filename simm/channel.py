@@ -96,9 +96,22 @@ class Channel:
 
     def submit(self, msg: Any, *, fds: tuple[int, ...] = ()) -> int:
         """Send a request; its id for :meth:`wait`."""
-        self._last_id = number = self._last_id + 1
+        number = self.next_id()
         self.send_raw(encode(msg, number), fds)
         return number
+
+    def next_id(self) -> int:
+        """Draw a request id, for a caller that sends by itself."""
+        self._last_id = number = self._last_id + 1
+        return number
+
+    def take_bulk(self, target: memoryview) -> int:
+        """Move bare bytes that came along with a frame into ``target``; how many."""
+        if not self._conn.pending_bytes:
+            return 0
+        data = self._conn.take(len(target))
+        target[: len(data)] = data
+        return len(data)
 
     def send_raw(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send whole bytes. Raises TransportError, and the channel is broken then."""

@@ -19,7 +19,9 @@ kill -9: the kernel ends the children; segments stay as leftovers and are remove
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import grp
 import json
 import logging
 import os
@@ -35,14 +37,16 @@ from typing import Any, Final
 
 from . import messages as M
 from . import topology
+from .config import Settings, add_arguments, ensure_runtime_dir, load_command
 from .constants import SHARD_COUNT, SLAB_BYTES
-from .errors import SegmentError, SimmError
+from .errors import ConfigError, SegmentError, SimmError
 from .layout import HEADER_BYTES, Geometry, State, Word
 from .loop import Loop, Peer, Service, listen_tcp, listen_unix
 from .messages import Status
-from .process import close_descriptors_but, die_with_parent, stop_on_signals
+from .process import close_descriptors_but, die_with_parent, end_with, stop_on_signals
 from .rpc import Frame, decode, encode
 from .shm import AttachedSegment, OwnedSegment, default_arena_bytes, leftovers, remove_leftovers
+from .startup import is_loopback, read_tokens, set_up_logging
 from .store import Store
 from .stream import run_stream
 from .worker import WorkerSettings, run_worker
@@ -79,6 +83,8 @@ class DataServerOptions:
     tokens: tuple[str, ...] = ()
     join_timeout_s: float = JOIN_TIMEOUT_S
     advertise_host: str = ""
+    #: End when this process does (0: do not care).
+    end_with: int = 0
 
 
 class Child:
@@ -199,6 +205,8 @@ class DataServer:
         """Segments, sockets, processes, manager. Raises SimmError or OSError with nothing left behind."""
         options = self.options
         stop_on_signals(self.loop, interrupt=True)
+        if options.end_with:
+            end_with(self.loop, options.end_with)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
         self._check_name_is_free()
@@ -630,3 +638,60 @@ def store_closed(name: str) -> None:
         mapped = segment.map(0, HEADER_BYTES, writable=True)
         with memoryview(mapped).cast("Q") as words:
             words[Word.STATE] = State.CLOSED
+
+
+def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
+    """A data server's options from settings. Raises ConfigError."""
+    host, port = settings.listen
+    tokens = read_tokens(settings.token_file)
+    if not is_loopback(host) and not tokens and not settings.insecure:
+        raise ConfigError(
+            f"--listen {host}: anyone who reaches this address could read and change the cache. Give a --token-file, "
+            "listen on 127.0.0.1, or say --insecure"
+        )
+    if settings.insecure and not is_loopback(host):
+        log.warning("listening on %s without a token (--insecure)", host)
+    group = None
+    if settings.group is not None:
+        try:
+            group = int(settings.group) if settings.group.isdigit() else grp.getgrnam(settings.group).gr_gid
+        except KeyError:
+            raise ConfigError(f"--group {settings.group}: there is no such group") from None
+    runtime_dir = ensure_runtime_dir(settings.runtime_dir, group)
+    return DataServerOptions(
+        name=settings.name,
+        runtime_dir=str(runtime_dir),
+        nodes=topology.parse_numa(settings.numa),
+        memory=settings.memory or 0,
+        listen_host=host,
+        listen_port=port,
+        managers=[(address.host, address.port) for address in settings.manager],
+        policy=settings.policy,
+        poll_us=settings.poll_us,
+        streams=settings.streams,
+        slots=settings.slots,
+        huge_pages=settings.huge_pages,
+        group=group,
+        warm=settings.warm,
+        tokens=tokens,
+        end_with=end_with,
+    )
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserver") -> int:
+    """Run a data server until SIGTERM or Ctrl-C; the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description="A SiMM data server: one worker per NUMA node.")
+    add_arguments(parser, "dataserver")
+    parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = load_command("dataserver", arguments)
+        set_up_logging(settings)
+        return DataServer(options_from(settings, end_with=arguments.end_with)).run()
+    except (SimmError, OSError) as exc:
+        print(f"simm dataserver: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,6 +38,16 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
     loop.watch(wake_read, woken)
 
 
+def end_with(loop: Loop, pid: int) -> None:
+    """Stop the loop when process ``pid`` has ended, or at once when it has already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        loop.call_later(0.0, loop.stop)
+        return
+    loop.watch(fd, lambda _mask: loop.stop())
+
+
 def close_descriptors_but(keep: Collection[int]) -> None:
     """In a forked child: close every inherited descriptor that is not in ``keep`` (0, 1 and 2 stay).
 

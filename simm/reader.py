@@ -7,7 +7,6 @@ copied in between is the value. Single gets, batches and TCP sends all stand on 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import platform
@@ -92,8 +91,10 @@ class ArenaReader:
         slots = np.frombuffer(self._meta, dtype=np.uint64, count=geometry.slots * SLOT_WORDS, offset=self._slots_offset)
         self._np_slots = slots.reshape(geometry.sets, SET_BYTES // SLOT_BYTES, SLOT_WORDS)
         self._np_visited = np.frombuffer(self.visited, np.uint8) if writable else None
+        # The descriptor goes now. The maps live as long as something refers to this object or to a view of it:
+        # closing them by hand while another thread copies would be a segmentation fault.
+        self.segment.close()
         if self.state == State.CLOSED:
-            self.close()
             raise SegmentError(f"{name} is closed: its data server has gone")
 
     # -- state ------------------------------------------------------------------------------
@@ -242,16 +243,3 @@ class ArenaReader:
         """The bytes of a located value, in place: they may change at any time until confirmed."""
         start = found.offset - self.data_offset
         return self.data[start : start + found.length]
-
-    # -- end --------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Unmap. Views that are still out keep their mapping alive. Twice is harmless."""
-        self._np_slots = np.empty((0, 8, 8), np.uint64)
-        self._np_visited = None
-        with contextlib.suppress(AttributeError):
-            del self._find
-        for view in (self.words, self._meta, self.visited, self.data):
-            with contextlib.suppress(BufferError):
-                view.release()
-        self.segment.close()

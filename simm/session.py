@@ -25,7 +25,6 @@ from typing import Any, Final
 from . import messages as M
 from .channel import Channel
 from .errors import RemoteProtocolError, SegmentError, TransportError
-from .messages import Status
 from .reader import ArenaReader
 from .ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, Ring
 from .rpc import Frame, encode
@@ -305,10 +304,3 @@ class WorkerSession:
         finally:
             if got:
                 self.lock.release()
-
-    def unmap(self) -> None:
-        """Unmap the arena; only when no copy runs."""
-        self.reader.close()
-
-
-OK: Final = int(Status.OK)

@@ -358,9 +358,20 @@ def _create_file(name: str, size: int) -> None:
     if sys.version_info >= (3, 13):
         SharedMemory(name, create=True, size=size, track=False).close()
     else:
-        made = SharedMemory(name, create=True, size=size)
-        resource_tracker.unregister(f"/{name}", "shared_memory")
-        made.close()
+        try:
+            made = SharedMemory(name, create=True, size=size)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            # Registration comes last, and earlier failures remove the file. So if the pipe is broken, or the file
+            # is there, then it is complete and only the tracker could not be started (it is a helper process, and
+            # sys.executable may not be runnable here).
+            if not isinstance(error, BrokenPipeError) and not os.path.exists(_path(name)):
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                resource_tracker.unregister(f"/{name}", "shared_memory")
+            made.close()
 
 
 class OwnedSegment:
@@ -448,8 +459,10 @@ class OwnedSegment:
                 raise SegmentError(f"cannot create segment {name} of {_mib(size)}: {error.strerror}") from error
             try:
                 fd = _open(path, writable=True)
-            except FileNotFoundError:
-                continue  # a remover was faster
+            except FileNotFoundError:  # a remover was faster
+                if time.monotonic() > deadline:
+                    raise SegmentError(f"segment {name} is removed as often as it is created") from None
+                continue
             except OSError as error:
                 os.unlink(path)
                 raise SegmentError(f"cannot open segment {name}: {error.strerror}") from error
@@ -462,7 +475,7 @@ class OwnedSegment:
                 return fd
             os.close(fd)
             if time.monotonic() > deadline:
-                raise SegmentError(f"segment {name} is removed by another process as often as it is created")
+                raise SegmentError(f"segment {name} is removed as often as it is created")
 
     @classmethod
     def adopt(cls, name: str) -> OwnedSegment:

@@ -135,7 +135,6 @@ class Stream(Service):
             log.warning("worker at %s: %s", self.uds, exc)
             return None
         for old in free:
-            old.unmap()
             self._buried.remove(old)
         self._retry_s = RETRY_S[0]
         return self.session

@@ -1,0 +1,68 @@
+"""What every SiMM command does before its work: logging, tokens, and who may connect."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Final
+
+from .config import Settings
+from .errors import ConfigError
+
+TOKENS_MAX: Final = 2
+TOKEN_BYTES_MIN: Final = 16
+TOKEN_BYTES_MAX: Final = 1024
+_FORMAT: Final = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
+
+
+def set_up_logging(settings: Settings) -> None:
+    """Log to the settings' file, or to stderr, and say so, where it cannot be opened."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    trouble = ""
+    if settings.log_file is not None:
+        try:
+            settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+            handler = logging.FileHandler(settings.log_file)
+        except OSError as exc:
+            trouble = f"cannot log to {settings.log_file} ({exc.strerror or exc}): logging to stderr"
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root = logging.getLogger("simm")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(settings.log_level.upper())
+    if trouble:
+        root.warning("%s", trouble)
+
+
+def is_loopback(host: str) -> bool:
+    """Does the address stay on this machine?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_tokens(path: Path | None) -> tuple[str, ...]:
+    """The tokens of a token file, one a line, two while they rotate. Raises ConfigError."""
+    if path is None:
+        return ()
+    try:
+        mode = os.stat(path).st_mode
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the token file {path}: {exc}") from exc
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"the token file {path} may be read by others: chmod 600 {path}")
+    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not 0 < len(tokens) <= TOKENS_MAX:
+        raise ConfigError(f"the token file {path} has {len(tokens)} tokens, 1 or {TOKENS_MAX} are allowed")
+    for token in tokens:
+        if not TOKEN_BYTES_MIN <= len(token.encode()) <= TOKEN_BYTES_MAX:
+            raise ConfigError(f"a token in {path} has not {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} bytes")
+    return tokens

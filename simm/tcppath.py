@@ -1,0 +1,243 @@
+"""The client's TCP path: values straight from a socket into the caller's buffer, and back.
+
+A small pool of connections to one stream process; each operation borrows one, so threads do not
+wait for each other. Any failure in the middle of an exchange discards that connection.
+
+A GET's bytes land in the caller's buffer before the server has said that they are whole: its
+VERDICT comes after them. So a miss may leave part of a value in the buffer, as the shm path's
+re-check may; the answer says that there is nothing to use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from . import messages as M
+from .channel import Channel
+from .errors import TransportError
+from .messages import Status
+from .rpc import encode
+
+POOL_MAX: Final = 8
+#: How often a value that changed under way is asked for again.
+ATTEMPTS: Final = 3
+#: One FETCH or STORE carries at most so many bytes, so that a deadline means the same at every batch size.
+EXCHANGE_BYTES: Final = 64 << 20
+EXCHANGE_KEYS: Final = 1024
+_IOV_MAX: Final = 512
+
+_OK: Final = int(Status.OK)
+_TORN: Final = int(Status.TORN)
+
+#: (digest, most bytes, where they go once the length is known)
+Want = tuple[bytes, int, Callable[[int], memoryview]]
+#: What became of a key: (status, length, crc, flags).
+Got = tuple[int, int, int, int]
+
+
+class TcpPath:
+    """One worker by TCP. Methods raise TransportError when the server is out of reach."""
+
+    def __init__(self, host: str, port: int, namespace: str, deadline_s: float, token: str = "") -> None:
+        self.host = host
+        self.port = port
+        self.namespace = namespace
+        self.deadline_s = deadline_s
+        self.token = token
+        self._idle: list[Channel] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<TcpPath {self.host}:{self.port} idle={len(self._idle)}>"
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Make sure that the server answers. Raises TransportError, Refused."""
+        self._give(self._take())
+
+    def _take(self) -> Channel:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        channel = Channel.tcp(self.host, self.port, self.deadline_s)
+        try:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                with contextlib.suppress(OSError):
+                    channel.sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+            hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, self.namespace, self.token, [])
+            if not isinstance(channel.call(hello), M.Welcome):
+                channel.fail("the server answered HELLO with something else")
+        except TransportError:
+            channel.close()
+            raise
+        return channel
+
+    def _give(self, channel: Channel) -> None:
+        with self._lock:
+            if not channel.broken and not self._closed and len(self._idle) < POOL_MAX:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def close(self) -> None:
+        """Close idle connections; borrowed ones close when they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def _exchange(self, body: Callable[[Channel], Any]) -> Any:
+        """Run an exchange on a pooled connection. One that went stale while idle is replaced once."""
+        for attempt in range(2):
+            fresh = not self._idle
+            channel = self._take()
+            try:
+                result = body(channel)
+            except TransportError as exc:
+                if channel.broken:
+                    channel.close()
+                else:
+                    self._give(channel)
+                if attempt == 0 and not fresh and "deadline" not in str(exc):
+                    continue
+                raise
+            except BaseException:
+                channel.close()  # interrupted in the middle: nobody knows what is still on its way
+                raise
+            self._give(channel)
+            return result
+        raise AssertionError("unreachable")
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def fetch(self, wants: Sequence[Want]) -> list[Got]:
+        """Values into the caller's memory. A status above OK means that the key brought nothing."""
+        results: list[Got] = [(int(Status.NOT_FOUND), 0, 0, 0)] * len(wants)
+        for chunk in _chunks([(position, want[1]) for position, want in enumerate(wants)]):
+            left = chunk
+            for _ in range(ATTEMPTS):
+                part = [wants[position] for position in left]
+                torn = []
+                for position, got in zip(left, self._exchange(partial(self._fetch, wants=part))):
+                    results[position] = got
+                    if got[0] == _TORN:
+                        torn.append(position)
+                if not torn:
+                    break
+                left = torn
+        return results
+
+    def _fetch(self, channel: Channel, wants: Sequence[Want]) -> list[Got]:
+        number = channel.submit(M.Fetch([(digest, most) for digest, most, _ in wants]))
+        until = time.monotonic() + self.deadline_s
+        fetched = channel.result(channel.wait(number))
+        if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
+            channel.fail("the server answered FETCH with something else")
+        for (status, _flags, length, _crc), (_, most, target) in zip(fetched.entries, wants):
+            if status == _OK:
+                if not 0 < length <= most:
+                    channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
+                self._receive(channel, target(length), until)
+        verdict = channel.result(channel.wait(number))
+        if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
+            channel.fail("the server sent no verdict")
+        return [
+            (status or judged, length, crc, flags)
+            for (status, flags, length, crc), judged in zip(fetched.entries, verdict.statuses)
+        ]
+
+    def _receive(self, channel: Channel, target: memoryview, until: float) -> None:
+        at = channel.take_bulk(target)
+        size = len(target)
+        sock = channel.sock
+        while at < size:
+            try:
+                got = sock.recv_into(target[at:] if at else target)
+            except OSError as exc:
+                channel.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
+            if not got:
+                channel.fail("the server closed the connection in the middle of a value")
+            at += got
+            if at < size and time.monotonic() > until:
+                channel.fail("deadline passed while receiving a value")
+
+    def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
+        """Values out of the caller's memory: (digest, bytes, crc, flags); a Status for each."""
+        results = [int(Status.UNAVAILABLE)] * len(entries)
+        for chunk in _chunks([(position, len(entry[1])) for position, entry in enumerate(entries)]):
+            part = [entries[position] for position in chunk]
+            for position, status in zip(chunk, self._exchange(partial(self._store, entries=part))):
+                results[position] = status
+        return results
+
+    def _store(self, channel: Channel, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
+        until = time.monotonic() + self.deadline_s
+        number = channel.next_id()
+        head = encode(M.Store([(digest, len(view), crc, flags, 0) for digest, view, crc, flags in entries]), number)
+        pieces: list[bytes | memoryview] = [head, *(view for _, view, _, _ in entries)]
+        self._send(channel, pieces, until)
+        answer = channel.result(channel.wait(number))
+        if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(entries):
+            channel.fail("the server answered STORE with something else")
+        statuses: list[int] = answer.statuses
+        return statuses
+
+    def _send(self, channel: Channel, pieces: list[bytes | memoryview], until: float) -> None:
+        sock = channel.sock
+        at = 0
+        while at < len(pieces):
+            try:
+                sent = sock.sendmsg(pieces[at : at + _IOV_MAX])
+            except OSError as exc:
+                channel.fail(f"connection lost while sending a value, or deadline passed: {exc.strerror or exc}")
+            while at < len(pieces) and sent >= len(pieces[at]):
+                sent -= len(pieces[at])
+                at += 1
+            if at < len(pieces):
+                if sent:
+                    pieces[at] = memoryview(pieces[at])[sent:]
+                if time.monotonic() > until:
+                    channel.fail("deadline passed while sending a value")
+
+    def exists(self, digests: Sequence[bytes]) -> list[int]:
+        """A Status for each."""
+        return self._statuses(M.Exists, digests)
+
+    def delete(self, digests: Sequence[bytes]) -> list[int]:
+        """A Status for each."""
+        return self._statuses(M.Delete, digests)
+
+    def _statuses(self, kind: Callable[[list[bytes]], Any], digests: Sequence[bytes]) -> list[int]:
+        results: list[int] = []
+        for start in range(0, len(digests), EXCHANGE_KEYS):
+            part = list(digests[start : start + EXCHANGE_KEYS])
+            answer = self._exchange(partial(_call, request=kind(part)))
+            if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(part):
+                raise TransportError(f"the server answered with {type(answer).__name__}")
+            results += answer.statuses
+        return results
+
+
+def _call(channel: Channel, request: Any) -> Any:
+    return channel.call(request)
+
+
+def _chunks(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Positions in runs of at most EXCHANGE_KEYS keys and about EXCHANGE_BYTES bytes."""
+    chunks: list[list[int]] = []
+    total = 0
+    for position, size in sizes:
+        if not chunks or len(chunks[-1]) >= EXCHANGE_KEYS or total + size > EXCHANGE_BYTES:
+            chunks.append([])
+            total = 0
+        chunks[-1].append(position)
+        total += size
+    return chunks
