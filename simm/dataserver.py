@@ -282,7 +282,8 @@ class DataServer:
 
     # -- children ---------------------------------------------------------------------------------
 
-    def _fork(self, body: Callable[[socket.socket], None], keep: Sequence[int]) -> Child:
+    def _fork(self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedSegment | None = None) -> Child:
+        """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other."""
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -295,6 +296,10 @@ class DataServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
             die_with_parent()
+            for slot in self.slots:
+                slot.segment.release_in_child()
+                if slot.segment is not mine:
+                    slot.segment.close()
             close_descriptors_but({theirs.fileno(), *keep})
             body(theirs)
             code = 0
@@ -312,8 +317,6 @@ class DataServer:
         assert listener is not None
 
         def body(supervisor: socket.socket) -> None:
-            for other in self.slots:
-                other.segment.release_in_child()
             topology.pin(slot.node)
             slot.segment.lock_writer()
             words = memoryview(slot.segment.mm)[:HEADER_BYTES].cast("Q")
@@ -335,7 +338,7 @@ class DataServer:
                 store.close()
 
         slot.ready = False
-        slot.child = child = self._fork(body, [slot.segment.fd, listener.fileno()])
+        slot.child = child = self._fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
         child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
         child.peer.context = slot
         child.peer.send(encode(M.Stats(0), 1))
@@ -348,9 +351,6 @@ class DataServer:
         assert tcp is not None
 
         def body(supervisor: socket.socket) -> None:
-            for other in self.slots:
-                other.segment.release_in_child()
-                other.segment.close()
             topology.pin(slot.node)
             run_stream(tcp, slot.uds, supervisor, self.options.tokens)
 

@@ -50,7 +50,8 @@ class LocalCluster:
             self.manager = ready.split()[2]
             name = f"local-{os.getpid()}-{secrets.token_hex(4)}"
             self._start(
-                "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, "--memory", str(parse_bytes(memory)),
+                "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager,
+                "--memory", str(parse_bytes(memory)),
                 "--numa", numa, "--name", name, "--runtime-dir", os.path.join(self.folder, "run"), *arguments,
             )  # fmt: skip
         except BaseException:
