@@ -282,7 +282,9 @@ class DataServer:
 
     # -- children ---------------------------------------------------------------------------------
 
-    def _fork(self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedSegment | None = None) -> Child:
+    def _fork(
+        self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedSegment | None = None
+    ) -> Child:
         """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other."""
         ours, theirs = socket.socketpair()
         sys.stdout.flush()

@@ -30,6 +30,9 @@ ATTEMPTS: Final = 3
 #: From this many keys on, numpy finds a batch's slots faster than one call a key (measured; see locate_many).
 VECTOR_KEYS: Final = 16
 
+_POPULATE_STEP_BYTES: Final = 64 << 20
+_POPULATE_BYTES_MAX: Final = 64 << 30
+
 _unpack_body = SLOT_BODY.unpack_from
 
 
@@ -70,13 +73,12 @@ class ArenaReader:
             self.segment.close()
             raise
         words.release()
-        self._maps: list[mmap.mmap] = [meta, visited, data]
+        self._populate: list[tuple[mmap.mmap, int]] = [(data, 0), (visited, 0), (meta, 0)]
         self._meta = memoryview(meta)
         #: All 64-bit words from the segment's start: header, shards, slots.
         self.words = self._meta.cast("Q")
         self.visited = memoryview(visited)
         self.data = memoryview(data)
-        self._data_map = data
         self.data_offset = geometry.data_offset
         self._find = meta.find
         self._slots_offset = geometry.slots_offset
@@ -116,10 +118,26 @@ class ArenaReader:
         word: int = self.words[Word.INCARNATION]
         return word
 
-    def populate(self) -> None:
-        """Fault all pages in ahead of the first copies (they would cost half its speed). Slow: not on the hot path."""
-        for mapped in self._maps:
-            populate_read(mapped)
+    def populate_some(self) -> bool:
+        """Fault the next part of the maps in; False when all is done (or there is more than is worth it).
+
+        The first touch of a page costs a fault, which halves the speed of a first copy. Done ahead, off the
+        hot path, it costs 16 ms for 256 MiB; and 8 bytes of page table for each 4 KiB, hence the limit.
+        """
+        while self._populate:
+            mapped, at = self._populate[-1]
+            length = min(_POPULATE_STEP_BYTES, len(mapped) - at)
+            if length <= 0 or at >= _POPULATE_BYTES_MAX:
+                self._populate.pop()
+                continue
+            self._populate[-1] = (mapped, at + length)
+            try:
+                if not populate_read(mapped, at, length):
+                    self._populate.clear()
+            except SegmentError:
+                self._populate.clear()  # the segment has been cut: whoever looks at its state word will know
+            return True
+        return False
 
     # -- the protocol -----------------------------------------------------------------------
 

@@ -186,6 +186,9 @@ class Target:
         reader = self.reader
         if reader is not None:
             self._watch_heartbeat(reader, now)
+            until = now + TICK_S / 2
+            while reader.populate_some() and time.monotonic() < until:
+                pass
         if self.tried and self.path == "down" and now >= self._retry_at and not self.retired:
             with self._lock:
                 if self.path == "down":

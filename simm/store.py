@@ -364,15 +364,14 @@ class Store:
                 self._end_grant(session, grant)
                 statuses.append(_WRONG_OWNER)
                 continue
-            slot = table.lookup(digest)
-            if slot >= 0:
+            slot, stored = table.place(digest)
+            if stored:
                 old = table.offset(slot)
                 table.write(slot, digest, offset, length, crc, chunk, namespace, flags, now)
                 end_hold(line)
                 space.replace(old - data, offset - data, slot)
                 self.overwrites += 1
             else:
-                slot = table.free_slot(digest)
                 if slot < 0:
                     slot = self._evict_from_sets(digest)
                     if slot < 0:

@@ -49,8 +49,13 @@ What if the writer dies?
 Before (a): nothing happened. Between (a) and (d): the slot is odd; readers retry and then ask the
 worker, and the next worker puts the undo record's image back under a fresh seq: the old value is there
 again, its chunk was not freed. After (d): the new value is there; a grant line that still names its chunk is
-outranked by the slot. The undo record's valid word holds slot + 1 and is zeroed before the image
-changes, so a half-written image is never used; one record is enough, as only one slot is ever odd.
+outranked by the slot. The undo record's valid word holds slot + 1. It is zeroed before the image changes,
+so a half-written image is never used, and after (d), so that an old image is never used for a later write.
+One record is enough, as only one slot is ever odd.
+
+Only an overwrite has an old value to lose. A first write and a clear go without the record: a slot that
+its writer left odd without one is emptied, and that is the state before the write, or the one that
+the clear was about to make (an eviction may always happen; a delete was not answered yet).
 
 LIMITATIONS
 -----------
@@ -78,6 +83,11 @@ _FREE_WAY: Final = [next((way for way in range(WAYS) if not mask >> way & 1), -1
 _USED: Final = [mask.bit_count() for mask in range(256)]
 
 
+_SLOT_MASK: Final = SLOT_BYTES - 1
+_WAY_MASK: Final = WAYS - 1
+_WAY_BITS: Final = _WAY_MASK.bit_length()
+
+
 class Entry(NamedTuple):
     """One slot's fields."""
 
@@ -103,6 +113,7 @@ class Table:
     def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int) -> None:
         self.geometry = geometry
         self.incarnation = incarnation
+        self._high = incarnation << SEQ_BITS
         self.entries = 0
         self._find = mm.find
         self._slots_offset = geometry.slots_offset
@@ -128,21 +139,30 @@ class Table:
             start = base + which * SET_BYTES
             at = self._find(digest, start, start + SET_BYTES)
             while at >= 0:
-                if (at - base) % SLOT_BYTES == 8:
+                if (at - base) & _SLOT_MASK == 8:
                     return (at - base) // SLOT_BYTES
                 at = self._find(digest, at + 1, start + SET_BYTES)
         return -1
 
-    def free_slot(self, digest: bytes) -> int:
-        """An empty slot in the emptier of the digest's sets, or -1 when both are full."""
+    def place(self, digest: bytes) -> tuple[int, bool]:
+        """(slot, stored already?): the digest's own, else an empty one in the emptier of its sets, else -1."""
+        base = self._slots_offset
+        find = self._find
         first, second = sets_of(digest, self.geometry.sets)
+        for which in (first, second):
+            start = base + which * SET_BYTES
+            at = find(digest, start, start + SET_BYTES)
+            while at >= 0:
+                if (at - base) & _SLOT_MASK == 8:
+                    return (at - base) // SLOT_BYTES, True
+                at = find(digest, at + 1, start + SET_BYTES)
         used = self._used
         mask = used[first]
         other = used[second]
         if _USED[other] < _USED[mask]:
             first, mask = second, other
         way = _FREE_WAY[mask]
-        return first * WAYS + way if way >= 0 else -1
+        return (first * WAYS + way if way >= 0 else -1), False
 
     def candidates(self, digest: bytes) -> list[int]:
         """The sixteen slots where the digest may live."""
@@ -180,33 +200,36 @@ class Table:
         """Publish an entry in a slot that is empty or holds the same digest. See the table at the top."""
         words = self._words
         at = slot * SLOT_WORDS
-        self._save(slot)
         seq = words[at]
+        bit = 1 << (slot & _WAY_MASK)
+        used = self._used[slot >> _WAY_BITS]
+        replaces = used & bit
+        if replaces:
+            self._save(slot)
         words[at] = seq | 1
         self._pack_body(
             self._slots, slot * SLOT_BYTES + 8, digest, offset, length, crc, chunk, namespace, flags, stored, 0
         )
-        words[at] = self.incarnation << SEQ_BITS | (seq + 2) & SEQ_MASK
-        number, way = divmod(slot, WAYS)
-        used = self._used[number]
-        if not used >> way & 1:
-            self._used[number] = used | 1 << way
+        words[at] = self._high | (seq + 2) & SEQ_MASK
+        if replaces:
+            self._undo_words[0] = 0
+        else:
+            self._used[slot >> _WAY_BITS] = used | bit
             self.entries += 1
 
     def clear(self, slot: int) -> None:
         """Make a slot empty. Afterwards, and not before, its chunk may be reused."""
         words = self._words
         at = slot * SLOT_WORDS
-        self._save(slot)
         seq = words[at]
         words[at] = seq | 1
         start = slot * SLOT_BYTES + 8
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
-        words[at] = self.incarnation << SEQ_BITS | (seq + 2) & SEQ_MASK
-        number, way = divmod(slot, WAYS)
-        used = self._used[number]
-        if used >> way & 1:
-            self._used[number] = used & ~(1 << way)
+        words[at] = self._high | (seq + 2) & SEQ_MASK
+        bit = 1 << (slot & _WAY_MASK)
+        used = self._used[slot >> _WAY_BITS]
+        if used & bit:
+            self._used[slot >> _WAY_BITS] = used & ~bit
             self.entries -= 1
 
     def _save(self, slot: int) -> None:
@@ -234,12 +257,12 @@ class Table:
             at = slot * SLOT_WORDS
             seq = words[at]
             if seq & 1:
-                if self._undo_words[0] == slot + 1:
+                if self._undo_words[0] == slot + 1:  # an overwrite: the old value is still in its chunk
                     body = bytes(self._undo_image[8:])
                     notes.append(f"slot {slot} restored from the undo record")
                 else:
                     body = _EMPTY_BODY
-                    notes.append(f"slot {slot} was odd without an undo record: dropped")
+                    notes.append(f"slot {slot} was odd in a first write or a clear: emptied")
                 self._restore(slot, body)
             if not words[at + 3]:
                 continue
@@ -252,6 +275,7 @@ class Table:
                 continue
             self._used[slot // WAYS] |= 1 << slot % WAYS
             self.entries += 1
+        self._undo_words[0] = 0
         return notes
 
     def _restore(self, slot: int, body: bytes) -> None:
@@ -262,7 +286,7 @@ class Table:
         words[at] = seq | 1
         start = slot * SLOT_BYTES + 8
         self._slots[start : start + len(body)] = body
-        words[at] = self.incarnation << SEQ_BITS | ((seq | 1) + 1) & SEQ_MASK
+        words[at] = self._high | ((seq | 1) + 1) & SEQ_MASK
 
     def check(self) -> None:
         """Raise CorruptionError unless every slot is well-formed and counted. O(slots)."""
