@@ -60,7 +60,7 @@ from .layout import EntryFlag
 from .messages import Status
 from .reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
 from .routing import Router, Target
-from .session import GrantTuple, WorkerSession, ahead
+from .session import GrantTuple, WorkerSession, ahead, low_water
 from .slab import chunk_bytes_for
 from .tcppath import TcpPath
 
@@ -83,13 +83,15 @@ SMALL: Final = -2
 #: Keys and bytes of one commit frame in a batch: small, so that the worker works on one while we copy the next.
 _COMMIT_KEYS: Final = 16
 _COMMIT_BYTES: Final = 1 << 20
+#: So many bytes before the end of a copy a sleeping worker is woken.
+_WAKE_BYTES: Final = 1 << 20
 #: Keys in one exchange of other kinds.
 _CALL_KEYS: Final = 1024
 #: A batch asks for so many bytes of grants at once.
 _ASK_BYTES: Final = 32 << 20
 _ASYNC_THREADS: Final = 8
-#: Grants asked for ahead at a time, when the pool has run down by so many.
-_TOP_UP: Final = 8
+#: Grants asked for ahead at a time: a few, so that no single put pays for many.
+_TOP_UP: Final = 4
 
 
 class View:
@@ -853,6 +855,9 @@ class _ShmPut:
         """Put what stands at ``positions``; statuses are filled in. Raises TransportError when the session breaks."""
         session = self._session
         left = len(positions)
+        if left == 1 and self._run_one(positions[0]):
+            return
+        session.wake()
         for position in positions:
             source = self._sources[position]
             length = len(source)
@@ -861,16 +866,8 @@ class _ShmPut:
             if grant is None:
                 self._statuses[position] = _NO_SPACE
                 continue
-            number, offset, _chunk = grant
-            session.begin_copy()
-            try:
-                crc, flags = self._copy_in(session.reader, source, length, offset)
-            except BaseException:
-                session.untake(grant)
-                raise
-            finally:
-                session.end_copy()
-            self._entries.append((self._digests[position], number, length, crc, flags, 0))
+            crc, flags = self._fill(grant, source, length)
+            self._entries.append((self._digests[position], grant[0], length, crc, flags, 0))
             self._positions.append(position)
             if left and (len(self._entries) >= _COMMIT_KEYS or length >= _COMMIT_BYTES):
                 self._commit(left)
@@ -878,18 +875,58 @@ class _ShmPut:
             self._commit(0)
         self._collect()
 
+    def _run_one(self, position: int) -> bool:
+        """The shortest way of the commonest case: a pool that needs no topping up. False: not this case."""
+        session = self._session
+        source = self._sources[position]
+        length = len(source)
+        chunk = chunk_bytes_for(length)
+        pool = session.grants.get(chunk)
+        if pool is None or len(pool) <= low_water(chunk):
+            return False
+        grant = session.take(length)
+        if grant is None:
+            return False
+        crc, flags = self._fill(grant, source, length)
+        self._statuses[position] = session.commit_one(self._digests[position], grant[0], length, crc, flags)
+        return True
+
+    def _fill(self, grant: GrantTuple, source: memoryview | Span, length: int) -> tuple[int, int]:
+        """Copy a value into its chunk: (crc, flags). Interrupted, the chunk goes back to the pool unused."""
+        session = self._session
+        session.copying.append(None)
+        try:
+            return self._copy_in(session.reader, source, length, grant[1])
+        except BaseException:
+            session.untake(grant)
+            raise
+        finally:
+            session.copying.pop()
+
     def _copy_in(self, reader: ArenaReader, source: memoryview | Span, length: int, offset: int) -> tuple[int, int]:
         start = offset - reader.data_offset
         client = self._client
         if type(source) is Span:
-            client._copier.copy(reader.data_address + start, source.address, length)
+            self._copy_waking(reader.data_address + start, source.address, length)
         elif length < RELEASE_BYTES:
             reader.data[start : start + length] = source  # type: ignore[assignment]
         else:
-            client._copier.copy(reader.data_address + start, address_of(source), length)  # type: ignore[arg-type]
+            self._copy_waking(reader.data_address + start, address_of(source), length)  # type: ignore[arg-type]
         if client.checksum:
             return zlib.crc32(reader.data[start : start + length]), _CRC
         return 0, 0
+
+    def _copy_waking(self, target: int, source: int, length: int) -> None:
+        """Copy; the worker is woken when about as much is left as its waking takes."""
+        copy = self._client._copier.copy
+        ahead_of_end = length - _WAKE_BYTES
+        if ahead_of_end > 0:
+            copy(target, source, ahead_of_end)
+            self._session.wake()
+            copy(target + ahead_of_end, source + ahead_of_end, _WAKE_BYTES)
+        else:
+            self._session.wake()
+            copy(target, source, length)
 
     def _ask(self, length: int, left: int) -> GrantTuple | None:
         """Get grants for values of this size from the worker; None when there is no room."""
@@ -916,8 +953,11 @@ class _ShmPut:
         pool = session.grants.get(chunk)
         have = len(pool) if pool is not None else 0
         keep = ahead(chunk)
-        missing = max(keep, min(left, keep * 2)) - have
-        wants = [(length, min(missing, max(_TOP_UP, len(entries))))] if missing >= min(_TOP_UP, keep) > 0 else []
+        wants = []
+        if keep and have - min(left, have) <= low_water(chunk):
+            # What this batch will still take comes on top of what we keep; never much in one answer.
+            missing = keep + min(left, keep) - have
+            wants = [(length, min(missing, max(_TOP_UP, len(entries))))]
         session.acquire()
         try:
             self._flying.append((session.submit_locked(M.Commit(entries, wants)), positions))
@@ -933,7 +973,7 @@ class _ShmPut:
         session.acquire()
         try:
             for ticket, positions in flying:
-                answer = session.wait_locked(ticket)
+                answer = session.wait_locked(ticket, len(positions))
                 if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
                     session.channel.fail("the worker answered COMMIT with something else")
                 session.add_grants_locked(answer.grants)

@@ -221,6 +221,13 @@ class Kick(NamedTuple):
     tail: int
 
 
+@message(0x23, "Q")
+class Wake(NamedTuple):
+    """A commit comes soon: poll my ring now. One way, no answer."""
+
+    tail: int
+
+
 @message(0x24, "Q b")
 class Shards(NamedTuple):
     """Supervisor to worker: which shards are yours since which epoch (one bit a shard, LSB first)."""
@@ -380,4 +387,5 @@ class ClusterStatus(NamedTuple):
 #: Opcodes that hot loops compare with, looked up once.
 OP_COMMIT: Final = OPCODES[Commit]
 OP_KICK: Final = OPCODES[Kick]
+OP_WAKE: Final = OPCODES[Wake]
 OP_ERROR: Final = OPCODES[Error]

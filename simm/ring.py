@@ -38,7 +38,7 @@ from typing import Final
 
 from .constants import PAGE_BYTES
 from .errors import RemoteProtocolError
-from .rpc import HEADER_BYTES, Frame, parse_header
+from .rpc import COMMIT_ONE_BYTES, HEADER_BYTES, Frame, parse_commit_one, parse_header
 
 SLOTS: Final = 4
 SLOT_BYTES: Final = 32 << 10
@@ -106,6 +106,13 @@ class Ring:
         return self._frame(_REPLIES + number % SLOTS * SLOT_BYTES)
 
     # -- worker -----------------------------------------------------------------------------
+
+    def next_commit(self) -> tuple[bytes, int, int, int, int, int] | None:
+        """The next request if it is a COMMIT of one entry and no wants, as :func:`rpc.parse_commit_one` gives it."""
+        at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
+        if self.words[TAIL] - self.done > SLOTS:
+            return None
+        return parse_commit_one(bytes(self._bytes[at : at + COMMIT_ONE_BYTES]))
 
     def next_request(self) -> Frame | None:
         """The next request, copied out; None when there is none. Raises RemoteProtocolError."""

@@ -58,6 +58,9 @@ class Flag(IntEnum):
 _FLAGS_KNOWN: Final = int(Flag.REPLY) | int(Flag.PUSH)
 
 
+_REPLY: Final = int(Flag.REPLY)
+
+
 class Frame(NamedTuple):
     """One whole frame. ``body`` is bytes of its own: it outlives the receive buffer."""
 
@@ -110,6 +113,57 @@ def parse_header(buf: bytes | bytearray | memoryview, at: int = 0) -> tuple[int,
     if size > FRAME_BYTES_MAX:
         raise RemoteProtocolError(f"a body of {size} bytes exceeds the cap of {FRAME_BYTES_MAX}")
     return opcode, flags, status, request_id, size
+
+
+# --- one-key forms ----------------------------------------------------------------------------
+#
+# A put of one value is one COMMIT of one entry. The codec takes 1.6 us to pack or unpack it and there are four
+# of those in a round trip of 10 us, so this one shape has its own structs: the very same bytes, as a test
+# asserts, in 0.4 us.
+
+_COMMIT_ONE: Final = struct.Struct("<IHHHHQI" + "I16sQIIHH" + "I")
+_COMMITTED_ONE: Final = struct.Struct("<IHHHHQI" + "IB" + "I")
+_OP_COMMIT: Final = OPCODES[messages.Commit]
+_OP_COMMITTED: Final = OPCODES[messages.Committed]
+COMMIT_ONE_BYTES: Final = _COMMIT_ONE.size
+COMMIT_ONE_BODY_BYTES: Final = COMMIT_ONE_BYTES - HEADER_BYTES
+_COMMIT_ONE_SHAPE: Final = (MAGIC, FRAMING_VERSION, _OP_COMMIT, 0, 0, COMMIT_ONE_BODY_BYTES, 1, 0, 0)
+COMMITTED_ONE_BODY_BYTES: Final = _COMMITTED_ONE.size - HEADER_BYTES
+
+
+def encode_commit_one(digest: bytes, grant: int, length: int, crc: int, flags: int, request_id: int = 0) -> bytes:
+    """``encode(Commit([(digest, grant, length, crc, flags, 0)], []), request_id)``."""
+    return _COMMIT_ONE.pack(
+        MAGIC, FRAMING_VERSION, _OP_COMMIT, 0, 0, request_id, COMMIT_ONE_BODY_BYTES, 1, digest, grant, length, crc,
+        flags, 0, 0,
+    )  # fmt: skip
+
+
+def parse_commit_one(frame: bytes) -> tuple[bytes, int, int, int, int, int] | None:
+    """(digest, grant, length, crc, flags, request id) of a whole COMMIT frame of that shape; None for any other."""
+    if len(frame) != COMMIT_ONE_BYTES:
+        return None
+    magic, version, opcode, fflags, fstatus, request_id, size, count, digest, grant, length, crc, flags, zero, wants = (
+        _COMMIT_ONE.unpack(frame)
+    )
+    if (magic, version, opcode, fflags, fstatus, size, count, zero, wants) != _COMMIT_ONE_SHAPE:
+        return None
+    return digest, grant, length, crc, flags, request_id
+
+
+def reply_committed_one(status: int, request_id: int) -> bytes:
+    """``reply(Committed([status], []), request_id)``."""
+    return _COMMITTED_ONE.pack(
+        MAGIC, FRAMING_VERSION, _OP_COMMITTED, _REPLY, 0, request_id, COMMITTED_ONE_BODY_BYTES, 1, status, 0
+    )
+
+
+def decode_committed_one(frame: Frame) -> int:
+    """The status in a COMMITTED with one status and no grants; -1 for any other frame."""
+    body = frame.body
+    if frame.opcode == _OP_COMMITTED and len(body) == COMMITTED_ONE_BODY_BYTES and body[0] == 1:
+        return body[4]
+    return -1
 
 
 class Connection:

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from .constants import NO_SLOT
 from .errors import CorruptionError, SegmentError
-from .hashing import shard_of
+from .hashing import SHARD_MASK, shard_of
 from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word, publish
 from .ledger import HoldKind, Ledger
 from .messages import Status
@@ -99,6 +99,8 @@ class Store:
         self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, self._evict)
         self._data = geometry.data_offset
         self._next_id = incarnation << _ID_BITS
+        #: Commits whose bookkeeping is still to be done: (replaced chunk or -1, chunk, slot). See settle().
+        self._unsettled: list[tuple[int, int, int]] = []
         self.granted_bytes = 0
         self.granted_bytes_max = geometry.data_bytes // GRANTED_SHARE
         # Counters, for STATS and /metrics.
@@ -230,6 +232,7 @@ class Store:
 
         A shard that comes back after others owned it starts empty (its entries went when it was lost).
         """
+        self.settle()
         shards = self.shards
         lost = False
         count = 0
@@ -248,6 +251,7 @@ class Store:
 
     def drop_foreign(self) -> int:
         """Drop entries of shards that are not mine; how many. O(slots)."""
+        self.settle()
         dropped = [slot for slot in self.table if not self.shards[shard_of(self.table.entry(slot).digest)]]
         for slot in dropped:
             self._drop_entry(slot)
@@ -276,6 +280,7 @@ class Store:
 
     def end_session(self, session: Session) -> None:
         """The session's process can touch no chunk any more: free what it held."""
+        self.settle()
         if self.sessions.pop(session.session, None) is None:
             return
         self.return_grants(session, list(session.grants))
@@ -290,6 +295,7 @@ class Store:
         Ahead-of-need grants stop at the cap for all sessions together; a session that holds none
         always gets one if there is any room at all.
         """
+        self.settle()
         grants: list[tuple[int, int, int]] = []
         if not size > 0:
             return grants
@@ -324,6 +330,7 @@ class Store:
 
     def return_grants(self, session: Session, numbers: Sequence[int]) -> int:
         """Take grants back; unknown ids are ignored. How many were known."""
+        self.settle()
         known = 0
         for number in numbers:
             grant = session.grants.pop(number, None)
@@ -343,53 +350,65 @@ class Store:
     # -- entries ------------------------------------------------------------------------------
 
     def commit(self, session: Session, entries: Sequence[tuple[bytes, int, int, int, int, int]]) -> list[int]:
-        """Publish values in granted chunks; a Status for each. Each grant id is spent, whatever the status."""
-        statuses: list[int] = []
-        grants = session.grants
-        table, shards, space, data = self.table, self.shards, self.space, self._data
-        end_hold = self.ledger.end_hold
-        namespace, now = session.namespace, self.now_ms
-        for digest, number, length, crc, flags, _ in entries:
-            grant = grants.pop(number, None)
-            if grant is None:
-                self.stale_commits += 1
-                statuses.append(_STALE)
-                continue
-            offset, chunk, line = grant
-            if not 0 < length <= chunk:
+        """Publish values in granted chunks, (digest, grant id, length, crc, flags, 0) each; a Status for each."""
+        commit_one = self.commit_one
+        return [
+            commit_one(session, digest, number, length, crc, flags) for digest, number, length, crc, flags, _ in entries
+        ]
+
+    def commit_one(self, session: Session, digest: bytes, number: int, length: int, crc: int, flags: int) -> int:
+        """Publish the value in the chunk of grant ``number``; its Status. The grant id is spent, whatever the status.
+
+        What readers and recovery rely on is done when this returns; the private bookkeeping waits for
+        :meth:`settle`, so that the answer can leave first.
+        """
+        grant = session.grants.pop(number, None)
+        if grant is None:
+            self.stale_commits += 1
+            return _STALE
+        offset, chunk, line = grant
+        if not 0 < length <= chunk:
+            self._end_grant(session, grant)
+            return _BAD_REQUEST
+        if not self.shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
+            self._end_grant(session, grant)
+            return _WRONG_OWNER
+        table = self.table
+        slot, stored = table.place(digest)
+        old = -1
+        if stored:
+            old = table.offset(slot)
+            self.overwrites += 1
+        elif slot < 0:
+            slot = self._evict_from_sets(digest)
+            if slot < 0:
                 self._end_grant(session, grant)
-                statuses.append(_BAD_REQUEST)
-                continue
-            if not shards[(digest[0] | digest[1] << 8) & 0x3FFF]:
-                self._end_grant(session, grant)
-                statuses.append(_WRONG_OWNER)
-                continue
-            slot, stored = table.place(digest)
-            if stored:
-                old = table.offset(slot)
-                table.write(slot, digest, offset, length, crc, chunk, namespace, flags, now)
-                end_hold(line)
-                space.replace(old - data, offset - data, slot)
-                self.overwrites += 1
+                self.put_failures += 1
+                return _NO_SPACE
+        table.write(slot, digest, offset, length, crc, chunk, session.namespace, flags, self.now_ms)
+        self.ledger.end_hold(line)
+        session.granted_bytes -= chunk
+        self.granted_bytes -= chunk
+        self.puts += 1
+        self._unsettled.append((old, offset, slot))
+        return _OK
+
+    def settle(self) -> None:
+        """Bookkeeping of finished commits: chunks to their entries, replaced chunks free. O(commits since the last)."""
+        unsettled = self._unsettled
+        if not unsettled:
+            return
+        self._unsettled = []
+        space, data = self.space, self._data
+        for old, new, slot in unsettled:
+            if old < 0:
+                space.publish(new - data, slot)
             else:
-                if slot < 0:
-                    slot = self._evict_from_sets(digest)
-                    if slot < 0:
-                        self._end_grant(session, grant)
-                        self.put_failures += 1
-                        statuses.append(_NO_SPACE)
-                        continue
-                table.write(slot, digest, offset, length, crc, chunk, namespace, flags, now)
-                end_hold(line)
-                space.publish(offset - data, slot)
-            session.granted_bytes -= chunk
-            self.granted_bytes -= chunk
-            statuses.append(_OK)
-        self.puts += len(statuses)
-        return statuses
+                space.replace(old - data, new - data, slot)
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; a Status for each."""
+        self.settle()
         statuses = []
         for digest in digests:
             if not self.shards[shard_of(digest)]:
@@ -406,6 +425,7 @@ class Store:
 
     def locate(self, session: Session | None, digests: Sequence[bytes]) -> list[tuple[int, int, int, int, int, int]]:
         """(status, flags, length, crc, offset, pin id) for each; with a session, each hit is pinned for it."""
+        self.settle()
         found: list[tuple[int, int, int, int, int, int]] = []
         for digest in digests:
             if not self.shards[shard_of(digest)]:
@@ -435,6 +455,7 @@ class Store:
 
     def unpin(self, session: Session, pins: Sequence[int]) -> int:
         """Give pins back; unknown ids are ignored. How many were known."""
+        self.settle()
         known = 0
         for number in pins:
             pin = session.pins.pop(number, None)
@@ -459,6 +480,7 @@ class Store:
 
     def _evict_from_sets(self, digest: bytes) -> int:
         """Make room in the digest's full sets: the coldest entry that nobody pins goes; its slot, or -1."""
+        self.settle()
         table, space, visited = self.table, self.space, self.visited
         best, best_rank = -1, (2, 0)
         for slot in table.candidates(digest):
@@ -478,11 +500,13 @@ class Store:
     @property
     def free_bytes(self) -> int:
         """Bytes in free chunks."""
+        self.settle()
         free: int = self.space.free_bytes
         return free
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges. O(classes)."""
+        self.settle()
         return {
             "entries": self.table.entries,
             "slots": self.geometry.slots,
@@ -506,6 +530,7 @@ class Store:
 
     def check(self) -> None:
         """Raise CorruptionError unless table, space, ledger and sessions agree. O(everything)."""
+        self.settle()
         self.table.check()
         self.space.check()
         self.ledger.check()

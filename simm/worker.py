@@ -36,7 +36,7 @@ from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, TAIL, Ring
-from .rpc import Frame, decode, reply
+from .rpc import Frame, decode, reply, reply_committed_one
 from .store import Session, Store
 
 log = logging.getLogger("simm.worker")
@@ -168,10 +168,11 @@ class Worker(Service):
         peer.context.role = M.Role.SUPERVISOR
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
-        if frame.opcode == M.OP_KICK:
+        if frame.opcode in (M.OP_KICK, M.OP_WAKE):
             self._kick(peer, frame)
             return
         peer.send(self.handle(peer, frame))
+        self.store.settle()
 
     def on_close(self, peer: Peer, reason: str) -> None:
         link: Link = peer.context
@@ -381,18 +382,30 @@ class Worker(Service):
             self._serve_ring(ring, peer)
             if peer.closed:
                 return
-        peer.send_message(M.Done(ring.done & 0xFFFF_FFFF), frame.request_id)
+        if frame.opcode == M.OP_KICK:
+            peer.send_message(M.Done(ring.done & 0xFFFF_FFFF), frame.request_id)
         if self._poll_s and all(ring is not other for other, _ in self._active):
             ring.words[SLEEPING] = 0
             self._active.append((ring, peer))
 
     def _serve_ring(self, ring: Ring, peer: Peer) -> None:
+        """Serve the ring's next request; its bookkeeping comes after its answer."""
+        link: Link = peer.context
+        store = self.store
         try:
-            frame = ring.next_request()
-            if frame is not None:
-                self.ring_requests += 1
+            commit = ring.next_commit()
+            if commit is not None and link.session is not None:
+                digest, grant, length, crc, flags, request_id = commit
+                store.now_ms = time.time_ns() // 1_000_000
+                status = store.commit_one(link.session, digest, grant, length, crc, flags)
+                ring.answer(reply_committed_one(status, request_id))
+            elif (frame := ring.next_request()) is not None:
                 ring.answer(self.handle(peer, frame))
-                peer.context.ring_used = self.loop.now
+            else:
+                return
+            self.ring_requests += 1
+            link.ring_used = self.loop.now
+            store.settle()
         except RemoteProtocolError as exc:
             log.warning("closing %s: %s", peer.address, exc)
             self.loop.protocol_errors += 1
