@@ -223,9 +223,9 @@ class Kick(NamedTuple):
 
 @message(0x23, "Q")
 class Wake(NamedTuple):
-    """A commit comes soon: poll my ring now. One way, no answer."""
+    """A commit comes soon: poll my ring now. One way, no answer. ``cpu`` is the one that the sender runs on."""
 
-    tail: int
+    cpu: int
 
 
 @message(0x24, "Q b")

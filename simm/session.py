@@ -29,6 +29,7 @@ from .reader import ArenaReader
 from .ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, Ring
 from .rpc import Frame, decode_committed_one, encode, encode_commit_one
 from .slab import chunk_bytes_for
+from .topology import current_cpu
 
 #: (grant id, offset in the segment, chunk bytes)
 GrantTuple = tuple[int, int, int]
@@ -168,7 +169,7 @@ class WorkerSession:
             return
         try:
             if not self.channel.broken:
-                self.channel.submit(M.Wake(0))
+                self.channel.submit(M.Wake(current_cpu()))
                 self._woken = True
         except TransportError:
             pass  # the commit will meet it

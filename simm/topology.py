@@ -314,3 +314,30 @@ def prefer_node(node: int, sys_root: str = "/") -> Outcome:
     if len(nodes(sys_root)) < 2:
         return Outcome(False, "this machine has one NUMA node")
     return _policy_call(1, node, (), _MPOL_PREFERRED, ())
+
+
+_sched_getcpu = ctypes.CDLL(None).sched_getcpu
+
+
+def current_cpu() -> int:
+    """The CPU that the calling thread runs on at this moment; -1 where that cannot be told. 0.3 us."""
+    return int(_sched_getcpu())
+
+
+def step_aside(cpu: int) -> bool:
+    """Leave ``cpu`` if we run on it and may run elsewhere; afterwards all our CPUs are allowed again.
+
+    For a process that was woken by one it is going to poll for: schedulers like to put the woken beside the
+    waker, where the two would take turns instead of working at the same time.
+    """
+    if current_cpu() != cpu:
+        return False
+    allowed = os.sched_getaffinity(0)
+    if cpu not in allowed or len(allowed) < 2:
+        return False
+    try:
+        os.sched_setaffinity(0, allowed - {cpu})
+        os.sched_setaffinity(0, allowed)
+    except OSError:
+        return False
+    return True

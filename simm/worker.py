@@ -38,12 +38,17 @@ from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, TAIL, Ring
 from .rpc import Frame, decode, reply, reply_committed_one
 from .store import Session, Store
+from .topology import step_aside
 
 log = logging.getLogger("simm.worker")
 
 HEARTBEAT_S: Final = 0.1
 #: A ring without work for so long is polled no more until it is kicked.
 RING_IDLE_S: Final = 0.01
+#: Most that the polling window grows to, times --poll-us.
+POLL_GROWTH: Final = 8
+#: How long after a WAKE its commit may come: the copy of the value's last MiB, on a slow machine.
+WAKE_POLL_S: Final = 400e-6
 #: Looks at the rings between two looks at the sockets.
 _LOOKS: Final = 60
 
@@ -99,6 +104,8 @@ class Worker(Service):
         self._pidfds: dict[int, int] = {}  # pid -> pidfd
         self._active: list[tuple[Ring, Peer]] = []
         self._poll_s = settings.poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
+        #: A client has said that it will commit before about this time.
+        self._poll_until = 0.0
         store.recall = self._recall
         self._handlers: dict[int, Callable[[Peer, Session, Any], tuple[Any, int]]] = {
             OPCODES[M.Commit]: self._commit,
@@ -124,15 +131,26 @@ class Worker(Service):
         self.store.open()
 
     def run(self) -> None:
-        """Serve until the loop is stopped: selector and ring polling in turn."""
+        """Serve until the loop is stopped: selector and ring polling in turn.
+
+        The polling window starts at ``--poll-us`` and adapts as halt polling in a hypervisor does: work that
+        comes soon after we stopped looking doubles it, up to POLL_GROWTH times, and a long pause resets it. So
+        a client that puts values of a MiB (a copy of 60 us between two commits) meets a worker that looks.
+        """
         loop = self.loop
         loop.running = True
         clock = time.monotonic
+        shortest = self._poll_s
+        longest = shortest * POLL_GROWTH
+        window = shortest
         last_work = clock()
         while loop.running:
             if not self._active:
-                if loop.run_once(None):
-                    last_work = clock()
+                served = self.ring_requests
+                if loop.run_once(None) and (self._active or self.ring_requests != served):
+                    now = clock()
+                    window = min(longest, window * 2) if now - last_work < longest else shortest
+                    last_work = now
                 continue
             if loop.run_once(0.0):
                 last_work = clock()
@@ -146,7 +164,7 @@ class Worker(Service):
                 if busy:
                     last_work = clock()
             now = clock()
-            if now - last_work > self._poll_s:
+            if now - last_work > window and now > self._poll_until:
                 self._sleep_rings()
             elif len(self._active) > 1:
                 self._retire_rings(now)
@@ -374,7 +392,10 @@ class Worker(Service):
 
     def _kick(self, peer: Peer, frame: Frame) -> None:
         link: Link = peer.context
-        decode(frame)
+        msg = decode(frame)
+        if isinstance(msg, M.Wake) and self._poll_s:
+            step_aside(msg.cpu)
+            self._poll_until = time.monotonic() + WAKE_POLL_S
         ring = link.ring
         if ring is None:
             raise RemoteProtocolError("KICK without a ring")
