@@ -1,0 +1,499 @@
+"""The manager: who is in the cluster, who owns which shard, and telling everyone.
+
+It is off the data path: with it down, every GET and PUT to known servers goes on. All decisions are
+``cluster.py``'s; this file gives it a socket, a clock and a disk.
+
+    events   JOIN, HEARTBEAT, LEAVE, lost connections, ticks   ->  Cluster
+    actions  answers at once; a changed map is stored, then pushed to all subscribers
+
+What can go wrong, and what stands against it
+---------------------------------------------
+* *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S`` and
+  stored and pushed once. A subscriber that has not taken its last map gets the newest when it has,
+  never a queue of them; pushes go out ``PUSHES_PER_TURN`` a turn, so that heartbeats are heard between.
+* *Killed between a change and its storing.* An epoch that someone has seen must not come again with
+  another map. So the file *reserves* epochs: it names one further on, and a manager that was
+  killed goes on from there. A clean stop writes the exact one.
+* *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. Should it be killed
+  meanwhile, the servers' heartbeats still know the newest epoch and raise ours (``cluster.py``).
+* *The state file is damaged, foreign, newer, or in use.* The manager does not start, says which, and
+  how to go on. It never begins anew by itself.
+* *An fsync that takes seconds* stops this loop, and with it nothing but membership. The time does not
+  count as silence of the servers.
+
+Exit codes: 0 stopped by a signal, 1 cannot start (port taken, state in use), 2 the configuration
+or the state file must be mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hmac
+import html
+import json
+import logging
+import os
+import resource
+import secrets
+import socket
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from . import __version__
+from . import messages as M
+from .cluster import Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
+from .config import Address, Settings, add_arguments, load_command
+from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
+from .loop import Loop, Peer, Service, listen_tcp
+from .messages import Status
+from .process import end_with, stop_on_signals
+from .rpc import Flag, Frame, decode, encode
+from .startup import read_tokens, set_up_logging
+from .statefile import StateFile
+from .web import HTML, METRICS, Page, Web, prometheus
+
+log = logging.getLogger("simm.manager")
+
+SETTLE_S: Final = 0.02
+RETRY_S: Final = 5.0
+PUSHES_PER_TURN: Final = 128
+#: Epochs that one write of the state file covers.
+EPOCHS_RESERVED: Final = 1000
+#: Longest time between two ticks of the cluster; a quarter of a heartbeat if that is shorter.
+TICK_S: Final = 0.25
+_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+
+
+class Link:
+    """Per-connection state."""
+
+    __slots__ = ("epoch", "greeted", "node", "stale")
+
+    def __init__(self) -> None:
+        self.greeted = False
+        #: (name, instance) of the data server that speaks here.
+        self.node: tuple[str, int] | None = None
+        #: Of the last map sent here.
+        self.epoch = 0
+        #: A newer one is waiting to be sent.
+        self.stale = False
+
+
+class Manager(Service):
+    """Serves one cluster on a loop. Without a state file everything is in memory only.
+
+    Raises CorruptionError when the state file cannot be used.
+    """
+
+    def __init__(
+        self, loop: Loop, *, timing: Timing = Timing(), state_file: StateFile | None = None,  # noqa: B008 -- immutable
+        tokens: Sequence[str] = (), insecure: bool = False,
+    ) -> None:  # fmt: skip
+        self.loop = loop
+        self.insecure = insecure
+        self.started = loop.now
+        self.counts = dict.fromkeys(
+            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "unauthorized", "state_writes",
+             "state_write_failures"), 0,
+        )  # fmt: skip
+        self._tokens = [token.encode() for token in tokens]
+        self._state_file = state_file
+        self._reserved = 0
+        self._unsaved = False
+        self._settling = False
+        self._failing = False
+        self._subscribers: set[Peer] = set()
+        self._to_push: deque[Peer] = deque()
+        self._push_frame = b""
+        self._push_epoch = 0
+        #: The connection that each live instance was heard on last.
+        self._links: dict[tuple[str, int], Peer] = {}
+        self.cluster = self._load(timing)
+        loop.call_every(min(TICK_S, timing.heartbeat_s / 4), self._tick)
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def on_connect(self, peer: Peer) -> None:
+        peer.context = Link()
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        link: Link = peer.context
+        self._subscribers.discard(peer)
+        if link.node is not None and self._links.get(link.node) is peer:
+            del self._links[link.node]
+            log.debug("connection of %s closed: %s", link.node[0], reason)
+            self._apply(self.cluster.link_lost(self.loop.now, *link.node))
+
+    def on_drain(self, peer: Peer) -> None:
+        link: Link = peer.context
+        if link.stale:
+            self._push(peer, link)
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        link: Link = peer.context
+        msg = decode(frame)
+        if frame.flags & (Flag.REPLY | Flag.PUSH):
+            raise RemoteProtocolError(f"a reply or push ({type(msg).__name__}) where a request is due")
+        number, now = frame.request_id, self.loop.now
+        if isinstance(msg, M.Ping):
+            peer.send_message(M.Pong(msg.cookie), number)
+        elif isinstance(msg, M.Hello):
+            self._hello(peer, link, number, msg)
+        elif self._tokens and not link.greeted:
+            self._refuse(peer, number, "a token is required: the first message must be HELLO with one (--token-file)")
+        elif isinstance(msg, M.Heartbeat):
+            self.counts["heartbeats"] += 1
+            actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads)
+            self._reply(peer, number, actions, (msg.name, msg.instance))
+        elif isinstance(msg, M.Join):
+            workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
+            actions = self.cluster.join(now, msg._replace(workers=workers))
+            ok = self._reply(peer, number, actions, (msg.name, msg.instance))
+            self.counts["joins" if ok else "joins_refused"] += 1
+        elif isinstance(msg, M.Leave):
+            self._reply(peer, number, self.cluster.leave(now, msg.name, msg.instance), None)
+        elif isinstance(msg, M.MapGet):
+            if msg.subscribe:
+                self._subscribers.add(peer)
+            link.stale = False
+            link.epoch = self.cluster.epoch
+            self.counts["maps_sent"] += 1
+            self._reserve()
+            peer.send_message(self.cluster.map_reply(), number)
+        elif isinstance(msg, M.ClusterStatus):
+            peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
+        else:
+            raise RemoteProtocolError(f"{type(msg).__name__} is not for a manager")
+
+    def _hello(self, peer: Peer, link: Link, number: int, msg: M.Hello) -> None:
+        proto = min(msg.proto_max, M.PROTOCOL_MAX)
+        if proto < max(msg.proto_min, M.PROTOCOL_MIN):
+            text = (
+                f"peer speaks protocol {msg.proto_min} to {msg.proto_max}, this manager {M.PROTOCOL_MIN} to "
+                f"{M.PROTOCOL_MAX}: upgrade the older side"
+            )
+            peer.send_error(number, Status.VERSION, text)
+            return
+        given = msg.token.encode()
+        # All are compared, so that the time says nothing about which one was near.
+        if self._tokens and not any([hmac.compare_digest(token, given) for token in self._tokens]):  # noqa: C419
+            self._refuse(peer, number, "wrong or missing token: see --token-file")
+            return
+        link.greeted = True
+        peer.send_message(M.Welcome(proto, 0, 0, 0, 0, 0, 0, ""), number)
+
+    def _refuse(self, peer: Peer, number: int, text: str) -> None:
+        self.counts["unauthorized"] += 1
+        log.warning("refusing %s: %s", peer.address, text)
+        peer.send_error(number, Status.UNAUTHORIZED, text)
+        peer.close("unauthorized")
+
+    def _reply(self, peer: Peer, number: int, actions: list[Action], node: tuple[str, int] | None) -> bool:
+        """Send the answer among ``actions``, do the others; whether it was no refusal."""
+        answer = actions[0]
+        assert isinstance(answer, Answer)
+        ok = answer.status is Status.OK
+        link: Link = peer.context
+        if ok and node is not None and self._links.get(node) is not peer:
+            if link.node is not None and self._links.get(link.node) is peer:
+                del self._links[link.node]
+            link.node = node
+            self._links[node] = peer
+        elif not ok:
+            log.info("%s: %s: %s", peer.address, answer.status.name, answer.message.text)
+        self._apply(actions)
+        self._reserve()
+        peer.send_message(answer.message, number, status=answer.status)
+        return ok
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._apply(self.cluster.tick(self.loop.now))
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        """Log what changed; have it stored and pushed soon."""
+        for action in actions:
+            if isinstance(action, NodeChanged):
+                level = logging.WARNING if action.after in (NodeState.SUSPECT, NodeState.DEAD) else logging.INFO
+                before = action.before.value if action.before is not None else "unknown"
+                log.log(level, "node %s: %s -> %s: %s", action.name, before, action.after.value, action.why)
+            elif isinstance(action, MapChanged):
+                log.info("epoch %d: %d workers", action.epoch, len(self.cluster.live_workers()))
+            else:
+                continue
+            self._unsaved = True
+            if not self._settling:
+                self._settling = True
+                self.loop.call_later(SETTLE_S, self._settled)
+
+    def _settled(self) -> None:
+        self._settling = False
+        self.save()
+        reply = self.cluster.map_reply()
+        if reply.epoch == self._push_epoch:
+            return
+        self._push_epoch = reply.epoch
+        self._push_frame = encode(reply, 0, flags=Flag.PUSH)
+        fresh = not self._to_push
+        for peer in self._subscribers:
+            link: Link = peer.context
+            if not link.stale and link.epoch != reply.epoch:
+                link.stale = True
+                self._to_push.append(peer)
+        if fresh:
+            self._push_some()
+
+    def _push_some(self) -> None:
+        for _ in range(min(PUSHES_PER_TURN, len(self._to_push))):
+            peer = self._to_push.popleft()
+            if not peer.closed and peer.context.stale and not peer.out:
+                self._push(peer, peer.context)
+        if self._to_push:
+            self.loop.call_later(0.0, self._push_some)
+
+    def _push(self, peer: Peer, link: Link) -> None:
+        link.stale = False
+        link.epoch = self._push_epoch
+        self.counts["pushes"] += 1
+        peer.send(self._push_frame)
+
+    # -- storing ---------------------------------------------------------------------------------
+
+    def _load(self, timing: Timing) -> Cluster:
+        stored = self._state_file.load() if self._state_file is not None else None
+        if stored is None:
+            cluster = Cluster(secrets.randbits(64), self.loop.now, timing)
+        else:
+            path = self._state_file.path if self._state_file is not None else ""
+            try:
+                cluster = Cluster.from_state(stored.get("cluster"), self.loop.now, timing)
+                reserved = int(stored["epochs_reserved"])
+            except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as exc:
+                raise CorruptionError(
+                    f"{path} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
+                ) from exc
+            cluster.epoch = max(cluster.epoch, reserved)
+            log.info("%s: epoch %d, %d nodes", path, cluster.epoch, len(cluster.nodes))
+        self._push_epoch = cluster.epoch
+        self._unsaved = True
+        return cluster
+
+    def _reserve(self) -> None:
+        """Nobody may see an epoch that the file does not cover."""
+        if self.cluster.epoch > self._reserved and not self._failing:
+            self._unsaved = True
+            self.save()
+
+    def save(self, *, last: bool = False) -> bool:
+        """Store what changed; whether all is stored. A failure is logged, counted, and retried later."""
+        if self._state_file is None or not (self._unsaved or last):
+            return True
+        reserved = self.cluster.epoch + (0 if last else EPOCHS_RESERVED)
+        try:
+            self._state_file.save({"cluster": self.cluster.to_state(), "epochs_reserved": reserved})
+        except OSError as exc:
+            self.counts["state_write_failures"] += 1
+            log.error(
+                "cannot store the cluster's state in %s: %s; service goes on, trying again in %.0f s",
+                self._state_file.path, exc.strerror or exc, RETRY_S,
+            )  # fmt: skip
+            if not self._failing:
+                self._failing = True
+                self.loop.call_later(RETRY_S, self._retry)
+            return False
+        self.counts["state_writes"] += 1
+        self._unsaved = False
+        self._reserved = reserved
+        return True
+
+    def _retry(self) -> None:
+        self._failing = False
+        if self.save() and not self._failing:
+            log.info("the cluster's state is stored again")
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The cluster's status and the manager's own counters."""
+        status = self.cluster.status(self.loop.now)
+        status["manager"] = {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime_s": round(self.loop.now - self.started, 1),
+            "connections": len(self.loop.peers),
+            "subscribers": len(self._subscribers),
+            "protocol_errors": self.loop.protocol_errors,
+            "handler_errors": self.loop.handler_errors,
+            "state_stored": self._state_file is not None and not self._unsaved,
+            "insecure": self.insecure,
+            **self.counts,
+        }
+        return status
+
+    def healthz(self) -> Page:
+        """200 while we serve; the text says whether the state is on disk."""
+        stored = "" if self._state_file is None or not self._failing else "; the state file cannot be written"
+        return Page(f"ok{stored}\n")
+
+    def metrics(self) -> Page:
+        """Prometheus text."""
+        return Page(prometheus(self._samples()), METRICS)
+
+    def _samples(self) -> Iterator[tuple[str, str, str, Mapping[str, Any], float]]:
+        status = self.status()
+        own = status["manager"]
+        states = [node["state"] for node in status["nodes"]]
+        for state in NodeState:
+            labels = {"state": state.value}
+            yield "simm_manager_nodes", "gauge", "Data servers by state.", labels, states.count(state.value)
+        for key, kind, name, about in (
+            ("epoch", "gauge", "epoch", "Epoch of the shard map."),
+            ("shards_without_owner", "gauge", "shards_without_owner", "Shards that nobody owns."),
+            ("shards_moved", "counter", "shards_moved_total", "Shards that changed owner."),
+        ):
+            yield f"simm_manager_{name}", kind, about, {}, status[key]
+        for key in ("connections", "subscribers", "uptime_s", "insecure"):
+            name = "uptime_seconds" if key == "uptime_s" else key
+            yield f"simm_manager_{name}", "gauge", f"{name.replace('_', ' ').capitalize()}.", {}, float(own[key])
+        for key in ("protocol_errors", "handler_errors", *self.counts):
+            yield f"simm_manager_{key}_total", "counter", f"{key.replace('_', ' ').capitalize()}.", {}, own[key]
+        workers = [(node, worker) for node in status["nodes"] for worker in node["workers"]]
+        for key, about in (
+            ("shards", "Shards owned."), ("capacity_bytes", "Bytes for values."), ("used_bytes", "Bytes in use."),
+            ("entries", "Values stored."),
+        ):  # fmt: skip
+            for node, worker in workers:
+                labels = {"node": node["name"], "worker": worker["worker"]}
+                yield f"simm_worker_{key}", "gauge", about, labels, worker[key]
+
+    def page(self) -> Page:
+        """The status page."""
+        status = self.status()
+        own = status["manager"]
+        rows = []
+        for node in status["nodes"]:
+            for worker in node["workers"]:
+                used, capacity = worker["used_bytes"] / (1 << 30), worker["capacity_bytes"] / (1 << 30)
+                cells = (
+                    node["name"], node["state"], f"{node['silent_s']:.1f} s", worker["worker"], worker["address"],
+                    worker["shards"], f"{used:.2f} / {capacity:.2f} GiB", worker["entries"],
+                )  # fmt: skip
+                rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+        heads = "".join(
+            f"<th>{head}</th>"
+            for head in ("node", "state", "last heard", "worker", "address", "shards", "memory used", "entries")
+        )
+        body = (
+            "<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=refresh content=5>"
+            "<title>SiMM cluster</title><style>body{font:15px system-ui,sans-serif;margin:2em}table{border-collapse:"
+            "collapse}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ccc}</style></head><body>"
+            f"<h1>SiMM cluster {status['cluster']}</h1><p>epoch {status['epoch']}, {len(status['nodes'])} nodes, "
+            f"{status['shards_without_owner']} of {status['shards']} shards without owner, {own['connections']} "
+            f"connections, {own['subscribers']} subscribers, up {own['uptime_s']:.0f} s, SiMM {own['version']}</p>"
+            f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
+            "<p><a href=/metrics>metrics</a> <a href=/healthz>healthz</a></p></body></html>\n"
+        )
+        return Page(body, HTML)
+
+
+def peer_host(peer: Peer, host: str) -> str:
+    """A worker's host as others reach it: a server that names none, or a wildcard, is where it comes from."""
+    return peer.address.rpartition(":")[0] if host in _WILDCARDS else host
+
+
+# --- process ----------------------------------------------------------------------------------
+
+
+def check_exposure(address: Address, tokens: Sequence[str], insecure: bool, flag: str) -> None:
+    """Refuse an address that others reach without a token. Raises ConfigError."""
+    if address.loopback or tokens:
+        return
+    if not insecure:
+        raise ConfigError(
+            f"{flag} {address}: anyone who reaches this address could read and change the cluster. "
+            "Give a --token-file, use 127.0.0.1, or say --insecure"
+        )
+    log.warning("listening on %s without a token (--insecure)", address)
+
+
+def open_listener(address: Address, flag: str) -> socket.socket:
+    """Listen on an address. Raises SimmError naming the flag that gave it."""
+    try:
+        return listen_tcp(*address)
+    except OSError as exc:
+        raise SimmError(f"{exc.strerror or exc}: free it, or choose another {flag} (port 0 is any free one)") from exc
+
+
+def bound_address(sock: socket.socket) -> Address:
+    """Where a listener really listens (port 0 became one)."""
+    host, port = sock.getsockname()[:2]
+    return Address(host, port)
+
+
+def run(settings: Settings, *, end_with_pid: int = 0) -> int:
+    """Run a manager until a signal; the exit code. Raises ConfigError, SimmError or OSError if it cannot start."""
+    tokens = read_tokens(settings.token_file)
+    check_exposure(settings.listen, tokens, settings.insecure, "--listen")
+    if settings.http is not None:
+        check_exposure(settings.http, tokens, settings.insecure, "--http")
+    with contextlib.suppress(OSError, ValueError):
+        # 10,000 connections do not fit the usual soft limit; the hard one is the administrator's say.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    timing = Timing(
+        settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000
+    )
+    with contextlib.ExitStack() as stack:
+        state_file = None
+        if settings.state_dir is not None:
+            state_file = stack.enter_context(contextlib.closing(StateFile(settings.state_dir, "manager")))
+        loop = Loop()
+        stack.callback(loop.close)
+        exposed = not settings.listen.loopback and not tokens
+        manager = Manager(loop, timing=timing, state_file=state_file, tokens=tokens, insecure=exposed)
+        listener = stack.enter_context(open_listener(settings.listen, "--listen"))
+        ready = f"READY manager {bound_address(listener)}"
+        if settings.http is not None:
+            http = open_listener(settings.http, "--http")
+            ready += f" http={bound_address(http)}"
+            web_tokens = () if settings.http.loopback else tokens
+            routes = {"/": manager.page, "/metrics": manager.metrics, "/healthz": manager.healthz}
+            stack.callback(Web(loop, http, routes, web_tokens).close)
+        # On disk before anyone is told: a folder that cannot be written shows now, and not at the first change.
+        manager.save()
+        loop.listen(listener, manager)
+        # Not loop.run(), which would forget a signal that comes before it.
+        loop.running = True
+        stop_on_signals(loop, interrupt=True)
+        if end_with_pid:
+            end_with(loop, end_with_pid)
+        print(ready, flush=True)
+        log.info("%s, state in %s", ready, settings.state_dir or "memory only")
+        while loop.running:
+            loop.run_once(None)
+        log.info("stopping")
+        manager.save(last=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager") -> int:
+    """Run a manager until SIGTERM or Ctrl-C; the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description="The SiMM manager: membership and the shard map.")
+    add_arguments(parser, "manager")
+    parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = load_command("manager", arguments)
+        set_up_logging(settings)
+        return run(settings, end_with_pid=arguments.end_with)
+    except (SimmError, OSError) as exc:
+        print(f"simm manager: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, (ConfigError, CorruptionError)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
