@@ -51,6 +51,10 @@ _UCRED: Final = struct.Struct("3i")
 class Service:
     """What a listener's connections talk to. All methods are called in the loop's thread."""
 
+    #: Most bytes of one read while frames are parsed. Where bulk follows a frame, little: what comes along with
+    #: the frame is copied twice more than what ``on_bulk`` reads.
+    read_bytes: int = READ_BYTES
+
     def on_connect(self, peer: Peer) -> None:
         """A connection was accepted or adopted."""
 
@@ -205,18 +209,18 @@ class Peer:
             return
         try:
             if self.take_fds:
-                data, anc, _flags, _addr = self.sock.recvmsg(READ_BYTES, _FD_SPACE)
+                size, anc, _flags, _addr = self.sock.recvmsg_into([self.loop._buffer], _FD_SPACE)
                 for level, kind, raw in anc:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         self.fds.extend(struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4]))
             else:
-                data = self.sock.recv(READ_BYTES)
+                size = self.sock.recv_into(self.loop._buffer, self.service.read_bytes)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
             self.close(f"connection lost: {exc}")
             return
-        if not data:
+        if not size:
             try:
                 self.conn.at_eof()
             except RemoteProtocolError as exc:
@@ -226,7 +230,7 @@ class Peer:
             return
         self.progress_at = self.loop.now
         try:
-            self.conn.receive_data(data)
+            self.conn.receive_data(self.loop._buffer[:size])
         except RemoteProtocolError as exc:
             self.close(str(exc))
             return
@@ -274,6 +278,8 @@ class Loop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._more: deque[Peer] = deque()
+        #: All peers' bytes pass through here: a fresh buffer for each read would be mapped and unmapped each time.
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self.call_every(5.0, self._sweep)
 
     # -- set-up -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import logging
 import os
 import random
 import socket
+import threading
 import time
 from typing import Any, Final
 
@@ -37,9 +38,10 @@ from .errors import RemoteProtocolError, SegmentError, TransportError
 from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
-from .reader import Located, Unsettled
+from .reader import ArenaReader, Located, Unsettled
 from .rpc import Frame, decode, reply
 from .session import GrantTuple, WorkerSession, ahead
+from .slab import chunk_bytes_for
 
 log = logging.getLogger("simm.stream")
 
@@ -47,6 +49,10 @@ WORKER_DEADLINE_S: Final = 0.5
 RETRY_S: Final = (0.05, 1.0)
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
+COMMIT_KEYS: Final = 16
+#: A STORE of many values asks for so many bytes of grants at once.
+ASK_BYTES: Final = 32 << 20
+LOW_WATER_BYTES: Final = 256 << 10
 #: Bytes received of one client before the others' turn.
 TURN_BYTES: Final = 8 << 20
 _SCRATCH: Final = memoryview(bytearray(256 << 10))
@@ -69,7 +75,7 @@ class Sending:
 class Receiving:
     """A STORE under way."""
 
-    __slots__ = ("at", "copying", "entries", "grant", "ready", "request_id", "session", "statuses", "target")
+    __slots__ = ("at", "copying", "entries", "flying", "grant", "ready", "request_id", "session", "statuses", "target")
 
     def __init__(self, request_id: int, entries: list[tuple[bytes, int, int, int, int]]) -> None:
         self.request_id = request_id
@@ -83,6 +89,8 @@ class Receiving:
         self.copying: WorkerSession | None = None
         #: (position, commit entry) of values that lie whole in their chunks.
         self.ready: list[tuple[int, tuple[bytes, int, int, int, int, int]]] = []
+        #: Commits sent and not yet answered: (ticket, positions).
+        self.flying: list[tuple[int, list[int]]] = []
 
 
 class Link:
@@ -98,6 +106,8 @@ class Link:
 
 class Stream(Service):
     """Serves FETCH, STORE, EXISTS and DELETE for one worker."""
+
+    read_bytes = 4096
 
     def __init__(self, loop: Loop, uds: str, tokens: tuple[str, ...] = ()) -> None:
         self.loop = loop
@@ -127,7 +137,7 @@ class Stream(Service):
         free = [old for old in self._buried if not old.copying]
         try:
             self.session = WorkerSession(
-                self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, old_sessions=[old.session for old in free]
+                self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False, old_sessions=[old.session for old in free]
             )
         except (TransportError, SegmentError) as exc:
             self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
@@ -136,6 +146,8 @@ class Stream(Service):
             return None
         for old in free:
             self._buried.remove(old)
+        # Page faults in the middle of transfers cost half their speed; they are taken ahead, with the GIL released.
+        threading.Thread(target=_populate, args=(self.session.reader,), name="simm-populate", daemon=True).start()
         self._retry_s = RETRY_S[0]
         return self.session
 
@@ -243,7 +255,6 @@ class Stream(Service):
         peer.bulk = True  # nothing more is parsed until the verdict is out
         link.sending = sending
         sending.todo.reverse()
-        peer.pause(True)
         peer.send(head)
         if not peer.out:
             self._pump(peer, link, sending)
@@ -279,11 +290,13 @@ class Stream(Service):
                 link.sending = None
                 peer.bulk = False
                 peer.send_message(M.Verdict(sending.verdicts), sending.request_id)
-                peer.pause(False)
+                if peer.paused:
+                    peer.pause(False)
                 return
             sending.current = sending.todo.pop()
             peer.send(sending.current[3])
             if peer.out:
+                peer.pause(True)  # requests wait until the verdict is out
                 return
 
     def on_drain(self, peer: Peer) -> None:
@@ -299,6 +312,8 @@ class Stream(Service):
         for _, length, _, _, _ in msg.entries:
             if not 0 < length <= VALUE_BYTES_MAX:
                 raise RemoteProtocolError(f"a value of {length} bytes in a STORE")
+        if self.session is not None:
+            self.session.wake()
         receiving = Receiving(request_id, msg.entries)
         link.receiving = receiving
         peer.bulk = True
@@ -307,22 +322,25 @@ class Stream(Service):
 
     def _open_target(self, receiving: Receiving) -> None:
         """Get a chunk for the next value; without one its bytes will be dropped."""
-        length = receiving.entries[len(receiving.statuses)][1]
+        position = len(receiving.statuses)
+        length = receiving.entries[position][1]
         receiving.at = 0
         receiving.target = None
         receiving.grant = None
         session = self.worker()
         if session is None:
             return
-        if receiving.session is not None and receiving.session is not session and receiving.ready:
+        if receiving.session is not session:
             self._commit(receiving)
-        receiving.session = session
+            self._collect(receiving)
+            receiving.session = session
         try:
             grant = session.take(length)
             if grant is None:
-                if receiving.ready:
-                    self._commit(receiving)  # nobody waits for a grant while holding an uncommitted one
-                session.ask([(length, 1)])
+                self._commit(receiving)  # nobody waits for a grant while holding an uncommitted one
+                self._collect(receiving)
+                alike = sum(entry[1] == length for entry in receiving.entries[position : position + 64])
+                session.ask([(length, max(1, min(alike, ASK_BYTES // length)))])
                 grant = session.take(length)
             if grant is None and session.return_idle():
                 session.ask([(length, 1)])
@@ -360,6 +378,8 @@ class Stream(Service):
             try:
                 got = peer.sock.recv_into(into)
             except (BlockingIOError, InterruptedError):
+                # Wake us for a good piece only: a wake-up for each arriving segment halves the speed.
+                _low_water(peer.sock, min(left, LOW_WATER_BYTES))
                 return
             except OSError as exc:
                 peer.close(f"connection lost: {exc}")
@@ -370,7 +390,10 @@ class Stream(Service):
             receiving.at += got
             budget -= got
             if receiving.at == length:
+                _low_water(peer.sock, 1)
                 self._value_done(peer, link, receiving)
+            elif budget <= 0:
+                _low_water(peer.sock, min(length - receiving.at, LOW_WATER_BYTES))
 
     def _receive_buffered(self, peer: Peer, link: Link, receiving: Receiving) -> None:
         """Bytes of values that came in one piece with the STORE frame."""
@@ -395,11 +418,12 @@ class Stream(Service):
             receiving.grant = None
         self._close_target(receiving)
         if len(receiving.statuses) < len(receiving.entries):
-            if len(receiving.ready) >= 32:
+            if len(receiving.ready) >= COMMIT_KEYS:
                 self._commit(receiving)
             self._open_target(receiving)
             return
         self._commit(receiving)
+        self._collect(receiving)
         link.receiving = None
         peer.bulk = False
         peer.send_message(M.Statuses(receiving.statuses), receiving.request_id)
@@ -407,34 +431,45 @@ class Stream(Service):
         peer.pause(False)
 
     def _commit(self, receiving: Receiving) -> None:
+        """Send what lies whole in its chunks to the worker; the answers are met in :meth:`_collect`."""
         session, ready = receiving.session, receiving.ready
         receiving.ready = []
         if session is None or not ready:
             return
         entries = [entry for _, entry in ready]
-        wants: dict[int, int] = {}
-        for _, _, length, _, _, _ in entries:
-            wants[length] = wants.get(length, 0) + 1
+        positions = [position for position, _ in ready]
+        length = entries[-1][2]
+        keep = ahead(chunk_bytes_for(length))
+        wants = [(length, min(len(entries), keep))] if keep else []
         try:
-            answer = self._exchange_commit(session, entries, wants)
+            session.acquire()
+            try:
+                receiving.flying.append((session.submit_locked(M.Commit(entries, wants)), positions))
+            finally:
+                session.lock.release()
         except TransportError as exc:
             log.warning("commit of %d values: %s", len(entries), exc)
-            return
-        for (position, _), status in zip(ready, answer.statuses):
-            receiving.statuses[position] = status
 
-    @staticmethod
-    def _exchange_commit(session: WorkerSession, entries: list[Any], wants: dict[int, int]) -> Any:
-        session.acquire()
+    def _collect(self, receiving: Receiving) -> None:
+        """Take the answers of all commits sent."""
+        session, flying = receiving.session, receiving.flying
+        receiving.flying = []
+        if session is None or not flying:
+            return
         try:
-            asked = [(size, min(count, max(1, ahead(size)))) for size, count in wants.items() if ahead(size)]
-            answer = session.wait_locked(session.submit_locked(M.Commit(entries, asked)))
-            if not isinstance(answer, M.Committed) or len(answer.statuses) != len(entries):
-                session.channel.fail("the worker answered COMMIT with something else")
-            session.add_grants_locked(answer.grants)
-            return answer
-        finally:
-            session.lock.release()
+            session.acquire()
+            try:
+                for ticket, positions in flying:
+                    answer = session.wait_locked(ticket, len(positions))
+                    if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
+                        session.channel.fail("the worker answered COMMIT with something else")
+                    session.add_grants_locked(answer.grants)
+                    for position, status in zip(positions, answer.statuses):
+                        receiving.statuses[position] = status
+            finally:
+                session.lock.release()
+        except TransportError as exc:
+            log.warning("answers to %d commits: %s", len(flying), exc)
 
     def _abandon(self, receiving: Receiving) -> None:
         """The client went away in the middle: whole values are committed, the chunk of the cut one goes back."""
@@ -443,6 +478,7 @@ class Stream(Service):
             if receiving.grant is not None:
                 receiving.session.untake(receiving.grant)
             self._commit(receiving)
+            self._collect(receiving)
 
     # -- the rest -----------------------------------------------------------------------------------
 
@@ -474,6 +510,17 @@ class Stream(Service):
             "protocol_errors": self.loop.protocol_errors,
             "handler_errors": self.loop.handler_errors,
         }
+
+
+def _populate(reader: ArenaReader) -> None:
+    while reader.populate_some():
+        pass
+
+
+def _low_water(sock: socket.socket, size: int) -> None:
+    """How many bytes must be there before the selector reports the socket (SO_RCVLOWAT)."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
 
 def run_stream(listener: socket.socket, uds: str, supervisor: socket.socket, tokens: tuple[str, ...] = ()) -> None:

@@ -160,7 +160,8 @@ class TcpPath:
         sock = channel.sock
         while at < size:
             try:
-                got = sock.recv_into(target[at:] if at else target)
+                # One call a value where the kernel can: it wakes us when all of it is there, or SO_RCVTIMEO has passed.
+                got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
             except OSError as exc:
                 channel.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
             if not got:
