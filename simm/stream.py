@@ -136,9 +136,11 @@ class Stream(Service):
             return None
         free = [old for old in self._buried if not old.copying]
         try:
+            # Without a ring: a worker that polls for us would take a core from the transfers it waits for.
             self.session = WorkerSession(
-                self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False, old_sessions=[old.session for old in free]
-            )
+                self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False,
+                old_sessions=[old.session for old in free],
+            )  # fmt: skip
         except (TransportError, SegmentError) as exc:
             self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
             self._retry_s = min(RETRY_S[1], self._retry_s * 2)
