@@ -100,7 +100,14 @@ def sets_of(digest: bytes, sets: int) -> tuple[int, int]:
 def sets_of_many(digests: Sequence[bytes], sets: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """:func:`sets_of` for many digests at once."""
     words = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
-    first = (words[:, 0] >> np.uint64(SHARD_BITS)) % np.uint64(sets)
-    second = words[:, 1] % np.uint64(sets)
+    return sets_of_words(words[:, 0], words[:, 1], sets)
+
+
+def sets_of_words(
+    low: NDArray[np.uint64], high: NDArray[np.uint64], sets: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """:func:`sets_of` for digests given as columns of their two little-endian words."""
+    first = (low >> np.uint64(SHARD_BITS)) % np.uint64(sets)
+    second = high % np.uint64(sets)
     second = np.where(first == second, (second + np.uint64(1)) % np.uint64(sets), second)
     return first, second

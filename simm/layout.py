@@ -31,6 +31,8 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from .constants import (
     PAGE_BYTES,
     SET_BYTES,
@@ -52,6 +54,15 @@ SLOT: Final = struct.Struct("@Q16sQIIIHHQQ")
 SLOT_BODY: Final = struct.Struct("@16sQIIIHHQQ")
 SLOT_WORDS: Final = SLOT_BYTES // 8
 assert SLOT.size == SLOT_BYTES and SLOT_BODY.size == SLOT_BYTES - 8
+
+#: A slot for numpy. The digest is two little-endian words, as ``hashing.split`` takes it.
+SLOT_FIELDS: Final = np.dtype(
+    [
+        ("seq", "u8"), ("low", "<u8"), ("high", "<u8"), ("offset", "u8"), ("length", "u4"), ("crc", "u4"),
+        ("chunk", "u4"), ("namespace", "u2"), ("flags", "u2"), ("stored", "u8"), ("reserved", "u8"),
+    ]
+)  # fmt: skip
+assert SLOT_FIELDS.itemsize == SLOT_BYTES
 
 #: Bits of a sequence number that count; the incarnation lies above.
 SEQ_BITS: Final = 44

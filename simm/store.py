@@ -26,10 +26,12 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from .constants import NO_SLOT
-from .errors import CorruptionError, SegmentError
+from .errors import CorruptionError, SegmentError, UsageError
 from .hashing import SHARD_MASK, shard_of
-from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word, publish
+from .layout import HEADER_BYTES, SEQ_BITS, SHARDS_BYTES, Geometry, State, Word, publish
 from .ledger import HoldKind, Ledger
 from .messages import Status
 from .slab import chunk_bytes_for
@@ -46,7 +48,9 @@ _GRANT: Final = int(HoldKind.GRANT)
 _PIN: Final = int(HoldKind.PIN)
 
 #: Ids of sessions and holds: incarnation above, a counter below; never drawn twice.
-_ID_BITS: Final = 44
+_ID_BITS: Final = SEQ_BITS
+#: Workers that one segment can have had, one after another; a supervisor's pauses make that years.
+INCARNATION_MAX: Final = (1 << 64 - SEQ_BITS) - 1
 #: All sessions' grants together may hold this share of the data region.
 GRANTED_SHARE: Final = 8
 
@@ -143,6 +147,8 @@ class Store:
             if words[Word.STATE] == State.CLOSED:
                 raise SegmentError(f"{name} is closed and cannot be taken over")
             incarnation = words[Word.INCARNATION] + 1
+            if incarnation > INCARNATION_MAX:
+                raise SegmentError(f"{name} has had {incarnation - 1} workers, more than its sequence numbers can tell")
             words[Word.INCARNATION] = incarnation
         finally:
             words.release()
@@ -155,14 +161,22 @@ class Store:
         table, space, ledger = self.table, self.space, self.ledger
         self.notes = table.recover()
         ledger.recover()
+        self._drop_rows_of_lost_shards()
+        found = table.live()
+        # Oldest first, so that the policy's queues come out in the order of storing.
+        order = np.argsort(found.stored, kind="stable")
+        rows = list(
+            zip(
+                found.slots[order].tolist(),
+                (found.offsets[order] - np.uint64(self._data)).tolist(),
+                found.chunks[order].tolist(),
+            )
+        )
+        reserve = space.reserve
         live: dict[int, int] = {}
-        for slot in list(table):
-            entry = table.entry(slot)
-            offset = entry.offset - self._data
+        for slot, offset, chunk in rows:
             try:
-                if offset in live:
-                    raise CorruptionError(f"chunk at {offset} is named by two slots")
-                space.reserve(offset, entry.chunk)
+                reserve(offset, chunk)
             except CorruptionError as exc:
                 self.notes.append(f"slot {slot} dropped: {exc}")
                 table.clear(slot)
@@ -197,9 +211,9 @@ class Store:
             else:
                 owner.pins[hold.hold] = (hold.offset, line)
                 held.append(offset)
-        # Oldest first, so that the policy's queues come out in the order of storing.
-        for offset, slot in sorted(live.items(), key=lambda item: table.stored(item[1])):
-            space.publish(offset, slot)
+        publish = space.publish
+        for offset, slot in live.items():
+            publish(offset, slot)
         for offset in held:
             space.hold(offset)
         for offset in reserved:
@@ -207,6 +221,14 @@ class Store:
             if offset in held:
                 space.release(offset)
         self.sessions = sessions
+
+    def _drop_rows_of_lost_shards(self) -> None:
+        """Recovery, before any chunk is reserved: a predecessor may have died between giving a shard up and here."""
+        lost = self._slots_of_lost_shards()
+        for slot in lost:
+            self.table.clear(slot)
+        if lost:
+            self.notes.append(f"{len(lost)} entries of shards given up dropped")
 
     def open(self) -> None:
         """From now on readers may rely on the arena."""
@@ -230,8 +252,12 @@ class Store:
     def set_shards(self, epoch: int, mine: bytes) -> int:
         """Take over and give up shards as the map says; how many are mine. Entries of lost shards are dropped.
 
-        A shard that comes back after others owned it starts empty (its entries went when it was lost).
+        A shard that comes back after others owned it starts empty: its entries went when it was lost, or, if
+        that was cut short by a death, at recovery. So an entry in a shard whose word is 0 does not exist
+        outside this method, and a word may be set without a look at the table.
         """
+        if not epoch > 0:
+            raise UsageError(f"a shard map's epoch is positive, not {epoch}: 0 in a shard's word means not mine")
         self.settle()
         shards = self.shards
         lost = False
@@ -252,10 +278,16 @@ class Store:
     def drop_foreign(self) -> int:
         """Drop entries of shards that are not mine; how many. O(slots)."""
         self.settle()
-        dropped = [slot for slot in self.table if not self.shards[shard_of(self.table.entry(slot).digest)]]
+        dropped = self._slots_of_lost_shards()
         for slot in dropped:
             self._drop_entry(slot)
         return len(dropped)
+
+    def _slots_of_lost_shards(self) -> list[int]:
+        found = self.table.live()
+        words = np.frombuffer(self.shards, np.uint64)
+        slots: list[int] = found.slots[words[found.shards.astype(np.intp)] == 0].tolist()
+        return slots
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -306,6 +338,8 @@ class Store:
             if self.granted_bytes + chunk > self.granted_bytes_max and held:
                 self._recall(session, chunk)
                 break
+            if not ledger.free_holds:
+                break  # before anything is evicted for it
             offset = allocate(size)
             if offset < 0:
                 self._recall(session, chunk)
@@ -313,9 +347,6 @@ class Store:
             offset += data
             self._next_id = number = self._next_id + 1
             line = ledger.add_hold(number, session.session, offset, chunk, _GRANT)
-            if line < 0:
-                self.space.drop(offset - data)
-                break
             held[number] = (offset, chunk, line)
             session.granted_bytes += chunk
             self.granted_bytes += chunk
@@ -482,11 +513,11 @@ class Store:
         """Make room in the digest's full sets: the coldest entry that nobody pins goes; its slot, or -1."""
         self.settle()
         table, space, visited = self.table, self.space, self.visited
-        best, best_rank = -1, (2, 0)
+        best, best_rank = -1, (True, 1 << 64)
         for slot in table.candidates(digest):
             if space.is_held(table.offset(slot) - self._data):
                 continue
-            rank = (visited[slot], table.stored(slot))
+            rank = (visited[slot] > 0, table.stored(slot))  # readers write the byte, whatever they please
             if rank < best_rank:
                 best, best_rank = slot, rank
         if best >= 0:
@@ -543,6 +574,10 @@ class Store:
             named[entry.offset] = slot
             if self.space.owner(entry.offset - data) != slot:
                 raise CorruptionError(f"slot {slot} names a chunk that space gives to another")
+            if self.space.chunk_bytes(entry.offset - data) != entry.chunk or not 0 < entry.length <= entry.chunk:
+                raise CorruptionError(f"slot {slot} is wrong about its chunk")
+            if not self.shards[shard_of(entry.digest)]:
+                raise CorruptionError(f"slot {slot} is of a shard that is not mine")
         granted = 0
         lines = set()
         for session in self.sessions.values():
