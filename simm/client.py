@@ -109,7 +109,7 @@ class View:
 
     @classmethod
     def pinned(cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int) -> View:
-        """A view of the arena that gives ``pin`` back at its end."""
+        """A view of the arena that gives ``pin`` back at its end, and ends the copy that its maker has begun."""
         base = (ctypes.c_ubyte * length).from_address(reader.data_address + offset - reader.data_offset)
         weakref.finalize(base, _unpin, session, reader, pin).atexit = False
         return cls(memoryview(base).cast("B").toreadonly())
@@ -144,6 +144,7 @@ class View:
 def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int) -> None:
     """Finalizer of a view's memory: no lock, no I/O. Holds the reader, and so the mapping, until now."""
     session.unpin_later(pin)
+    session.end_copy()
 
 
 class Client:
@@ -723,17 +724,24 @@ class Client:
         session = target.session
         if session is None:
             return self._view_tcp(target, digest)
+        view: View | None = None
         try:
-            status, flags, length, crc, offset, pin = session.pin(digest)
+            session.begin_copy()  # until the view's end: the session's pins are not released before
+            try:
+                status, flags, length, crc, offset, pin = session.pin(digest)
+                if status == _OK:
+                    view = View.pinned(session.reader, session, offset, length, pin)
+            finally:
+                if view is None:
+                    session.end_copy()
         except (TransportError, RemoteProtocolError) as exc:
             self._session_failed(target, session, exc)
             return None
-        if status != _OK:
+        if view is None:
             self.counters["misses"] += 1
             if status == _WRONG_OWNER:
                 self._stale_map()
             return None
-        view = View.pinned(session.reader, session, offset, length, pin)
         if not self._sound(flags, crc, view.data):
             view.close()
             return None
@@ -894,7 +902,7 @@ class _ShmPut:
     def _fill(self, grant: GrantTuple, source: memoryview | Span, length: int) -> tuple[int, int]:
         """Copy a value into its chunk: (crc, flags). Interrupted, the chunk goes back to the pool unused."""
         session = self._session
-        session.copying.append(None)
+        session.begin_copy()
         try:
             return self._copy_in(session.reader, source, length, grant[1])
         except BaseException:
@@ -935,7 +943,7 @@ class _ShmPut:
             self._commit(left)
         self._collect()
         chunk = chunk_bytes_for(length)
-        count = max(1, min(left, max(ahead(chunk), _ASK_BYTES // chunk)))
+        count = max(1, min(left, _CALL_KEYS, max(ahead(chunk), _ASK_BYTES // chunk)))
         for attempt in range(2):
             session.ask([(length, count)])
             grant = session.take(length)

@@ -59,7 +59,11 @@ class PathBit(IntEnum):
 
 @message(0x01, "H H H H I s s *Q")
 class Hello(NamedTuple):
-    """First message of every connection to a worker or a stream."""
+    """First message of every connection to a worker or a stream.
+
+    ``old_sessions`` is not used: before WELCOME a client cannot know that this is still the arena whose
+    sessions it names. RELEASE_SESSIONS comes after.
+    """
 
     proto_min: int
     proto_max: int

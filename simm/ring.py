@@ -110,8 +110,8 @@ class Ring:
     def next_commit(self) -> tuple[bytes, int, int, int, int, int] | None:
         """The next request if it is a COMMIT of one entry and no wants, as :func:`rpc.parse_commit_one` gives it."""
         at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
-        if self.words[TAIL] - self.done > SLOTS:
-            return None
+        if not 0 < self.words[TAIL] - self.done <= SLOTS:
+            return None  # nothing there, or nonsense: next_request says which
         return parse_commit_one(bytes(self._bytes[at : at + COMMIT_ONE_BYTES]))
 
     def next_request(self) -> Frame | None:

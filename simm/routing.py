@@ -68,7 +68,6 @@ class Target:
         self.retired = False
         self._retry_at = 0.0
         self._pause_s = BACKOFF_S[0]
-        self._buried: list[WorkerSession] = []
         self._beat = (-1, 0.0)
 
     def __repr__(self) -> str:
@@ -132,13 +131,9 @@ class Target:
         self._failed(self.why)
 
     def _connect_shm(self) -> None:
-        free = [old for old in self._buried if not old.copying]
         session = WorkerSession(
-            self.info.uds, self._router.namespace, self._router.deadline_s, ring=self._router.ring,
-            old_sessions=[old.session for old in free],
-        )  # fmt: skip
-        for old in free:
-            self._buried.remove(old)
+            self.info.uds, self._router.namespace, self._router.deadline_s, ring=self._router.ring
+        )
         self.session = session
         self.reader = session.reader
         self.why = ""
@@ -160,7 +155,6 @@ class Target:
             if session is not None and session.broken:
                 self.session = None
                 session.close(clean=False)
-                self._buried.append(session)
                 self._router.outages += 1
                 self._failed(reason)
 
@@ -207,7 +201,6 @@ class Target:
                     session, self.session = self.session, None
                     if session is not None:
                         session.close(clean=False)
-                        self._buried.append(session)
             self._router.refresh()
 
     def close(self, *, clean: bool = True) -> None:
@@ -226,9 +219,9 @@ class Target:
 
     def abandon(self) -> None:
         """After a fork, in the child: close the sockets' copies, touch no memory."""
-        for session in [*self._buried, *([self.session] if self.session is not None else [])]:
+        if self.session is not None:
             with contextlib.suppress(OSError):
-                session.channel.sock.close()
+                self.session.channel.sock.close()
         if self.tcp is not None:
             for channel in self.tcp._idle:
                 with contextlib.suppress(OSError):

@@ -4,9 +4,11 @@ What must never happen: that we write into a chunk which is no longer ours. Henc
 
 * a grant is taken from the pool before the copy, and its id is spent by the commit; once the commit is
   sent the chunk is forgotten here, whatever comes back;
-* a session that breaks is *buried*, not forgotten: copies into its chunks may still be running in
-  other threads. ``copying`` has an item for each; when it is empty, the next session of this process tells the
-  worker to release the old one;
+* a session that ends is *buried*, not forgotten: copies into its chunks may still be running in other threads,
+  and views of its pins be alive. ``copying`` has an item for each; when it is empty, a later session of this
+  process with the same arena tells the worker to release the old one. A thread that has taken a grant and not
+  begun its copy would be overlooked by that, so ``begin_copy`` comes before the look at ``closed``, and
+  ``closed`` is set before the look at ``copying``: one of the two sees the other;
 * grants are handed back only from the pool, where nobody copies into them.
 
 Lock order: ``lock`` is the only lock here. It is held for one exchange with the worker, never during
@@ -16,11 +18,12 @@ a copy of a value.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from . import messages as M
 from .channel import Channel
@@ -30,6 +33,8 @@ from .ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, Ring
 from .rpc import Frame, decode_committed_one, encode, encode_commit_one
 from .slab import chunk_bytes_for
 from .topology import current_cpu
+
+log = logging.getLogger("simm.session")
 
 #: (grant id, offset in the segment, chunk bytes)
 GrantTuple = tuple[int, int, int]
@@ -64,20 +69,21 @@ class WorkerSession:
         path: the worker's UNIX socket.
         namespace: keys' namespace.
         deadline_s: for each exchange.
-        old_sessions: sessions of this process that broke and are free of copies.
-        ring: also make a commit ring.
+        ring: also make a commit ring, where the system lets us.
     """
 
     def __init__(
-        self, path: str, namespace: str, deadline_s: float, *, old_sessions: Sequence[int] = (), ring: bool = True,
-        role: M.Role = M.Role.CLIENT, token: str = "",
+        self, path: str, namespace: str, deadline_s: float, *, ring: bool = True, role: M.Role = M.Role.CLIENT,
+        token: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         self.deadline_s = deadline_s
         self.lock = threading.Lock()
-        #: An item for each copy into or out of this session's chunks that is under way. A list, as its
-        #: append and pop are atomic and cost a quarter of a lock.
+        #: An item for each copy into or out of this session's chunks that is under way, and for each view of one.
+        #: A list, as its append and pop are atomic, safe in finalizers, and cost a quarter of a lock.
         self.copying: list[None] = []
+        #: No copy may begin any more.
+        self.closed = False
         self.grants: dict[int, list[GrantTuple]] = {}
         self.unpins: deque[int] = deque()
         self.recall_bytes = 0
@@ -90,15 +96,14 @@ class WorkerSession:
         self.channel = Channel.unix(path, deadline_s, self._on_push)
         try:
             welcome = self.channel.call(
-                M.Hello(
-                    M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, os.getpid(), namespace, token, list(old_sessions)
-                )
-            )  # fmt: skip
+                M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, os.getpid(), namespace, token, [])
+            )
             if not isinstance(welcome, M.Welcome):
                 raise TransportError(f"{path} answered HELLO with {type(welcome).__name__}")
             self.welcome = welcome
             self.session = welcome.session
             self.reader = ArenaReader(welcome.segment)
+            self.release_buried()
             if ring:
                 self._attach_ring()
         except (SegmentError, TransportError):
@@ -115,7 +120,11 @@ class WorkerSession:
         return self.channel.broken
 
     def _attach_ring(self) -> None:
-        ring, fd = Ring.create()
+        try:
+            ring, fd = Ring.create()
+        except OSError as exc:  # no descriptor or memory left: the socket does the same, slower
+            log.warning("no commit ring: %s", exc)
+            return
         try:
             self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,))
         except TransportError:
@@ -293,8 +302,11 @@ class WorkerSession:
     # -- copies ---------------------------------------------------------------------------------
 
     def begin_copy(self) -> None:
-        """A copy into or out of a chunk starts."""
+        """A copy into or out of a chunk starts. Raises TransportError when the session has been closed."""
         self.copying.append(None)
+        if self.closed:
+            self.copying.pop()
+            raise TransportError("the session was closed")
 
     def end_copy(self) -> None:
         """It has ended."""
@@ -303,7 +315,7 @@ class WorkerSession:
     # -- pins -----------------------------------------------------------------------------------
 
     def pin(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
-        """LOCATE with a pin: (status, flags, length, crc, offset, pin id)."""
+        """LOCATE with a pin: (status, flags, length, crc, offset, pin id). The caller has begun a copy before."""
         self.flush_unpins()
         reply = self.exchange(M.Locate(1, [digest]))
         if not isinstance(reply, M.Located) or len(reply.entries) != 1:
@@ -346,9 +358,25 @@ class WorkerSession:
             wanted, self.recall_bytes = self.recall_bytes, 0
             self.return_idle(wanted)
         self.flush_unpins(at_least=1)
+        self.release_buried()
+
+    def release_buried(self) -> None:
+        """Tell the worker which ended sessions of this process nothing here uses any more. Raises TransportError."""
+        if not _BURIED:
+            return
+        segment = self.welcome.segment
+        free = [old for old in list(_BURIED) if old.segment == segment and not old.copying]
+        if free:
+            self.call(M.ReleaseSessions([old.session for old in free]))
+            for old in free:
+                with contextlib.suppress(ValueError):
+                    _BURIED.remove(old)
 
     def close(self, *, clean: bool = True) -> None:
-        """End the session; with ``clean``, hand back grants and pins first. Never raises."""
+        """End the session; with ``clean``, hand back grants and pins first. Never raises. Twice is harmless."""
+        if self.closed:
+            return
+        self.closed = True
         if clean and not self.channel.broken:
             with contextlib.suppress(TransportError):
                 self.flush_unpins(at_least=1)
@@ -357,8 +385,22 @@ class WorkerSession:
         try:
             self.channel.close()
             self.grants.clear()
-            if self.ring is not None:
+            if self.ring is not None and got:  # else someone is looking at it; it goes with its last user
                 self.ring.close()
         finally:
             if got:
                 self.lock.release()
+            _BURIED.append(Buried(self.welcome.segment, self.session, self.copying))
+
+
+class Buried(NamedTuple):
+    """An ended session, as far as the worker must hear of it. Holds no mapping."""
+
+    segment: str
+    session: int
+    copying: list[None]
+
+
+#: Of this process, whichever client they belonged to. Ends of the list are atomic; removal is by value.
+_BURIED: Final[list[Buried]] = []
+os.register_at_fork(after_in_child=_BURIED.clear)

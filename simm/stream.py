@@ -114,7 +114,6 @@ class Stream(Service):
         self.uds = uds
         self.tokens = tokens
         self.session: WorkerSession | None = None
-        self._buried: list[WorkerSession] = []
         self._retry_at = 0.0
         self._retry_s = RETRY_S[0]
         self.fetched_bytes = 0
@@ -134,20 +133,14 @@ class Stream(Service):
         now = time.monotonic()
         if now < self._retry_at:
             return None
-        free = [old for old in self._buried if not old.copying]
         try:
             # Without a ring: a worker that polls for us would take a core from the transfers it waits for.
-            self.session = WorkerSession(
-                self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False,
-                old_sessions=[old.session for old in free],
-            )  # fmt: skip
+            self.session = WorkerSession(self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False)
         except (TransportError, SegmentError) as exc:
             self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
             self._retry_s = min(RETRY_S[1], self._retry_s * 2)
             log.warning("worker at %s: %s", self.uds, exc)
             return None
-        for old in free:
-            self._buried.remove(old)
         # Page faults in the middle of transfers cost half their speed; they are taken ahead, with the GIL released.
         threading.Thread(target=_populate, args=(self.session.reader,), name="simm-populate", daemon=True).start()
         self._retry_s = RETRY_S[0]
@@ -155,7 +148,6 @@ class Stream(Service):
 
     def _bury(self, session: WorkerSession) -> None:
         session.close(clean=False)
-        self._buried.append(session)
         self.session = None
 
     def _tend(self) -> None:

@@ -35,7 +35,7 @@ from .layout import SHARDS_BYTES, Word
 from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
-from .ring import RING_BYTES, SLEEPING, TAIL, Ring
+from .ring import RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from .rpc import Frame, decode, reply, reply_committed_one
 from .store import Session, Store
 from .topology import step_aside
@@ -124,8 +124,10 @@ class Worker(Service):
     def start(self, listener: socket.socket) -> None:
         """Begin to serve: quarantined sessions get their pidfds first."""
         for session in list(self.store.sessions.values()):
-            if process_start(session.pid) != session.started or not self._hold_pid(session.pid):
+            # The pidfd first: if it is opened and the start time is right after that, it is of this very process.
+            if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
                 self.store.end_session(session)
+                self._forget_pid(session.pid)
         self._beat()
         self.loop.listen(listener, self)
         self.store.open()
@@ -263,7 +265,6 @@ class Worker(Service):
         link.session = session
         link.role = M.Role.CLIENT if msg.role == M.Role.SUPERVISOR else msg.role
         self._links[session.session] = peer
-        self._release_of(session, msg.old_sessions)
         welcome = M.Welcome(
             proto, session.namespace, M.PathBit.SHM | M.PathBit.TCP, 0, session.session, self.store.incarnation,
             self.store.granted_bytes_max, self.settings.segment,
@@ -300,12 +301,15 @@ class Worker(Service):
             os.close(fd)
 
     def _release_of(self, session: Session, numbers: list[int]) -> int:
-        """End old sessions of the same process; how many."""
+        """End old sessions of the same process; how many. It says that nothing of its touches their chunks."""
         ended = 0
         for number in numbers:
             old = self.store.sessions.get(number)
-            if old is None or not old.closed or old.pid != session.pid or old.started != session.started:
+            if old is None or old is session or old.pid != session.pid or old.started != session.started:
                 continue
+            peer = self._links.get(number)
+            if peer is not None:
+                peer.close("released by its successor")  # its end has not reached us, or a forked child holds it open
             self.store.end_session(old)
             ended += 1
         return ended
@@ -399,7 +403,9 @@ class Worker(Service):
         ring = link.ring
         if ring is None:
             raise RemoteProtocolError("KICK without a ring")
-        while ring.words[TAIL] != ring.done:
+        for _ in range(SLOTS):  # all that was there when the kick was sent; who posts on and on has to wait
+            if ring.words[TAIL] == ring.done:
+                break
             self._serve_ring(ring, peer)
             if peer.closed:
                 return
