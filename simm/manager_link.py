@@ -1,13 +1,13 @@
 """A client of the manager: blocking calls with a deadline, and pushes that a thread can select on.
 
 For tools, tests and whoever needs the map or the membership without an event loop. Several
-addresses are tried in turn; a link that broke is made again by the next call.
+addresses are tried in turn; a link that broke is made again by the next call, and the subscription with it.
 
     with ManagerClient(parse_addresses("127.0.0.1:30001")) as manager:
         shard_map = manager.subscribe()
         while True:
-            select.select([manager], [], [])
             shard_map = manager.poll_pushes() or shard_map
+            select.select([manager], [], [])
 
 Errors: :class:`~simm.channel.Refused` (a TransportError with the ``status``) when the manager says no,
 TransportError when none can be reached within the deadline or the link breaks. Not thread-safe.
@@ -52,6 +52,7 @@ class ManagerClient:
         self._channel: Channel | None = None
         self._at = 0
         self._pushed: MapReply | None = None
+        self._subscribed = False
 
     def __repr__(self) -> str:
         state = "linked" if self.linked else "not linked"
@@ -73,10 +74,14 @@ class ManagerClient:
         return self._channel is not None and not self._channel.broken
 
     def connect(self) -> None:
-        """Make a link if there is none. Raises TransportError naming each address and its trouble."""
-        if self.linked:
-            return
-        self.close()
+        """Make a link if there is none that still stands. Raises TransportError naming each address and its trouble."""
+        if self._channel is not None and not self._channel.broken:
+            try:
+                self._channel.poll_pushes()  # notices a peer that has closed since the last call
+                return
+            except TransportError:
+                pass
+        self._drop()
         why = []
         for _ in self.addresses:
             host, port = self.addresses[self._at % len(self.addresses)]
@@ -86,6 +91,8 @@ class ManagerClient:
                     hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, self.role, 0, 0, "", self.token, [])
                     if not isinstance(channel.call(hello), M.Welcome):
                         channel.fail("answered HELLO with something else")
+                    if self._subscribed:
+                        self._on_push(channel.call(M.MapGet(0, 1)))
                 except TransportError:
                     channel.close()
                     raise
@@ -100,7 +107,11 @@ class ManagerClient:
         raise TransportError(f"no manager answers ({'; '.join(why)}): start one with `python -m simm.manager`")
 
     def close(self) -> None:
-        """Close the link. Twice is harmless."""
+        """Close the link and end the subscription. Twice is harmless."""
+        self._drop()
+        self._subscribed = False
+
+    def _drop(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -153,11 +164,13 @@ class ManagerClient:
             self._linked().fail("the manager answered PING with another cookie")
 
     def subscribe(self) -> MapReply:
-        """The shard map, and every later one by :meth:`poll_pushes`. A new link needs a new subscription."""
-        return self._checked(self._call(M.MapGet(0, 1), MapReply))
+        """The shard map; every later one comes by :meth:`poll_pushes`."""
+        reply = self._checked(self._call(M.MapGet(0, 1), MapReply))
+        self._subscribed = True
+        return reply
 
     def poll_pushes(self) -> MapReply | None:
-        """The newest map pushed since the last call, or None; never waits. TransportError when the link broke."""
+        """The newest map that came since the last call, or None; never waits. TransportError when the link broke."""
         channel = self._linked()
         channel.poll_pushes()
         pushed, self._pushed = self._pushed, None
@@ -171,5 +184,5 @@ class ManagerClient:
 
     def _checked(self, reply: MapReply) -> MapReply:
         if len(reply.owners) != 2 * SHARD_COUNT:
-            self._linked().fail(f"the manager sent a map of {len(reply.owners)} bytes")
+            raise TransportError(f"the manager sent a map of {len(reply.owners)} bytes")
         return reply
