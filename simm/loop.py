@@ -44,7 +44,8 @@ FRAMES_PER_TURN: Final = 64
 OUT_PAUSE_BYTES: Final = 1 << 20
 OUT_CLOSE_BYTES: Final = 8 << 20
 STALL_S: Final = 30.0
-_FD_SPACE: Final = socket.CMSG_SPACE(4 * 4)
+_FDS_MAX: Final = 4
+_FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -209,10 +210,14 @@ class Peer:
             return
         try:
             if self.take_fds:
-                size, anc, _flags, _addr = self.sock.recvmsg_into([self.loop._buffer], _FD_SPACE)
+                buffer = self.loop._buffer
+                size, anc, *_ = self.sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
                 for level, kind, raw in anc:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         self.fds.extend(struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4]))
+                if len(self.fds) > _FDS_MAX:
+                    self.close("descriptors that nobody asked for")
+                    return
             else:
                 size = self.sock.recv_into(self.loop._buffer, self.service.read_bytes)
         except (BlockingIOError, InterruptedError):
@@ -349,15 +354,15 @@ class Loop:
             if type(target) is Peer:
                 if target.closed:
                     continue
-                if mask & selectors.EVENT_WRITE:
-                    target._flush()
-                if mask & selectors.EVENT_READ and not target.closed:
-                    try:
+                try:
+                    if mask & selectors.EVENT_WRITE:
+                        target._flush()
+                    if mask & selectors.EVENT_READ and not target.closed:
                         target._readable()
-                    except Exception:
-                        log.exception("reading from %s failed", target.address)
-                        self.handler_errors += 1
-                        target.close("internal error")
+                except Exception:
+                    log.exception("serving %s failed", target.address)
+                    self.handler_errors += 1
+                    target.close("internal error")
             else:
                 target(mask)
         for _ in range(len(self._more)):

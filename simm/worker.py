@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from . import messages as M
 from .codec import OPCODES
+from .constants import BATCH_KEYS_MAX
 from .errors import CapacityError, RemoteProtocolError, UsageError
 from .hashing import check_namespace
 from .layout import SHARDS_BYTES, Word
@@ -323,6 +324,7 @@ class Worker(Service):
 
     def _commit(self, _peer: Peer, session: Session, msg: M.Commit) -> tuple[Any, int]:
         store = self.store
+        _check_wants(msg.wants)
         statuses = store.commit(session, msg.entries)
         grants: list[tuple[int, int, int]] = []
         for size, count in msg.wants:
@@ -331,6 +333,7 @@ class Worker(Service):
 
     def _grant(self, _peer: Peer, session: Session, msg: M.Grant) -> tuple[Any, int]:
         grants: list[tuple[int, int, int]] = []
+        _check_wants(msg.wants)
         for size, count in msg.wants:
             got = self.store.grant(session, size, count)
             grants += got
@@ -466,6 +469,13 @@ class Worker(Service):
         self._active = [(other, peer) for other, peer in self._active if other is not ring]
         if close:
             ring.close()
+
+
+def _check_wants(wants: list[tuple[int, int]]) -> None:
+    """A request's work and its answer's size are bounded. Raises RemoteProtocolError."""
+    count = sum(count for _, count in wants)
+    if count > BATCH_KEYS_MAX or len(wants) > BATCH_KEYS_MAX:
+        raise RemoteProtocolError(f"{count} grants in one request, {BATCH_KEYS_MAX} are allowed")
 
 
 def run_worker(store: Store, settings: WorkerSettings, listener: socket.socket, supervisor: socket.socket) -> None:
