@@ -37,7 +37,6 @@ buffer is out of use.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import logging
@@ -48,7 +47,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import messages as M
 from .buffers import DEFAULT_COPY_THREADS, RELEASE_BYTES, Copier, Span, address_of, tensor_span, view_of
@@ -63,6 +62,9 @@ from .routing import Router, Target
 from .session import GrantTuple, WorkerSession, ahead, low_water
 from .slab import chunk_bytes_for
 from .tcppath import TcpPath
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger("simm.client")
 
@@ -498,6 +500,8 @@ class Client:
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended: its buffers are
         then out of use."""
+        import asyncio  # 3 MiB that an engine without it need not carry
+
         with self._start_lock:
             if self._closed:
                 raise UsageError("this client is closed")
@@ -1017,6 +1021,8 @@ def _head_of(view: memoryview) -> Callable[[int], memoryview]:
 
 async def _ended(waiting: asyncio.Future[Any]) -> None:
     """Wait for a thread's call to end, through further cancellations; its result does not matter any more."""
+    import asyncio
+
     while not waiting.done():
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await asyncio.shield(waiting)

@@ -201,7 +201,8 @@ class Worker(Service):
             self._drop_ring(link.ring)
             link.ring = None
         if link.role == M.Role.SUPERVISOR:
-            log.info("supervisor has gone: worker ends")
+            if self.loop.running:
+                log.warning("the supervisor has gone: the worker ends")
             self.loop.stop()
         session = link.session
         if session is None:
