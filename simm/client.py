@@ -416,6 +416,7 @@ class Client:
         results = [False] * len(digests)
         for target, positions in self._group(digests):
             if target is None:
+                self.counters["outages"] += len(positions)
                 continue
             wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
             reader = target.reader
@@ -430,6 +431,7 @@ class Client:
                     target.tcp_lost(tcp, str(exc))
                     continue
             else:
+                self.counters["outages"] += len(positions)
                 continue
             if wanted is digests:
                 return hits
@@ -442,6 +444,7 @@ class Client:
         statuses = [int(Status.UNAVAILABLE)] * len(digests)
         for target, positions in self._group(digests):
             if target is None or not target.ready():
+                self.counters["outages"] += len(positions)
                 continue
             wanted = [digests[position] for position in positions]
             session, tcp = target.session, target.tcp
@@ -969,7 +972,9 @@ class _ShmPut:
         if keep and have - min(left, have) <= low_water(chunk):
             # What this batch will still take comes on top of what we keep; never much in one answer.
             missing = keep + min(left, keep) - have
-            wants = [(length, min(missing, max(_TOP_UP, len(entries))))]
+            # A batch can have been granted more than twice of what we keep: nothing is missing then.
+            if missing > 0:
+                wants = [(length, min(missing, max(_TOP_UP, len(entries))))]
         session.acquire()
         try:
             self._flying.append((session.submit_locked(M.Commit(entries, wants)), positions))
