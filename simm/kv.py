@@ -1,0 +1,779 @@
+"""``from simm.kv import BlockView, Store, register_mr, set_flag``: the face that engines already import.
+
+SGLang's HiCache backend, FlexKV's worker and others were written against this surface; it must hold for them
+unmodified. It is a thin layer over :class:`simm.client.Client` and adds no behaviour of its own.
+
+    set_flag("cm_primary_node_ip", "10.0.0.5")
+    store = Store()
+    mr = register_mr(pool)
+    store.mput(keys, [BlockView.from_buffer(address, size, mr) for address, size in pages])
+
+Results are codes, never exceptions
+-----------------------------------
+An operation answers 0, a length, or a negative :class:`~simm.errors.Code`; ``exists`` answers False for
+whatever keeps it from knowing. An engine that meets a bad key, a dead server or a closed store goes on
+without its cache. In a batch each key stands alone. What raises is building things:
+``Store()`` (RuntimeError with a sentence), ``register_mr`` and views of things that are no memory
+(TypeError, UsageError).
+
+Settings
+--------
+Flags win over the environment (``SIMM_CLUSTER_MANAGER``, ``SIMM_NAMESPACE`` and the other ``SIMM_*`` names), that
+over the file ``SIMM_CONFIG``, that over defaults. They are read by ``Store()``: a later change affects later stores.
+Stores with the same settings share one client; it lives until the last of them is closed or the process
+ends. Dropping a store closes nothing: a finalizer may run in any thread at any moment, and is no place for I/O.
+
+Memory
+------
+A :class:`BlockView` is an address and a size that the caller vouches for. Neither the shm nor the TCP path needs
+a registration, so an MR here names memory and keeps its owner alive, nothing else; registered
+twice, overlapping or stale it cannot do harm.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import mmap
+import operator
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from . import config
+from .buffers import DEFAULT_COPY_THREADS, Span, tensor_span
+from .client import DOWN, MISS, SMALL, Client
+from .constants import DEFAULT_MANAGER_PORT, VALUE_BYTES_MAX
+from .errors import Code, ConfigError, SimmError, TransportError, UsageError
+from .hashing import shard_of
+from .messages import Status
+from .startup import read_tokens
+
+__all__ = ["Block", "BlockView", "Code", "MrExt", "Store", "deregister_mr", "register_mr", "set_flag"]
+
+log = logging.getLogger("simm.kv")
+
+_T = TypeVar("_T")
+
+#: Plain ints: engines assert that results are, and an IntEnum member is not.
+_INVALID: Final = int(Code.INVALID_ARGUMENT)
+_NO_ROUTE: Final = int(Code.NO_ROUTE)
+_PUT_FAILED: Final = int(Code.PUT_FAILED)
+_GET_FAILED: Final = int(Code.GET_FAILED)
+_UNAVAILABLE: Final = int(Code.UNAVAILABLE)
+_KEY_NOT_FOUND: Final = int(Code.KEY_NOT_FOUND)
+
+#: A caller's mistake is logged at most so often, seconds: it tends to come with every page of a prompt.
+_COMPLAIN_S: Final = 10.0
+#: Interpreter exit waits so long for clients to say goodbye; what they leave out the servers find out themselves.
+EXIT_S: Final = 1.0
+_LOG_FORMAT: Final = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
+
+
+# --- flags ------------------------------------------------------------------------------------
+
+
+def _host(text: str) -> str:
+    text = text.strip()
+    if not text:
+        return ""
+    if text.count(":") == 1:
+        raise ConfigError(f"{text!r} is a host and a port: set the port by cm_primary_node_port")
+    if ":" in text and not text.startswith("["):
+        text = f"[{text}]"  # IPv6, as the parser wants it
+    return config.parse_address(text, DEFAULT_MANAGER_PORT).host
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or not least <= int(text) <= most:
+            raise ConfigError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _yes_no(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f"):
+        raise ConfigError(f"{text!r} is neither true nor false")
+    return word in ("true", "1", "yes", "y", "t")
+
+
+class Flag(NamedTuple):
+    """A flag that :func:`set_flag` knows."""
+
+    parse: Callable[[str], Any]
+    #: What holds while it is not set, and what it does here.
+    help: str
+
+
+FLAGS: Final[dict[str, Flag]] = {
+    "cm_primary_node_ip": Flag(_host, "manager's host; unset: the environment's, else 127.0.0.1"),
+    "cm_rpc_inter_port": Flag(_number(1, 65_535), f"manager's port; unset: {DEFAULT_MANAGER_PORT}"),
+    "clnt_log_file": Flag(str.strip, "file to log to; unset: the program's own logging"),
+    "clnt_thread_pool_size": Flag(
+        _number(1, 1024), "most threads that share one large copy; the machine's cores are a bound of their own"
+    ),
+    "clnt_sync_req_timeout_ms": Flag(_number(1, 3_600_000), "deadline of each exchange; unset: SIMM_DEADLINE_MS"),
+    "clnt_async_req_timeout_ms": Flag(
+        _number(1, 3_600_000), "the same, where clnt_sync_req_timeout_ms is unset: both forms are one code"
+    ),
+    "clnt_syncreq_enable_retry": Flag(_yes_no, "no effect: the client retries by itself what a retry can help"),
+    "clnt_syncreq_retry_count": Flag(_number(0, 1000), "no effect, see clnt_syncreq_enable_retry"),
+    "clnt_use_k8s": Flag(_yes_no, "no effect: in Kubernetes give a Service's name as cm_primary_node_ip"),
+}
+ALIASES: Final = {"cm_primary_node_port": "cm_rpc_inter_port"}
+
+_flags: dict[str, Any] = {}
+#: Guards the flags, the shared clients and the log handler. Held while a client connects.
+_lock = threading.Lock()
+
+
+def set_flag(name: str, value: str) -> bool:
+    """Set a flag for stores made from now on. False, and a logged reason, if it is unknown or does not parse.
+
+    Never raises. :data:`FLAGS` lists them; an empty text for the host or the log file unsets it.
+    """
+    try:
+        flag = FLAGS.get(ALIASES.get(name, name))
+        if flag is None:
+            log.warning("set_flag: there is no flag %r; known are %s", name, ", ".join([*FLAGS, *ALIASES]))
+            return False
+        parsed = flag.parse(value if isinstance(value, str) else str(value))
+    except (SimmError, ValueError, TypeError) as exc:
+        log.warning("set_flag(%r): %s", name, exc)
+        return False
+    # One store to a dict is atomic; no lock, as a Store() may be connecting under it.
+    _flags[ALIASES.get(name, name)] = parsed
+    return True
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+class MrExt:
+    """A registered piece of memory. Opaque to engines; made by :func:`register_mr`."""
+
+    __slots__ = ("__weakref__", "_registered", "_span")
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._registered = True
+
+    def __repr__(self) -> str:
+        state = "" if self._registered else ", deregistered"
+        return f"<MrExt {self._span.address:#x}, {self._span.size} bytes{state}>"
+
+    def read_only_at(self, address: int, size: int) -> bool:
+        """Is this piece within memory that was registered as read-only?"""
+        span = self._span
+        return not span.writable and address < span.address + span.size and span.address < address + size
+
+
+def register_mr(tensor: Any, size: int | None = None) -> MrExt | None:
+    """Register memory: ``register_mr(tensor)`` or ``register_mr(address, size)``.
+
+    A tensor is anything with ``data_ptr()``, ``numel()`` and ``element_size()``, with the buffer protocol or
+    with an array interface; contiguous, on the CPU. Its memory stays alive as long as the MR or a view made
+    with it. None when that memory cannot be registered: the reason is logged. Raises TypeError for anything else.
+    """
+    try:
+        if size is None:
+            return MrExt(_span_of(tensor))
+        return MrExt(Span(_integer(tensor, "an address"), _integer(size, "a size")))
+    except UsageError as exc:
+        log.error("register_mr: %s", exc)
+        return None
+
+
+def deregister_mr(mr: MrExt) -> bool:
+    """Let go of a registration; False if it has been already. Views made with it stay good."""
+    if not isinstance(mr, MrExt) or not mr._registered:
+        return False
+    mr._registered = False
+    mr._span.keep = None
+    return True
+
+
+def _integer(value: Any, what: str) -> int:
+    """Python's and numpy's integers as int. Raises TypeError."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} is an int, not {type(value).__name__}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an int, not {type(value).__name__}") from None
+
+
+def _span_of(thing: Any) -> Span:
+    """The memory of a tensor, buffer or array. TypeError if it is none, UsageError if it cannot be used."""
+    if isinstance(thing, Span):
+        return thing
+    if isinstance(thing, (int, str)):
+        raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}")
+    try:
+        span = tensor_span(thing)
+        if span is not None:
+            return span
+        array = np.asarray(thing) if hasattr(thing, "__array_interface__") else np.asarray(memoryview(thing))
+    except UsageError:
+        raise
+    except (TypeError, ValueError, AttributeError) as exc:
+        raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}: {exc}") from None
+    if array.dtype.hasobject:
+        raise TypeError("an array of Python objects holds no values, only addresses of this process")
+    if not array.flags.c_contiguous:
+        raise UsageError("the array is not contiguous: pass numpy.ascontiguousarray(...) or a contiguous part")
+    if not array.nbytes:
+        raise UsageError("the array is empty: there is nothing to register")
+    address: int = array.__array_interface__["data"][0]
+    return Span(address, array.nbytes, writable=bool(array.flags.writeable), keep=(thing, array))
+
+
+class BlockView:
+    """A piece of memory that ``put`` reads and ``get`` writes: never a byte beyond ``size``."""
+
+    __slots__ = ("_span", "mr", "size")
+
+    def __init__(self, span: Span | None, size: int, mr: MrExt | None) -> None:
+        #: None where address or size name no memory; the operations answer INVALID_ARGUMENT then.
+        self._span = span
+        self.size = size
+        self.mr = mr
+
+    @classmethod
+    def from_tensor(cls, tensor: Any, mr: MrExt | None = None) -> BlockView:
+        """A view of a whole tensor, buffer or array, as :func:`register_mr` takes it.
+
+        Raises TypeError for anything else, UsageError where it is not contiguous, not on the CPU, or empty.
+        """
+        span = _span_of(tensor)
+        return cls(span, span.size, _mr(mr))
+
+    @classmethod
+    def from_buffer(cls, ptr: int, size: int, mr: MrExt | None = None) -> BlockView:
+        """A view of ``size`` bytes at an address. Raises TypeError where those are no ints.
+
+        Numbers that name no memory make a view that every operation refuses, so that one bad page does not
+        take a batch with it.
+        """
+        if type(ptr) is not int:
+            ptr = _integer(ptr, "an address")
+        if type(size) is not int:
+            size = _integer(size, "a size")
+        if mr is None:
+            keep, writable = None, True
+        else:
+            keep, writable = _mr(mr)._span.keep, not mr.read_only_at(ptr, size)  # type: ignore[union-attr]
+        try:
+            return cls(Span(ptr, size, writable=writable, keep=keep), size, mr)
+        except UsageError as exc:
+            _complain("from_buffer: %s", exc)
+            return cls(None, size, mr)
+
+    def as_ref(self) -> Any:
+        """The memory itself as a 1-D uint8 torch tensor; a numpy array where torch is not installed, or where
+        the memory is read-only, which torch cannot express. Raises UsageError if the view names no memory."""
+        if self._span is None:
+            raise UsageError(f"this view of {self.size} bytes names no memory")
+        return _as_ref(self._span)
+
+    def view(self) -> BlockView:
+        """The view itself."""
+        return self
+
+    def __len__(self) -> int:
+        return max(0, self.size)
+
+    def __repr__(self) -> str:
+        return f"<BlockView of {self.size} bytes at {self._span.address if self._span is not None else 0:#x}>"
+
+
+def _mr(mr: Any) -> MrExt | None:
+    if mr is not None and not isinstance(mr, MrExt):
+        raise TypeError(f"mr is what register_mr() returned, or None, not {type(mr).__name__}")
+    return mr
+
+
+class Block:
+    """Zeroed memory of its own, page-aligned; ``Store.allocate`` makes it. It lives as long as anything made of it.
+
+    Raises TypeError, UsageError for a size below 1, MemoryError.
+    """
+
+    __slots__ = ("_span", "size")
+
+    def __init__(self, size: int) -> None:
+        size = _integer(size, "a size")
+        if size <= 0:
+            raise UsageError(f"a block has at least 1 byte, not {size}")
+        try:
+            # Private: a forked child gets a copy, as with any other memory of the process.
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as exc:
+            raise MemoryError(f"no memory for a block of {size} bytes: {exc}") from None
+        array = np.frombuffer(pages, np.uint8)
+        self._span = Span(array.__array_interface__["data"][0], size, keep=array)
+        self.size = size
+
+    def as_ref(self) -> Any:
+        """The block as a writable 1-D uint8 torch tensor; a numpy array where torch is not installed."""
+        return _as_ref(self._span)
+
+    def view(self) -> BlockView:
+        """A view of the whole block, which keeps the memory alive."""
+        return BlockView(self._span, self.size, None)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"<Block of {self.size} bytes>"
+
+
+class _Aliased:
+    """Exports a span by the array interface and keeps its owner as long as numpy or torch refer to it."""
+
+    __slots__ = ("__array_interface__", "_keep")
+
+    def __init__(self, span: Span) -> None:
+        self._keep = span.keep
+        self.__array_interface__ = {
+            "version": 3, "shape": (span.size,), "typestr": "|u1", "data": (span.address, not span.writable),
+        }  # fmt: skip
+
+
+def _as_ref(span: Span) -> Any:
+    array = np.asarray(_Aliased(span))
+    torch = _torch() if span.writable else None
+    return array if torch is None else torch.frombuffer(array, dtype=torch.uint8)
+
+
+_NO_TORCH: Any = object()
+_torch_module: Any = None
+
+
+def _torch() -> Any:
+    """torch, imported at the first need (seconds); None where it is not installed."""
+    global _torch_module
+    if _torch_module is None:
+        _torch_module = sys.modules.get("torch")
+        if _torch_module is None:
+            try:
+                _torch_module = importlib.import_module("torch")
+            except ImportError:
+                _torch_module = _NO_TORCH
+    return None if _torch_module is _NO_TORCH else _torch_module
+
+
+# --- shared clients ---------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """All that two stores must have in common to share a client."""
+
+    pid: int
+    manager: str
+    namespace: str
+    path: str
+    deadline_s: float
+    checksum: bool
+    copy_threads: int
+    token: str
+
+
+#: Never shrunk but by close(), so that nothing of the parent's is finalised in a forked child.
+_clients: dict[_Wanted, Client] = {}
+#: Stores that use each client and are not closed.
+_users: dict[_Wanted, weakref.WeakSet[Store]] = {}
+
+
+def _settings() -> config.Settings:
+    """Flags over environment over file over defaults. Raises ConfigError."""
+    given: dict[str, Any] = {}
+    timeout = _flags.get("clnt_sync_req_timeout_ms", _flags.get("clnt_async_req_timeout_ms"))
+    if timeout is not None:
+        given["deadline_ms"] = timeout
+    threads = _flags.get("clnt_thread_pool_size")
+    if threads is not None:
+        given["copy_threads"] = min(threads, DEFAULT_COPY_THREADS)
+    if _flags.get("clnt_log_file"):
+        given["log_file"] = Path(_flags["clnt_log_file"]).expanduser()
+    host, port = _flags.get("cm_primary_node_ip"), _flags.get("cm_rpc_inter_port")
+    if host:
+        given["manager"] = (config.Address(host, port or DEFAULT_MANAGER_PORT),)
+    settings = config.load("client", given)
+    if not host and port and settings.origin("manager") == "default":
+        settings = config.load("client", {**given, "manager": (config.Address("127.0.0.1", port),)})
+    return settings
+
+
+def _wanted(settings: config.Settings) -> _Wanted:
+    tokens = read_tokens(settings.token_file)
+    return _Wanted(
+        os.getpid(), ",".join(map(str, settings.manager)), settings.namespace, settings.path,
+        settings.deadline_ms / 1000, settings.checksum, settings.copy_threads, tokens[0] if tokens else "",
+    )  # fmt: skip
+
+
+def _client_for(store: Store) -> tuple[Client, _Wanted]:
+    """The client for a new store, connected. Raises RuntimeError with a sentence."""
+    with _lock:
+        try:
+            settings = _settings()
+            _log_to(settings)
+            wanted = _wanted(settings)
+            client = _clients.get(wanted)
+            if client is None:
+                client = Client(**{name: value for name, value in wanted._asdict().items() if name != "pid"})
+                _clients[wanted] = client
+        except TransportError as exc:
+            raise RuntimeError(
+                f"SiMM: {exc}; an engine names it by set_flag('cm_primary_node_ip', HOST) or SIMM_CLUSTER_MANAGER"
+            ) from exc
+        except (SimmError, OSError) as exc:
+            raise RuntimeError(f"SiMM: {exc}") from exc
+        _users.setdefault(wanted, weakref.WeakSet()).add(store)
+        return client, wanted
+
+
+def _leave(store: Store, wanted: _Wanted) -> None:
+    """The store is closed: its client too if it was the last."""
+    with _lock:
+        users = _users.get(wanted)
+        if users is None:
+            return
+        users.discard(store)
+        if users:
+            return
+        del _users[wanted]
+        client = _clients.pop(wanted, None)
+    if client is not None:
+        client.close()
+
+
+_handler: logging.Handler | None = None
+_handler_path: Path | None = None
+
+
+def _log_to(settings: config.Settings) -> None:
+    """Send what the client logs to the wanted file; to stderr, and say so, where it cannot be opened.
+
+    With no file wanted the program's own logging decides. Once for each change of the flag.
+    """
+    global _handler, _handler_path
+    if settings.log_file == _handler_path:
+        return
+    root = logging.getLogger("simm")
+    if _handler is not None:
+        root.removeHandler(_handler)
+        _handler.close()
+        _handler, root.propagate = None, True
+    _handler_path = settings.log_file
+    if settings.log_file is None:
+        return
+    trouble = ""
+    try:
+        settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        _handler = logging.FileHandler(settings.log_file, encoding="utf-8")
+    except OSError as exc:
+        trouble = f"cannot log to {settings.log_file} ({exc.strerror or exc}): logging to stderr"
+        _handler = logging.StreamHandler(sys.stderr)
+    _handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+    root.addHandler(_handler)
+    root.propagate = False
+    root.setLevel(settings.log_level.upper())
+    if trouble:
+        root.warning("%s", trouble)
+
+
+_complained_at = -_COMPLAIN_S
+
+
+def _complain(text: str, *arguments: Any) -> None:
+    """Log a caller's mistake, now and then."""
+    global _complained_at
+    now = time.monotonic()
+    if now - _complained_at >= _COMPLAIN_S:
+        _complained_at = now
+        log.warning(text, *arguments)
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+def _close_all() -> None:
+    """At exit: hand back what the servers hold for us, for a second at most."""
+    clients = list(_clients.values())
+    if not clients:
+        return
+
+    def goodbye() -> None:
+        for client in clients:
+            client.close()
+
+    thread = threading.Thread(target=goodbye, name="simm-exit", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return  # CPython 3.12.0 and .1 start no thread any more at this point: the kernel closes the sockets
+    thread.join(EXIT_S)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_close_all)
+
+
+# --- the store --------------------------------------------------------------------------------
+
+
+class Store:
+    """A connection to the cluster that the flags and the environment name.
+
+    Any number per process, used from any number of threads, before and after a fork. Raises RuntimeError, with
+    a sentence, when no manager answers or a setting is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._client, self._wanted = _client_for(self)
+        #: Keys and views refused as INVALID_ARGUMENT.
+        self.rejected = 0
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Store {self._client!r}>" if self._client is not None else "<Store, closed>"
+
+    def close(self) -> None:
+        """Operations answer INVALID_ARGUMENT or False from now on. Twice is harmless; never is, too."""
+        client, self._client = self._client, None
+        if client is not None:
+            _leave(self, self._wanted)
+
+    def stats(self) -> dict[str, Any]:
+        """The shared client's counters and paths (see :meth:`simm.client.Client.stats`), and ``rejected``."""
+        client = self._client
+        return {**(client.stats() if client is not None else {}), "rejected": self.rejected}
+
+    def allocate(self, block_size: int) -> Block:
+        """Memory of its own for ``block_size`` bytes. Raises TypeError, UsageError below 1, MemoryError."""
+        return Block(block_size)
+
+    # -- single keys ------------------------------------------------------------------------------
+
+    def put(self, key: str, block: BlockView) -> int:
+        """Store the view's bytes, replacing a value atomically: 0, or a negative code."""
+        return self.mput([key], [block])[0]
+
+    def get(self, key: str, block: BlockView) -> int:
+        """Copy the value to the view's head: its length in bytes, or a negative code, GET_FAILED for a miss.
+
+        Into a view smaller than the value not one byte is written: GET_FAILED.
+        """
+        return self.mget([key], [block])[0]
+
+    def exists(self, key: str) -> bool:
+        """Is the key stored? False also where its server cannot be asked; that is counted and logged."""
+        return self.mexists([key])[0]
+
+    def delete(self, key: str) -> int:
+        """Drop the key: 0, KEY_NOT_FOUND, or another negative code."""
+        return self.mdelete([key])[0]
+
+    # -- many keys --------------------------------------------------------------------------------
+
+    def mput(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
+        """:meth:`put` for many; a code for each. Of a key that comes twice the later view is stored."""
+        client, digests, spans, positions = self._checked(keys, blocks, _no_source)
+        if client is None:
+            return [_INVALID] * len(keys)
+        statuses = self._call(client.put_digests, digests, spans)
+        if any(statuses):
+            for at, status in enumerate(statuses):
+                if status == Status.UNAVAILABLE:
+                    statuses[at] = _outage(client, digests[at])
+                elif status > 0:
+                    statuses[at] = _PUT_FAILED
+        return statuses if positions is None else _spread(statuses, positions, [_INVALID] * len(keys))
+
+    def mget(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
+        """:meth:`get` for many; a length or code for each."""
+        client, digests, spans, positions = self._checked(keys, blocks, _no_sink)
+        if client is None:
+            return [_INVALID] * len(keys)
+        results = self._call(client.get_digests, digests, spans)
+        if min(results) <= 0:
+            for at, got in enumerate(results):
+                if got == DOWN:
+                    results[at] = _outage(client, digests[at])
+                elif got in (MISS, SMALL):
+                    results[at] = _GET_FAILED
+                    if got == SMALL:
+                        _complain("get: a value does not fit its view of %d bytes", len(spans[at]))
+        return results if positions is None else _spread(results, positions, [_INVALID] * len(keys))
+
+    def mexists(self, keys: Sequence[str]) -> list[bool]:
+        """:meth:`exists` for many."""
+        client, digests, _, positions = self._checked(keys, None, None)
+        if client is None:
+            return [False] * len(keys)
+        try:
+            hits = client.exists_digests(digests)
+        except UsageError as exc:  # closed by another thread a moment ago
+            self._refuse(len(digests), "%s", exc)
+            return [False] * len(keys)
+        return hits if positions is None else _spread(hits, positions, [False] * len(keys))
+
+    def mdelete(self, keys: Sequence[str]) -> list[int]:
+        """:meth:`delete` for many; a code for each."""
+        client, digests, _, positions = self._checked(keys, None, None)
+        if client is None:
+            return [_INVALID] * len(keys)
+        statuses = self._call(client.delete_digests, digests)
+        for at, status in enumerate(statuses):
+            if status == Status.NOT_FOUND:
+                statuses[at] = _KEY_NOT_FOUND
+            elif status > 0:
+                statuses[at] = _outage(client, digests[at])
+        return statuses if positions is None else _spread(statuses, positions, [_INVALID] * len(keys))
+
+    # -- asyncio ------------------------------------------------------------------------------------
+
+    async def put_async(self, key: str, block: BlockView) -> int:
+        """:meth:`put`, awaitable. A cancellation is delivered when the view is out of use; so for all of these."""
+        return await self._in_thread(self.put, key, block)
+
+    async def get_async(self, key: str, block: BlockView) -> int:
+        """:meth:`get`, awaitable: the view is not written after a cancellation has been delivered."""
+        return await self._in_thread(self.get, key, block)
+
+    async def exists_async(self, key: str) -> bool:
+        """:meth:`exists`, awaitable."""
+        return await self._in_thread(self.exists, key)
+
+    async def delete_async(self, key: str) -> int:
+        """:meth:`delete`, awaitable."""
+        return await self._in_thread(self.delete, key)
+
+    async def mput_async(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
+        """:meth:`mput`, awaitable."""
+        return await self._in_thread(self.mput, keys, blocks)
+
+    async def mget_async(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
+        """:meth:`mget`, awaitable."""
+        return await self._in_thread(self.mget, keys, blocks)
+
+    async def mexists_async(self, keys: Sequence[str]) -> list[bool]:
+        """:meth:`mexists`, awaitable."""
+        return await self._in_thread(self.mexists, keys)
+
+    async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        client = self._client
+        if client is None:
+            return call(*arguments)  # refuses at once
+        try:
+            return await client.in_thread(call, *arguments)
+        except UsageError:
+            return call(*arguments)  # the client was closed meanwhile: the same
+
+    # -- shared pieces ------------------------------------------------------------------------------
+
+    def _checked(
+        self, keys: Sequence[str], blocks: Sequence[BlockView] | None, trouble: Callable[[Any], str] | None
+    ) -> tuple[Client | None, list[bytes], list[memoryview | Span], list[int] | None]:
+        """What can be asked of the client: its digests, its memory, and where each stands in the batch.
+
+        No positions: each key is where it was. No client: there is nothing to ask.
+        """
+        client = self._client
+        digests: list[bytes] = []
+        spans: list[memoryview | Span] = []
+        positions: list[int] = []
+        if client is None:
+            self._refuse(len(keys), "the store is closed")
+        elif blocks is not None and len(blocks) != len(keys):
+            self._refuse(len(keys), "%d keys and %d views", len(keys), len(blocks))
+        else:
+            digest = client._digest
+            if blocks is None:
+                try:
+                    return (client if len(keys) else None), [digest(key) for key in keys], spans, None
+                except UsageError:
+                    pass  # one by one, then
+            for position, key in enumerate(keys):
+                try:
+                    named = digest(key)
+                except UsageError as exc:
+                    self._refuse(1, "%s", exc)
+                    continue
+                if blocks is not None and trouble is not None:
+                    block = blocks[position]
+                    why = trouble(block)
+                    if why:
+                        self._refuse(1, "%s", why)
+                        continue
+                    spans.append(block._span)  # type: ignore[arg-type]
+                digests.append(named)
+                positions.append(position)
+        if not digests:
+            return None, digests, spans, None
+        return client, digests, spans, None if len(digests) == len(keys) else positions
+
+    def _call(self, call: Callable[..., list[int]], digests: list[bytes], *arguments: Any) -> list[int]:
+        try:
+            return call(digests, *arguments)
+        except UsageError as exc:  # closed by another thread a moment ago
+            self._refuse(len(digests), "%s", exc)
+            return [_INVALID] * len(digests)
+
+    def _refuse(self, count: int, why: str, *arguments: Any) -> None:
+        if count:
+            self.rejected += count
+            _complain("invalid argument: " + why, *arguments)
+
+
+def _no_source(block: Any) -> str:
+    """Why a view cannot be put; empty if it can."""
+    if not isinstance(block, BlockView):
+        return f"put takes a BlockView, not {type(block).__name__}"
+    if block._span is None or block.size > VALUE_BYTES_MAX:
+        return f"a value has 1 to {VALUE_BYTES_MAX} bytes and an address, unlike {block!r}"
+    return ""
+
+
+def _no_sink(block: Any) -> str:
+    """Why nothing can be got into a view; empty if it can."""
+    if not isinstance(block, BlockView):
+        return f"get takes a BlockView, not {type(block).__name__}"
+    if block._span is None:
+        return f"{block!r} names no memory"
+    return "" if block._span.writable else f"{block!r} is read-only memory"
+
+
+def _outage(client: Client, digest: bytes) -> int:
+    """NO_ROUTE where the shard map names no owner, else UNAVAILABLE."""
+    route = client._route
+    return _NO_ROUTE if route and route[shard_of(digest)] is None else _UNAVAILABLE
+
+
+def _spread(answers: Sequence[_T], positions: Sequence[int], results: list[_T]) -> list[_T]:
+    """The answers at their places in the whole batch."""
+    for position, answer in zip(positions, answers):
+        results[position] = answer
+    return results
