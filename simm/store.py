@@ -36,7 +36,7 @@ from .ledger import HoldKind, Ledger
 from .messages import Status
 from .slab import chunk_bytes_for
 from .space import Space
-from .table import Table
+from .table import ZERO_DIGEST, Table
 
 _OK: Final = int(Status.OK)
 _NOT_FOUND: Final = int(Status.NOT_FOUND)
@@ -381,61 +381,60 @@ class Store:
     # -- entries ------------------------------------------------------------------------------
 
     def commit(self, session: Session, entries: Sequence[tuple[bytes, int, int, int, int, int]]) -> list[int]:
-        """Publish values in granted chunks, (digest, grant id, length, crc, flags, 0) each; a Status for each."""
-        commit_one = self.commit_one
-        return [
-            commit_one(session, digest, number, length, crc, flags) for digest, number, length, crc, flags, _ in entries
-        ]
+        """Publish values in granted chunks, (digest, grant id, length, crc, flags, 0) each; a Status for each.
 
-    def commit_one(self, session: Session, digest: bytes, number: int, length: int, crc: int, flags: int) -> int:
-        """Publish the value in the chunk of grant ``number``; its Status. The grant id is spent, whatever the status.
-
-        What readers and recovery rely on is done when this returns; the private bookkeeping waits for
-        :meth:`settle`, so that the answer can leave first.
+        A grant id is spent, whatever its status. What readers and recovery rely on is done when this returns;
+        the private bookkeeping waits for :meth:`settle`, so that the answer can leave first.
         """
-        grant = session.grants.pop(number, None)
-        if grant is None:
-            self.stale_commits += 1
-            return _STALE
-        offset, chunk, line = grant
-        if not 0 < length <= chunk:
-            self._end_grant(session, grant)
-            return _BAD_REQUEST
-        if not self.shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
-            self._end_grant(session, grant)
-            return _WRONG_OWNER
-        table = self.table
-        slot, stored = table.place(digest)
-        old = -1
-        if stored:
-            old = table.offset(slot)
-            self.overwrites += 1
-        elif slot < 0:
-            slot = self._evict_from_sets(digest)
-            if slot < 0:
+        grants, shards, ledger = session.grants, self.shards, self.ledger
+        publish, end_hold, unsettled = self.table.publish, ledger.end_hold, self._unsettled
+        namespace, now = session.namespace, self.now_ms
+        statuses = []
+        for digest, number, length, crc, flags, _ in entries:
+            grant = grants.pop(number, None)
+            if grant is None:
+                self.stale_commits += 1
+                statuses.append(_STALE)
+                continue
+            offset, chunk, line = grant
+            if not 0 < length <= chunk:
+                self._end_grant(session, grant)
+                statuses.append(_BAD_REQUEST)
+                continue
+            if not shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
+                self._end_grant(session, grant)
+                statuses.append(_WRONG_OWNER)
+                continue
+            done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
+            if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
+                done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
+            if done is None:
                 self._end_grant(session, grant)
                 self.put_failures += 1
-                return _NO_SPACE
-        table.write(slot, digest, offset, length, crc, chunk, session.namespace, flags, self.now_ms)
-        self.ledger.end_hold(line)
-        session.granted_bytes -= chunk
-        self.granted_bytes -= chunk
-        self.puts += 1
-        self._unsettled.append((old, offset, slot))
-        return _OK
+                statuses.append(_NO_SPACE if digest != ZERO_DIGEST else _BAD_REQUEST)
+                continue
+            end_hold(line)
+            session.granted_bytes -= chunk
+            self.granted_bytes -= chunk
+            unsettled.append(done)
+            statuses.append(_OK)
+        return statuses
 
     def settle(self) -> None:
         """Bookkeeping of finished commits: chunks to their entries, replaced chunks free. O(commits since the last)."""
         unsettled = self._unsettled
         if not unsettled:
             return
-        self._unsettled = []
-        space, data = self.space, self._data
-        for old, new, slot in unsettled:
+        todo = unsettled[:]
+        unsettled.clear()
+        publish, replace, data = self.space.publish, self.space.replace, self._data
+        for old, new, slot in todo:
             if old < 0:
-                space.publish(new - data, slot)
+                publish(new - data, slot)
             else:
-                space.replace(old - data, new - data, slot)
+                replace(old - data, new - data, slot)
+                self.overwrites += 1
+        self.puts += len(todo)
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; a Status for each."""
@@ -509,8 +508,8 @@ class Store:
         """Called by Space for each victim."""
         self._drop_entry(slot)
 
-    def _evict_from_sets(self, digest: bytes) -> int:
-        """Make room in the digest's full sets: the coldest entry that nobody pins goes; its slot, or -1."""
+    def _evict_from_sets(self, digest: bytes) -> bool:
+        """Make room in the digest's full sets: the coldest entry that nobody pins goes; False if all are pinned."""
         self.settle()
         table, space, visited = self.table, self.space, self.visited
         best, best_rank = -1, (True, 1 << 64)
@@ -520,11 +519,12 @@ class Store:
             rank = (visited[slot] > 0, table.stored(slot))  # readers write the byte, whatever they please
             if rank < best_rank:
                 best, best_rank = slot, rank
-        if best >= 0:
-            self._drop_entry(best)
-            self.set_evictions += 1
-            visited[best] = 0
-        return best
+        if best < 0:
+            return False
+        self._drop_entry(best)
+        self.set_evictions += 1
+        visited[best] = 0
+        return True
 
     # -- inspection ---------------------------------------------------------------------------
 

@@ -428,7 +428,7 @@ class Worker(Service):
             if commit is not None and link.session is not None:
                 digest, grant, length, crc, flags, request_id = commit
                 store.now_ms = time.time_ns() // 1_000_000
-                status = store.commit_one(link.session, digest, grant, length, crc, flags)
+                (status,) = store.commit(link.session, ((digest, grant, length, crc, flags, 0),))
                 ring.answer(reply_committed_one(status, request_id))
             elif (frame := ring.next_request()) is not None:
                 ring.answer(self.handle(peer, frame))
