@@ -49,6 +49,7 @@ from .shm import AttachedSegment, OwnedSegment, default_arena_bytes, leftovers, 
 from .startup import is_loopback, read_tokens, set_up_logging
 from .store import Store
 from .stream import run_stream
+from .web import METRICS, Page, Web, prometheus
 from .worker import WorkerSettings, run_worker
 
 log = logging.getLogger("simm.dataserver")
@@ -59,7 +60,25 @@ RECONNECT_S: Final = 0.5
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 STOP_S: Final = 3.0
-HANDSHAKE_S: Final = 5.0
+
+#: (metric, type, help, key of the worker's STATS)
+_METRICS: Final = (
+    ("simm_entries", "gauge", "values stored", "entries"),
+    ("simm_slots", "gauge", "values that the table can hold", "slots"),
+    ("simm_data_bytes", "gauge", "size of the data region", "data_bytes"),
+    ("simm_free_bytes", "gauge", "bytes in free chunks", "free_bytes"),
+    ("simm_granted_bytes", "gauge", "bytes handed to clients and not yet committed", "granted_bytes"),
+    ("simm_sessions", "gauge", "client sessions", "sessions"),
+    ("simm_sessions_quarantined", "gauge", "ended sessions that wait for their process", "sessions_quarantined"),
+    ("simm_pins", "gauge", "values pinned by views", "pins"),
+    ("simm_puts_total", "counter", "values committed", "puts"),
+    ("simm_overwrites_total", "counter", "of them, replacing another", "overwrites"),
+    ("simm_deletes_total", "counter", "values deleted", "deletes"),
+    ("simm_put_failures_total", "counter", "commits without room in the table", "put_failures"),
+    ("simm_stale_commits_total", "counter", "commits with a spent or foreign grant", "stale_commits"),
+    ("simm_requests_total", "counter", "requests handled", "requests"),
+    ("simm_protocol_errors_total", "counter", "connections closed for malformed input", "protocol_errors"),
+)
 
 
 @dataclass
@@ -85,6 +104,8 @@ class DataServerOptions:
     advertise_host: str = ""
     #: End when this process does (0: do not care).
     end_with: int = 0
+    #: Address of /metrics and /healthz, or None.
+    http: tuple[str, int] | None = None
 
 
 class Child:
@@ -193,6 +214,7 @@ class DataServer:
         self._started = 0.0
         self._beat_running = False
         self._shared: list[socket.socket] = []
+        self._web: Web | None = None
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -236,6 +258,10 @@ class DataServer:
             slot.tcp = listen_tcp(options.listen_host, port)
             slot.streams = [None] * options.streams
             self._shared += [slot.listener, slot.tcp]
+        if options.http is not None:
+            routes = {"/metrics": self._metrics, "/healthz": self._healthz}
+            tokens = () if is_loopback(options.http[0]) else options.tokens
+            self._web = Web(self.loop, listen_tcp(*options.http), routes, tokens)
         for slot in self.slots:
             self._start_worker(slot)
             for position in range(options.streams):
@@ -407,6 +433,34 @@ class DataServer:
             child.peer.close("process ended")
         child.sock.close()
 
+    # -- HTTP -------------------------------------------------------------------------------------
+
+    def _healthz(self) -> Page:
+        """200 while every worker serves; without a manager too, as the data path needs none."""
+        down = [slot.number for slot in self.slots if not slot.ready]
+        if down:
+            return Page(f"workers {down} are restarting\n", status=503)
+        return Page("ok\n" if self.joined else "ok, but no manager\n")
+
+    def _metrics(self) -> Page:
+        samples: list[tuple[str, str, str, dict[str, Any], float]] = [
+            ("simm_joined", "gauge", "1 while a manager knows us", {}, float(self.joined)),
+            ("simm_map_epoch", "gauge", "epoch of the shard map in use", {}, float(self.epoch)),
+        ]
+        labelled = [({"worker": slot.number, "node": slot.node}, slot) for slot in self.slots]
+        for name, kind, about, key in _METRICS:
+            samples += [(name, kind, about, labels, float(slot.stats.get(key, 0))) for labels, slot in labelled]
+        for labels, slot in labelled:
+            reasons = {**slot.stats.get("evictions", {}), "set_full": slot.stats.get("set_evictions", 0)}
+            for reason, count in reasons.items():
+                about = "entries evicted, by reason"
+                samples.append(("simm_evictions_total", "counter", about, {**labels, "reason": reason}, float(count)))
+        samples += [
+            ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(len(slot.restarts)))
+            for labels, slot in labelled
+        ]
+        return Page(prometheus(samples), METRICS)
+
     # -- manager ----------------------------------------------------------------------------------
 
     def _connect_manager(self) -> None:
@@ -428,7 +482,17 @@ class DataServer:
         self._complained = ""
         self.loop.adopt(sock, self._manager, f"manager {host}:{port}")
         self.joined = False
+        if self.options.tokens:
+            hello = M.Hello(
+                M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.SUPERVISOR, 0, os.getpid(), "", self.options.tokens[0], []
+            )
+            self._manager.request(hello, self._on_greeted)
         self._join_if_ready()
+
+    def _on_greeted(self, msg: Any, _status: int) -> None:
+        if isinstance(msg, M.Error) and not self.joined_at:
+            self.failed = f"the manager refused us: {msg.text}"
+            self.loop.stop()
 
     def on_manager_lost(self, reason: str, where: str = "") -> None:
         """Go on serving and try again; before the first join, give up after a while."""
@@ -591,6 +655,8 @@ class DataServer:
                     os.unlink(slot.uds)
         for sock in self._shared:
             sock.close()
+        if self._web is not None:
+            self._web.close()
         self.loop.close()
 
 
@@ -646,13 +712,15 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
     """A data server's options from settings. Raises ConfigError."""
     host, port = settings.listen
     tokens = read_tokens(settings.token_file)
-    if not is_loopback(host) and not tokens and not settings.insecure:
-        raise ConfigError(
-            f"--listen {host}: anyone who reaches this address could read and change the cache. Give a --token-file, "
-            "listen on 127.0.0.1, or say --insecure"
-        )
-    if settings.insecure and not is_loopback(host):
-        log.warning("listening on %s without a token (--insecure)", host)
+    for flag, address in (("--listen", settings.listen), ("--http", settings.http)):
+        if address is None or is_loopback(address.host) or tokens:
+            continue
+        if not settings.insecure:
+            raise ConfigError(
+                f"{flag} {address.host}: anyone who reaches this address could read the cache or its figures. Give a "
+                "--token-file, use 127.0.0.1, or say --insecure"
+            )
+        log.warning("listening on %s without a token (--insecure)", address.host)
     group = None
     if settings.group is not None:
         try:
@@ -677,6 +745,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         warm=settings.warm,
         tokens=tokens,
         end_with=end_with,
+        http=None if settings.http is None else (settings.http.host, settings.http.port),
     )
 
 

@@ -277,6 +277,9 @@ class Router:
                 try:
                     channel = Channel.tcp(host, port, self.deadline_s, self._on_push)
                     try:
+                        if self.token:
+                            hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "", self.token, [])
+                            channel.call(hello)
                         self._apply(channel.call(M.MapGet(0, 1)))
                     except TransportError:
                         channel.close()
