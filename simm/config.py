@@ -209,16 +209,24 @@ def _path(value: Any) -> Path:
     return Path(_string(value)).expanduser()
 
 
+def _utf8_bytes(text: str) -> int:
+    """Length in UTF-8; a command line's undecodable bytes have none. Raises ConfigError."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"{text!r} is not UTF-8") from None
+
+
 def _name(value: Any) -> str:
     text = _string(value).strip()
-    if not text or len(text.encode()) > NAME_BYTES_MAX or not re.fullmatch(r"[^\s/\x00-\x1f\x7f]+", text):
+    if not text or _utf8_bytes(text) > NAME_BYTES_MAX or not re.fullmatch(r"[^\s/\x00-\x1f\x7f]+", text):
         raise ConfigError(f"{value!r} must be 1 to {NAME_BYTES_MAX} bytes without spaces and slashes")
     return text
 
 
 def _namespace(value: Any) -> str:
     text = _string(value)
-    if not 1 <= len(text.encode()) <= NAMESPACE_BYTES_MAX:
+    if not 1 <= _utf8_bytes(text) <= NAMESPACE_BYTES_MAX:
         raise ConfigError(f"{value!r} must be 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8")
     return text
 

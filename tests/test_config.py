@@ -250,6 +250,8 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"streams": 1.0}, {}, "from 0 to 256"),
         ({"name": "a b"}, {}, "without spaces"),
         ({"namespace": "n" * 65}, {}, "64 bytes"),
+        ({"namespace": "\udcff"}, {}, r"namespace \(from --namespace\): .* is not UTF-8"),
+        ({"name": "\udcff"}, {}, "is not UTF-8"),
         ({"poll_us": "1.5us"}, {}, "whole number of us"),
         ({"heartbeat_ms": "9"}, {}, "10 or more"),
         ({"dead_after": "3"}, {}, r"dead_after \(3, --dead-after\) must be larger than suspect_after \(3, default\)"),
