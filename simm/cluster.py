@@ -297,7 +297,8 @@ class Cluster:
                 )
             ]
         else:
-            why, changed = f"replaces an instance that is {node.state.value}", True
+            gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
+            why, changed = f"replaces an instance that is {gone}", True
         node.instance = msg.instance
         node.workers = workers
         node.loads = []
