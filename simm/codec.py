@@ -132,7 +132,7 @@ class Codec:
             out = self._head.pack(*message[:split])
             for (write, _), value in zip(self._tail, message[split:]):
                 out += write(value)
-        except (struct.error, TypeError, AttributeError) as exc:
+        except (struct.error, TypeError, AttributeError, UnicodeEncodeError) as exc:
             raise LocalProtocolError(f"{self.cls.__name__} cannot be packed: {exc}") from exc
         return out
 

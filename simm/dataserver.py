@@ -60,6 +60,8 @@ RECONNECT_S: Final = 0.5
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 STOP_S: Final = 3.0
+#: Times, a second apart, that a name which the manager says is taken is tried before we give up.
+NAME_TRIES: Final = 5
 
 #: (metric, type, help, key of the worker's STATS)
 _METRICS: Final = (
@@ -213,6 +215,7 @@ class DataServer:
         self._stopping = False
         self._started = 0.0
         self._beat_running = False
+        self._refusals = 0
         self._shared: list[socket.socket] = []
         self._web: Web | None = None
 
@@ -535,6 +538,12 @@ class DataServer:
 
     def _on_joined(self, msg: Any, status: int) -> None:
         if isinstance(msg, M.Error):
+            self._refusals += status == Status.NAME_TAKEN
+            if status == Status.NAME_TAKEN and not self.joined_at and self._refusals < NAME_TRIES:
+                # A manager that restarted takes a server that died for alive until its heartbeats are missed.
+                log.warning("%s; trying again", msg.text)
+                self.loop.call_later(1.0, self._join_if_ready)
+                return
             if status == Status.NAME_TAKEN and not self.joined_at:
                 self.failed = f"the manager refused us: {msg.text}"
                 self.loop.stop()

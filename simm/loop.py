@@ -278,7 +278,8 @@ class Loop:
         self.peers: set[Peer] = set()
         self.protocol_errors = 0
         self.handler_errors = 0
-        self.running = False
+        #: False once stopped, also when that was before run().
+        self.running = True
         self._listeners: list[socket.socket] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -330,7 +331,6 @@ class Loop:
 
     def run(self) -> None:
         """Run until :meth:`stop`."""
-        self.running = True
         while self.running:
             self.run_once(None)
 

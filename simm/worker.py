@@ -141,7 +141,6 @@ class Worker(Service):
         a client that puts values of a MiB (a copy of 60 us between two commits) meets a worker that looks.
         """
         loop = self.loop
-        loop.running = True
         clock = time.monotonic
         shortest = self._poll_s
         longest = shortest * POLL_GROWTH
