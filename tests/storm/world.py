@@ -1,0 +1,380 @@
+"""A store, the clients that use it, and a naive twin that knows what must be true after every step.
+
+The clients are played here: each granted chunk is filled at once with 16 bytes repeated that no other
+grant ever gets, all of it, as a client may write anywhere in its chunk. So the value that a commit
+publishes can be told from any other at every place, and a chunk that two owners have shows in either's bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from simm.constants import SHARD_COUNT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from simm.hashing import Hasher, shard_of
+from simm.layout import Geometry
+from simm.messages import Status
+from simm.reader import ArenaReader, Unsettled
+from simm.shm import OwnedSegment
+from simm.slab import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
+from simm.store import Session, Store
+
+ALL_SHARDS = b"\xff" * (SHARD_COUNT // 8)
+TOKEN_BYTES = 16
+#: Every so many tokens are looked at in long values; whole ones up to this many.
+STRIDE = 16
+WHOLE = 4096
+
+digest_of = Hasher("world")
+_names = itertools.count()
+
+
+class Value(NamedTuple):
+    """What an entry must read as: ``token`` repeated, ``length`` bytes of it."""
+
+    token: bytes
+    length: int
+
+
+class Grant(NamedTuple):
+    """A chunk that a client may write into."""
+
+    offset: int
+    chunk: int
+    token: bytes
+
+
+class Pin(NamedTuple):
+    """A value that a client looks at without a seqlock."""
+
+    offset: int
+    value: Value
+
+
+class Player:
+    """A client: its session as the store knows it, its grants and pins as it knows them itself."""
+
+    def __init__(self, session: Session) -> None:
+        self.number = session.session
+        self.session = session
+        self.connected = True
+        self.grants: dict[int, Grant] = {}
+        self.pins: dict[int, Pin] = {}
+
+
+class Wrong(AssertionError):
+    """Something that must never happen was seen."""
+
+
+def token_of(*parts: object) -> bytes:
+    """16 bytes for whatever they stand for."""
+    return blake2b(repr(parts).encode(), digest_size=TOKEN_BYTES).digest()
+
+
+def bytes_of(value: Value) -> bytes:
+    """The value in full."""
+    return (value.token * (value.length // TOKEN_BYTES + 1))[: value.length]
+
+
+def is_value(data: memoryview | bytes, value: Value) -> bool:
+    """Do the bytes consist of the value's token? Long ones are sampled, ends included."""
+    if len(data) != value.length:
+        return False
+    whole = value.length // TOKEN_BYTES * TOKEN_BYTES
+    rest = value.length - whole
+    if rest and bytes(data[whole:]) != value.token[:rest]:
+        return False
+    if not whole:
+        return True
+    tokens = np.frombuffer(data, np.uint64, whole // 8).reshape(-1, 2)
+    if len(tokens) > WHOLE:
+        tokens = np.concatenate((tokens[::STRIDE], tokens[-1:]))
+    return bool((tokens == np.frombuffer(value.token, np.uint64)).all())
+
+
+def new_segment(size: int) -> OwnedSegment:
+    """A segment for worlds, one after another."""
+    return OwnedSegment.create(f"simm-test-{os.getpid()}-world-{next(_names)}", size)
+
+
+def remove_segment(segment: OwnedSegment) -> None:
+    """Remove it from the system."""
+    segment.unlink()
+    segment.close()
+
+
+class World:
+    """One arena with players. Every method does one thing to the store and to the twin, and compares the answers."""
+
+    def __init__(
+        self, segment: OwnedSegment, *, slots: int = 256, policy: str = "sieve", store: type[Store] = Store
+    ) -> None:
+        self.segment = segment
+        geometry = Geometry.plan(segment.size, slots)
+        segment.buf[: geometry.data_offset] = bytes(geometry.data_offset)
+        self.kind = store
+        self.policy = policy
+        self.store = store.create(segment.mm, slots=slots, policy=policy)
+        self.geometry = self.store.geometry
+        self.mine = ALL_SHARDS
+        self.epoch = 1
+        self.store.set_shards(1, ALL_SHARDS)
+        self.store.open()
+        self.reader = ArenaReader(segment.name)
+        self.values: dict[bytes, Value] = {}
+        self.players: list[Player] = []
+        self.deaths = 0
+        self.evicted = 0
+        self._tokens = itertools.count()
+        self._clock = itertools.count(1)
+        self.data = segment.buf
+
+    # -- players --------------------------------------------------------------------------------
+
+    def join(self, namespace: str = "world") -> Player:
+        """A client connects."""
+        player = Player(self.store.open_session(os.getpid(), 1, namespace))
+        self.players.append(player)
+        return player
+
+    def disconnect(self, player: Player) -> None:
+        """Its connection breaks; it may still copy into and out of its chunks."""
+        player.connected = False
+        self.store.close_session(player.session)
+        if not player.grants and not player.pins:
+            self.players.remove(player)
+
+    def exit(self, player: Player) -> None:
+        """Its process ends."""
+        if player.session.session in self.store.sessions:
+            self.store.end_session(player.session)
+        self.players.remove(player)
+
+    def die(self) -> None:
+        """kill -9 and a new worker. Its clients live on, without a connection."""
+        self.store = self.kind.recover(self.segment.mm, self.segment.name, policy=self.policy)
+        if self.store.notes:
+            raise Wrong(f"a death between operations left something to repair: {self.store.notes}")
+        self.store.open()
+        self.evicted = 0
+        self.deaths += 1
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """After a recovery: what the players held is quarantined under their old sessions."""
+        for player in list(self.players):
+            player.connected = False
+            session = self.store.sessions.get(player.number)
+            if session is None:
+                raise Wrong(f"recovery forgot session {player.number:#x}")
+            player.session = session
+            if not player.grants and not player.pins:
+                self.exit(player)
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def grant(self, player: Player, size: int, count: int = 1) -> list[int]:
+        """Ask for chunks and fill them."""
+        before = self.count_evicted()
+        got = self.store.grant(player.session, size, count)
+        for number, offset, chunk in got:
+            if chunk != chunk_bytes_for(size):
+                raise Wrong(f"asked for {size} bytes, got a chunk of {chunk}")
+            token = token_of("grant", next(self._tokens))
+            self.fill(offset, chunk, token)
+            player.grants[number] = Grant(offset, chunk, token)
+        self.forget_evicted(before)
+        return [number for number, _, _ in got]
+
+    def fill(self, offset: int, chunk: int, token: bytes) -> None:
+        """Write all of a chunk."""
+        self.data[offset : offset + chunk] = (token * (chunk // TOKEN_BYTES + 1))[:chunk]
+
+    def give_back(self, player: Player, numbers: Iterable[int]) -> None:
+        """Hand grants back unused."""
+        numbers = list(numbers)
+        known = sum(number in player.grants for number in numbers)
+        if self.store.return_grants(player.session, numbers) != known:
+            raise Wrong("the store knows other grants than its client")
+        for number in numbers:
+            player.grants.pop(number, None)
+
+    def commit(self, player: Player, number: int, digest: bytes, length: int) -> int:
+        """Publish a granted chunk under a digest."""
+        return self.commit_many(player, [(number, digest, length)])[0]
+
+    def commit_many(self, player: Player, items: list[tuple[int, bytes, int]]) -> list[int]:
+        """Publish granted chunks, (grant id, digest, length) each, in one request."""
+        before = self.count_evicted()
+        self.store.now_ms = next(self._clock)
+        statuses = self.store.commit(
+            player.session, [(digest, number, length, 0, 0, 0) for number, digest, length in items]
+        )
+        for (number, digest, length), status in zip(items, statuses, strict=True):
+            grant = player.grants.pop(number, None)
+            wanted = Status.OK
+            if grant is None:
+                wanted = Status.STALE_GRANT
+            elif not 0 < length <= grant.chunk:
+                wanted = Status.BAD_REQUEST
+            elif not self.owns(digest):
+                wanted = Status.WRONG_OWNER
+            elif status == Status.NO_SPACE:
+                wanted = Status.NO_SPACE
+                pinned = {pin.offset for other in self.players for pin in other.pins.values()}
+                if not all(self.store.table.offset(slot) in pinned for slot in self.store.table.candidates(digest)):
+                    raise Wrong("a commit failed although an entry of its sets could have gone")
+            if status != wanted:
+                raise Wrong(f"commit answered {status}, not {wanted}")
+            if grant is not None and status == Status.OK:
+                self.values[digest] = Value(grant.token, length)
+        self.forget_evicted(before, exact=len(items) == 1)
+        return statuses
+
+    def put(self, player: Player, digest: bytes, length: int) -> bool:
+        """Grant and commit."""
+        numbers = self.grant(player, length)
+        return bool(numbers) and self.commit(player, numbers[0], digest, length) == Status.OK
+
+    def delete(self, digest: bytes) -> int:
+        """Drop an entry."""
+        (status,) = self.store.delete([digest])
+        wanted = Status.WRONG_OWNER
+        if self.owns(digest):
+            wanted = Status.OK if self.values.pop(digest, None) is not None else Status.NOT_FOUND
+        if status != wanted:
+            raise Wrong(f"delete answered {status}, not {wanted}")
+        return status
+
+    def pin(self, player: Player, digest: bytes) -> int:
+        """Pin an entry; the pin's id, 0 for a miss."""
+        ((status, _flags, length, _crc, offset, pin),) = self.store.locate(player.session, [digest])
+        value = self.values.get(digest)
+        wanted = Status.WRONG_OWNER if not self.owns(digest) else Status.NOT_FOUND if value is None else Status.OK
+        if status != wanted:
+            raise Wrong(f"locate answered {status}, not {wanted}")
+        if value is None or status:
+            return 0
+        if length != value.length:
+            raise Wrong(f"locate says {length} bytes, stored were {value.length}")
+        player.pins[pin] = Pin(offset, value)
+        return pin
+
+    def unpin(self, player: Player, numbers: Iterable[int]) -> None:
+        """Give pins back."""
+        numbers = list(numbers)
+        known = sum(number in player.pins for number in numbers)
+        if self.store.unpin(player.session, numbers) != known:
+            raise Wrong("the store knows other pins than its client")
+        for number in numbers:
+            player.pins.pop(number, None)
+
+    def set_shards(self, mine: bytes) -> None:
+        """A new map."""
+        self.epoch += 1
+        self.store.set_shards(self.epoch, mine)
+        self.mine = mine
+        for digest in [digest for digest in self.values if not self.owns(digest)]:
+            del self.values[digest]
+
+    # -- what must be true ------------------------------------------------------------------------
+
+    def owns(self, digest: bytes) -> bool:
+        """Is the digest's shard ours by the last map?"""
+        shard = shard_of(digest)
+        return bool(self.mine[shard >> 3] >> (shard & 7) & 1)
+
+    def count_evicted(self) -> int:
+        """Entries that the store says it evicted."""
+        stats = self.store.stats()
+        return sum(stats["evictions"].values()) + int(stats["set_evictions"])
+
+    def forget_evicted(self, before: int, *, exact: bool = True) -> None:
+        """Take what was evicted out of the twin: so many entries as the store has counted, and no more.
+
+        Within a batch an entry may be evicted and stored again, hence not ``exact``.
+        """
+        gone = self.count_evicted() - before
+        missing = [digest for digest in self.values if self.store.table.lookup(digest) < 0] if gone else []
+        if len(missing) > gone or (exact and len(missing) != gone):
+            raise Wrong(f"{gone} entries were evicted, {len(missing)} are missing")
+        for digest in missing:
+            del self.values[digest]
+        self.evicted += gone
+
+    def read(self, digest: bytes) -> bytes | None:
+        """A GET as clients do it; None for a miss. Nobody writes, so there is nothing to start over for."""
+        try:
+            found = self.reader.locate(digest)
+        except Unsettled:
+            raise Wrong("an entry is unsettled while nobody writes") from None
+        if found is None:
+            return None
+        data = bytes(self.reader.value(found))
+        if not self.reader.confirm(digest, found.slot, found.seq):
+            if self.reader.owns(digest):
+                raise Wrong("an entry changed while nobody wrote")
+            return None
+        return data
+
+    def check(self) -> None:
+        """Raise Wrong or CorruptionError if anything is not as it must be."""
+        store = self.store
+        store.check()
+        for digest, value in self.values.items():
+            data = self.read(digest)
+            if data is None:
+                raise Wrong(f"a committed value of {value.length} bytes is missing")
+            if not is_value(data, value):
+                raise Wrong(f"a value of {value.length} bytes reads wrong")
+        if store.table.entries != len(self.values):
+            raise Wrong(f"{store.table.entries} entries stored, {len(self.values)} expected")
+        chunks = {store.table.offset(slot): store.table.entry(slot).chunk for slot in store.table}
+        for player in self.players:
+            for grant in player.grants.values():
+                if grant.offset in chunks:
+                    raise Wrong(f"the chunk at {grant.offset} has two owners")
+                chunks[grant.offset] = grant.chunk
+                if not is_value(self.data[grant.offset : grant.offset + grant.chunk], Value(grant.token, grant.chunk)):
+                    raise Wrong(f"someone wrote into the granted chunk at {grant.offset}")
+        for player in self.players:
+            for pin in player.pins.values():
+                chunks.setdefault(pin.offset, store.space.chunk_bytes(pin.offset - self.geometry.data_offset))
+                if not is_value(self.data[pin.offset : pin.offset + pin.value.length], pin.value):
+                    raise Wrong(f"someone wrote into the pinned value at {pin.offset}")
+        self.check_room(chunks)
+
+    def check_room(self, chunks: dict[int, int]) -> None:
+        """No two chunks overlap, and free bytes are what they leave."""
+        end = self.geometry.data_offset
+        tails: dict[int, int] = {}
+        for offset, chunk in sorted(chunks.items()):
+            if offset < end:
+                raise Wrong(f"the chunk at {offset} overlaps the one before it")
+            end = offset + chunk
+            if chunk <= SLAB_CHUNK_BYTES_MAX:
+                slab = (offset - self.geometry.data_offset) // SLAB_BYTES
+                tails[slab] = SLAB_BYTES - CHUNKS_PER_SLAB[class_of(chunk)] * chunk
+        if end > self.geometry.size:
+            raise Wrong("a chunk leaves the arena")
+        free = self.geometry.data_bytes - sum(chunks.values()) - sum(tails.values())
+        if self.store.free_bytes != free:
+            raise Wrong(f"{self.store.free_bytes} bytes are free, not {free}")
+
+    def wind_up(self) -> None:
+        """Everybody leaves and everything is deleted: every byte must come back."""
+        for player in list(self.players):
+            self.exit(player)
+        self.set_shards(ALL_SHARDS)
+        for digest in list(self.values):
+            self.delete(digest)
+        self.check()
+        if self.store.free_bytes != self.geometry.data_bytes:
+            raise Wrong(f"{self.geometry.data_bytes - self.store.free_bytes} bytes never came back")
+        if self.store.sessions or self.store.ledger.free_holds != self.geometry.hold_lines:
+            raise Wrong("sessions or holds are left over")
