@@ -52,6 +52,7 @@ from .bench_report import (
     size_text,
 )
 from .config import Settings, add_arguments, load_command, parse_bytes, parse_duration
+from .console import Parser, end_cleanly_on_sigterm, guarded
 from .constants import VALUE_BYTES_MAX
 from .errors import SimmError, UsageError
 from .local import LocalCluster
@@ -299,7 +300,7 @@ def client_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Measure operations beside a bare memcpy or a bare socket.")
+    parser = Parser(prog=prog, description="Measure operations beside a bare memcpy or a bare socket.")
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
     parser.add_argument("--op", dest="more_ops", action="append", default=[], metavar="LIST", help="the same")
     parser.add_argument("--size", default=DEFAULT_SIZES, metavar="LIST", help=f"value sizes (default: {DEFAULT_SIZES})")
@@ -449,6 +450,5 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.bench") 
 
 
 if __name__ == "__main__":
-    from .cli import main as command
-
-    sys.exit(command(["bench", *sys.argv[1:]]))
+    end_cleanly_on_sigterm()
+    sys.exit(guarded(main, "simm bench"))

@@ -1,0 +1,77 @@
+"""``simm status``: the cluster as its manager sees it, and the way from here to each worker."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from .client import Client
+from .config import Settings
+from .manager_link import ManagerClient
+from .startup import read_tokens
+
+#: Long enough to try every path once; a server that does not answer is shown as down.
+REACH_S: Final = 3.0
+_UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+
+
+def collect(settings: Settings, client: Client) -> dict[str, Any]:
+    """The manager's status, with ``path`` and ``why`` of each worker as this host reaches it.
+
+    Loads (bytes, entries, puts, evictions) are those of each server's last heartbeat. Raises TransportError.
+    """
+    token = next(iter(read_tokens(settings.token_file)), "")
+    with ManagerClient(settings.manager, deadline_s=settings.deadline_ms / 1000, token=token) as manager:
+        found = manager.status()
+    if any(node["workers"] for node in found["nodes"]):
+        client.wait_ready(min(REACH_S, settings.deadline_ms / 1000))
+    paths = {(each["node"], each["worker"]): each for each in client.stats()["workers"]}
+    for node in found["nodes"]:
+        for worker in node["workers"]:
+            seen = paths.get((node["name"], worker["worker"]))
+            worker["path"] = seen["path"] if seen is not None else "down"
+            worker["why"] = seen["why"] if seen is not None else "it is not in the shard map"
+    return found
+
+
+def healthy(found: dict[str, Any]) -> bool:
+    """Every shard has an owner, and every worker of a running server is reached."""
+    workers = [worker for node in found["nodes"] if node["state"] == "up" for worker in node["workers"]]
+    return bool(workers) and not found["shards_without_owner"] and all(each["path"] != "down" for each in workers)
+
+
+def bytes_text(count: int) -> str:
+    """``1.5G``, ``512K``, ``0``"""
+    for unit, scale in _UNITS:
+        if count >= scale:
+            return f"{count / scale:.1f}".removesuffix(".0") + unit
+    return str(count)
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    moved = f", {found['shards_without_owner']:,} without an owner" if found["shards_without_owner"] else ""
+    lines = [f"cluster {found['cluster']}, epoch {found['epoch']}, {found['shards']:,} shards{moved}", ""]
+    rows = [("SERVER", "STATE", "NUMA", "ADDRESS", "USED", "OF", "ENTRIES", "PUTS", "EVICTED", "SHARDS", "PATH")]
+    notes = []
+    for node in found["nodes"]:
+        for each in node["workers"]:
+            rows.append(
+                (
+                    f"{node['name']}/{each['worker']}", node["state"], str(each["numa_node"]), each["address"],
+                    bytes_text(each["used_bytes"]), bytes_text(each["capacity_bytes"]), f"{each['entries']:,}",
+                    f"{each['puts']:,}", f"{each['evictions']:,}", f"{each['shards']:,}", each["path"],
+                )
+            )  # fmt: skip
+            if each["why"] and node["state"] == "up":
+                notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['why']}")
+    if len(rows) == 1:
+        return "\n".join([*lines, "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = (0, 1, 3, 10)
+    for row in rows:
+        cells = [
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([*lines, *([""] if notes else []), *notes])
