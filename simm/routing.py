@@ -92,11 +92,14 @@ class Target:
             return False
         with self._lock:
             if not self.tried:
-                self._connect()
+                try:
+                    self._connect()
+                finally:
+                    # Only now: whoever comes while the first one connects waits for it instead of missing.
+                    self.tried = True
         return self.path != "down"
 
     def _connect(self) -> None:
-        self.tried = True
         router = self._router
         wanted = router.path
         if wanted in ("auto", "shm"):
@@ -134,8 +137,9 @@ class Target:
         session = WorkerSession(
             self.info.uds, self._router.namespace, self._router.deadline_s, ring=self._router.ring
         )
-        self.session = session
+        # The reader first: with a session the target counts as ready, and gets look for a reader then.
         self.reader = session.reader
+        self.session = session
         self.why = ""
         self._pause_s = BACKOFF_S[0]
         self._beat = (-1, 0.0)

@@ -25,6 +25,8 @@ from simm.buffers import Span, address_of
 from simm.client import Client
 from simm.constants import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import ConfigError, SimmError, TransportError, UsageError
+from simm.session import WorkerSession
+from simm.tcppath import TcpPath
 
 PATHS = ("shm", "tcp")
 MIB = 1 << 20
@@ -622,6 +624,41 @@ def test_eight_threads_of_everything(client: Client) -> None:
         thread.join(JOIN_S)
     assert not wrong
     assert client.stats()["outages"] == 0
+
+
+def test_a_thread_that_comes_during_the_first_connection_waits_for_it(
+    cluster: Any, path: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be told that the server is down."""
+    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=WAIT_S) as first:
+        assert first.put("k", b"v")
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held(connect: Any) -> Callable[..., Any]:
+        def connecting(*arguments: Any, **more: Any) -> Any:
+            entered.set()
+            go_on.wait(WAIT_S)
+            return connect(*arguments, **more)
+
+        return connecting
+
+    monkeypatch.setattr("simm.routing.WorkerSession", held(WorkerSession))
+    monkeypatch.setattr(TcpPath, "connect", held(TcpPath.connect))
+    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=WAIT_S) as client:
+        got: list[bytes | None] = []
+        threads = [threading.Thread(target=lambda: got.append(client.get("k"))) for _ in range(4)]
+        threads[0].start()
+        assert entered.wait(WAIT_S)
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads[1:]:
+            thread.join(0.05)
+        assert got == []
+        go_on.set()
+        for thread in threads:
+            thread.join(JOIN_S)
+        assert got == [b"v"] * 4
+        assert client.stats()["outages"] == 0
 
 
 # --- asyncio ----------------------------------------------------------------------------------
