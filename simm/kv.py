@@ -33,6 +33,7 @@ twice, overlapping or stale it cannot do harm.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import logging
 import mmap
@@ -217,7 +218,7 @@ def _integer(value: Any, what: str) -> int:
 def _span_of(thing: Any) -> Span:
     """The memory of a tensor, buffer or array. TypeError if it is none, UsageError if it cannot be used."""
     if isinstance(thing, Span):
-        return thing
+        return Span(thing.address, thing.size, writable=thing.writable, keep=thing.keep)
     if isinstance(thing, (int, str)):
         raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}")
     try:
@@ -242,11 +243,11 @@ def _span_of(thing: Any) -> Span:
 class BlockView:
     """A piece of memory that ``put`` reads and ``get`` writes: never a byte beyond ``size``."""
 
-    __slots__ = ("_span", "mr", "size")
+    __slots__ = ("_piece", "mr", "size")
 
     def __init__(self, span: Span | None, size: int, mr: MrExt | None) -> None:
         #: None where address or size name no memory; the operations answer INVALID_ARGUMENT then.
-        self._span = span
+        self._piece = span
         self.size = size
         self.mr = mr
 
@@ -283,9 +284,9 @@ class BlockView:
     def as_ref(self) -> Any:
         """The memory itself as a 1-D uint8 torch tensor; a numpy array where torch is not installed, or where
         the memory is read-only, which torch cannot express. Raises UsageError if the view names no memory."""
-        if self._span is None:
+        if self._piece is None:
             raise UsageError(f"this view of {self.size} bytes names no memory")
-        return _as_ref(self._span)
+        return _as_ref(self._piece)
 
     def view(self) -> BlockView:
         """The view itself."""
@@ -295,7 +296,7 @@ class BlockView:
         return max(0, self.size)
 
     def __repr__(self) -> str:
-        return f"<BlockView of {self.size} bytes at {self._span.address if self._span is not None else 0:#x}>"
+        return f"<BlockView of {self.size} bytes at {self._piece.address if self._piece is not None else 0:#x}>"
 
 
 def _mr(mr: Any) -> MrExt | None:
@@ -515,6 +516,8 @@ def _after_fork_in_child() -> None:
 
 def _close_all() -> None:
     """At exit: hand back what the servers hold for us, for a second at most."""
+    global _complained_at
+    _complained_at = float("inf")  # daemon threads may still be at work; that their store closes is not their mistake
     clients = list(_clients.values())
     if not clients:
         return
@@ -600,7 +603,7 @@ class Store:
 
     def mput(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
         """:meth:`put` for many; a code for each. Of a key that comes twice the later view is stored."""
-        client, digests, spans, positions = self._checked(keys, blocks, _no_source)
+        client, digests, spans, positions = self._checked(keys, blocks, _sources, _no_source)
         if client is None:
             return [_INVALID] * len(keys)
         statuses = self._call(client.put_digests, digests, spans)
@@ -614,7 +617,7 @@ class Store:
 
     def mget(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
         """:meth:`get` for many; a length or code for each."""
-        client, digests, spans, positions = self._checked(keys, blocks, _no_sink)
+        client, digests, spans, positions = self._checked(keys, blocks, _sinks, _no_sink)
         if client is None:
             return [_INVALID] * len(keys)
         results = self._call(client.get_digests, digests, spans)
@@ -630,7 +633,7 @@ class Store:
 
     def mexists(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`exists` for many."""
-        client, digests, _, positions = self._checked(keys, None, None)
+        client, digests, _, positions = self._checked(keys)
         if client is None:
             return [False] * len(keys)
         try:
@@ -642,7 +645,7 @@ class Store:
 
     def mdelete(self, keys: Sequence[str]) -> list[int]:
         """:meth:`delete` for many; a code for each."""
-        client, digests, _, positions = self._checked(keys, None, None)
+        client, digests, _, positions = self._checked(keys)
         if client is None:
             return [_INVALID] * len(keys)
         statuses = self._call(client.delete_digests, digests)
@@ -695,8 +698,9 @@ class Store:
     # -- shared pieces ------------------------------------------------------------------------------
 
     def _checked(
-        self, keys: Sequence[str], blocks: Sequence[BlockView] | None, trouble: Callable[[Any], str] | None
-    ) -> tuple[Client | None, list[bytes], list[memoryview | Span], list[int] | None]:
+        self, keys: Sequence[str], blocks: Sequence[BlockView] | None = None,
+        all_good: Callable[[Any], bool] = bool, trouble: Callable[[Any], str] = str,
+    ) -> tuple[Client | None, list[bytes], list[memoryview | Span], list[int] | None]:  # fmt: skip
         """What can be asked of the client: its digests, its memory, and where each stands in the batch.
 
         No positions: each key is where it was. No client: there is nothing to ask.
@@ -711,24 +715,28 @@ class Store:
             self._refuse(len(keys), "%d keys and %d views", len(keys), len(blocks))
         else:
             digest = client._digest
-            if blocks is None:
-                try:
-                    return (client if len(keys) else None), [digest(key) for key in keys], spans, None
-                except UsageError:
-                    pass  # one by one, then
+            # All good, as ever but for bugs: three comprehensions. Else one by one.
+            with contextlib.suppress(UsageError, AttributeError):
+                digests = [digest(key) for key in keys]
+                if blocks is None:
+                    return (client if digests else None), digests, spans, None
+                spans = [block._piece for block in blocks]  # type: ignore[misc]
+                if all_good(spans):
+                    return (client if digests else None), digests, spans, None
+            digests, spans = [], []
             for position, key in enumerate(keys):
                 try:
                     named = digest(key)
                 except UsageError as exc:
                     self._refuse(1, "%s", exc)
                     continue
-                if blocks is not None and trouble is not None:
+                if blocks is not None:
                     block = blocks[position]
                     why = trouble(block)
                     if why:
                         self._refuse(1, "%s", why)
                         continue
-                    spans.append(block._span)  # type: ignore[arg-type]
+                    spans.append(block._piece)  # type: ignore[arg-type]
                 digests.append(named)
                 positions.append(position)
         if not digests:
@@ -748,11 +756,21 @@ class Store:
             _complain("invalid argument: " + why, *arguments)
 
 
+def _sources(spans: Sequence[Span]) -> bool:
+    """Can all be put? AttributeError if there is a None."""
+    return max([span.size for span in spans], default=0) <= VALUE_BYTES_MAX
+
+
+def _sinks(spans: Sequence[Span]) -> bool:
+    """Can all be written? AttributeError if there is a None."""
+    return all([span.writable for span in spans])  # noqa: C419 -- a generator costs three times as much
+
+
 def _no_source(block: Any) -> str:
     """Why a view cannot be put; empty if it can."""
     if not isinstance(block, BlockView):
         return f"put takes a BlockView, not {type(block).__name__}"
-    if block._span is None or block.size > VALUE_BYTES_MAX:
+    if block._piece is None or block.size > VALUE_BYTES_MAX:
         return f"a value has 1 to {VALUE_BYTES_MAX} bytes and an address, unlike {block!r}"
     return ""
 
@@ -761,9 +779,9 @@ def _no_sink(block: Any) -> str:
     """Why nothing can be got into a view; empty if it can."""
     if not isinstance(block, BlockView):
         return f"get takes a BlockView, not {type(block).__name__}"
-    if block._span is None:
+    if block._piece is None:
         return f"{block!r} names no memory"
-    return "" if block._span.writable else f"{block!r} is read-only memory"
+    return "" if block._piece.writable else f"{block!r} is read-only memory"
 
 
 def _outage(client: Client, digest: bytes) -> int:
