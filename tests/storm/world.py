@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ TOKEN_BYTES = 16
 STRIDE = 16
 WHOLE = 4096
 
+T = TypeVar("T")
 digest_of = Hasher("world")
 _names = itertools.count()
 
@@ -65,6 +66,15 @@ class Player:
         self.connected = True
         self.grants: dict[int, Grant] = {}
         self.pins: dict[int, Pin] = {}
+
+
+class Twin(NamedTuple):
+    """What the naive twin knew at some time."""
+
+    values: dict[bytes, Value]
+    grants: dict[int, dict[int, Grant]]
+    pins: dict[int, dict[int, Pin]]
+    mine: bytes
 
 
 class Wrong(AssertionError):
@@ -175,6 +185,91 @@ class World:
             player.session = session
             if not player.grants and not player.pins:
                 self.exit(player)
+
+    # -- deaths in the middle -------------------------------------------------------------------
+
+    def twin(self) -> Twin:
+        """A copy of what is known now."""
+        return Twin(
+            dict(self.values),
+            {player.number: dict(player.grants) for player in self.players},
+            {player.number: dict(player.pins) for player in self.players},
+            self.mine,
+        )
+
+    def recover(self) -> None:
+        """A new worker on the segment as it is, whatever it finds; then :meth:`settle_on`."""
+        self.store = self.kind.recover(self.segment.mm, self.segment.name, policy=self.policy)
+        self.store.open()
+        self.evicted = 0
+
+    def settle_on(self, before: Twin, after: Twin) -> None:
+        """After a death in the middle of an operation: each part of the store must be as before it or as after it.
+
+        The twin takes over what it finds, so that :meth:`check` can go on from here.
+        """
+        self._settle_values(before, after)
+        self.players = []
+        for number in before.grants.keys() | after.grants.keys():
+            session = self.store.sessions.get(number)
+            if session is None:
+                if number in before.grants and number in after.grants:
+                    raise Wrong(f"recovery forgot session {number:#x}")
+                continue
+            player = Player(session)
+            player.connected = False
+            self.players.append(player)
+            self._settle_holds(
+                player.grants, session.grants, before.grants.get(number, {}), after.grants.get(number, {}), "grant"
+            )
+            for grant in player.grants.keys() - before.grants.get(number, {}).keys():
+                self.fill(*player.grants[grant])  # its client would do that next
+            self._settle_holds(
+                player.pins, session.pins, before.pins.get(number, {}), after.pins.get(number, {}), "pin"
+            )
+        known = {player.number for player in self.players}
+        self.players += [Player(session) for number, session in self.store.sessions.items() if number not in known]
+        live = {value.token for value in self.values.values()}
+        published = {value.token for value in after.values.values()}
+        for number, grants in before.grants.items():
+            kept = self.store.sessions[number].grants if number in self.store.sessions else {}
+            for grant, chunk in grants.items():
+                if chunk.token in published - live and grant not in kept:
+                    raise Wrong("a commit that was cut short lost its grant: its client may still be writing")
+
+    def _settle_values(self, before: Twin, after: Twin) -> None:
+        mine = bytearray(SHARD_COUNT // 8)
+        for shard in np.flatnonzero(np.frombuffer(self.store.shards, np.uint64)).tolist():
+            mine[shard >> 3] |= 1 << (shard & 7)
+        odd = [m & ~(b | a) | (b & a) & ~m for m, b, a in zip(mine, before.mine, after.mine)]
+        if any(odd):
+            raise Wrong("a shard is neither as before nor as after")
+        self.mine = bytes(mine)
+        self.values = {}
+        for digest in before.values.keys() | after.values.keys():
+            old, new = before.values.get(digest), after.values.get(digest)
+            data = self.read(digest)
+            if data is None:
+                if old is not None and new is not None:
+                    raise Wrong("a value that was stored before and after is lost")
+                continue
+            right = [value for value in (old, new) if value is not None and is_value(data, value)]
+            if not right:
+                raise Wrong("a value is neither the old one nor the new one")
+            self.values[digest] = right[0]
+
+    @staticmethod
+    def _settle_holds(
+        mine: dict[int, T], theirs: Iterable[int], before: dict[int, T], after: dict[int, T], what: str
+    ) -> None:
+        kept = set(theirs)
+        if before.keys() & after.keys() - kept:
+            raise Wrong(f"a {what} that stood before and after is lost")
+        for number in kept:
+            hold = before.get(number) or after.get(number)
+            if hold is None:
+                raise Wrong(f"a {what} that nobody was given")
+            mine[number] = hold
 
     # -- operations -----------------------------------------------------------------------------
 

@@ -1,0 +1,199 @@
+"""Every state that shared memory passes through while an operation runs, and what a death or a reader finds there.
+
+A kill -9 between two stores leaves exactly what was stored before. So instead of killing a worker at its k-th
+store, for every k, we run the operation once under a tracer that compares the arena's metadata after
+each bytecode instruction that may have stored, and keep every state that differs from the one before: a *tape*.
+A death at any point leaves a frame of the tape; a reader that is stopped between its steps meets one frame
+after the other. Nothing here names the structures' fields or counts their stores, so it holds for code to come.
+
+One instruction may store several words (``pack_into``, a slice). The kernel may stop it in between, so the frames
+between are made up: each prefix, by words and with a torn word, and each word alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simm.reader import ArenaReader, Located, Unsettled
+
+from .world import World
+
+_STORING = ("STORE_SUBSCR", "STORE_SLICE", "CALL", "PRECALL", "DELETE_SUBSCR")
+
+
+class Frame(NamedTuple):
+    """A state of the metadata; ``torn`` within a single instruction's stores."""
+
+    meta: bytes
+    torn: bool
+
+
+def _storing_offsets(code: CodeType) -> frozenset[int]:
+    return frozenset(at.offset for at in dis.get_instructions(code) if at.opname.startswith(_STORING))
+
+
+class Tape:
+    """Record with :meth:`record`; ``frames[0]`` is the state before, ``frames[-1]`` the one after.
+
+    Args:
+        buf: the segment.
+        size: bytes of its head that are recorded.
+    """
+
+    def __init__(self, buf: memoryview, size: int) -> None:
+        self._buf = buf[:size]
+        self.frames: list[Frame] = []
+        self.steps = 0
+        self._last = b""
+        self._stored = False
+        self._codes: dict[CodeType, frozenset[int]] = {}
+
+    @classmethod
+    def of(cls, world: World) -> Tape:
+        """Of a world's metadata: header, shards, slots, visited bytes, ledger."""
+        geometry = world.geometry
+        return cls(world.segment.buf, (geometry.ledger_offset + geometry.ledger_bytes + 7) & ~7)
+
+    def record(self, operation: Callable[[], Any]) -> Any:
+        """Run the operation; its result. What it stores is on the tape when this returns."""
+        self._last = bytes(self._buf)
+        self.frames = [Frame(self._last, False)]
+        self._stored = False
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            return operation()
+        finally:
+            sys.settrace(before)
+            self._look()
+
+    def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "call":
+            if self._stored:
+                self._look()
+            if not frame.f_globals.get("__name__", "").startswith("simm."):
+                return None
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+        elif event == "opcode":
+            if self._stored:
+                self._look()
+            code = frame.f_code
+            storing = self._codes.get(code)
+            if storing is None:
+                storing = self._codes[code] = _storing_offsets(code)
+            self._stored = frame.f_lasti in storing
+        elif self._stored:
+            self._look()
+        return self._trace
+
+    def _look(self) -> None:
+        """Keep the state if it is a new one."""
+        self._stored = False
+        new = bytes(self._buf)
+        if new == self._last:  # a memcmp; comparing the memoryview itself goes item by item
+            return
+        self.steps += 1
+        self.frames.extend(Frame(meta, True) for meta in _between(self._last, new))
+        self.frames.append(Frame(new, False))
+        self._last = new
+
+    def show(self, frame: Frame) -> None:
+        """Put a state into the segment."""
+        self._buf[:] = frame.meta
+
+
+def _between(old: bytes, new: bytes) -> Iterator[bytes]:
+    """States within one instruction that stored more than one word."""
+    changed = np.flatnonzero(np.frombuffer(old, np.uint64) != np.frombuffer(new, np.uint64)).tolist()
+    if len(changed) < 2 or len(changed) > 64:  # one word is never torn; recovery's own bulk stores are in rows
+        return
+    seen = {old, new}
+    for number, word in enumerate(changed):
+        at = word * 8
+        for meta in (
+            new[:at] + old[at:],  # all words before this one
+            new[: at + 4] + old[at + 4 :],  # and half of it
+            old[:at] + new[at : at + 8] + old[at + 8 :],  # this one alone
+            old[:at] + new[at:],  # from the end
+        ):
+            if number and meta not in seen:
+                seen.add(meta)
+                yield meta
+
+
+# -- readers that live on a tape -------------------------------------------------------------------
+
+
+class _Words:
+    """A reader's view of the words, that lets time pass before each load."""
+
+    def __init__(self, words: memoryview, tick: Callable[[], None]) -> None:
+        self._words = words
+        self._tick = tick
+
+    def __getitem__(self, at: int) -> int:
+        self._tick()
+        word: int = self._words[at]
+        return word
+
+
+def read_in_time(
+    reader: ArenaReader, digest: bytes, tick: Callable[[], None], copy: Callable[[Located], bytes]
+) -> bytes | type[Unsettled] | None:
+    """A GET during which ``tick`` is called before each load of a word and before the copy.
+
+    The value's bytes, None for a miss, or Unsettled where a client would start over or ask the worker.
+    """
+    words = reader.words
+    reader.words = _Words(words, tick)  # type: ignore[assignment]
+    try:
+        tick()
+        try:
+            found = reader.locate(digest)
+        except Unsettled:
+            return Unsettled
+        if found is None:
+            return None
+        tick()
+        data = copy(found)
+        return data if reader.confirm(digest, found.slot, found.seq) else Unsettled
+    finally:
+        reader.words = words
+
+
+class Clock:
+    """Shows a tape's frames as time passes: ``jumps[n]`` frames at the n-th tick, then none."""
+
+    def __init__(self, show: Callable[[int], None], frames: int, start: int, jumps: tuple[int, ...]) -> None:
+        self._show = show
+        self._last = frames - 1
+        self.now = start
+        self._jumps = iter(jumps)
+        show(start)
+
+    def tick(self) -> None:
+        """Let time pass."""
+        jump = next(self._jumps, 0)
+        if jump and self.now < self._last:
+            self.now = min(self._last, self.now + jump)
+            self._show(self.now)
+
+
+def schedules(frames: int, ticks: int, samples: int, seed: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(first frame, jumps): every single jump from anywhere to anywhere at any tick, and a sample of the others."""
+    for start, end in itertools.combinations(range(frames), 2):
+        for at in range(ticks):
+            yield start, (0,) * at + (end - start,)
+    rng = random.Random(seed)
+    for _ in range(samples):
+        points = sorted(rng.randrange(frames) for _ in range(ticks + 1))
+        yield points[0], tuple(later - earlier for earlier, later in itertools.pairwise(points))
