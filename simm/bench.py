@@ -52,12 +52,13 @@ from .bench_report import (
     size_text,
 )
 from .config import Settings, add_arguments, load_command, parse_bytes, parse_duration
+from .connect import client_arguments, manager_client
 from .console import Parser, end_cleanly_on_sigterm, guarded
 from .constants import VALUE_BYTES_MAX
 from .errors import SimmError, UsageError
 from .local import LocalCluster
 from .process import die_with_parent
-from .startup import read_tokens, set_up_logging
+from .startup import set_up_logging
 
 OPS: Final = ("put", "get", "exists", "mput", "mget", "mexists", "view")
 DEFAULT_SIZES: Final = "4K,64K,1M,16M"
@@ -286,19 +287,6 @@ class Bench:
 # --- the command -----------------------------------------------------------------------------------------
 
 
-def client_arguments(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of :class:`~simm.client.Client`, but for ``ring``. Raises ConfigError."""
-    return {
-        "manager": ",".join(map(str, settings.manager)),
-        "namespace": settings.namespace,
-        "path": settings.path,
-        "deadline_s": settings.deadline_ms / 1000,
-        "checksum": settings.checksum,
-        "copy_threads": settings.copy_threads,
-        "token": next(iter(read_tokens(settings.token_file)), ""),
-    }
-
-
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Measure operations beside a bare memcpy or a bare socket.")
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
@@ -406,6 +394,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.bench") 
             progress("starting a cluster")
             cluster = stack.enter_context(LocalCluster(memory=plan.memory))
             client["manager"] = cluster.manager
+        else:
+            manager_client(settings).close()
         crew = stack.enter_context(Crew(plan, client))
         say(machine_line())
         where = f"a cluster of its own ({plan.memory / GIB:.1f} GiB)" if plan.memory else f"manager {client['manager']}"

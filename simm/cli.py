@@ -56,9 +56,10 @@ def _settings(command: str, arguments: argparse.Namespace) -> Settings:
 
 @contextlib.contextmanager
 def _client(settings: Settings) -> Iterator[Client]:
-    from .bench import client_arguments
     from .client import Client
+    from .connect import client_arguments, manager_client
 
+    manager_client(settings).close()
     with Client(**client_arguments(settings)) as client:
         yield client
 

@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from .client import Client
 from .config import Settings
-from .manager_link import ManagerClient
-from .startup import read_tokens
+from .connect import manager_client
 
 #: Long enough to try every path once; a server that does not answer is shown as down.
 REACH_S: Final = 3.0
@@ -19,8 +18,7 @@ def collect(settings: Settings, client: Client) -> dict[str, Any]:
 
     Loads (bytes, entries, puts, evictions) are those of each server's last heartbeat. Raises TransportError.
     """
-    token = next(iter(read_tokens(settings.token_file)), "")
-    with ManagerClient(settings.manager, deadline_s=settings.deadline_ms / 1000, token=token) as manager:
+    with manager_client(settings) as manager:
         found = manager.status()
     if any(node["workers"] for node in found["nodes"]):
         client.wait_ready(min(REACH_S, settings.deadline_ms / 1000))
