@@ -28,6 +28,9 @@ from simm.errors import ConfigError, SimmError, TransportError, UsageError
 from simm.session import WorkerSession
 from simm.tcppath import TcpPath
 
+#: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 PATHS = ("shm", "tcp")
 MIB = 1 << 20
 #: A bound for things that hang, seconds.

@@ -35,6 +35,9 @@ from simm.constants import DEFAULT_MANAGER_PORT, PAGE_BYTES, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, MrExt, Store, deregister_mr, register_mr, set_flag
 
+#: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 30.0
 MIB = 1 << 20
@@ -827,7 +830,13 @@ def test_mistakes_do_not_flood_the_log(store: Store, caplog: pytest.LogCaptureFi
 
 EXITS = {
     "plain": "",
-    "after a fork": "import os\npid = os.fork()\nif pid: assert os.waitpid(pid, 0)[1] == 0\ns.exists('k')\n",
+    "after a fork": (
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "pid = os.fork()\n"
+        "if pid: assert os.waitpid(pid, 0)[1] == 0\n"
+        "s.exists('k')\n"
+    ),
     "with a thread at work": (
         "import threading\n"
         "def work():\n"
