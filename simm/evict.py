@@ -317,7 +317,9 @@ class SieveProbation(_Queues):
     QUEUES = 2
 
     def replaced(self, slot: int) -> None:
-        self._restamp(slot)
+        if not 0 <= slot < self._slots or self._queue[slot] == _NOWHERE:
+            raise CorruptionError(f"slot {slot} is replaced, but was not inserted")
+        self._clock = self._stamp[slot] = self._clock + 1
         self._visited[slot] = 1
 
     def victim(self, group: int, rejected: Rejected) -> int:

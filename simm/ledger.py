@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -131,6 +131,20 @@ class Ledger:
         self._pack_hold(self._holds, line * HOLD_LINE_BYTES + 8, session, offset, chunk, kind)
         self._hold_words[line * 4] = hold
         return line
+
+    def add_holds(self, first: int, session: int, offsets: Sequence[int], chunk: int, kind: int) -> list[int]:
+        """:meth:`add_hold` for many chunks of one size, ids counting up from ``first``; their lines.
+
+        The caller looks at ``free_holds`` before: raises IndexError when there are too few.
+        """
+        free, pack, holds, words = self._free_holds, self._pack_hold, self._holds, self._hold_words
+        lines = []
+        for hold, offset in enumerate(offsets, first):
+            line = free.pop()
+            pack(holds, line * HOLD_LINE_BYTES + 8, session, offset, chunk, kind)
+            words[line * 4] = hold
+            lines.append(line)
+        return lines
 
     def end_hold(self, line: int) -> None:
         """End a hold's line."""

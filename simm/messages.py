@@ -125,7 +125,8 @@ class Commit(NamedTuple):
     """Publish values that lie in granted chunks.
 
     ``entries``: (digest, grant id, length, crc32, entry flags, 0). ``wants``: (value bytes, count)
-    of fresh grants that the answer should bring.
+    of fresh grants. They are made after the answer has left, off the path that somebody waits on, and come
+    with the session's next COMMITTED or GRANTED; whoever needs them at once sends GRANT.
     """
 
     entries: list[tuple[bytes, int, int, int, int, int]]
@@ -134,7 +135,11 @@ class Commit(NamedTuple):
 
 @message(0x11, "*B *QQI")
 class Committed(NamedTuple):
-    """A status for each entry, and fresh grants: (grant id, offset in the segment, chunk bytes)."""
+    """A status for each entry, and fresh grants: (grant id, offset in the segment, chunk bytes).
+
+    The grants are those that earlier COMMITs wanted, as far as there was room. Each comes once; a session that
+    ends before it was told of one loses nothing.
+    """
 
     statuses: list[int]
     grants: list[tuple[int, int, int]]
@@ -149,7 +154,10 @@ class Grant(NamedTuple):
 
 @message(0x13, "*QQI")
 class Granted(NamedTuple):
-    """(grant id, offset, chunk bytes), in the order asked; fewer when room or the session's cap ran out."""
+    """(grant id, offset, chunk bytes), in the order asked; fewer when room or the session's cap ran out.
+
+    Ahead of them come the grants that earlier COMMITs wanted and no answer has brought yet.
+    """
 
     grants: list[tuple[int, int, int]]
 

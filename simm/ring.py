@@ -24,7 +24,7 @@ long as the worker kicks anyway. A lost wake-up costs microseconds, never a hang
 Why the worker trusts nothing here
 ----------------------------------
 The client can write anything at any time, also while the worker reads. The worker checks the tail
-against the slots there are, copies a frame out before it parses it, and demands the seals that
+against the slots there are, reads each byte of a frame once before it looks at any, and demands the seals that
 keep the memfd from being shrunk under it (which would be a SIGBUS).
 """
 
@@ -38,7 +38,7 @@ from typing import Final
 
 from .constants import PAGE_BYTES
 from .errors import RemoteProtocolError
-from .rpc import COMMIT_ONE_BYTES, HEADER_BYTES, Frame, parse_commit_one, parse_header
+from .rpc import HEADER_BYTES, Frame, parse_commit_one, parse_committed_one, parse_header
 
 SLOTS: Final = 4
 SLOT_BYTES: Final = 32 << 10
@@ -105,14 +105,18 @@ class Ring:
         """The reply to request ``number``, which HEAD says is there. Raises RemoteProtocolError."""
         return self._frame(_REPLIES + number % SLOTS * SLOT_BYTES)
 
+    def committed_one(self, number: int) -> tuple[int, tuple[int, int, int] | None] | None:
+        """:meth:`reply`, as :func:`rpc.parse_committed_one` gives it; None where it has another shape."""
+        return parse_committed_one(self._bytes, _REPLIES + number % SLOTS * SLOT_BYTES)
+
     # -- worker -----------------------------------------------------------------------------
 
-    def next_commit(self) -> tuple[bytes, int, int, int, int, int] | None:
-        """The next request if it is a COMMIT of one entry and no wants, as :func:`rpc.parse_commit_one` gives it."""
+    def next_commit(self) -> tuple[tuple[bytes, int, int, int, int, int], int, int, int] | None:
+        """The next request if it is a COMMIT of one entry and want, as :func:`rpc.parse_commit_one` gives it."""
         at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
         if not 0 < self.words[TAIL] - self.done <= SLOTS:
             return None  # nothing there, or nonsense: next_request says which
-        return parse_commit_one(bytes(self._bytes[at : at + COMMIT_ONE_BYTES]))
+        return parse_commit_one(self._bytes, at)
 
     def next_request(self) -> Frame | None:
         """The next request, copied out; None when there is none. Raises RemoteProtocolError."""

@@ -132,6 +132,19 @@ class Space:
                         return offset
         return self._make_room(n)
 
+    def allocate_many(self, n: int, count: int) -> list[int]:
+        """Up to ``count`` chunks, as `allocate` gives them; fewer where it would say -1."""
+        if count < 2:
+            offset = self.allocate(n) if count == 1 else -1
+            return [offset] if offset >= 0 else []
+        offsets = self._allocator.alloc_many(n, count)
+        while len(offsets) < count:
+            offset = self.allocate(n)
+            if offset < 0:
+                break
+            offsets.append(offset)
+        return offsets
+
     def publish(self, offset: int, slot: int) -> None:
         """The granted chunk at ``offset`` now belongs to ``slot``, which has none. O(1)."""
         if not (0 <= slot < len(self._offsets) and self._offsets[slot] < 0):
@@ -151,14 +164,20 @@ class Space:
             raise CorruptionError(f"slot {slot} does not have the chunk at {old}")
         if old == new or new in self._orphans:
             raise CorruptionError(f"chunk at {new} is the slot's own already, or an orphan")
+        policy = self._policy
         group = allocator.set_owner(new, slot)
         self._offsets[slot] = new
-        if self._policy.group_of(slot) == group:
-            self._policy.replaced(slot)
+        if policy.group_of(slot) == group:
+            policy.replaced(slot)
         else:
-            self._policy.remove(slot)
-            self._policy.insert(slot, group)
-        self._let_go(old)
+            policy.remove(slot)
+            policy.insert(slot, group)
+        if old in self._holds:
+            self._let_go(old)
+            return
+        allocator.free(old)
+        if self._hopeless:
+            self._hopeless.clear()
 
     def release(self, offset: int) -> None:
         """The chunk at ``offset`` is no longer any entry's: it goes free, or is an orphan while held. O(1)."""

@@ -210,10 +210,14 @@ class Table:
         second = high % sets
         if second == first:
             second = (second + 1) % sets
+        used = self._used
+        mask, other = used[first], used[second]
         base = self._slots_offset
-        start = base + first * SET_BYTES
-        at = self._find(digest, start, start + SET_BYTES)
-        if at < 0:
+        at = -1
+        if mask:  # a look into an empty set costs two cache misses
+            start = base + first * SET_BYTES
+            at = self._find(digest, start, start + SET_BYTES)
+        if at < 0 and other:
             start = base + second * SET_BYTES
             at = self._find(digest, start, start + SET_BYTES)
         at -= base
@@ -224,12 +228,11 @@ class Table:
             word = (at - 8) >> 3
             old: int = words[word + 3]
             if not old:
-                return None  # zeros are no digest, and yet are found in any empty slot
+                return None  # see below
             self._save(word >> 3)  # (a)
         else:
-            used = self._used
-            mask = used[first]
-            other = used[second]
+            if digest == ZERO_DIGEST:
+                return None  # no digest, as it is found in any empty slot
             if _USED[other] < _USED[mask]:
                 first, mask = second, other
             way = _FREE_WAY[mask]

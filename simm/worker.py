@@ -326,14 +326,14 @@ class Worker(Service):
         store = self.store
         _check_wants(msg.wants)
         statuses = store.commit(session, msg.entries)
-        grants: list[tuple[int, int, int]] = []
         for size, count in msg.wants:
-            grants += store.grant(session, size, count)
-        return M.Committed(statuses, grants), 0
+            store.want(session, size, count)
+        return M.Committed(statuses, store.take_prepared(session)), 0
 
     def _grant(self, _peer: Peer, session: Session, msg: M.Grant) -> tuple[Any, int]:
-        grants: list[tuple[int, int, int]] = []
         _check_wants(msg.wants)
+        self.store.settle()
+        grants = self.store.take_prepared(session)
         for size, count in msg.wants:
             got = self.store.grant(session, size, count)
             grants += got
@@ -424,11 +424,15 @@ class Worker(Service):
         store = self.store
         try:
             commit = ring.next_commit()
-            if commit is not None and link.session is not None:
-                digest, grant, length, crc, flags, request_id = commit
+            if commit is not None and (session := link.session) is not None:
+                entry, want, count, request_id = commit
+                if count > BATCH_KEYS_MAX:
+                    _check_wants([(want, count)])
                 store.now_ms = time.time_ns() // 1_000_000
-                (status,) = store.commit(link.session, ((digest, grant, length, crc, flags, 0),))
-                ring.answer(reply_committed_one(status, request_id))
+                (status,) = store.commit(session, (entry,))
+                ring.answer(reply_committed_one(status, request_id, store.take_prepared(session)))
+                if count:
+                    store.want(session, want, count)
             elif (frame := ring.next_request()) is not None:
                 ring.answer(self.handle(peer, frame))
             else:

@@ -388,40 +388,6 @@ def test_codecs_are_checked_at_import() -> None:
     assert CODECS[4].cls is M.Ping and structure
 
 
-# --- one-key forms ----------------------------------------------------------------------------
-
-
-@given(
-    st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
-    st.integers(0, 2**32 - 1), st.integers(0, 65535), st.integers(0, 2**64 - 1),
-)  # fmt: skip
-@settings(max_examples=100, deadline=None)
-def test_one_key_commit_is_the_same_bytes(
-    digest: bytes, grant: int, length: int, crc: int, flags: int, request_id: int
-) -> None:
-    plain = encode(M.Commit([(digest, grant, length, crc, flags, 0)], []), request_id)
-    assert rpc.encode_commit_one(digest, grant, length, crc, flags, request_id) == plain
-    assert rpc.parse_commit_one(plain) == (digest, grant, length, crc, flags, request_id)
-    for status in (0, 8, 255):
-        answer = reply(M.Committed([status], []), request_id)
-        assert rpc.reply_committed_one(status, request_id) == answer
-        (frame,) = frames(answer)
-        assert rpc.decode_committed_one(frame) == status
-
-
-def test_one_key_forms_take_nothing_else() -> None:
-    plain = rpc.encode_commit_one(b"d" * 16, 1, 2, 3, 4, 5)
-    for at in [*range(12), *range(20, 28), *range(len(plain) - 6, len(plain))]:
-        damaged = bytearray(plain)
-        damaged[at] ^= 1
-        assert rpc.parse_commit_one(bytes(damaged)) is None
-    assert rpc.parse_commit_one(plain[:-1]) is None and rpc.parse_commit_one(plain + b"\0") is None
-    committed = (M.Committed([0, 0], []), M.Committed([], []), M.Committed([0], [(1, 2, 3)]))
-    for other in (*committed, M.Statuses([0]), M.Done(1)):
-        (frame,) = frames(reply(other, 1))
-        assert rpc.decode_committed_one(frame) == -1
-
-
 # --- docs/protocol.md -------------------------------------------------------------------------
 
 
