@@ -7,28 +7,32 @@ when everybody has left every byte comes back.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from storm.tape import Clock, Frame, Tape, read_in_time, schedules
+from storm.deaths import (
+    A,
+    B,
+    C,
+    Cut,
+    Operation,
+    Scene,
+    chosen,
+    die_everywhere,
+    read_a_lost_shard,
+    read_everywhere,
+    reuse_of_a_chunk,
+    small,
+)
+from storm.tape import Tape, read_in_time
 from storm.world import ALL_SHARDS, Player, World, digest_of, is_value, new_segment, remove_segment
 
 from simm.constants import SHARD_COUNT
 from simm.hashing import shard_of
-from simm.reader import Located, Unsettled
 from simm.shm import OwnedSegment
 
 MIB = 1 << 20
 KIB = 1 << 10
-A, B, C = (digest_of(name) for name in "ABC")
-Operation = Callable[[], object]
-Scene = Callable[[World], Operation]
-
-#: Torn states looked at for one operation, at most; the states between instructions are all looked at.
-TORN_MAX = 60
-#: States of one operation from which the recovery's own tape is played.
-TWICE_MAX = 6
 
 
 @pytest.fixture(scope="module")
@@ -255,79 +259,6 @@ SCENES: list[Scene] = [
 ]  # fmt: skip
 
 
-# -- deaths ------------------------------------------------------------------------------------------
-
-
-def chosen(frames: list[Frame], torn_max: int) -> list[Frame]:
-    """All states between instructions, and torn ones up to a number."""
-    torn = [number for number, frame in enumerate(frames) if frame.torn]
-    if len(torn) > torn_max:
-        torn = random.Random(1).sample(torn, torn_max)
-    kept = set(torn)
-    return [frame for number, frame in enumerate(frames) if not frame.torn or number in kept]
-
-
-class Cut:
-    """An operation on tape: what the twin knew before and after it, and each state in between to be shown."""
-
-    def __init__(self, world: World, scene: Scene) -> None:
-        operation = scene(world)
-        world.check()
-        self.buf = world.segment.buf
-        self.data_offset = world.geometry.data_offset
-        self.before = world.twin()
-        #: The values. No store writes any, but clients do as soon as they hear of a grant.
-        self.data = bytes(self.buf[self.data_offset :])
-        self.tape = Tape.of(world)
-        self.tape.record(operation)
-        self.after = world.twin()
-
-    def show(self, frame: Frame) -> None:
-        """The segment as a death there leaves it."""
-        self.buf[self.data_offset :] = self.data
-        self.tape.show(frame)
-
-
-def die_everywhere(segment: OwnedSegment, scene: Scene, *, twice: bool = True) -> int:
-    """Cut a scene's operation at every point, and the recovery too; how many deaths."""
-    world = World(segment, slots=64)
-    cut = Cut(world, scene)
-    frames = chosen(cut.tape.frames, TORN_MAX)
-    deaths = 0
-    for number, frame in enumerate(frames):
-        cut.show(frame)
-        world.recover()
-        world.settle_on(cut.before, cut.after)
-        world.check()
-        if number % 4 == 0 or number == len(frames) - 1:
-            live_on(world, cut.after.mine)
-        deaths += 1
-    if not twice:
-        return deaths
-    again = Tape.of(world)
-    for frame in frames[:: max(1, len(frames) // TWICE_MAX)]:
-        cut.show(frame)
-        again.record(world.recover)
-        for second in chosen(again.frames, 10):
-            again.show(second)
-            world.recover()
-            world.settle_on(cut.before, cut.after)
-            world.check()
-            deaths += 1
-    return deaths
-
-
-def live_on(world: World, mine: bytes) -> None:
-    """The recovered store works, and gives every byte back in the end."""
-    world.set_shards(mine)
-    player = world.join()
-    for digest in (C, A):
-        if world.owns(digest):
-            world.put(player, digest, 5000)
-    world.check()
-    world.wind_up()
-
-
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_death_at_every_point(segment: OwnedSegment, scene: Scene) -> None:
     assert die_everywhere(segment, scene) >= 2
@@ -347,78 +278,6 @@ def test_the_tape_has_every_store(segment: OwnedSegment) -> None:
 
 
 # -- readers -----------------------------------------------------------------------------------------
-
-
-def reuse_of_a_chunk(world: World, end: Callable[[Player], object]) -> tuple[Tape, list[dict[int, bytes]]]:
-    """A's value goes by ``end``; its chunk is granted to another, filled and published under B.
-
-    The tape of all that, and with each of its frames what the chunk's bytes were.
-    """
-    player = world.join()
-    world.put(player, A, 4096)
-    offset = world.store.table.offset(world.store.table.lookup(A))
-    contents: list[dict[int, bytes]] = []
-    frames: list[Frame] = []
-    tape = Tape.of(world)
-
-    def part(operation: Operation) -> None:
-        before = bytes(world.data[offset : offset + 4096])
-        tape.record(operation)
-        frames.extend(tape.frames)
-        contents.extend({offset: before} for _ in tape.frames)
-
-    part(lambda: end(player))
-    number, at = 0, -1
-    while at != offset:
-        got: list[tuple[int, int, int]] = []
-        part(lambda: got.extend(world.store.grant(player.session, 4096, 1)))  # noqa: B023
-        assert got, "the chunk was not reused"
-        number, at, _ = got[0]
-    half = bytes(world.data[offset : offset + 2048])
-    world.data[offset : offset + 2048] = b"T" * 2048  # half of it first: a torn copy is of both
-    assert half != b"T" * 2048
-    part(lambda: None)
-    world.data[offset : offset + 4096] = b"T" * 4096
-    part(lambda: None)
-    part(lambda: world.store.commit(player.session, [(B, number, 4096, 0, 0, 0)]))
-    tape.frames = frames
-    return tape, contents
-
-
-def read_everywhere(
-    world: World, tape: Tape, contents: list[dict[int, bytes]], allowed: Callable[[object], bool]
-) -> dict[str, int]:
-    """Let a reader of A be stopped at any of its steps, for any time; raise where it returns what it must not."""
-    reader, buf = world.reader, world.segment.buf
-    seen = {"hit": 0, "miss": 0, "unsettled": 0}
-
-    def show(number: int) -> None:
-        tape.show(tape.frames[number])
-        for offset, data in contents[number].items():
-            buf[offset : offset + len(data)] = data
-
-    for start, jumps in schedules(len(tape.frames), 8, 1500, seed=5):
-        clock = Clock(show, len(tape.frames), start, jumps)
-
-        def copy(found: Located, clock: Clock = clock) -> bytes:
-            value = reader.value(found)
-            half = len(value) // 2
-            first = bytes(value[:half])
-            clock.tick()
-            return first + bytes(value[half:])
-
-        result = read_in_time(reader, A, clock.tick, copy)
-        if not allowed(result):
-            raise AssertionError(f"a reader stopped at frames {start} {jumps} got a wrong value")
-        seen["unsettled" if result is Unsettled else "miss" if result is None else "hit"] += 1
-    return seen
-
-
-def small(tape: Tape, contents: list[dict[int, bytes]], torn: int) -> None:
-    """Thin a tape's torn frames out: every pair of frames is played."""
-    kept = set(random.Random(2).sample([n for n, frame in enumerate(tape.frames) if frame.torn], torn))
-    keep = [n for n, frame in enumerate(tape.frames) if not frame.torn or n in kept]
-    tape.frames, contents[:] = [tape.frames[n] for n in keep], [contents[n] for n in keep]
 
 
 ENDS: dict[str, Callable[[World], Callable[[Player], object]]] = {
@@ -465,3 +324,7 @@ def test_readers_see_old_or_new_at_rest_in_every_state(segment: OwnedSegment, sc
                 assert any(is_value(result, values[digest]) for values in (before, after) if digest in values)
             elif result is None:
                 assert digest not in before or digest not in after
+
+
+def test_nothing_is_read_from_a_shard_that_was_given_up(segment: OwnedSegment) -> None:
+    read_a_lost_shard(World(segment, slots=64))
