@@ -47,6 +47,12 @@ STALL_S: Final = 30.0
 _FDS_MAX: Final = 4
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
+_ACCEPT_PASSING: Final = frozenset(
+    (
+        errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+        errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENONET,
+    )
+)  # fmt: skip
 
 
 class Service:
@@ -302,7 +308,11 @@ class Loop:
         peer = Peer(self, sock, service, address)
         self.peers.add(peer)
         self.selector.register(sock, selectors.EVENT_READ, peer)
-        service.on_connect(peer)
+        try:
+            service.on_connect(peer)
+        except BaseException:
+            self._forget(peer)  # without on_close: the service has not taken it on
+            raise
         return peer
 
     def watch(self, fileobj: Any, callback: Callable[[int], None]) -> None:
@@ -404,6 +414,8 @@ class Loop:
                     self.selector.unregister(listener)
                     self._watch_later(listener, self._acceptor(listener, service, connections_max))
                     return
+                if exc.errno in _ACCEPT_PASSING:  # of the one connection that was waiting: see accept(2)
+                    continue
                 raise
             if len(self.peers) >= connections_max:
                 log.error("%d connections: refusing another", len(self.peers))
@@ -415,7 +427,12 @@ class Loop:
                 name = f"{address[0]}:{address[1]}"
             else:
                 name = f"unix#{sock.fileno()}"
-            self.adopt(sock, service, name)
+            try:
+                self.adopt(sock, service, name)
+            except Exception:  # one connection's, not the server's end
+                log.exception("adopting %s failed", name)
+                self.handler_errors += 1
+                sock.close()
 
     def _update(self, peer: Peer) -> None:
         """Register for what the peer can do next: write while output waits, read unless held back."""
