@@ -38,7 +38,7 @@ from typing import Final
 
 from .constants import PAGE_BYTES
 from .errors import RemoteProtocolError
-from .rpc import HEADER_BYTES, Frame, parse_commit_one, parse_committed_one, parse_header
+from .rpc import HEADER_BYTES, CommitOne, CommittedOne, Frame, parse_commit_one, parse_committed_one, parse_header
 
 SLOTS: Final = 4
 SLOT_BYTES: Final = 32 << 10
@@ -105,13 +105,13 @@ class Ring:
         """The reply to request ``number``, which HEAD says is there. Raises RemoteProtocolError."""
         return self._frame(_REPLIES + number % SLOTS * SLOT_BYTES)
 
-    def committed_one(self, number: int) -> tuple[int, tuple[int, int, int] | None] | None:
+    def committed_one(self, number: int) -> CommittedOne | None:
         """:meth:`reply`, as :func:`rpc.parse_committed_one` gives it; None where it has another shape."""
         return parse_committed_one(self._bytes, _REPLIES + number % SLOTS * SLOT_BYTES)
 
     # -- worker -----------------------------------------------------------------------------
 
-    def next_commit(self) -> tuple[tuple[bytes, int, int, int, int, int], int, int, int] | None:
+    def next_commit(self) -> CommitOne | None:
         """The next request if it is a COMMIT of one entry and want, as :func:`rpc.parse_commit_one` gives it."""
         at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
         if not 0 < self.words[TAIL] - self.done <= SLOTS:

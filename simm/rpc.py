@@ -131,6 +131,14 @@ COMMIT_ONE_BYTES: Final = _COMMIT_ONE.size
 COMMITTED_ONE_BYTES: Final = _COMMITTED_ONE.size
 
 
+#: The same behind the frame's header, for whom a :class:`Connection` has taken that off.
+_COMMIT_ONE_BODY: Final = struct.Struct("<4s" + "16sQIIH" + "6s" + "II")
+_COMMITTED_ONE_BODY: Final = struct.Struct("<4s" + "BI" + "QQI")
+COMMIT_ONE_BODY_BYTES: Final = COMMIT_ONE_BYTES - HEADER_BYTES
+COMMITTED_ONE_BODY_BYTES: Final = COMMITTED_ONE_BYTES - HEADER_BYTES
+assert (_COMMIT_ONE_BODY.size, _COMMITTED_ONE_BODY.size) == (COMMIT_ONE_BODY_BYTES, COMMITTED_ONE_BODY_BYTES)
+
+
 def _head(msg: type, flags: int) -> bytes:
     return _pack_header(MAGIC, FRAMING_VERSION, OPCODES[msg], flags, 0, 0, 0)[:12]
 
@@ -145,6 +153,13 @@ _COMMIT_WANTS: Final = struct.pack("<HI", 0, 1)
 _COMMITTED_HEAD: Final = _head(messages.Committed, _REPLY)
 _COMMITTED_NONE_COUNT: Final = _count(_COMMITTED_NONE.size)
 _COMMITTED_ONE_COUNT: Final = _count(COMMITTED_ONE_BYTES)
+_ONE: Final = struct.pack("<I", 1)
+_OP_COMMIT: Final = OPCODES[messages.Commit]
+_OP_COMMITTED: Final = OPCODES[messages.Committed]
+#: (entry, want, count, request id)
+CommitOne = tuple[tuple[bytes, int, int, int, int, int], int, int, int]
+#: (status, grant)
+CommittedOne = tuple[int, tuple[int, int, int] | None]
 
 
 def encode_commit_one(
@@ -156,9 +171,7 @@ def encode_commit_one(
     )
 
 
-def parse_commit_one(
-    buf: bytes | memoryview, at: int = 0
-) -> tuple[tuple[bytes, int, int, int, int, int], int, int, int] | None:
+def parse_commit_one(buf: bytes | memoryview, at: int = 0) -> CommitOne | None:
     """(entry, want, count, request id) of a COMMIT frame of that shape at ``at``; None for any other.
 
     There must be COMMIT_ONE_BYTES from ``at`` on. Each byte is read once, so they may change meanwhile.
@@ -178,7 +191,7 @@ def reply_committed_one(status: int, request_id: int, grants: list[tuple[int, in
     return reply(messages.Committed([status], grants), request_id)
 
 
-def parse_committed_one(buf: bytes | memoryview, at: int = 0) -> tuple[int, tuple[int, int, int] | None] | None:
+def parse_committed_one(buf: bytes | memoryview, at: int = 0) -> CommittedOne | None:
     """(status, grant or None) of a COMMITTED frame of one status and at most one grant at ``at``; None for any other.
 
     There must be COMMITTED_ONE_BYTES from ``at`` on, whether the frame fills them or not.
@@ -191,6 +204,24 @@ def parse_committed_one(buf: bytes | memoryview, at: int = 0) -> tuple[int, tupl
     if statuses == _COMMITTED_NONE_COUNT and grants == 0:
         return status, None
     return None
+
+
+def commit_one_of(frame: Frame) -> CommitOne | None:
+    """:func:`parse_commit_one` of a frame that came by socket."""
+    if frame.opcode != _OP_COMMIT or len(frame.body) != COMMIT_ONE_BODY_BYTES:
+        return None
+    entries, digest, grant, length, crc, flags, wants, want, count = _COMMIT_ONE_BODY.unpack(frame.body)
+    if entries != _ONE or wants != _COMMIT_WANTS:
+        return None
+    return (digest, grant, length, crc, flags, 0), want, count, frame.request_id
+
+
+def committed_one_of(frame: Frame) -> CommittedOne | None:
+    """:func:`parse_committed_one` of a frame that came by socket, with a grant; None for one without, too."""
+    if frame.opcode != _OP_COMMITTED or len(frame.body) != COMMITTED_ONE_BODY_BYTES:
+        return None
+    statuses, status, grants, grant, offset, chunk = _COMMITTED_ONE_BODY.unpack(frame.body)
+    return (status, (grant, offset, chunk)) if statuses == _ONE and grants == 1 else None
 
 
 class Connection:

@@ -37,7 +37,7 @@ from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
-from .rpc import Frame, decode, reply, reply_committed_one
+from .rpc import CommitOne, Frame, commit_one_of, decode, reply, reply_committed_one
 from .store import Session, Store
 from .topology import step_aside
 
@@ -107,6 +107,8 @@ class Worker(Service):
         self._poll_s = settings.poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
         #: A client has said that it will commit before about this time.
         self._poll_until = 0.0
+        #: Until then the sockets are polled too.
+        self._look_until = 0.0
         store.recall = self._recall
         self._handlers: dict[int, Callable[[Peer, Session, Any], tuple[Any, int]]] = {
             OPCODES[M.Commit]: self._commit,
@@ -148,6 +150,11 @@ class Worker(Service):
         last_work = clock()
         while loop.running:
             if not self._active:
+                if self._look_until:  # a client without a ring has just put something
+                    if clock() < self._look_until:
+                        loop.run_once(0.0)
+                        continue
+                    self._look_until = 0.0
                 served = self.ring_requests
                 if loop.run_once(None) and (self._active or self.ring_requests != served):
                     now = clock()
@@ -191,8 +198,16 @@ class Worker(Service):
         if frame.opcode in (M.OP_KICK, M.OP_WAKE):
             self._kick(peer, frame)
             return
-        peer.send(self.handle(peer, frame))
+        commit = commit_one_of(frame)
+        session = peer.context.session
+        if commit is not None and session is not None:
+            self.requests += 1
+            peer.send(self._commit_one(session, commit))
+        else:
+            peer.send(self.handle(peer, frame))
         self.store.settle()
+        if frame.opcode == M.OP_COMMIT and peer.context.role == M.Role.CLIENT:
+            self._look_until = time.monotonic() + self._poll_s
 
     def on_close(self, peer: Peer, reason: str) -> None:
         link: Link = peer.context
@@ -322,6 +337,18 @@ class Worker(Service):
 
     # -- requests -------------------------------------------------------------------------------------
 
+    def _commit_one(self, session: Session, commit: CommitOne) -> bytes:
+        """The reply to a COMMIT of one entry and one want, by ring or socket."""
+        store = self.store
+        entry, want, count, request_id = commit
+        if count > BATCH_KEYS_MAX:
+            _check_wants([(want, count)])
+        store.now_ms = time.time_ns() // 1_000_000
+        (status,) = store.commit(session, (entry,))
+        if count:
+            store.want(session, want, count)
+        return reply_committed_one(status, request_id, store.take_prepared(session))
+
     def _commit(self, _peer: Peer, session: Session, msg: M.Commit) -> tuple[Any, int]:
         store = self.store
         _check_wants(msg.wants)
@@ -405,6 +432,8 @@ class Worker(Service):
             self._poll_until = time.monotonic() + WAKE_POLL_S
         ring = link.ring
         if ring is None:
+            if frame.opcode == M.OP_WAKE:
+                return
             raise RemoteProtocolError("KICK without a ring")
         for _ in range(SLOTS):  # all that was there when the kick was sent; who posts on and on has to wait
             if ring.words[TAIL] == ring.done:
@@ -425,14 +454,7 @@ class Worker(Service):
         try:
             commit = ring.next_commit()
             if commit is not None and (session := link.session) is not None:
-                entry, want, count, request_id = commit
-                if count > BATCH_KEYS_MAX:
-                    _check_wants([(want, count)])
-                store.now_ms = time.time_ns() // 1_000_000
-                (status,) = store.commit(session, (entry,))
-                ring.answer(reply_committed_one(status, request_id, store.take_prepared(session)))
-                if count:
-                    store.want(session, want, count)
+                ring.answer(self._commit_one(session, commit))
             elif (frame := ring.next_request()) is not None:
                 ring.answer(self.handle(peer, frame))
             else:

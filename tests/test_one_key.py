@@ -12,7 +12,11 @@ from simm.ring import SLOT_BYTES, SLOTS, TAIL, Ring
 from simm.rpc import (
     COMMIT_ONE_BYTES,
     COMMITTED_ONE_BYTES,
+    HEADER_BYTES,
+    Connection,
     Frame,
+    commit_one_of,
+    committed_one_of,
     decode,
     encode,
     encode_commit_one,
@@ -37,6 +41,7 @@ def test_a_commit_is_the_same_bytes(
     assert encode_commit_one(digest, grant, length, crc, flags, want, count, request_id) == plain
     assert parse_commit_one(plain) == (entry, want, count, request_id)
     assert parse_commit_one(b"x" * 5 + plain, 5) == (entry, want, count, request_id)
+    assert commit_one_of(framed(plain)) == (entry, want, count, request_id)
 
 
 @given(st.integers(0, 255), U64, st.lists(st.tuples(U64, U64, U32), max_size=3))
@@ -46,7 +51,17 @@ def test_an_answer_is_the_same_bytes(status: int, request_id: int, grants: list[
     assert reply_committed_one(status, request_id, grants) == plain
     expected = (status, grants[0] if grants else None) if len(grants) < 2 else None
     assert parse_committed_one(plain + PADDING) == expected
+    assert committed_one_of(framed(plain)) == (expected if len(grants) == 1 else None)
     assert parse_committed_one(b"x" * 3 + plain + b"\xff" * COMMITTED_ONE_BYTES, 3) == expected
+
+
+def framed(data: bytes) -> Frame:
+    """The one frame in ``data``, as a socket's end sees it."""
+    connection = Connection()
+    connection.receive_data(data)
+    frame = connection.next_frame()
+    assert frame is not None and connection.pending_bytes in (0, COMMITTED_ONE_BYTES)
+    return frame
 
 
 #: Bytes of the frames that may have any value: request id and the fields themselves.
@@ -61,6 +76,8 @@ def test_a_damaged_commit_is_no_commit_of_that_shape() -> None:
         damaged = bytearray(plain)
         damaged[at] ^= 1
         assert (parse_commit_one(bytes(damaged)) is None) == (at not in COMMIT_FREE), at
+        if at >= HEADER_BYTES:
+            assert (commit_one_of(framed(bytes(damaged))) is None) == (at not in COMMIT_FREE), at
 
 
 def test_a_damaged_answer_is_no_answer_of_that_shape() -> None:
@@ -70,6 +87,8 @@ def test_a_damaged_answer_is_no_answer_of_that_shape() -> None:
             damaged = bytearray(plain)
             damaged[at] ^= 1
             assert (parse_committed_one(bytes(damaged)) is None) == (at not in COMMITTED_FREE), at
+            if grants and at >= HEADER_BYTES:
+                assert (committed_one_of(framed(bytes(damaged))) is None) == (at not in COMMITTED_FREE), at
 
 
 @pytest.mark.parametrize("other", [
@@ -79,6 +98,7 @@ def test_a_damaged_answer_is_no_answer_of_that_shape() -> None:
 ], ids=repr)  # fmt: skip
 def test_other_requests_are_left_to_the_codec(other: object) -> None:
     assert parse_commit_one(encode(other, 1) + bytes(COMMIT_ONE_BYTES)) is None
+    assert commit_one_of(framed(encode(other, 1))) is None
 
 
 @pytest.mark.parametrize("other", [
@@ -87,6 +107,7 @@ def test_other_requests_are_left_to_the_codec(other: object) -> None:
 ], ids=repr)  # fmt: skip
 def test_other_answers_are_left_to_the_codec(other: object) -> None:
     assert parse_committed_one(reply(other, 1) + PADDING) is None
+    assert committed_one_of(framed(reply(other, 1))) is None
     # A request is no answer, and an answer with an error in its header is not looked at for one.
     assert parse_committed_one(encode(M.Committed([0], [GRANT])) + PADDING) is None
     assert parse_committed_one(reply(M.Committed([0], [GRANT]), 1, 4) + PADDING) is None
