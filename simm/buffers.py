@@ -57,10 +57,19 @@ class Span:
 
 def view_of(buffer: Any) -> memoryview:
     """The buffer's bytes, flat. Raises UsageError when it has none or is not contiguous."""
+    if isinstance(buffer, np.ndarray) and buffer.dtype != np.uint8:
+        # Types that the buffer protocol has no name for (bfloat16, datetime64, complex) are bytes to us all the same.
+        if not buffer.flags.c_contiguous:
+            raise UsageError("the array is not contiguous: pass np.ascontiguousarray(array)")
+        if buffer.dtype.hasobject:
+            raise UsageError("an array of Python objects has no bytes to store")
+        buffer = buffer.reshape(-1).view(np.uint8)
     try:
         view = memoryview(buffer)
     except TypeError:
         view = _foreign(buffer)
+    except ValueError as exc:
+        raise UsageError(f"the memory of this {type(buffer).__name__} cannot be taken as bytes: {exc}") from None
     if view.format != "B" or view.ndim != 1:
         if not view.c_contiguous:
             raise UsageError("the buffer is not contiguous: pass a contiguous copy")

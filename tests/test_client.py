@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm.buffers import Span, address_of
+from simm.buffers import Span, address_of, view_of
 from simm.client import Client
 from simm.constants import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import ConfigError, SimmError, TransportError, UsageError
@@ -876,3 +876,18 @@ def test_a_local_cluster_ends_with_its_client() -> None:
 def test_a_local_cluster_that_cannot_start_says_why() -> None:
     with pytest.raises(SimmError, match="dataserver did not start"):
         Client.local(memory="1M")
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "complex128", "float16", "bool", ">u4", "V6"])
+def test_arrays_of_any_fixed_type_are_bytes(dtype: str) -> None:
+    array = np.frombuffer(os.urandom(4800), np.uint8).view(dtype if dtype != "bool" else np.uint8)
+    array = array.astype(bool) if dtype == "bool" else array
+    assert bytes(view_of(array)) == array.tobytes()
+    assert bytes(view_of(array.reshape(2, -1))) == array.tobytes()
+    with pytest.raises(UsageError, match="contiguous"):
+        view_of(array[::2])
+
+
+def test_an_array_of_objects_is_refused() -> None:
+    with pytest.raises(UsageError, match="objects"):
+        view_of(np.array([object()]))
