@@ -1,0 +1,291 @@
+"""How a session ends: chunks under copies and views of a broken one are nobody else's until those have ended.
+
+A real worker runs in a thread; it dies and comes back as told, so every interleaving here is scripted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from storm.inproc import WorkerThread
+
+from simm import messages as M
+from simm import session as session_module
+from simm.client import View
+from simm.errors import TransportError
+from simm.hashing import Hasher
+from simm.messages import Status
+from simm.session import WorkerSession
+
+digest_of = Hasher("default")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    session_module._BURIED.clear()
+    with WorkerThread() as running:
+        yield running
+    session_module._BURIED.clear()
+
+
+def grant_of(session: WorkerSession, size: int) -> tuple[int, int, int]:
+    session.ask([(size, 1)])
+    grant = session.take(size)
+    assert grant is not None
+    return grant
+
+
+def put(session: WorkerSession, key: str, data: bytes) -> int:
+    """One PUT, by hand. The chunk's offset."""
+    grant = grant_of(session, len(data))
+    session.begin_copy()
+    start = grant[1] - session.reader.data_offset
+    session.reader.data[start : start + len(data)] = data
+    session.end_copy()
+    answer = session.exchange(M.Commit([(digest_of(key), grant[0], len(data), 0, 0, 0)], []))
+    assert answer.statuses == [Status.OK]
+    return grant[1]
+
+
+def view(session: WorkerSession, key: str) -> View:
+    session.begin_copy()
+    status, _flags, length, _crc, offset, pin = session.pin(digest_of(key))
+    assert status == Status.OK
+    return View.pinned(session.reader, session, offset, length, pin)
+
+
+def fill(session: WorkerSession, size: int) -> set[int]:
+    """Put until things are evicted; the offsets that were used."""
+    used = set()
+    for number in range(3 * (16 * MIB // size)):
+        used.add(put(session, f"fill {number}", bytes([number % 251]) * size))
+    return used
+
+
+def test_issue_a_view_outlives_its_session(worker: WorkerThread) -> None:
+    """The next session of the process named the old one free, as no copy was running: but a view was."""
+    first = worker.session()
+    offset = put(first, "seen", b"s" * MIB)
+    seen = view(first, "seen")
+    worker.die()
+    worker.start()
+    with pytest.raises(TransportError):
+        first.exchange(M.Ping(1))
+    first.close(clean=False)
+    second = worker.session()
+    second.tend()
+    assert offset not in fill(second, MIB)
+    assert bytes(seen.data) == b"s" * MIB
+    seen.close()
+    gc.collect()
+    second.tend()  # now it is free, and the worker hears of it from the session there is
+    with worker.frozen() as store:
+        assert first.session not in store.sessions and store.stats()["pins"] == 0
+        store.check()
+    second.close()
+
+
+def test_issue_a_pin_without_a_broken_session_ends_with_its_view(worker: WorkerThread) -> None:
+    session = worker.session()
+    put(session, "seen", b"s" * MIB)
+    array = (ctypes.c_ubyte * 16)()
+    seen = view(session, "seen")
+    inner = memoryview(seen.data)[16:32]  # made from it, and alive longer
+    seen.close()
+    session.tend()
+    with worker.frozen() as store:
+        assert store.stats()["pins"] == 1
+    array[:] = inner
+    assert bytes(array) == b"s" * 16
+    del inner
+    gc.collect()
+    session.tend()
+    with worker.frozen() as store:
+        assert store.stats()["pins"] == 0
+    assert not session.copying
+    session.close()
+
+
+def test_a_view_is_alive_after_its_client_closed_and_then_given_back(worker: WorkerThread) -> None:
+    first = worker.session()
+    offset = put(first, "seen", b"s" * MIB)
+    seen = view(first, "seen")
+    first.close()
+    second = worker.session()
+    second.tend()
+    assert offset not in fill(second, MIB)
+    assert bytes(seen.data) == b"s" * MIB
+    del seen
+    gc.collect()
+    second.tend()
+    with worker.frozen() as store:
+        assert len(store.sessions) == 1 and store.stats()["pins"] == 0
+    second.close()
+
+
+def test_a_copy_that_runs_on_after_a_break_writes_into_nobodys_chunk(worker: WorkerThread) -> None:
+    """The thread is in the middle of its memmove when the worker dies, returns, and the process connects anew."""
+    first = worker.session()
+    grant = grant_of(first, MIB)
+    first.begin_copy()
+    worker.die()
+    worker.start()
+    with pytest.raises(TransportError):
+        first.exchange(M.Ping(1))
+    first.close(clean=False)
+    second = worker.session()
+    second.tend()
+    used = fill(second, MIB)
+    assert grant[1] not in used
+    start = grant[1] - first.reader.data_offset
+    first.reader.data[start : start + MIB] = b"L" * MIB  # late
+    for number in range(1000):
+        found = second.reader.locate(digest_of(f"fill {number}"))
+        if found is not None:
+            assert bytes(second.reader.value(found)) == bytes([number % 251]) * MIB
+    first.end_copy()
+    second.tend()
+    with worker.frozen() as store:
+        assert list(store.sessions) == [second.session]
+    second.close()
+
+
+def test_issue_no_copy_begins_after_the_end(worker: WorkerThread) -> None:
+    """A thread had taken its grant and not begun its copy when the session was buried: nothing held it back."""
+    first = worker.session()
+    grant_of(first, MIB)
+    first.close(clean=False)
+    second = worker.session()
+    with worker.frozen() as store:
+        assert first.session not in store.sessions  # rightly: nobody copies
+    with pytest.raises(TransportError):
+        first.begin_copy()
+    assert not first.copying
+    second.close()
+
+
+def test_release_is_believed_though_the_end_was_not_seen(worker: WorkerThread) -> None:
+    """test_issue: a forked child that holds the socket, or an end still in the queue, made it stay for ever."""
+    first = worker.session()
+    grant_of(first, MIB)
+    held = os.dup(first.channel.fileno())  # as a child of a fork would
+    first.close(clean=False)
+    second = worker.session()
+    with worker.frozen() as store:
+        assert list(store.sessions) == [second.session]
+        assert store.granted_bytes == 0
+    os.close(held)
+    second.close()
+
+
+def test_sessions_of_other_processes_and_arenas_are_not_released(worker: WorkerThread) -> None:
+    first = worker.session()
+    grant_of(first, MIB)
+    first.close(clean=False)
+    buried = session_module._BURIED[0]
+    with worker.frozen() as store:
+        store.sessions[first.session].pid += 1  # somebody else's
+    second = worker.session()
+    with worker.frozen() as store:
+        assert first.session in store.sessions
+        store.sessions[first.session].pid -= 1
+    session_module._BURIED[:] = [buried._replace(segment="another")]
+    second.tend()
+    with worker.frozen() as store:
+        assert first.session in store.sessions
+    assert second.call(M.ReleaseSessions([second.session, 12345])) == M.Done(0)  # not itself, nor what is not there
+    second.close()
+
+
+def test_a_client_that_closed_leaves_no_chunk_behind(worker: WorkerThread) -> None:
+    session = worker.session()
+    put(session, "k", b"k" * 4096)
+    session.ask([(4096, 20), (MIB, 1)])
+    session.close()
+    with worker.frozen() as store:
+        assert not store.sessions and store.granted_bytes == 0
+        store.check()
+
+
+def test_recalled_grants_come_back_from_an_idle_client(worker: WorkerThread) -> None:
+    hog, other = worker.session(), worker.session()
+    hog.ask([(65536, 1000)])
+    other.ask([(65536, 5)])
+    assert other.take(65536) is not None and other.take(65536) is None
+    for _ in range(2):  # the first one made up for the one over the cap
+        hog.tend()
+        other.ask([(65536, 1)])
+    assert other.take(65536) is not None
+    hog.close()
+    other.close()
+
+
+def test_a_process_that_ends_frees_what_it_held(worker: WorkerThread) -> None:
+    """By its pidfd, not by the end of its connection, which a child still holds open."""
+    near, far = os.pipe()
+    done, go = os.pipe()
+    child = os.fork()
+    if not child:  # only raw calls here: the worker's thread is not in this process
+        try:
+            os.close(near)
+            os.close(go)
+            session = WorkerSession(worker.path, "default", 20.0)
+            session.ask([(MIB, 1)])
+            if not os.fork():
+                os.read(done, 1)  # the grandchild keeps the socket
+            else:
+                os.write(far, session.session.to_bytes(8, "little"))
+        finally:
+            os._exit(0)
+    os.close(far)
+    number = int.from_bytes(os.read(near, 8), "little")
+    os.waitpid(child, 0)
+    ended = threading.Event()
+    for _ in range(2000):
+        with worker.frozen() as store:
+            if number not in store.sessions:
+                break
+        ended.wait(0.005)
+    else:
+        raise AssertionError("the session outlived its process")
+    with worker.frozen() as store:
+        assert store.granted_bytes == 0
+        store.check()
+    os.close(go)
+    for fd in (near, done):
+        os.close(fd)
+
+
+def test_after_a_restart_only_the_living_are_quarantined(worker: WorkerThread) -> None:
+    session = worker.session()
+    grant_of(session, MIB)
+    with worker.frozen() as store:
+        alive = store.sessions[session.session]
+        dead = store.open_session(alive.pid, alive.started + 1, "default")  # a pid that is another's by now
+        gone = store.open_session((1 << 22) - 1, 5, "default")
+        store.grant(dead, MIB, 1)
+        store.grant(gone, MIB, 1)
+    worker.die()
+    worker.start()
+    with worker.frozen() as store:
+        assert list(store.sessions) == [session.session]
+        assert store.granted_bytes == MIB
+    with contextlib.suppress(TransportError):
+        session.exchange(M.Ping(1))
+    session.close(clean=False)
+
+
+def test_issue_a_large_batch_of_grants_fits_one_answer() -> None:
+    """4,096 grants of 20 bytes do not fit a slot of 32 KiB: the session broke."""
+    with WorkerThread(256 * MIB) as worker:
+        session = worker.session()
+        session.ask([(4096, 1024)])
+        assert len(session.grants[4096]) == 1024
+        session.close()
