@@ -162,25 +162,26 @@ class Lane:
     def _floor_calls(self, op: str) -> Iterator[Call]:
         raw = self.load.raw is not None
         rows, size, batch = len(self.keys), self.size, self.batches.get(op, 1)
-        out, back = ("put", "mput"), ("get", "mget", "view")
+        single = op in SINGLES
+        views = self.sources if op in ("put", "mput") else self.targets
+        into, source = (self._shared, self._from) if op in ("put", "mput") else (self._to, self._shared)
+        if op in ("exists", "mexists"):
+            size = min(size, SLOT_COPY_BYTES)
         for shift in itertools.count(1):
-            order = self.order if op in SINGLES else range(0, rows - batch + 1, batch)
-            for number in order:
-                far = (number + shift) % rows if op in SINGLES else number
-                if op == "exists":
-                    yield number, () if raw else (self._to[far], self._shared[number], min(size, SLOT_COPY_BYTES))
-                elif op == "mexists":
-                    part = slice(number, number + batch)
-                    yield number, () if raw else (self._to[part], self._shared[part], min(size, SLOT_COPY_BYTES))
-                elif raw:
-                    views = self.sources if op in out else self.targets
-                    yield number, (views[far],) if op in SINGLES else (views[number : number + batch],)
-                else:
-                    into, source = (self._to, self._shared) if op in back else (self._shared, self._from)
-                    if op in SINGLES:
-                        yield number, (into[far], source[number], size)
+            # As the operation's own rows turn against the arena's: two areas copied at one and the same offset
+            # throughout are a tenth slower here, for reasons that lie in the memory's banks.
+            turned = [] if raw else into[shift % rows :] + into[: shift % rows]
+            for number in self.order if single else range(0, rows - batch + 1, batch):
+                part = slice(number, number + batch)
+                if not raw:
+                    if single:
+                        yield number, (turned[number], source[number], size)
                     else:
-                        yield number, (into[number : number + batch], source[number : number + batch], size)
+                        yield number, (turned[part], source[part], size)
+                elif op in ("exists", "mexists"):
+                    yield number, ()
+                else:
+                    yield number, (views[number] if single else views[part],)
 
     def function(self, op: str) -> Callable[..., Any]:
         """What a call of ``op`` is."""
