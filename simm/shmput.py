@@ -25,9 +25,10 @@ from .slab import chunk_bytes_for
 _NO_SPACE: Final = int(Status.NO_SPACE)
 _CRC: Final = int(EntryFlag.CRC)
 
-#: Keys and bytes of one commit frame in a batch: small, so that the worker works on one while we copy the next.
+#: Keys and bytes of one commit frame in a batch: small, so that the worker works on one while we copy the next;
+#: not so small that it falls asleep in between and each of them pays for waking it.
 COMMIT_KEYS: Final = 16
-COMMIT_BYTES: Final = 1 << 20
+COMMIT_BYTES: Final = 4 << 20
 #: So many bytes before the end of a copy a sleeping worker is woken.
 WAKE_BYTES: Final = 1 << 20
 #: A batch asks for so many bytes of grants at once, and at most so many.
@@ -90,6 +91,7 @@ class ShmPut:
         session.wake()
         fill = self._fill
         left = len(positions)
+        pending = 0  # bytes copied and not yet committed
         #: Copied, not yet committed; and where their statuses go.
         entries: list[tuple[bytes, int, int, int, int, int]] = []
         mine: list[int] = []
@@ -102,7 +104,7 @@ class ShmPut:
             if grant is None:
                 if entries:
                     flying.append((_commit(session, entries, left), mine))
-                    entries, mine = [], []
+                    entries, mine, pending = [], [], 0
                 _collect(session, flying, statuses)
                 flying = []
                 grant = self._ask(session, length, left)
@@ -110,30 +112,35 @@ class ShmPut:
             if grant is None:
                 statuses[position] = _NO_SPACE
                 continue
-            crc, flags = fill(session, grant, source, length)
+            pending += length
+            full = pending >= COMMIT_BYTES or len(entries) + 1 >= COMMIT_KEYS
+            crc, flags = fill(session, grant, source, length, full or not left)
             entries.append((digests[position], grant[0], length, crc, flags, 0))
             mine.append(position)
-            if left and (len(entries) >= COMMIT_KEYS or length >= COMMIT_BYTES):
+            if left and full:
                 flying.append((_commit(session, entries, left), mine))
-                entries, mine = [], []
+                entries, mine, pending = [], [], 0
         if entries:
             flying.append((_commit(session, entries, 0), mine))
         _collect(session, flying, statuses)
 
     def _fill(
-        self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int
+        self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, commits: bool = True
     ) -> tuple[int, int]:
-        """Copy a value into its chunk: (crc, flags). Interrupted, the chunk goes back to the pool unused."""
+        """Copy a value into its chunk: (crc, flags). Interrupted, the chunk goes back to the pool unused.
+
+        ``commits``: a commit follows at once, and a sleeping worker is woken for it.
+        """
         session.begin_copy()
         try:
             reader = session.reader
             start = grant[1] - reader.data_offset
             if type(source) is Span:
-                self._copy_waking(session, reader.data_address + start, source.address, length)
+                self._copy(session, reader.data_address + start, source.address, length, commits)
             elif length < RELEASE_BYTES:
                 reader.data[start : start + length] = source  # type: ignore[assignment]
             else:
-                self._copy_waking(session, reader.data_address + start, address_of(source), length)  # type: ignore[arg-type]
+                self._copy(session, reader.data_address + start, address_of(source), length, commits)  # type: ignore[arg-type]
             if self._checksum:
                 return zlib.crc32(reader.data[start : start + length]), _CRC
             return 0, 0
@@ -143,9 +150,12 @@ class ShmPut:
         finally:
             session.end_copy()
 
-    def _copy_waking(self, session: WorkerSession, target: int, source: int, length: int) -> None:
+    def _copy(self, session: WorkerSession, target: int, source: int, length: int, commits: bool) -> None:
         """Copy; the worker is woken when about as much is left as its waking takes."""
         copy = self._copier.copy
+        if not commits:
+            copy(target, source, length)
+            return
         ahead_of_end = length - WAKE_BYTES
         if ahead_of_end > 0:
             copy(target, source, ahead_of_end)
