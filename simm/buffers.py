@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -121,17 +121,19 @@ class Copier:
         self._lock = threading.Lock()
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Copy ``size`` bytes; the GIL is free meanwhile."""
+        """Copy ``size`` bytes; the GIL is free meanwhile. Interrupted or not, nothing is copied after the return."""
         if size < SPLIT_BYTES or self.threads == 1:
             memmove(target, source, size)
             return
         part = -(-size // self.threads) + 4095 & ~4095
         submit = self._executor().submit
-        starts = range(part, size, part)
-        jobs = [submit(memmove, target + at, source + at, min(part, size - at)) for at in starts]
-        memmove(target, source, part)
-        for job in jobs:
-            job.result()
+        jobs: list[Future[Any]] = []
+        try:
+            for at in range(part, size, part):
+                jobs.append(submit(memmove, target + at, source + at, min(part, size - at)))  # noqa: PERF401
+            memmove(target, source, part)
+        finally:
+            _join(jobs)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -152,3 +154,14 @@ class Copier:
             pool.shutdown(wait=False)
 
 
+def _join(jobs: list[Future[Any]]) -> None:
+    """Wait for all, through interruptions: whoever is told of one takes the memory for free."""
+    interrupted: BaseException | None = None
+    for job in jobs:
+        while not job.done():
+            try:
+                job.exception()
+            except BaseException as exc:
+                interrupted = exc
+    if interrupted is not None:
+        raise interrupted

@@ -102,6 +102,19 @@ def batch_commit(world: World) -> Operation:
     return lambda: world.commit_many(player, list(zip(numbers, (A, B, C), (4096, 4095, 4094))))
 
 
+def commit_that_wants(world: World) -> Operation:
+    """The grants asked for with it are made after its answer, and not yet told of."""
+    player = world.join()
+    (number,) = world.grant(player, 4096)
+    world.want(player, 4096, 1, take=False)
+
+    def operation() -> None:
+        world.commit(player, number, A, 4096)
+        world.want(player, 4096, 2)
+
+    return operation
+
+
 def refused_commit(world: World) -> Operation:
     player = world.join()
     (number,) = world.grant(player, 4096)
@@ -253,9 +266,9 @@ def fill(world: World, size: int) -> Player:
 
 SCENES: list[Scene] = [
     grant, grant_large, new_commit, overwrite, overwrite_other_class, overwrite_pinned, overwrite_after_overwrite,
-    batch_commit, refused_commit, delete, delete_pinned, delete_after_overwrite, pin, unpin, unpin_orphan, give_back,
-    evicting_grant, evicting_commit, slab_reassigned, open_session, close_session, close_session_with_holds,
-    end_session, lose_shards, regain_shards,
+    batch_commit, commit_that_wants, refused_commit, delete, delete_pinned, delete_after_overwrite, pin, unpin,
+    unpin_orphan, give_back, evicting_grant, evicting_commit, slab_reassigned, open_session, close_session,
+    close_session_with_holds, end_session, lose_shards, regain_shards,
 ]  # fmt: skip
 
 

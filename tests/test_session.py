@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from storm.inproc import WorkerThread
 
+from simm import buffers
 from simm import messages as M
 from simm import session as session_module
 from simm.client import View
@@ -289,3 +290,24 @@ def test_issue_a_large_batch_of_grants_fits_one_answer() -> None:
         session.ask([(4096, 1024)])
         assert len(session.grants[4096]) == 1024
         session.close()
+
+
+def test_issue_an_interrupted_copy_has_ended_when_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a copy by threads: its chunk went back to the pool while they were still writing."""
+    started, interrupted, ended = threading.Barrier(3), threading.Event(), []
+    main = threading.current_thread()
+
+    def memmove(_target: int, _source: int, _size: int) -> None:
+        started.wait()
+        if threading.current_thread() is main:
+            interrupted.set()
+            raise KeyboardInterrupt
+        interrupted.wait()
+        ended.append(1)
+
+    monkeypatch.setattr(buffers, "memmove", memmove)
+    copier = buffers.Copier(3)
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy(0, 0, buffers.SPLIT_BYTES)
+    assert len(ended) == 2
+    copier.close()

@@ -51,8 +51,10 @@ def step(world: World, rng: random.Random) -> None:
     what = rng.random()
     if what < 0.40:
         world.put(player, digest, size)
-    elif what < 0.50:
+    elif what < 0.46:
         world.grant(player, size, rng.randint(1, 4))
+    elif what < 0.50:
+        world.want(player, size, rng.randint(1, 4), take=rng.random() < 0.7)
     elif what < 0.60 and player.grants:
         chosen = rng.sample(sorted(player.grants), rng.randint(1, len(player.grants)))
         items = [(number, rng.choice(KEYS), rng.randint(1, player.grants[number].chunk)) for number in chosen]
@@ -141,6 +143,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7), size=st.sampled_from(SIZES), count=st.integers(1, 3))
     def grant(self, number: int, size: int, count: int) -> None:
         self.world.grant(self.player(number), size, count)
+
+    @rule(number=st.integers(0, 7), size=st.sampled_from(SIZES), take=st.booleans())
+    def want(self, number: int, size: int, take: bool) -> None:
+        self.world.want(self.player(number), size, 2, take=take)
 
     @rule(number=st.integers(0, 7), digests=st.lists(st.sampled_from(KEYS[:24]), min_size=1, max_size=4))
     def commit(self, number: int, digests: list[bytes]) -> None:

@@ -65,6 +65,8 @@ class Player:
         self.session = session
         self.connected = True
         self.grants: dict[int, Grant] = {}
+        #: Made for it, and it has not been told.
+        self.prepared: dict[int, Grant] = {}
         self.pins: dict[int, Pin] = {}
 
 
@@ -167,6 +169,7 @@ class World:
 
     def die(self) -> None:
         """kill -9 and a new worker. Its clients live on, without a connection."""
+        self.look_at_prepared()
         self.store = self.kind.recover(self.segment.mm, self.segment.name, policy=self.policy)
         if self.store.notes:
             raise Wrong(f"a death between operations left something to repair: {self.store.notes}")
@@ -183,6 +186,8 @@ class World:
             if session is None:
                 raise Wrong(f"recovery forgot session {player.number:#x}")
             player.session = session
+            player.grants |= player.prepared  # quarantined like the others: nobody knows any more who was told
+            player.prepared = {}
             if not player.grants and not player.pins:
                 self.exit(player)
 
@@ -192,7 +197,7 @@ class World:
         """A copy of what is known now."""
         return Twin(
             dict(self.values),
-            {player.number: dict(player.grants) for player in self.players},
+            {player.number: player.grants | player.prepared for player in self.players},
             {player.number: dict(player.pins) for player in self.players},
             self.mine,
         )
@@ -285,6 +290,35 @@ class World:
             player.grants[number] = Grant(offset, chunk, token)
         self.forget_evicted(before)
         return [number for number, _, _ in got]
+
+    def want(self, player: Player, size: int, count: int, *, take: bool = True) -> None:
+        """Grants that are prepared for the next answer; with ``take`` that answer comes."""
+        before = self.count_evicted()
+        self.store.want(player.session, size, count)
+        self.store.settle()
+        self.forget_evicted(before)
+        self.look_at_prepared()
+        if take:
+            self.take_prepared(player)
+
+    def take_prepared(self, player: Player) -> None:
+        """An answer brings what was prepared."""
+        for number, offset, chunk in self.store.take_prepared(player.session):
+            grant = player.prepared.pop(number)
+            if (grant.offset, grant.chunk) != (offset, chunk):
+                raise Wrong("a grant is told otherwise than it was prepared")
+            player.grants[number] = grant
+
+    def look_at_prepared(self) -> None:
+        """What the store prepares, and takes back, without telling. Filled like the others: none may be used twice."""
+        for player in self.players:
+            now = {number: (offset, chunk) for number, offset, chunk in player.session.prepared}
+            for number in player.prepared.keys() - now.keys():
+                del player.prepared[number]
+            for number in now.keys() - player.prepared.keys():
+                if number in player.session.grants:
+                    player.prepared[number] = Grant(*now[number], token_of("grant", next(self._tokens)))
+                    self.fill(*player.prepared[number])
 
     def fill(self, offset: int, chunk: int, token: bytes) -> None:
         """Write all of a chunk."""
@@ -421,6 +455,7 @@ class World:
         """Raise Wrong or CorruptionError if anything is not as it must be."""
         store = self.store
         store.check()
+        self.look_at_prepared()
         for digest, value in self.values.items():
             data = self.read(digest)
             if data is None:
@@ -431,7 +466,7 @@ class World:
             raise Wrong(f"{store.table.entries} entries stored, {len(self.values)} expected")
         chunks = {store.table.offset(slot): store.table.entry(slot).chunk for slot in store.table}
         for player in self.players:
-            for grant in player.grants.values():
+            for grant in (*player.grants.values(), *player.prepared.values()):
                 if grant.offset in chunks:
                     raise Wrong(f"the chunk at {grant.offset} has two owners")
                 chunks[grant.offset] = grant.chunk
