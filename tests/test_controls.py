@@ -1,0 +1,346 @@
+"""Positive controls: each takes one safety check away, and what the suite looks with must then see the harm.
+
+Every interleaving is scripted. ``test_all_is_well_with_all_checks`` runs the same scripts on the code as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_crash_points as crash
+from storm.deaths import A, B, C, Cut, die_everywhere, read_a_lost_shard, read_everywhere, reuse_of_a_chunk, small
+from storm.inproc import WorkerThread
+from storm.world import Pin, Player, World, digest_of, is_value, new_segment, remove_segment
+
+import simm.store
+from simm import messages as M
+from simm.errors import CorruptionError, RemoteProtocolError, TransportError
+from simm.ledger import HoldKind, Ledger
+from simm.reader import ArenaReader
+from simm.ring import HEAD, SLOTS, TAIL, Ring
+from simm.rpc import encode, parse_commit_one
+from simm.session import WorkerSession
+from simm.shm import OwnedSegment
+from simm.slab import chunk_bytes_for
+from simm.space import Space
+from simm.store import Session, Store
+from simm.table import Table
+from simm.worker import Worker
+
+MIB = 1 << 20
+KIB = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def segment() -> Iterator[OwnedSegment]:
+    made = new_segment(8 * MIB)
+    yield made
+    remove_segment(made)
+
+
+class Harm(AssertionError):
+    """A script saw wrong bytes, or something else that must never be."""
+
+
+# -- scripts: each raises when it sees harm ----------------------------------------------------------
+
+
+def stopped_reader(segment: OwnedSegment) -> None:
+    """A reader is stopped at each of its steps while its value's chunk passes to another tenant."""
+    world = World(segment, slots=64)
+    tape, contents = reuse_of_a_chunk(world, lambda player: world.store.delete([A]))
+    old = next(iter(contents[0].values()))
+    small(tape, contents, 5)
+    read_everywhere(world, tape, contents, lambda result: not isinstance(result, bytes) or result == old)
+
+
+def stale_shard(segment: OwnedSegment) -> None:
+    """A shard is given up; its entry is still there for a while."""
+    read_a_lost_shard(World(segment, slots=64))
+
+
+def late_write(world: World, player: Player, number: int) -> None:
+    """``player`` writes into its grant once more, long after; others have used all the room there is meanwhile."""
+    grant = player.grants[number]
+    other = Player(world.store.open_session(1, 1, "world"))
+    for key in range(40):
+        digest = digest_of(f"late {key}")
+        for new, offset, chunk in world.store.grant(other.session, 300 * KIB, 1):
+            world.fill(offset, chunk, digest)
+            world.store.commit(other.session, [(digest, new, chunk, 0, 0, 0)])
+    world.fill(grant.offset, grant.chunk, b"late write......")
+    for key in range(40):
+        digest = digest_of(f"late {key}")
+        data = world.read(digest)
+        if data is not None and data[:16] != digest:
+            raise Harm("a late write went into another's value")
+
+
+def broken_connection(segment: OwnedSegment) -> None:
+    """A client's connection ends while it is copying."""
+    world = World(segment, slots=64)
+    player = world.join()
+    (number,) = world.grant(player, 300 * KIB)
+    world.store.close_session(player.session)
+    late_write(world, player, number)
+
+
+def dead_worker(segment: OwnedSegment) -> None:
+    """The worker dies while a client is copying; the next one recovers."""
+    world = World(segment, slots=64)
+    player = world.join()
+    (number,) = world.grant(player, 300 * KIB)
+    world.store = Store.recover(segment.mm, segment.name)
+    late_write(world, player, number)
+
+
+def dead_overwrite(segment: OwnedSegment) -> None:
+    """The worker dies at every point of an overwrite."""
+    die_everywhere(segment, crash.overwrite, twice=False)
+
+
+def lost_entries(segment: OwnedSegment) -> None:
+    """The worker dies at every point of giving a shard up."""
+    die_everywhere(segment, crash.lose_shards, twice=False)
+
+
+def commit_twice(segment: OwnedSegment) -> None:
+    """A commit is sent twice, under two keys: say, by a client that got no answer and tried again."""
+    world = World(segment, slots=64)
+    player = world.join()
+    (number,) = world.grant(player, 4096)
+    grant = player.grants[number]
+    for digest in (A, B):
+        world.store.commit(player.session, [(digest, number, 4096, 0, 0, 0)])
+        with contextlib.suppress(CorruptionError):  # bookkeeping; what counts is what readers see
+            world.store.settle()
+    if world.store.contains(B):
+        world.store.delete([A])
+        for _, offset, chunk in world.store.grant(player.session, 4096, 100):
+            world.fill(offset, chunk, b"the next tenant.")
+        data = world.read(B)
+        if data is not None and data != bytes(world.data[grant.offset : grant.offset]) + grant.token * 256:
+            raise Harm("an entry's chunk was given away")
+
+
+def pinned_value(segment: OwnedSegment) -> None:
+    """A value is being looked at while it is deleted and all room is used."""
+    world = World(segment, slots=64)
+    player = world.join()
+    world.put(player, A, 300 * KIB)
+    ((_, _, length, _, offset, _),) = world.store.locate(player.session, [A])
+    pin = Pin(offset, world.values[A])
+    world.store.delete([A])
+    for key in range(60):
+        for new, at, chunk in world.store.grant(player.session, 300 * KIB, 1):
+            world.fill(at, chunk, b"another value...")
+            world.store.commit(player.session, [(digest_of(f"other {key}"), new, chunk, 0, 0, 0)])
+    if not is_value(world.data[pin.offset : pin.offset + length], pin.value):
+        raise Harm("a pinned value was overwritten")
+
+
+def hostile_tail(_segment: OwnedSegment) -> None:
+    """A client sets its ring's tail back: old frames must not be served again."""
+    ring, fd = Ring.create()
+    server = Ring.attach(fd)
+    try:
+        for number in range(SLOTS):  # every slot has an old frame then
+            ring.post(encode(M.Ping(number)))
+            if server.next_request() is None:
+                raise Harm("a request is not seen")
+            server.answer(b"")
+        ring.words[TAIL] = ring.words[HEAD] - 1
+        for take in (server.next_commit, server.next_request):
+            with contextlib.suppress(RemoteProtocolError):
+                if take() is not None:
+                    raise Harm("an old frame is served again")
+    finally:
+        ring.close()
+        server.close()
+
+
+def guest_copy(_segment: OwnedSegment) -> None:
+    """A copy goes on after its session broke; the process connects anew and says what it is done with."""
+    with WorkerThread() as worker:
+        first = worker.session()
+        first.ask([(MIB, 1)])
+        grant = first.take(MIB)
+        assert grant is not None
+        first.begin_copy()
+        first.close(clean=False)
+        second = worker.session()
+        second.tend()
+        with worker.frozen() as store:
+            held = {offset for session in store.sessions.values() for offset, _, _ in session.grants.values()}
+        first.end_copy()
+        second.tend()
+        second.close()
+        if grant[1] not in held:
+            raise Harm("a chunk was freed under a copy")
+
+
+def copy_that_comes_late(_segment: OwnedSegment) -> None:
+    """A thread has taken its grant, and begins its copy only when the session has been buried and released."""
+    with WorkerThread() as worker:
+        first = worker.session()
+        first.ask([(MIB, 1)])
+        grant = first.take(MIB)
+        assert grant is not None
+        first.close(clean=False)
+        second = worker.session()
+        with contextlib.suppress(TransportError):
+            first.begin_copy()
+            with worker.frozen() as store:
+                held = {offset for session in store.sessions.values() for offset, _, _ in session.grants.values()}
+            if grant[1] not in held:
+                raise Harm("a copy begins in a chunk that is not ours any more")
+        second.close()
+
+
+# -- controls: what is taken away ----------------------------------------------------------------------
+
+
+Patch = pytest.MonkeyPatch
+
+
+def no_recheck(patch: Patch) -> None:
+    patch.setattr(ArenaReader, "confirm", lambda self, digest, slot, seq: True)
+
+
+def no_shard_check(patch: Patch) -> None:
+    def confirm(self: ArenaReader, digest: bytes, slot: int, seq: int) -> bool:
+        return bool(self.words[self._slot_word + slot * 8] == seq)
+
+    patch.setattr(ArenaReader, "confirm", confirm)
+
+
+def no_fence(patch: Patch) -> None:
+    patch.setattr(Store, "close_session", lambda self, session: self.end_session(session))
+
+
+def no_quarantine(patch: Patch) -> None:
+    real = Ledger.holds
+    patch.setattr(Ledger, "holds", lambda self: (each for each in real(self) if each[1].kind != HoldKind.GRANT))
+
+
+def no_undo_record(patch: Patch) -> None:
+    patch.setattr(Table, "_save", lambda self, slot: None)
+
+
+def no_drop_at_recovery(patch: Patch) -> None:
+    patch.setattr(Store, "_drop_rows_of_lost_shards", lambda self: None)
+
+
+class _Sticky(dict[int, Any]):
+    pop = dict.get  # type: ignore[assignment]
+
+
+class _StickySession(Session):
+    __slots__ = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.grants = _Sticky()
+
+
+def no_spent_grants(patch: Patch) -> None:
+    patch.setattr(simm.store, "Session", _StickySession)
+
+
+def no_holds_for_pins(patch: Patch) -> None:
+    patch.setattr(Space, "hold", lambda self, offset: None)
+
+
+def no_tail_check(patch: Patch) -> None:
+    patch.setattr(Ring, "next_commit", lambda self: parse_commit_one(self._bytes, 4096 + self.done % 4 * (32 << 10)))
+    patch.setattr(Ring, "next_request", lambda self: self._frame(4096 + self.done % 4 * (32 << 10)))
+
+
+def no_look_at_copies(patch: Patch) -> None:
+    real = WorkerSession.release_buried
+
+    def release(self: WorkerSession) -> None:
+        for old in simm.session._BURIED:
+            old.copying.clear()
+        real(self)
+
+    patch.setattr(WorkerSession, "release_buried", release)
+    patch.setattr(WorkerSession, "end_copy", lambda self: None)
+
+
+def no_look_at_the_end(patch: Patch) -> None:
+    patch.setattr(WorkerSession, "begin_copy", lambda self: self.copying.append(None))
+
+
+def no_pidfd_no_quarantine(patch: Patch) -> None:
+    """A worker that frees what a broken connection held, at once."""
+    real = Worker.on_close
+
+    def on_close(self: Worker, peer: Any, reason: str) -> None:
+        session = peer.context.session
+        real(self, peer, reason)
+        if session is not None:
+            self.store.end_session(session)
+
+    patch.setattr(Worker, "on_close", on_close)
+
+
+CONTROLS: list[tuple[Callable[[Patch], None], Callable[[OwnedSegment], None]]] = [
+    (no_recheck, stopped_reader),
+    (no_shard_check, stale_shard),
+    (no_fence, broken_connection),
+    (no_quarantine, dead_worker),
+    (no_undo_record, dead_overwrite),
+    (no_drop_at_recovery, lost_entries),
+    (no_spent_grants, commit_twice),
+    (no_holds_for_pins, pinned_value),
+    (no_tail_check, hostile_tail),
+    (no_look_at_copies, guest_copy),
+    (no_pidfd_no_quarantine, guest_copy),
+    (no_look_at_the_end, copy_that_comes_late),
+]
+
+
+@pytest.mark.parametrize(
+    ("take_away", "script"), CONTROLS, ids=lambda function: function.__name__
+)
+def test_the_harm_is_seen(
+    segment: OwnedSegment, take_away: Callable[[Patch], None], script: Callable[[OwnedSegment], None],
+    monkeypatch: Patch,
+) -> None:  # fmt: skip
+    take_away(monkeypatch)
+    with pytest.raises((AssertionError, CorruptionError)):
+        script(segment)
+
+
+@pytest.mark.parametrize("script", dict.fromkeys(script for _, script in CONTROLS), ids=lambda script: script.__name__)
+def test_all_is_well_with_all_checks(segment: OwnedSegment, script: Callable[[OwnedSegment], None]) -> None:
+    script(segment)
+
+
+def test_an_order_of_stores_that_is_wrong_is_seen(segment: OwnedSegment, monkeypatch: Patch) -> None:
+    """The hold line of a commit ended before its slot is published: a death in between loses the chunk's fence."""
+    real = Table.publish
+
+    def early(self: Table, digest: bytes, offset: int, *rest: Any) -> Any:
+        for line, hold in list(world.store.ledger.holds()):
+            if hold.offset == offset:
+                world.store.ledger._hold_words[line * 4] = 0
+        return real(self, digest, offset, *rest)
+
+    world = World(segment, slots=64)
+    monkeypatch.setattr(Table, "publish", early)
+    cut = Cut(world, crash.new_commit)
+    with pytest.raises(AssertionError, match="lost its grant"):
+        for frame in cut.tape.frames:
+            cut.show(frame)
+            world.recover()
+            world.settle_on(cut.before, cut.after)
+
+
+def test_chunk_sizes_here_are_what_the_scripts_assume() -> None:
+    """They count on 300 KiB values being extents of their own, and on the region holding less than 40 of them."""
+    assert 40 * chunk_bytes_for(300 * KIB) > 8 * MIB and digest_of("x") != C
