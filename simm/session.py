@@ -445,8 +445,8 @@ class WorkerSession:
         try:
             self.channel.close()
             self.grants.clear()
-            if self.ring is not None and got:  # else someone is looking at it; it goes with its last user
-                self.ring.close()
+            if got:
+                self.ring = None  # unmapped when its last user lets go: wake() looks at it without the lock
         finally:
             if got:
                 self.lock.release()

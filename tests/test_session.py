@@ -215,6 +215,19 @@ def test_a_client_that_closed_leaves_no_chunk_behind(worker: WorkerThread) -> No
         store.check()
 
 
+def test_issue_waking_a_worker_whose_session_has_been_closed_meanwhile(worker: WorkerThread) -> None:
+    """The background thread unmapped the ring while a put was about to look at its flag: a ValueError in the engine."""
+    session = worker.session()
+    ring = session.ring
+    assert ring is not None
+    session.close(clean=False)
+    session.wake()
+    assert ring.words[0] == 0  # whoever has it still may look at it
+    for what in (lambda: session.commit_one(bytes(16), 1, 1, 0, 0, 1, 1), lambda: session.exchange(M.Ping(1))):
+        with pytest.raises(TransportError):
+            what()
+
+
 def test_recalled_grants_come_back_from_an_idle_client(worker: WorkerThread) -> None:
     hog, other = worker.session(), worker.session()
     hog.ask([(65536, 1000)])
