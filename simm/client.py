@@ -857,7 +857,11 @@ class Client:
 def source_of(value: Any) -> memoryview | Span:
     """A value as put takes it. Raises UsageError for a wrong type or size."""
     kind = type(value)
-    source = memoryview(value) if kind is bytes else value if kind is Span else view_of(value)
+    source: memoryview | Span
+    if kind is bytes or kind is bytearray:
+        source = memoryview(value)  # 0.1 us; view_of looks at more, 0.3
+    else:
+        source = value if kind is Span else view_of(value)
     if not 0 < len(source) <= VALUE_BYTES_MAX:
         raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
     return source

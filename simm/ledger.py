@@ -151,6 +151,13 @@ class Ledger:
         self._hold_words[line * 4] = 0
         self._free_holds.append(line)
 
+    def end_holds(self, lines: Sequence[int]) -> None:
+        """:meth:`end_hold` for many."""
+        words = self._hold_words
+        for line in lines:
+            words[line * 4] = 0
+        self._free_holds += lines
+
     # -- recovery ---------------------------------------------------------------------------
 
     def recover(self) -> None:

@@ -6,13 +6,14 @@ process drives it, and the tests and models drive the same code.
 The order of stores inside each operation is what makes a death at any point harmless:
 
     grant     allocate chunk (private) -> hold line -> the client is told, now or with its next answer
-    commit    slot published -> hold line ended -> the replaced chunk freed
+    commit    slots published -> hold lines ended -> the replaced chunks freed
     pin       hold line -> the client is told
     evict     slot cleared -> chunk freed
     release   hold line ended -> chunk freed
 
 so at any moment a chunk is named by a slot, by a hold line, or by neither and then free. A
-commit cut between its two steps leaves both; the slot wins at recovery.
+commit cut between its two steps leaves both; the slot wins at recovery. (Where a batch stores a key twice, the
+first value's chunk is then named by its hold line alone: it stays quarantined with its session.)
 
 Sessions end in two steps. ``close_session`` is for a connection that is gone: its holds
 stay, quarantined, as a copy into or out of them may still be under way. ``end_session``
@@ -447,38 +448,45 @@ class Store:
         A grant id is spent, whatever its status. What readers and recovery rely on is done when this returns;
         the private bookkeeping waits for :meth:`settle`, so that the answer can leave first.
         """
-        grants, shards, ledger = session.grants, self.shards, self.ledger
-        publish, end_hold, unsettled = self.table.publish, ledger.end_hold, self._unsettled
+        grants, shards = session.grants, self.shards
+        publish, unsettled = self.table.publish, self._unsettled
         namespace, now = session.namespace, self.now_ms
         statuses = []
-        for digest, number, length, crc, flags, _ in entries:
-            grant = grants.pop(number, None)
-            if grant is None:
-                self.stale_commits += 1
-                statuses.append(_STALE)
-                continue
-            offset, chunk, line = grant
-            if not 0 < length <= chunk:
-                self._end_grant(session, grant)
-                statuses.append(_BAD_REQUEST)
-                continue
-            if not shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
-                self._end_grant(session, grant)
-                statuses.append(_WRONG_OWNER)
-                continue
-            done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
-            if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
+        #: Of the grants whose chunks are published: all their lines end together, 0.15 us a key less.
+        lines = []
+        spent = 0
+        try:
+            for digest, number, length, crc, flags, _ in entries:
+                grant = grants.pop(number, None)
+                if grant is None:
+                    self.stale_commits += 1
+                    statuses.append(_STALE)
+                    continue
+                offset, chunk, line = grant
+                if not 0 < length <= chunk:
+                    self._end_grant(session, grant)
+                    statuses.append(_BAD_REQUEST)
+                    continue
+                if not shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
+                    self._end_grant(session, grant)
+                    statuses.append(_WRONG_OWNER)
+                    continue
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
-            if done is None:
-                self._end_grant(session, grant)
-                self.put_failures += 1
-                statuses.append(_NO_SPACE if digest != ZERO_DIGEST else _BAD_REQUEST)
-                continue
-            end_hold(line)
-            session.granted_bytes -= chunk
-            self.granted_bytes -= chunk
-            unsettled.append(done)
-            statuses.append(_OK)
+                if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
+                    done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
+                if done is None:
+                    self._end_grant(session, grant)
+                    self.put_failures += 1
+                    statuses.append(_NO_SPACE if digest != ZERO_DIGEST else _BAD_REQUEST)
+                    continue
+                lines.append(line)
+                spent += chunk
+                unsettled.append(done)
+                statuses.append(_OK)
+        finally:
+            self.ledger.end_holds(lines)
+            session.granted_bytes -= spent
+            self.granted_bytes -= spent
         return statuses
 
     def settle(self) -> None:
@@ -496,14 +504,28 @@ class Store:
         unsettled = self._unsettled
         todo = unsettled[:]
         unsettled.clear()  # in place: a commit under way has it at hand
-        publish, replace, data = self.space.publish, self.space.replace, self._data
+        space, data = self.space, self._data
+        self.puts += len(todo)
+        if len(todo) == 1:
+            old, new, slot = todo[0]
+            if old < 0:
+                space.publish(new - data, slot)
+            else:
+                space.replace(old - data, new - data, slot)
+                self.overwrites += 1
+            return
+        fresh: list[tuple[int, int]] = []
         for old, new, slot in todo:
             if old < 0:
-                publish(new - data, slot)
-            else:
-                replace(old - data, new - data, slot)
-                self.overwrites += 1
-        self.puts += len(todo)
+                fresh.append((new - data, slot))
+                continue
+            if fresh:  # the slot may be one of them
+                space.publish_many(fresh)
+                fresh = []
+            space.replace(old - data, new - data, slot)
+            self.overwrites += 1
+        if fresh:
+            space.publish_many(fresh)
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; a Status for each."""

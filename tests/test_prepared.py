@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from simm.errors import CorruptionError
+from simm.errors import CorruptionError, UsageError
+from simm.evict import POLICY_NAMES, make_policy
 from simm.hashing import Hasher
 from simm.layout import Geometry
 from simm.ledger import HoldKind, Ledger
@@ -18,6 +19,7 @@ from simm.session import AHEAD_MAX, ahead
 from simm.shm import OwnedSegment
 from simm.shmput import TOP_UP, wanted
 from simm.slab import SLAB_BYTES, Allocator
+from simm.space import Space
 from simm.store import PREPARED_ANSWER_MAX, Session, Store
 
 SEGMENT_BYTES = 16 << 20
@@ -96,6 +98,128 @@ def test_add_holds_is_add_hold_many_times() -> None:
             many.add_holds(1, 5, [0] * (many.free_holds + 1), 64, HoldKind.GRANT)
         one.release()
         many.release()
+
+
+def test_end_holds_is_end_hold_many_times() -> None:
+    geometry = Geometry.plan(SEGMENT_BYTES)
+    with mmap.mmap(-1, SEGMENT_BYTES) as one_map, mmap.mmap(-1, SEGMENT_BYTES) as many_map:
+        one, many = Ledger(one_map, geometry), Ledger(many_map, geometry)
+        lines = one.add_holds(1, 5, range(0, 640, 64), 64, HoldKind.GRANT)
+        assert many.add_holds(1, 5, range(0, 640, 64), 64, HoldKind.GRANT) == lines
+        for line in lines[2:7]:
+            one.end_hold(line)
+        many.end_holds(lines[2:7])
+        assert list(one.holds()) == list(many.holds()) and one.free_holds == many.free_holds
+        assert one.add_hold(9, 5, 0, 64, HoldKind.PIN) == many.add_hold(9, 5, 0, 64, HoldKind.PIN)
+        many.check()
+        one.release()
+        many.release()
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_insert_many_is_insert_many_times(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    slots, groups = 200, 3
+    seen = [memoryview(bytearray(slots)) for _ in range(2)]
+    one, many = (make_policy(policy, slots, groups, visited) for visited in seen)
+    inside: set[int] = set()
+    for _ in range(200):
+        group = rng.randrange(groups)
+        outside = sorted(set(range(slots)) - inside)
+        fresh = rng.sample(outside, min(len(outside), rng.randrange(9)))
+        for slot in fresh:
+            one.insert(slot, group)
+        many.insert_many(fresh, group)
+        inside.update(fresh)
+        for slot in rng.sample(sorted(inside), min(len(inside), rng.randrange(9))):
+            seen[0][slot] = seen[1][slot] = 1
+        for _ in range(rng.randrange(6)):
+            group = rng.randrange(groups)
+            victim = one.victim(group, lambda slot: slot % 7 == 0)
+            assert many.victim(group, lambda slot: slot % 7 == 0) == victim
+            if victim >= 0:
+                one.remove(victim)
+                many.remove(victim)
+                inside.remove(victim)
+        assert [one.age(slot) for slot in sorted(inside)] == [many.age(slot) for slot in sorted(inside)]
+        for group in range(groups):
+            assert list(one.slots(group)) == list(many.slots(group))
+        many.check()
+
+
+def test_insert_many_keeps_those_before_a_refused_one() -> None:
+    policy = make_policy("sieve", 10, 2, memoryview(bytearray(10)))
+    with pytest.raises(CorruptionError, match="inserted twice"):
+        policy.insert_many([1, 2, 1, 3], 0)
+    with pytest.raises(UsageError, match="no slot"):
+        policy.insert_many([4, 10, 5], 1)
+    with pytest.raises(UsageError, match="no group"):
+        policy.insert_many([6], 2)
+    policy.check()
+    assert list(policy.slots(0)) == [1, 2] and list(policy.slots(1)) == [4]
+
+
+def made_space(slots: int = 600) -> Space:
+    space: Space
+
+    def evict(slot: int) -> None:
+        space.release(space.offset_of(slot))
+
+    space = Space(4 * SLAB_BYTES, slots, memoryview(bytearray(slots)), "sieve", evict)
+    return space
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_publish_many_is_publish_many_times(seed: int) -> None:
+    rng = random.Random(seed)
+    one, many = made_space(), made_space()
+    for turn in range(80):
+        chunks = []
+        for size in rng.choices([4096, 4096, 4096, 64 << 10, 300_000], k=rng.randrange(1, 20)):
+            count = rng.randrange(1, 4)
+            singly = [offset for offset in (one.allocate(size) for _ in range(count)) if offset >= 0]
+            assert many.allocate_many(size, count) == singly
+            chunks += singly
+        free = [slot for slot in range(600) if one.offset_of(slot) < 0]
+        pairs = list(zip(chunks, rng.sample(free, min(len(chunks), len(free)))))
+        for offset, slot in pairs:
+            one.publish(offset, slot)
+        many.publish_many(pairs)
+        for offset in chunks[len(pairs) :]:
+            one.drop(offset)
+            many.drop(offset)
+        assert [one.offset_of(slot) for slot in range(600)] == [many.offset_of(slot) for slot in range(600)]
+        assert one.evictions == many.evictions
+        if turn % 10 == 0:
+            many.check()
+
+
+def test_publish_many_keeps_those_before_a_refused_one() -> None:
+    space = made_space()
+    offsets = space.allocate_many(4096, 5)
+    large = space.allocate(300_000)
+    with pytest.raises(CorruptionError, match="has a chunk already"):
+        space.publish_many([(offsets[0], 3), (large, 4), (offsets[1], 3), (offsets[2], 5)])
+    space.check()
+    assert [space.offset_of(slot) for slot in (3, 4, 5)] == [offsets[0], large, -1]
+    with pytest.raises(CorruptionError, match="owned by 3"):
+        space.publish_many([(offsets[3], 6), (offsets[0], 7)])
+    space.check()
+    assert [space.offset_of(slot) for slot in (6, 7)] == [offsets[3], -1]
+
+
+def test_a_key_twice_in_a_batch_with_others(store: Store) -> None:
+    """First writes are settled together, yet a slot's first write before its overwrite."""
+    session = store.open_session(1, 1, "a")
+    grants = [grant[0] for grant in store.grant(session, 4096, 6)]
+    free = store.free_bytes
+    keys = ["a", "b", "a", "c", "a", "b"]
+    statuses = store.commit(session, [(digest_of(key), grant, 4096, 0, 0, 0) for key, grant in zip(keys, grants)])
+    assert statuses == [Status.OK] * 6
+    store.check()
+    assert (store.puts, store.overwrites, store.table.entries) == (6, 3, 3)
+    assert store.free_bytes == free + 3 * 4096
 
 
 # -- prepared grants ---------------------------------------------------------------------------------
