@@ -441,6 +441,7 @@ class WorkerSession:
             with contextlib.suppress(TransportError):
                 self.flush_unpins(at_least=1)
                 self.return_idle()
+                self.release_buried()
         got = self.lock.acquire(timeout=self.deadline_s)
         try:
             self.channel.close()
