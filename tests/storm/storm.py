@@ -425,6 +425,9 @@ def storm(
 
 def wind_up(cluster: LocalCluster, server: Server, figures: Figures, writers: list[int]) -> None:
     """All clients have gone: nothing of theirs is left, and every byte comes back."""
+    stats = server.stats()
+    figures.evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
+    server.kill()  # the stream's session, which lives on, keeps grants ahead of need: a new one has none
     until = time.monotonic() + BACK_S
     while True:
         stats = server.stats()
@@ -432,7 +435,6 @@ def wind_up(cluster: LocalCluster, server: Server, figures: Figures, writers: li
             break
         assert time.monotonic() < until, f"dead clients still hold something: {stats}"
         time.sleep(0.05)
-    figures.evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
     store = server.check_copy()
     with Client(cluster.manager) as client:
         for writer in writers:
