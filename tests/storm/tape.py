@@ -12,8 +12,10 @@ between are made up: each prefix, by words and with a torn word, and each word a
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import itertools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import simm
 from simm.reader import ArenaReader, Located, Unsettled
 
 from .world import World
 
+_PACKAGE = os.path.dirname(simm.__file__) + os.sep
 _STORING = ("STORE_SUBSCR", "STORE_SLICE", "CALL", "PRECALL", "DELETE_SUBSCR")
 
 
@@ -38,6 +42,47 @@ class Frame(NamedTuple):
 
 def _storing_offsets(code: CodeType) -> frozenset[int]:
     return frozenset(at.offset for at in dis.get_instructions(code) if at.opname.startswith(_STORING))
+
+
+@contextlib.contextmanager
+def _each_instruction(callback: Callable[[CodeType, int], None]) -> Iterator[None]:
+    """Call back with (code, offset) before each instruction of a module of SiMM."""
+    if sys.version_info >= (3, 12):  # where opcode events of settrace come late, or in 3.13.0 not at all
+        monitoring = sys.monitoring
+        tool = monitoring.DEBUGGER_ID
+
+        def event(code: CodeType, at: int) -> Any:
+            if not code.co_filename.startswith(_PACKAGE):
+                return monitoring.DISABLE
+            return callback(code, at)
+
+        monitoring.use_tool_id(tool, "simm tape")
+        try:
+            monitoring.register_callback(tool, monitoring.events.INSTRUCTION, event)
+            monitoring.set_events(tool, monitoring.events.INSTRUCTION)
+            yield
+        finally:
+            monitoring.set_events(tool, monitoring.events.NO_EVENTS)
+            monitoring.register_callback(tool, monitoring.events.INSTRUCTION, None)
+            monitoring.free_tool_id(tool)
+        return
+
+    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "call":
+            if not frame.f_code.co_filename.startswith(_PACKAGE):
+                return None
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+        elif event == "opcode":
+            callback(frame.f_code, frame.f_lasti)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class Tape:
@@ -67,33 +112,20 @@ class Tape:
         self._last = bytes(self._buf)
         self.frames = [Frame(self._last, False)]
         self._stored = False
-        before = sys.gettrace()
-        sys.settrace(self._trace)
         try:
-            return operation()
+            with _each_instruction(self._instruction):
+                return operation()
         finally:
-            sys.settrace(before)
             self._look()
 
-    def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "call":
-            if self._stored:
-                self._look()
-            if not frame.f_globals.get("__name__", "").startswith("simm."):
-                return None
-            frame.f_trace_opcodes = True
-            frame.f_trace_lines = False
-        elif event == "opcode":
-            if self._stored:
-                self._look()
-            code = frame.f_code
-            storing = self._codes.get(code)
-            if storing is None:
-                storing = self._codes[code] = _storing_offsets(code)
-            self._stored = frame.f_lasti in storing
-        elif self._stored:
+    def _instruction(self, code: CodeType, at: int) -> None:
+        """Before each instruction of SiMM's: look, if the one before may have stored."""
+        if self._stored:
             self._look()
-        return self._trace
+        storing = self._codes.get(code)
+        if storing is None:
+            storing = self._codes[code] = _storing_offsets(code)
+        self._stored = at in storing
 
     def _look(self) -> None:
         """Keep the state if it is a new one."""
