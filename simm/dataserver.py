@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from . import messages as M
 from . import topology
-from .config import Settings, add_arguments, ensure_runtime_dir, load_command
+from .config import Address, Settings, add_arguments, ensure_runtime_dir, load_command
 from .constants import SHARD_COUNT, SLAB_BYTES
 from .errors import ConfigError, SegmentError, SimmError
 from .layout import HEADER_BYTES, Geometry, State, Word
@@ -46,7 +46,7 @@ from .messages import Status
 from .process import close_descriptors_but, die_with_parent, end_with, stop_on_signals
 from .rpc import Frame, decode, encode
 from .shm import AttachedSegment, OwnedSegment, default_arena_bytes, leftovers, remove_leftovers
-from .startup import is_loopback, read_tokens, set_up_logging
+from .startup import check_exposure, read_tokens, set_up_logging
 from .store import Store
 from .stream import run_stream
 from .web import METRICS, Page, Web, prometheus
@@ -107,7 +107,7 @@ class DataServerOptions:
     #: End when this process does (0: do not care).
     end_with: int = 0
     #: Address of /metrics and /healthz, or None.
-    http: tuple[str, int] | None = None
+    http: Address | None = None
 
 
 class Child:
@@ -263,7 +263,7 @@ class DataServer:
             self._shared += [slot.listener, slot.tcp]
         if options.http is not None:
             routes = {"/metrics": self._metrics, "/healthz": self._healthz}
-            tokens = () if is_loopback(options.http[0]) else options.tokens
+            tokens = () if options.http.loopback else options.tokens
             self._web = Web(self.loop, listen_tcp(*options.http), routes, tokens)
         for slot in self.slots:
             self._start_worker(slot)
@@ -722,14 +722,8 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
     host, port = settings.listen
     tokens = read_tokens(settings.token_file)
     for flag, address in (("--listen", settings.listen), ("--http", settings.http)):
-        if address is None or is_loopback(address.host) or tokens:
-            continue
-        if not settings.insecure:
-            raise ConfigError(
-                f"{flag} {address.host}: anyone who reaches this address could read the cache or its figures. Give a "
-                "--token-file, use 127.0.0.1, or say --insecure"
-            )
-        log.warning("listening on %s without a token (--insecure)", address.host)
+        if address is not None:
+            check_exposure(address, tokens, settings.insecure, flag)
     group = None
     if settings.group is not None:
         try:
@@ -754,7 +748,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         warm=settings.warm,
         tokens=tokens,
         end_with=end_with,
-        http=None if settings.http is None else (settings.http.host, settings.http.port),
+        http=settings.http,
     )
 
 

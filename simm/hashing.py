@@ -29,8 +29,6 @@ split: Final = _WORDS.unpack
 SHARD_MASK: Final = SHARD_COUNT - 1
 SHARD_BITS: Final = SHARD_MASK.bit_length()
 
-Digest = bytes
-
 
 class Hasher:
     """Digests of one namespace's keys.

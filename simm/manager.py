@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hmac
 import html
 import json
 import logging
@@ -47,11 +46,12 @@ from . import messages as M
 from .cluster import Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
 from .config import Address, Settings, add_arguments, load_command
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
+from .greeting import agreed_protocol, token_fits
 from .loop import Loop, Peer, Service, listen_tcp
 from .messages import Status
 from .process import end_with, stop_on_signals
 from .rpc import Flag, Frame, decode, encode
-from .startup import read_tokens, set_up_logging
+from .startup import check_exposure, read_tokens, set_up_logging
 from .statefile import StateFile
 from .web import HTML, METRICS, Page, Web, prometheus
 
@@ -169,17 +169,11 @@ class Manager(Service):
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a manager")
 
     def _hello(self, peer: Peer, link: Link, number: int, msg: M.Hello) -> None:
-        proto = min(msg.proto_max, M.PROTOCOL_MAX)
-        if proto < max(msg.proto_min, M.PROTOCOL_MIN):
-            text = (
-                f"peer speaks protocol {msg.proto_min} to {msg.proto_max}, this manager {M.PROTOCOL_MIN} to "
-                f"{M.PROTOCOL_MAX}: upgrade the older side"
-            )
+        proto, text = agreed_protocol(msg, "manager")
+        if not proto:
             peer.send_error(number, Status.VERSION, text)
             return
-        given = msg.token.encode()
-        # All are compared, so that the time says nothing about which one was near.
-        if self._tokens and not any([hmac.compare_digest(token, given) for token in self._tokens]):  # noqa: C419
+        if self._tokens and not token_fits(self._tokens, msg.token.encode()):
             self._refuse(peer, number, "wrong or missing token: see --token-file")
             return
         link.greeted = True
@@ -406,18 +400,6 @@ def peer_host(peer: Peer, host: str) -> str:
 
 
 # --- process ----------------------------------------------------------------------------------
-
-
-def check_exposure(address: Address, tokens: Sequence[str], insecure: bool, flag: str) -> None:
-    """Refuse an address that others reach without a token. Raises ConfigError."""
-    if address.loopback or tokens:
-        return
-    if not insecure:
-        raise ConfigError(
-            f"{flag} {address}: anyone who reaches this address could read and change the cluster. "
-            "Give a --token-file, use 127.0.0.1, or say --insecure"
-        )
-    log.warning("listening on %s without a token (--insecure)", address)
 
 
 def open_listener(address: Address, flag: str) -> socket.socket:

@@ -111,7 +111,7 @@ class ShmPut:
                 if entries:
                     flying.append((_commit(session, entries, left), mine))
                     entries, mine, pending = [], [], 0
-                _collect(session, flying, statuses)
+                collect(session, flying, statuses)
                 flying = []
                 grant = self._ask(session, length, left)
             left -= 1
@@ -128,7 +128,7 @@ class ShmPut:
                 entries, mine, pending = [], [], 0
         if entries:
             flying.append((_commit(session, entries, 0), mine))
-        _collect(session, flying, statuses)
+        collect(session, flying, statuses)
 
     def _fill(
         self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, commits: bool = True
@@ -205,7 +205,7 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
         session.lock.release()
 
 
-def _collect(session: WorkerSession, flying: Sequence[tuple[int, list[int]]], statuses: list[int]) -> None:
+def collect(session: WorkerSession, flying: Sequence[tuple[int, list[int]]], statuses: list[int]) -> None:
     """Wait for the answers of all commits sent."""
     if not flying:
         return

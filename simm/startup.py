@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .config import Settings
+from .config import Address, Settings
 from .errors import ConfigError
+
+log = logging.getLogger("simm.startup")
 
 TOKENS_MAX: Final = 2
 TOKEN_BYTES_MIN: Final = 16
@@ -38,14 +40,16 @@ def set_up_logging(settings: Settings) -> None:
         root.warning("%s", trouble)
 
 
-def is_loopback(host: str) -> bool:
-    """Does the address stay on this machine?"""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def check_exposure(address: Address, tokens: Sequence[str], insecure: bool, flag: str) -> None:
+    """Refuse an address that others reach without a token. Raises ConfigError."""
+    if address.loopback or tokens:
+        return
+    if not insecure:
+        raise ConfigError(
+            f"{flag} {address}: anyone who reaches this address could read and change the cluster. "
+            "Give a --token-file, use 127.0.0.1, or say --insecure"
+        )
+    log.warning("listening on %s without a token (--insecure)", address)
 
 
 def read_tokens(path: Path | None) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ retried in the background while reads go on.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import logging
 import os
@@ -35,12 +34,14 @@ from . import messages as M
 from .channel import Refused
 from .constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from .errors import RemoteProtocolError, SegmentError, TransportError
+from .greeting import agreed_protocol, token_fits
 from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
 from .reader import ArenaReader, Located, Unsettled
 from .rpc import Frame, decode, reply
 from .session import GrantTuple, WorkerSession, ahead
+from .shmput import collect
 from .slab import chunk_bytes_for
 
 log = logging.getLogger("simm.stream")
@@ -195,16 +196,11 @@ class Stream(Service):
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a stream")
 
     def _hello(self, peer: Peer, link: Link, request_id: int, msg: M.Hello) -> None:
-        proto = min(msg.proto_max, M.PROTOCOL_MAX)
-        if proto < max(msg.proto_min, M.PROTOCOL_MIN):
-            text = (
-                f"peer speaks protocol {msg.proto_min} to {msg.proto_max}, this server {M.PROTOCOL_MIN} to "
-                f"{M.PROTOCOL_MAX}: upgrade the older side"
-            )
+        proto, text = agreed_protocol(msg, "server")
+        if not proto:
             peer.send_error(request_id, Status.VERSION, text)
             return
-        given = msg.token.encode()
-        if self.tokens and not any([hmac.compare_digest(token.encode(), given) for token in self.tokens]):  # noqa: C419
+        if self.tokens and not token_fits((token.encode() for token in self.tokens), msg.token.encode()):
             peer.send_error(request_id, Status.UNAUTHORIZED, "wrong or missing token: see --token-file")
             peer.close("unauthorized")
             return
@@ -448,20 +444,10 @@ class Stream(Service):
         """Take the answers of all commits sent."""
         session, flying = receiving.session, receiving.flying
         receiving.flying = []
-        if session is None or not flying:
+        if session is None:
             return
         try:
-            session.acquire()
-            try:
-                for ticket, positions in flying:
-                    answer = session.wait_locked(ticket, len(positions))
-                    if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
-                        session.channel.fail("the worker answered COMMIT with something else")
-                    session.add_grants_locked(answer.grants)
-                    for position, status in zip(positions, answer.statuses):
-                        receiving.statuses[position] = status
-            finally:
-                session.lock.release()
+            collect(session, flying, receiving.statuses)
         except TransportError as exc:
             log.warning("answers to %d commits: %s", len(flying), exc)
 

@@ -31,6 +31,7 @@ from . import messages as M
 from .codec import OPCODES
 from .constants import BATCH_KEYS_MAX
 from .errors import CapacityError, RemoteProtocolError, UsageError
+from .greeting import agreed_protocol
 from .hashing import check_namespace
 from .layout import SHARDS_BYTES, Word
 from .loop import Loop, Peer, Service
@@ -262,13 +263,9 @@ class Worker(Service):
 
         if link.session is not None:
             raise RemoteProtocolError("a second HELLO on one connection")
-        proto = min(msg.proto_max, M.PROTOCOL_MAX)
-        if proto < max(msg.proto_min, M.PROTOCOL_MIN):
-            return refuse(
-                Status.VERSION,
-                f"peer speaks protocol {msg.proto_min} to {msg.proto_max}, this worker {M.PROTOCOL_MIN} to "
-                f"{M.PROTOCOL_MAX}: upgrade the older side",
-            )
+        proto, text = agreed_protocol(msg, "worker")
+        if not proto:
+            return refuse(Status.VERSION, text)
         if link.uid not in (os.geteuid(), 0) and not self.settings.any_uid:
             return refuse(Status.UNAUTHORIZED, f"uid {link.uid} may not use this worker (started by {os.geteuid()})")
         try:

@@ -17,7 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
         "codec", "messages", "layout", "config", "startup", "topology", "hashing", "shm", "buffers", "console",
-        "statefile",
+        "statefile", "greeting",
     },
     "structures": {"slab", "evict", "space", "table", "ledger", "store", "reader"},
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "metrics", "trace"},
