@@ -6,6 +6,7 @@ against this module. Opcodes and statuses are never reused or renumbered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -35,6 +36,9 @@ class Status(IntEnum):
     CLOSED = 13
     UNKNOWN_NODE = 14
     UNAVAILABLE = 15
+    PREVIOUS = 16
+    PRESENT = 17
+    NOT_LEADER = 18
 
 
 # --- sessions ---------------------------------------------------------------------------------
@@ -47,6 +51,19 @@ class Role(IntEnum):
     STREAM = 1
     SUPERVISOR = 2
     ADMIN = 3
+    MOVER = 4
+
+
+class ShardRole(IntEnum):
+    """What a map makes of a shard for one worker."""
+
+    NONE = 0
+    #: Mine, and nobody else has anything of it.
+    OWNER = 1
+    #: Mine, and the previous owner may have what I lack.
+    INCOMING = 2
+    #: Another's, and I am the previous owner: frozen, until the map forgets me.
+    OUTGOING = 3
 
 
 class PathBit(IntEnum):
@@ -124,7 +141,8 @@ class Done(NamedTuple):
 class Commit(NamedTuple):
     """Publish values that lie in granted chunks.
 
-    ``entries``: (digest, grant id, length, crc32, entry flags, 0). ``wants``: (value bytes, count)
+    ``entries``: (digest, grant id, length, crc32, entry flags, options), where option bit 0 (:data:`ABSENT`) is a
+    mover's: store only what its worker has not seen since it took the shard over. ``wants``: (value bytes, count)
     of fresh grants. They are made after the answer has left, off the path that somebody waits on, and come
     with the session's next COMMITTED or GRANTED; whoever needs them at once sends GRANT.
     """
@@ -240,12 +258,52 @@ class Wake(NamedTuple):
     cpu: int
 
 
-@message(0x24, "Q b")
+@message(0x24, "Q b b")
 class Shards(NamedTuple):
-    """Supervisor to worker: which shards are yours since which epoch (one bit a shard, LSB first)."""
+    """Supervisor to worker: what the map of ``epoch`` says of each shard.
+
+    ``since``: SHARD_COUNT u64, the epoch since which the shard is yours, 0 where it is not. ``roles``: SHARD_COUNT
+    bytes, a :class:`ShardRole` each; of an OUTGOING shard ``since`` is its new owner's. Both empty: the manager
+    does not know us, so take no mutation until the next SHARDS.
+    """
 
     epoch: int
-    mine: bytes
+    since: bytes
+    roles: bytes
+
+
+@message(0x28, "Q b")
+class Freeze(NamedTuple):
+    """A new owner, by its mover, to the previous one: the map of ``epoch`` gave me these shards (one bit each, LSB
+    first); take no more mutations in them, and keep what you have until the map forgets you. Answer: FROZEN."""
+
+    epoch: int
+    shards: bytes
+
+
+@message(0x29, "b")
+class Frozen(NamedTuple):
+    """Those of the shards that are frozen here and may still have values. The others are not here at all."""
+
+    shards: bytes
+
+
+@message(0x2A, "Q b b")
+class Adopt(NamedTuple):
+    """Mover to its own worker: take these shards over now. In those of ``fallback`` what you do not have may still be
+    at the previous owner, which is frozen. Answer: DONE, with how many are yours now."""
+
+    epoch: int
+    shards: bytes
+    fallback: bytes
+
+
+@message(0x2B, "Q b")
+class Finish(NamedTuple):
+    """Mover to its own worker: all that the previous owner had of these shards has been copied. Answer: DONE."""
+
+    epoch: int
+    shards: bytes
 
 
 @message(0x26, "B")
@@ -279,6 +337,13 @@ class Fetched(NamedTuple):
     entries: list[tuple[int, int, int, int]]
 
 
+@message(0x42, "*16sI")
+class FetchPrevious(NamedTuple):
+    """:class:`Fetch` from a previous owner: values of frozen shards count too. Same answer."""
+
+    keys: list[tuple[bytes, int]]
+
+
 @message(0x43, "*B")
 class Verdict(NamedTuple):
     """After the bytes of a FETCHED: which of them were whole (OK) and which changed under way (TORN)."""
@@ -300,6 +365,32 @@ class Exists(NamedTuple):
     digests: list[bytes]
 
 
+@structure("H s")
+class NamespaceName(NamedTuple):
+    """What a namespace id means in one arena."""
+
+    number: int
+    name: str
+
+
+@message(0x48, "b I I")
+class List(NamedTuple):
+    """Which values of these frozen shards (one bit each) lie in slots from ``cursor`` on? At most ``most``."""
+
+    shards: bytes
+    cursor: int
+    most: int
+
+
+@message(0x49, "I *16sIHH [NamespaceName]")
+class Listed(NamedTuple):
+    """(digest, length, entry flags, namespace id) each, and where to go on: ``cursor`` 0 when that was all."""
+
+    cursor: int
+    entries: list[tuple[bytes, int, int, int]]
+    namespaces: list[NamespaceName]
+
+
 # --- manager -----------------------------------------------------------------------------------
 
 
@@ -318,32 +409,42 @@ class WorkerInfo(NamedTuple):
     port: int
 
 
-@structure("Q Q Q Q")
+@structure("Q Q Q Q I Q Q")
 class WorkerLoad(NamedTuple):
-    """What a worker reports with each heartbeat."""
+    """What a worker reports with each heartbeat. The last three: shards still moving in, bytes copied for that since
+    the move began, bytes a second of late."""
 
     used_bytes: int
     entries: int
     puts: int
     evictions: int
+    moves_left: int = 0
+    moved_bytes: int = 0
+    move_rate: int = 0
 
 
-@message(0x60, "Q B s [WorkerInfo]")
+@message(0x60, "Q B s [WorkerInfo] Q")
 class Join(NamedTuple):
-    """A data server offers its workers. ``instance`` is drawn at its start, so a namesake is told apart."""
+    """A data server offers its workers. ``instance`` is drawn at its start, so a namesake is told apart.
+
+    ``warm`` 1: its arenas hold what they held when it said LEAVE. ``epoch``: of the newest map it has, 0 for none.
+    """
 
     instance: int
     warm: int
     name: str
     workers: list[WorkerInfo]
+    epoch: int = 0
 
 
-@message(0x61, "Q I")
+@message(0x61, "Q I B")
 class Joined(NamedTuple):
-    """Accepted; send a HEARTBEAT every ``heartbeat_ms``."""
+    """Accepted; send a HEARTBEAT every ``heartbeat_ms``. ``wants_map`` 1: the manager has lost its state and asks for
+    the newest map there is, as MAP_OFFER."""
 
     epoch: int
     heartbeat_ms: int
+    wants_map: int = 0
 
 
 @message(0x62, "Q Q s [WorkerLoad]")
@@ -363,12 +464,26 @@ class HeartbeatAck(NamedTuple):
     epoch: int
 
 
-@message(0x64, "Q s")
+@message(0x64, "Q s B")
 class Leave(NamedTuple):
-    """A clean goodbye: my shards may go to others at once. Answer: DONE."""
+    """A clean goodbye: my shards may go to others at once; with ``warm`` 1 I shall be back with all values, please
+    keep them for me for the grace of a restart. Answer: DONE."""
 
     instance: int
     name: str
+    warm: int = 0
+
+
+@message(0x65, "Q Q s H b")
+class Moved(NamedTuple):
+    """A worker of mine has all that the previous owner had of these shards (one bit each): it may be forgotten.
+    ``epoch`` is that of the map I hold. Said again until the map agrees. Answer: DONE."""
+
+    instance: int
+    epoch: int
+    name: str
+    worker: int
+    shards: bytes
 
 
 @message(0x66, "Q B")
@@ -379,14 +494,32 @@ class MapGet(NamedTuple):
     subscribe: int
 
 
-@message(0x67, "Q Q [WorkerInfo] b")
+@message(0x67, "Q Q [WorkerInfo] b *HH b")
 class MapReply(NamedTuple):
-    """The map: owners are SHARD_COUNT u16 positions in ``workers`` (0xFFFF: none)."""
+    """The map: owners are SHARD_COUNT u16 positions in ``workers`` (0xFFFF: none).
+
+    ``previous``: (shard, position) of the shards that are moving: who had it before and may have what the owner
+    lacks. ``since``: SHARD_COUNT u64, the epoch in which each shard got its owner, compressed by zlib.
+    """
 
     epoch: int
     cluster: int
     workers: list[WorkerInfo]
     owners: bytes
+    previous: Sequence[tuple[int, int]] = ()
+    since: bytes = b""
+
+
+@message(0x68, "Q Q [WorkerInfo] b *HH b")
+class MapOffer(NamedTuple):
+    """A data server gives the newest map it has to a manager that asked for it. Fields as MAP_REPLY. Answer: DONE."""
+
+    epoch: int
+    cluster: int
+    workers: list[WorkerInfo]
+    owners: bytes
+    previous: Sequence[tuple[int, int]]
+    since: bytes
 
 
 @message(0x6A, "B")
@@ -395,6 +528,18 @@ class ClusterStatus(NamedTuple):
 
     detail: int
 
+
+@message(0x6C, "B s")
+class Drain(NamedTuple):
+    """Move everything away from a data server (1), or let it take its share again (0). Answer: DONE, with how many
+    shards it owns now."""
+
+    drain: int
+    name: str
+
+
+#: COMMIT's option bit.
+ABSENT: Final = 1
 
 #: Opcodes that hot loops compare with, looked up once.
 OP_COMMIT: Final = OPCODES[Commit]

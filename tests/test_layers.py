@@ -19,22 +19,26 @@ LAYERS: dict[str, set[str]] = {
         "codec", "messages", "layout", "config", "startup", "topology", "hashing", "shm", "buffers", "console",
         "statefile", "greeting",
     },
-    "structures": {"slab", "evict", "space", "table", "ledger", "store", "reader"},
+    "structures": {
+        "slab", "evict", "space", "table", "ledger", "shards", "store", "reader", "shardmap", "deal", "pages",
+    },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "metrics", "trace"},
     "paths": {
         "session", "shmput", "tcppath", "stream", "worker", "verbs", "admin", "cluster", "manager_link", "routing",
-        "connect", "local",
+        "connect", "local", "member", "mover", "membership", "server_pages", "manager_pages", "target", "view",
+        "replicas", "gets", "puts", "etcd", "coordinator",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
         "kv", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor", "bench_load",
-        "bench_report",
+        "bench_report", "simulate", "sim", "nodes",
     },
 }  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
-PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout"}
+PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
+        "shardmap", "deal", "member"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 

@@ -1,0 +1,260 @@
+"""One worker's shard words: what is its own, what is leaving, what is moving in.
+
+A word per shard lies in the arena, where readers see it; this file is the only one that stores there.
+It does no I/O and has no clock, so the same code runs in workers and in the simulator.
+
+    0                  not mine: readers miss, mutations are refused
+    epoch              mine since that epoch of the map
+    MOVING | epoch     mine, and what I lack may still be at the previous owner
+    FROZEN | epoch     another's since that epoch; I keep my values for it until the map forgets me
+
+How a shard moves from P to N
+-----------------------------
+    map of epoch e: owner N, previous P
+    N's mover -> P    FREEZE         P: word = FROZEN | e. No mutation is accepted there any more
+    N's mover -> N    ADOPT          N: word = MOVING | e. From now on mutations are accepted here
+    N's mover         copies what P lists, put-if-absent
+    N's mover -> N    FINISH         N: word = e
+    N -> manager      MOVED          map of a later epoch: no previous
+    P                                word = 0, its entries are dropped
+
+What can go wrong, and what stands against it
+---------------------------------------------
+* *Two owners accept mutations.* N accepts after P's answer to FREEZE, or after P could not be reached, and then
+  without fall-back. A worker that was cut off and comes back with an old map stays frozen: FROZEN carries
+  the epoch that froze it, and an older map cannot undo that.
+* *A superseded value is read at P.* One-sided readers take a FROZEN word for "not here"; only who was sent by N
+  reads on, and N sends nobody after a key that was mutated here.
+* *A deleted key is copied in again.* The mover's puts are put-if-absent, and N remembers the digests that left its
+  table while their shard was moving (deleted, or evicted after an overwrite): they are neither copied
+  nor looked for at P. Those still in the table need no memory. If there are more than ``DROPPED_MAX``, the fall-back
+  ends: misses, never an old value.
+* *N's worker dies*: that memory is lost, so its successor ends the fall-back (:meth:`ShardWords.recover`).
+* *A shard comes back* that others owned meanwhile: the epoch in the word is not the map's, so the entries are
+  dropped before the word is set. If the word agrees with the map, nobody else has owned it and the values are good:
+  that is what a warm start stands on.
+
+Each store of a word is one aligned store of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .constants import SHARD_COUNT
+from .errors import CorruptionError, UsageError
+from .hashing import shard_of
+from .messages import ShardRole, Status
+
+FROZEN: Final = 1 << 63
+MOVING: Final = 1 << 62
+EPOCH_MASK: Final = MOVING - 1
+
+#: Digests remembered for all shards that are moving in together: about 30 MB.
+DROPPED_MAX: Final = 1 << 18
+BITMAP_BYTES: Final = SHARD_COUNT // 8
+
+_NONE: Final = int(ShardRole.NONE)
+_OWNER: Final = int(ShardRole.OWNER)
+_INCOMING: Final = int(ShardRole.INCOMING)
+_OUTGOING: Final = int(ShardRole.OUTGOING)
+
+
+def bitmap_of(shards: Iterable[int]) -> bytes:
+    """Shard numbers as a bitmap, one bit each, LSB first."""
+    bits = bytearray(BITMAP_BYTES)
+    for shard in shards:
+        bits[shard >> 3] |= 1 << (shard & 7)
+    return bytes(bits)
+
+
+def shards_in(bitmap: bytes) -> list[int]:
+    """The shard numbers of a bitmap, ascending. Raises UsageError when it is no bitmap of all shards."""
+    if len(bitmap) != BITMAP_BYTES:
+        raise UsageError(f"a shard bitmap has {BITMAP_BYTES} bytes, not {len(bitmap)}")
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+class ShardWords:
+    """See the module's docstring. ``words``: SHARD_COUNT u64, in place (a memoryview or an array)."""
+
+    def __init__(self, words: memoryview) -> None:
+        if len(words) != SHARD_COUNT:
+            raise UsageError(f"{SHARD_COUNT} shard words, not {len(words)}")
+        self.words = words
+        #: What the last map says.
+        self.since: NDArray[np.uint64] = np.zeros(SHARD_COUNT, np.uint64)
+        self.roles: NDArray[np.uint8] = np.zeros(SHARD_COUNT, np.uint8)
+        #: How many words are MOVING; while there are none, nothing below costs anything.
+        self.moving = 0
+        #: Digests that left the table while their shard was moving in.
+        self.dropped: set[bytes] = set()
+        #: Fall-backs that ended because there were too many of those.
+        self.overflows = 0
+
+    def _array(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self.words, np.uint64)
+
+    # -- the map --------------------------------------------------------------------------------
+
+    def retire(self, since: bytes, roles: bytes) -> bool:
+        """First half of taking a map over: zero the words of what is not ours as the map has it.
+
+        Whether any was; its entries must then be dropped before :meth:`take`.
+        """
+        if len(since) != 8 * SHARD_COUNT or len(roles) != SHARD_COUNT:
+            raise UsageError("a map's roles and epochs are for all shards")
+        self.since = np.frombuffer(since, np.uint64)
+        self.roles = np.frombuffer(roles, np.uint8)
+        if int(self.roles.max(initial=0)) > _OUTGOING:
+            raise UsageError(f"there is no shard role {int(self.roles.max())}")
+        mine = (self.roles == _OWNER) | (self.roles == _INCOMING)
+        if bool((self.since[mine] == 0).any()) or bool((self.since > np.uint64(EPOCH_MASK)).any()):
+            raise UsageError("a shard is owned since an epoch that is positive: 0 in its word means not mine")
+        words = self._array()
+        epochs = words & np.uint64(EPOCH_MASK)
+        frozen = words >= np.uint64(FROZEN)
+        same = ~frozen & (epochs == self.since)
+        newer = frozen & (epochs > self.since)  # frozen by a newer map than this
+        keep = (mine & (same | newer)) | (self.roles == _OUTGOING)
+        gone: list[int] = np.flatnonzero((words != 0) & ~keep).tolist()
+        for shard in gone:
+            self.words[shard] = 0
+        self._recount()
+        return bool(gone)
+
+    def take(self) -> int:
+        """Second half: set the words of what is ours at once, freeze what is leaving; how many shards are ours.
+
+        Those that are INCOMING wait for :meth:`adopt`.
+        """
+        words = self._array()
+        wanted = words.copy()
+        owner = (self.roles == _OWNER) & (words < np.uint64(FROZEN))
+        wanted[owner] = self.since[owner]
+        leaving = (self.roles == _OUTGOING) & (words != 0) & (words < np.uint64(FROZEN))
+        wanted[leaving] = self.since[leaving] | np.uint64(FROZEN)
+        changed = np.flatnonzero(wanted != words)
+        for shard, word in zip(changed.tolist(), wanted[changed].tolist()):
+            self.words[shard] = word
+        self._recount()
+        return self.count
+
+    @property
+    def count(self) -> int:
+        """Shards in which mutations are accepted."""
+        words = self._array()
+        return int(((words != 0) & (words < np.uint64(FROZEN))).sum())
+
+    def recover(self) -> None:
+        """A new worker on this arena: what its predecessor remembered of moving shards is lost."""
+        for shard in np.flatnonzero(self._array() & np.uint64(MOVING)).tolist():
+            self.words[shard] &= ~MOVING
+        self._recount()
+
+    # -- moving ---------------------------------------------------------------------------------
+
+    def freeze(self, epoch: int, shards: Iterable[int]) -> list[int] | None:
+        """A new owner takes these over by the map of ``epoch``; those that are here, now frozen.
+
+        None when a word is newer than that: the asker's map is old, and nothing has changed.
+        """
+        if not 0 < epoch <= EPOCH_MASK:
+            raise UsageError(f"no map has epoch {epoch}")
+        asked = [shard for shard in shards if self.words[shard]]
+        if any(self.words[shard] < FROZEN and self.words[shard] & EPOCH_MASK >= epoch for shard in asked):
+            return None
+        for shard in asked:
+            self.words[shard] = FROZEN | max(epoch, self.words[shard] & EPOCH_MASK)
+        self._recount()
+        return asked
+
+    def adopt(self, shards: Iterable[int], fallback: Iterable[int]) -> int:
+        """Take over those of ``shards`` that wait for it; how many of them are ours now.
+
+        ``fallback``: where the previous owner is frozen, and keeps what we lack.
+        """
+        behind = set(fallback)
+        count = 0
+        for shard in shards:
+            if self.roles[shard] == _INCOMING and not self.words[shard]:
+                self.words[shard] = int(self.since[shard]) | (MOVING if shard in behind else 0)
+            count += self.accepts(shard)
+        self._recount()
+        return count
+
+    def finish(self, shards: Iterable[int]) -> int:
+        """All that the previous owner had of these is here, or given up; how many were moving."""
+        ended = 0
+        for shard in shards:
+            word = self.words[shard]
+            if word & MOVING and word < FROZEN:
+                self.words[shard] = word & EPOCH_MASK
+                ended += 1
+        self._recount()
+        return ended
+
+    def note_dropped(self, digest: bytes) -> None:
+        """The digest has left the table, or was deleted without being there. Call it while ``moving``."""
+        word = self.words[shard_of(digest)]
+        if not word & MOVING or word >= FROZEN:
+            return
+        if len(self.dropped) >= DROPPED_MAX:
+            self.overflows += 1
+            self.finish(range(SHARD_COUNT))
+            return
+        self.dropped.add(digest)
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def accepts(self, shard: int) -> bool:
+        """Are mutations of this shard accepted?"""
+        return 0 < self.words[shard] < FROZEN
+
+    def may_copy(self, digest: bytes) -> bool:
+        """May a mover store this digest, if the table has no such entry?"""
+        word = self.words[shard_of(digest)]
+        return bool(word & MOVING) and word < FROZEN and digest not in self.dropped
+
+    def status_of_miss(self, digest: bytes) -> Status:
+        """What a miss of this digest means: NOT_FOUND, PREVIOUS (look there too) or WRONG_OWNER."""
+        word = self.words[shard_of(digest)]
+        if not 0 < word < FROZEN:
+            return Status.WRONG_OWNER
+        if word & MOVING and digest not in self.dropped:
+            return Status.PREVIOUS
+        return Status.NOT_FOUND
+
+    def finished(self) -> list[int]:
+        """Shards that the map calls moving in and that are wholly here: to be told to the manager."""
+        words = self._array()
+        done = (self.roles == _INCOMING) & (words == self.since)
+        found: list[int] = np.flatnonzero(done).tolist()
+        return found
+
+    def check(self) -> None:
+        """Raise CorruptionError unless the invariants hold. O(shards + dropped)."""
+        moving = 0
+        for shard in range(SHARD_COUNT):
+            word = self.words[shard]
+            if word & FROZEN and word & MOVING:
+                raise CorruptionError(f"shard {shard} is frozen and moving in at once")
+            if word and not word & EPOCH_MASK:
+                raise CorruptionError(f"shard {shard} has a word without an epoch")
+            moving += bool(word & MOVING)
+        if moving != self.moving:
+            raise CorruptionError(f"{moving} shards are moving, {self.moving} counted")
+        if any(not self.words[shard_of(digest)] & MOVING for digest in self.dropped):
+            raise CorruptionError("a digest is remembered of a shard that is not moving")
+
+    def _recount(self) -> None:
+        words = self._array()
+        before, self.moving = self.moving, int(((words & np.uint64(MOVING)) != 0).sum())
+        if self.dropped and self.moving != before:
+            self.dropped = {digest for digest in self.dropped if self.words[shard_of(digest)] & MOVING}
