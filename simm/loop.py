@@ -6,8 +6,15 @@ What can go wrong, and what stands against it:
 
 * *A peer that does not read.* Answers queue up in :class:`Peer`. Above ``OUT_PAUSE_BYTES`` we
   stop reading its requests (back-pressure); above ``OUT_CLOSE_BYTES`` (pushes only get there)
-  it is closed; and after ``STALL_S`` seconds without progress too.
-* *A peer that sends half a frame for ever.* The same stall clock runs while input is pending.
+  it is closed; and so is one that in ``STALL_S`` seconds has taken neither all that waits for it nor
+  ``OUT_LEAST_BYTES`` of it. Whatever it sends meanwhile does not count, nor do a few bytes now and then.
+* *A thousand that do not read.* While all queues together hold more than ``OUT_TOTAL_BYTES``, a peer
+  that has anything waiting is not read. One answer of each is always taken on, so the
+  bound is that sum and one answer a connection.
+* *A peer that sends half a frame for ever.* A second clock runs while input is pending.
+* *A peer whose host or network has gone.* The kernel gives up after ``STALL_S`` without an
+  acknowledgement, and asks an idle one as often whether it is there: no connection outlives its other
+  end by hours.
 * *A peer that sends without pause.* One wake-up reads at most ``READ_BYTES`` of each peer and
   handles at most ``FRAMES_PER_TURN`` frames of it before the others' turn.
 * *No descriptors left.* ``accept`` failing with EMFILE would spin: the listener rests a second.
@@ -43,7 +50,10 @@ READ_BYTES: Final = 256 << 10
 FRAMES_PER_TURN: Final = 64
 OUT_PAUSE_BYTES: Final = 1 << 20
 OUT_CLOSE_BYTES: Final = 8 << 20
+OUT_TOTAL_BYTES: Final = 64 << 20
 STALL_S: Final = 30.0
+OUT_LEAST_BYTES: Final = 32 << 10
+SWEEP_S: Final = 5.0
 _FDS_MAX: Final = 4
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
@@ -84,8 +94,8 @@ class Peer:
     """One connection of a server: parser, output queue and flow control."""
 
     __slots__ = (
-        "address", "bulk", "closed", "conn", "context", "fds", "loop", "out", "out_bytes",
-        "parse_more", "paused", "progress_at", "service", "sock", "take_fds", "wants",
+        "address", "bulk", "closed", "conn", "context", "fds", "loop", "mark_at", "mark_bytes", "out", "out_bytes",
+        "owed", "parse_more", "paused", "progress_at", "sent_bytes", "service", "sock", "take_fds", "wants",
     )  # fmt: skip
 
     def __init__(self, loop: Loop, sock: socket.socket, service: Service, address: str) -> None:
@@ -103,6 +113,12 @@ class Peer:
         self.fds: list[int] = []
         self.out: deque[bytes | memoryview] = deque()
         self.out_bytes = 0
+        #: What of the queue counts in ``loop.owed_bytes``. Bulk does not: it is memory of the arena, not ours.
+        self.owed = 0
+        #: Bytes that have left the queue so far; how many they were, and when, as the stall clock last began anew.
+        self.sent_bytes = 0
+        self.mark_bytes = 0
+        self.mark_at = 0.0
         self.closed = False
         self.paused = False
         self.parse_more = False
@@ -138,9 +154,13 @@ class Peer:
                 return
             data = memoryview(data)[sent:]
             size -= sent
-            self.progress_at = self.loop.now
+            self.mark_at = self.loop.now
+            self.mark_bytes = self.sent_bytes
         self.out.append(data)
         self.out_bytes += size
+        if not self.bulk:
+            self.owed += size
+            self.loop.owed_bytes += size
         if self.out_bytes > OUT_CLOSE_BYTES and not self.bulk:
             self.close(f"{self.out_bytes} bytes of answers not read")
             return
@@ -169,12 +189,18 @@ class Peer:
         self.fds.clear()
         self.out.clear()
         self.out_bytes = 0
+        self.loop.owed_bytes -= self.owed
+        self.owed = 0
         with contextlib.suppress(OSError):
             self.sock.close()
         try:
             self.service.on_close(self, reason)
         except Exception:
             log.exception("on_close of %s", self.address)
+
+    def held_back(self) -> bool:
+        """Does so much output wait that we take no more requests? Those of others count for it too."""
+        return self.out_bytes > (OUT_PAUSE_BYTES if self.loop.owed_bytes <= OUT_TOTAL_BYTES else 0)
 
     def pause(self, paused: bool) -> None:
         """Stop or resume reading this peer (for services with back-pressure of their own)."""
@@ -197,12 +223,16 @@ class Peer:
             except OSError as exc:
                 self.close(f"send failed: {exc}")
                 return
-            self.progress_at = self.loop.now
+            self.sent_bytes += sent
             self.out_bytes -= sent
             if sent < len(chunk):
                 out[0] = memoryview(chunk)[sent:]
             else:
                 out.popleft()
+        if not out:
+            self.loop.owed_bytes -= self.owed
+            self.owed = 0
+            self.progress_at = self.loop.now  # what is pending had to wait for this
         self.loop._update(self)
         if not out:
             self.service.on_drain(self)
@@ -252,7 +282,7 @@ class Peer:
         self.parse_more = False
         try:
             for _ in range(FRAMES_PER_TURN):
-                if self.closed or self.bulk or self.paused or self.out_bytes > OUT_PAUSE_BYTES:
+                if self.closed or self.bulk or self.paused or (self.out and self.held_back()):
                     return
                 frame = self.conn.next_frame()
                 if frame is None:
@@ -284,6 +314,10 @@ class Loop:
         self.peers: set[Peer] = set()
         self.protocol_errors = 0
         self.handler_errors = 0
+        #: Bytes of answers and pushes in all peers' queues.
+        self.owed_bytes = 0
+        #: Peers closed because they stood still.
+        self.stalled = 0
         #: False once stopped, also when that was before run().
         self.running = True
         self._listeners: list[socket.socket] = []
@@ -292,7 +326,7 @@ class Loop:
         self._more: deque[Peer] = deque()
         #: All peers' bytes pass through here: a fresh buffer for each read would be mapped and unmapped each time.
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self.call_every(5.0, self._sweep)
+        self.call_every(SWEEP_S, self._sweep)
 
     # -- set-up -----------------------------------------------------------------------------
 
@@ -422,8 +456,7 @@ class Loop:
                 sock.close()
                 continue
             if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                tune(sock)
                 name = f"{address[0]}:{address[1]}"
             else:
                 name = f"unix#{sock.fileno()}"
@@ -441,7 +474,7 @@ class Loop:
         wants = 0
         if peer.out:
             wants |= selectors.EVENT_WRITE
-        if not peer.paused and (peer.bulk or peer.out_bytes <= OUT_PAUSE_BYTES):
+        if not peer.paused and (peer.bulk or not peer.out or not peer.held_back()):
             wants |= selectors.EVENT_READ
         if wants == peer.wants:
             return
@@ -462,10 +495,35 @@ class Loop:
 
     def _sweep(self) -> None:
         """Close peers that neither read their answers nor finish their frame."""
+        now = self.now
         for peer in list(self.peers):
-            stalled = peer.out or peer.bulk or (peer.conn.pending_bytes and not peer.paused)
-            if stalled and self.now - peer.progress_at > STALL_S:
+            if peer.out:
+                if peer.sent_bytes - peer.mark_bytes >= OUT_LEAST_BYTES:
+                    peer.mark_bytes = peer.sent_bytes
+                    peer.mark_at = now
+                stalled = now - peer.mark_at > STALL_S
+            elif peer.bulk or (peer.conn.pending_bytes and not peer.paused):
+                stalled = now - peer.progress_at > STALL_S
+            else:
+                continue
+            if stalled:
+                self.stalled += 1
+                log.info("closing %s: it stands still, %d bytes wait for it", peer.address, peer.out_bytes)
                 peer.close(f"no progress for {STALL_S:.0f} s")
+
+
+def tune(sock: socket.socket) -> None:
+    """Options of a server's TCP connection: no delay, and an end when its other end has gone."""
+    seconds = max(1, int(STALL_S))
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 3)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000),
+    ):
+        sock.setsockopt(level, option, value)
 
 
 def listen_tcp(host: str, port: int, *, backlog: int = 1024) -> socket.socket:

@@ -4,6 +4,10 @@ It answers GET and HEAD, one request a connection, from functions that return at
 server for anything else: requests are capped at ``REQUEST_BYTES_MAX``, connections at
 ``CONNECTIONS_MAX`` and ``DEADLINE_S``, bodies of requests are not read.
 
+When all places are taken a newcomer gets the oldest one's. A probe sends its request at once and is answered in the
+same turn; whoever has held a place longest is one that does not read, or has nothing to ask. Refusing
+the newcomer instead would let 64 idle connections make a healthy server look dead to its probes.
+
 With tokens, every page but /healthz wants ``Authorization: Bearer TOKEN`` (Prometheus can send it).
 """
 
@@ -67,7 +71,9 @@ class Web:
         self.requests = 0
         self._tokens = [token.encode() for token in tokens]
         self._listener = listener
-        self._clients: set[_Client] = set()
+        #: In the order of their arrival, so the first is the oldest.
+        self._clients: dict[_Client, None] = {}
+        self.displaced = 0
         listener.setblocking(False)
         loop.watch(listener, self._accept)
         loop.call_every(1.0, self._sweep)
@@ -97,10 +103,10 @@ class Web:
             return
         sock.setblocking(False)
         if len(self._clients) >= CONNECTIONS_MAX:
-            sock.close()
-            return
+            self.displaced += 1
+            self._drop(next(iter(self._clients)))
         client = _Client(sock, self.loop.now + DEADLINE_S)
-        self._clients.add(client)
+        self._clients[client] = None
         self.loop.watch(sock, lambda _mask: self._readable(client))
 
     def _listen_again(self) -> None:
@@ -181,7 +187,7 @@ class Web:
     def _drop(self, client: _Client) -> None:
         if client not in self._clients:
             return
-        self._clients.discard(client)
+        del self._clients[client]
         self.loop.unwatch(client.sock)
         with contextlib.suppress(OSError):
             # What the client still sends would otherwise turn our answer into a reset.

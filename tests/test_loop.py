@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import selectors
@@ -13,7 +14,18 @@ import pytest
 
 from simm import messages as M
 from simm.errors import RemoteProtocolError
-from simm.loop import FRAMES_PER_TURN, OUT_CLOSE_BYTES, OUT_PAUSE_BYTES, STALL_S, Loop, Peer, Service, listen_tcp
+from simm.loop import (
+    FRAMES_PER_TURN,
+    OUT_CLOSE_BYTES,
+    OUT_LEAST_BYTES,
+    OUT_PAUSE_BYTES,
+    STALL_S,
+    SWEEP_S,
+    Loop,
+    Peer,
+    Service,
+    listen_tcp,
+)
 from simm.rpc import Connection, Frame, decode, encode
 
 MIB = 1 << 20
@@ -202,14 +214,87 @@ def test_a_peer_that_takes_nothing_is_closed_by_the_stall_clock(bench: Bench) ->
     bench.clock.now += STALL_S - 1
     bench.turn()
     assert not peer.closed
-    for _ in range(3):
+    for _ in range(7):
         bench.clock.now += 5.0
         bench.turn()
     assert peer.closed and bench.service.closed == [f"no progress for {STALL_S:.0f} s"]
+    assert bench.loop.stalled == 1 and bench.loop.owed_bytes == 0
     assert not idle.closed, "idle is not stalled"
     idle_end.close()
     bench.turn()
     assert idle.closed
+
+
+@pytest.mark.parametrize("taken", [0, 1, OUT_LEAST_BYTES // 8])
+def test_little_bytes_and_new_requests_are_no_progress(bench: Bench, taken: int) -> None:
+    """One that reads a byte a second, or goes on asking, is closed like one that does nothing."""
+    end, peer = bench.connect()
+    fill_pipe(bench, peer, OUT_PAUSE_BYTES // 2)
+    for second in range(int(STALL_S) + 6):
+        if peer.closed:
+            break
+        assert second <= STALL_S + SWEEP_S
+        bench.clock.now += 1.0
+        end.send(encode(M.Ping(second), second))
+        # The kernel's own buffer hides single bytes from us: what leaves our queue is played here.
+        peer.sent_bytes += taken
+        bench.turn()
+    assert peer.closed == (taken * STALL_S < OUT_LEAST_BYTES)
+
+
+def test_many_that_do_not_read_share_one_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each below its own bound, together above theirs: who has something waiting is not read, the others are."""
+    monkeypatch.setattr("simm.loop.OUT_TOTAL_BYTES", 2 * MIB)
+    slow = [bench.connect() for _ in range(8)]
+    good, _ = bench.connect()
+    bench.service.on = lambda peer, frame: peer.send_message(M.StatsReply(bytes(300 << 10)), frame.request_id)
+    for _ in range(10):
+        for end, _peer in slow:
+            end.send(encode(M.Ping(1), 1))
+        bench.turn(2)
+    assert 2 * MIB < bench.loop.owed_bytes <= 2 * MIB + 8 * (301 << 10)
+    assert bench.loop.owed_bytes == sum(peer.out_bytes for _, peer in slow)
+    assert not any(peer.closed for _, peer in slow)
+    bench.service.on = None
+    good.send(encode(M.Ping(5), 5))
+    bench.turn(2)
+    assert receive(good) == [M.Pong(5)]
+    # Once they read, all is answered and nothing is counted any more.
+    while any(peer.out for _, peer in slow):
+        for end, _peer in slow:
+            with contextlib.suppress(BlockingIOError):
+                end.recv(4 * MIB)
+        bench.turn()
+    bench.turn(5)
+    assert bench.loop.owed_bytes == 0 and len(bench.service.frames) == 81
+
+
+def test_bulk_does_not_count_for_the_bound(bench: Bench) -> None:
+    """It lies in the arena and costs no memory of ours."""
+    end, peer = bench.connect()
+    peer.bulk = True
+    peer.send(bytes(4 * MIB))
+    assert peer.out_bytes and bench.loop.owed_bytes == 0
+    while peer.out:
+        end.recv(4 * MIB)
+        bench.turn()
+    assert bench.loop.owed_bytes == 0
+    peer.bulk = False
+
+
+def test_a_connection_ends_when_its_other_end_has_gone(bench: Bench) -> None:
+    """The kernel is told to find out: idle for STALL_S it asks, and unacknowledged bytes end it as soon."""
+    listener = listen_tcp("127.0.0.1", 0)
+    bench.loop.listen(listener, bench.service)
+    bench.ends.append(socket.create_connection(listener.getsockname()))
+    bench.turn(2)
+    sock = bench.service.peers[0].sock
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    for option, value in (
+        (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 30_000),
+    ):  # fmt: skip
+        assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
 def test_half_a_frame_for_ever_is_closed_by_the_stall_clock(bench: Bench) -> None:
