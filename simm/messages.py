@@ -306,6 +306,18 @@ class Finish(NamedTuple):
     shards: bytes
 
 
+@message(0x2D, "I Q Q Q Q")
+class MoveProgress(NamedTuple):
+    """Push, mover to its supervisor: shards still to be done, bytes copied since it started, bytes a second of late,
+    values copied, values of the previous owner that did not come along."""
+
+    left: int
+    bytes: int
+    rate: int
+    values: int
+    lost: int
+
+
 @message(0x26, "B")
 class Stats(NamedTuple):
     """Counters of a worker or stream, please. Answer: STATS_REPLY."""
