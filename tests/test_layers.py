@@ -38,7 +38,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
 PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
-        "shardmap"}
+        "shardmap", "member"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 
