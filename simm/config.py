@@ -104,6 +104,34 @@ def parse_addresses(text: str, default_port: int | None = None) -> tuple[Address
     return tuple(dict.fromkeys(found))
 
 
+@dataclasses.dataclass(frozen=True)
+class CoordinatorUrl:
+    """Where several managers agree on who leads; ``str()`` gives the form that :func:`parse_coordinator` reads."""
+
+    tls: bool
+    endpoints: tuple[Address, ...]
+    #: Of our keys, as ``/simm``: what several clusters on one etcd differ in.
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"etcd{'s' if self.tls else ''}://{','.join(map(str, self.endpoints))}{self.prefix}"
+
+
+def parse_coordinator(text: str) -> CoordinatorUrl:
+    """``etcd://HOST[:PORT][,HOST[:PORT]...][/PREFIX]``; ``etcds`` for https. Raises ConfigError."""
+    scheme, separator, rest = text.strip().partition("://")
+    if not separator or scheme not in ("etcd", "etcds"):
+        raise ConfigError(f"{text!r} is no coordinator; write etcd://HOST:{_ETCD_PORT}/PREFIX, or etcds:// for https")
+    hosts, _, prefix = rest.partition("/")
+    if "@" in hosts:
+        raise ConfigError("everybody on this machine can read a password in there; use --coordinator-login FILE")
+    prefix = "/" + (prefix.strip("/") or "simm")
+    if not re.fullmatch(r"[A-Za-z0-9._/-]{1,200}", prefix) or "//" in prefix:
+        raise ConfigError(f"{prefix!r} is no prefix of keys; letters, digits and ._-/ make one")
+    return CoordinatorUrl(scheme == "etcds", parse_addresses(hosts, _ETCD_PORT), prefix)
+
+
+_ETCD_PORT: Final = 2379
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE | re.ASCII)
 _BYTE_UNITS: Final = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -235,6 +263,10 @@ def _address(value: Any) -> Address:
     return parse_address(_string(value), None)
 
 
+def _coordinator(value: Any) -> CoordinatorUrl:
+    return parse_coordinator(_string(value))
+
+
 def _managers(value: Any) -> tuple[Address, ...]:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = ",".join(value)
@@ -349,6 +381,24 @@ class Settings:
     )
     state_dir: Path | None = _setting(
         _optional(_path), "folder for what outlives a restart; empty: nothing does", MANAGER, SERVER, metavar="DIR",
+    )
+    coordinator: CoordinatorUrl | None = _setting(
+        _optional(_coordinator), "etcd in which several managers agree who leads and keep their state; empty: none",
+        MANAGER, metavar="etcd://HOST:PORT/PREFIX",
+    )
+    coordinator_ttl_ms: int = _setting(
+        _duration_in("ms", 2000), "after how long a leader that says nothing is replaced; whole seconds",
+        MANAGER, default=5000, metavar="MS",
+    )
+    coordinator_ca: Path | None = _setting(
+        _optional(_path), "PEM file of the authority that signed etcd's certificate; empty: the system's",
+        MANAGER, metavar="FILE",
+    )
+    coordinator_cert: Path | None = _setting(
+        _optional(_path), "PEM file with our certificate for etcd and its key", MANAGER, metavar="FILE",
+    )
+    coordinator_login: Path | None = _setting(
+        _optional(_path), "file with USER:PASSWORD for etcd, mode 0600", MANAGER, metavar="FILE",
     )
     runtime_dir: Path = _setting(
         _path, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=_default_runtime_dir,
