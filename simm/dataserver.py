@@ -35,6 +35,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
 from . import messages as M
 from . import topology
 from .config import Address, Settings, add_arguments, ensure_runtime_dir, load_command
@@ -45,6 +47,7 @@ from .loop import Loop, Peer, Service, listen_tcp, listen_unix
 from .messages import Status
 from .process import close_descriptors_but, die_with_parent, end_with, stop_on_signals
 from .rpc import Frame, decode, encode
+from .shardmap import ShardMap
 from .shm import AttachedSegment, OwnedSegment, default_arena_bytes, leftovers, remove_leftovers
 from .startup import check_exposure, read_tokens, set_up_logging
 from .store import Store
@@ -207,7 +210,7 @@ class DataServer:
         self.announced = False
         self.failed = ""
         self.heartbeat_s = 1.0
-        self._masks: dict[int, bytes] = {}
+        self._shards: dict[int, M.Shards] = {}
         self._worker_link = _WorkerLink(self)
         self._manager = _ManagerLink(self)
         self._manager_at = 0
@@ -373,8 +376,8 @@ class DataServer:
         child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
         child.peer.context = slot
         child.peer.send(encode(M.Stats(0), 1))
-        if slot.number in self._masks:
-            child.peer.send(encode(M.Shards(self.epoch, self._masks[slot.number]), 2))
+        if slot.number in self._shards:
+            child.peer.send(encode(self._shards[slot.number], 2))
         log.info("worker %d is process %d", slot.number, child.pid)
 
     def _start_stream(self, slot: WorkerSlot, position: int) -> None:
@@ -588,21 +591,21 @@ class DataServer:
         if msg.epoch < self.epoch:
             return
         self.epoch = msg.epoch
-        mine = {
-            position: info.worker
+        shard_map = ShardMap(msg)
+        positions = {
+            info.worker: position
             for position, info in enumerate(msg.workers)
             if info.node == self.options.name and info.instance == self.instance
         }
-        owners = memoryview(msg.owners).cast("H")
-        masks = {slot.number: bytearray(SHARD_COUNT // 8) for slot in self.slots}
-        for shard, owner in enumerate(owners):
-            number = mine.get(owner)
-            if number is not None and number in masks:
-                masks[number][shard >> 3] |= 1 << (shard & 7)
+        owners = np.frombuffer(shard_map.owners, np.uint16)
+        since = np.frombuffer(shard_map.since, np.uint64)
         for slot in self.slots:
-            self._masks[slot.number] = mask = bytes(masks[slot.number])
+            mine = owners == positions.get(slot.number, -1)
+            epochs = np.where(mine, np.maximum(since, 1), 0)
+            roles = np.where(mine, int(M.ShardRole.OWNER), int(M.ShardRole.NONE)).astype(np.uint8)
+            self._shards[slot.number] = M.Shards(msg.epoch, epochs.astype("<u8").tobytes(), roles.tobytes())
             if slot.child is not None and slot.child.peer is not None:
-                slot.child.peer.send(encode(M.Shards(msg.epoch, mask), 2))
+                slot.child.peer.send(encode(self._shards[slot.number], 2))
 
     def _announce(self) -> None:
         """READY, once: every worker serves, the cluster knows us, and the shards are ours."""

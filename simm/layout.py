@@ -1,7 +1,7 @@
 """Where everything lies in an arena: one shared-memory segment, owned by one worker.
 
     0           header      4 KiB, 64-bit words, see :class:`Word`
-    4 KiB       shards      16,384 words: the epoch since which a shard is mine, 0 = not mine
+    4 KiB       shards      16,384 words, see shards.py: since when a shard is mine, 0 = not mine
     132 KiB     slots       sets x 8 ways x 64 bytes
     ...         visited     a byte for each slot; readers store 0x01
     ...         ledger      undo record, namespaces, sessions, holds (grants and pins)
@@ -44,7 +44,7 @@ from .constants import (
 from .errors import SegmentError, UsageError
 
 MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 
 HEADER_BYTES: Final = PAGE_BYTES
 SHARDS_BYTES: Final = SHARD_COUNT * 8

@@ -210,7 +210,8 @@ class Statuses(NamedTuple):
 
 @message(0x18, "B *16s")
 class Locate(NamedTuple):
-    """Where values lie; with ``pin`` 1 each hit is pinned for this session."""
+    """Where values lie. ``pin`` is bits: :data:`LOCATE_PIN` pins each hit for this session, :data:`LOCATE_PREVIOUS`
+    says that the asker was sent here as to a previous owner, so that values of frozen shards count too."""
 
     pin: int
     digests: list[bytes]
@@ -372,7 +373,7 @@ class Store(NamedTuple):
 
 @message(0x46, "*16s")
 class Exists(NamedTuple):
-    """Which of these are stored? Answer: STATUSES (OK or NOT_FOUND)."""
+    """Which of these are stored? Answer: STATUSES (OK, NOT_FOUND, PREVIOUS or WRONG_OWNER)."""
 
     digests: list[bytes]
 
@@ -552,6 +553,9 @@ class Drain(NamedTuple):
 
 #: COMMIT's option bit.
 ABSENT: Final = 1
+#: LOCATE's bits.
+LOCATE_PIN: Final = 1
+LOCATE_PREVIOUS: Final = 2
 
 #: Opcodes that hot loops compare with, looked up once.
 OP_COMMIT: Final = OPCODES[Commit]

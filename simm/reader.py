@@ -20,6 +20,7 @@ from .constants import SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from .errors import SegmentError
 from .hashing import SHARD_BITS, SHARD_MASK, sets_of_many, split
 from .layout import HEADER_BYTES, SLOT_BODY, SLOT_WORDS, Geometry, State, Word
+from .shards import FROZEN
 from .shm import AttachedSegment, populate_read
 
 #: The protocol relies on x86's order of loads and stores; elsewhere clients use TCP.
@@ -34,6 +35,7 @@ _POPULATE_STEP_BYTES: Final = 64 << 20
 _POPULATE_BYTES_MAX: Final = 64 << 30
 
 _unpack_body = SLOT_BODY.unpack_from
+_FROZEN: Final = FROZEN
 
 
 class Located(NamedTuple):
@@ -187,11 +189,25 @@ class ArenaReader:
         """Steps 5 and 6: is what was copied since ``locate`` the value? The seq word is loaded last."""
         words = self.words
         owned = words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
-        return words[self._slot_word + slot * SLOT_WORDS] == seq and owned != 0
+        return words[self._slot_word + slot * SLOT_WORDS] == seq and 0 < owned < _FROZEN
+
+    def confirm_previous(self, digest: bytes, slot: int, seq: int) -> bool:
+        """:meth:`confirm` for who was sent here as to a previous owner: a frozen shard's values count too.
+
+        Only the new owner can send somebody, and only for a key that was not mutated there (``shards.py``).
+        """
+        words = self.words
+        kept = words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
+        return words[self._slot_word + slot * SLOT_WORDS] == seq and kept != 0
+
+    def shard_word(self, digest: bytes) -> int:
+        """The word of the digest's shard: see ``shards.py``."""
+        word: int = self.words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
+        return word
 
     def owns(self, digest: bytes) -> bool:
         """Is the digest's shard this worker's?"""
-        return self.words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)] != 0
+        return 0 < self.words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)] < _FROZEN
 
     def touch(self, slot: int) -> None:
         """Mark an entry as used, for the eviction policy."""
@@ -199,6 +215,13 @@ class ArenaReader:
 
     def contains(self, digest: bytes) -> bool:
         """Is it stored here? A slot in the middle of an overwrite counts: its old or new value is there."""
+        return self._contains(digest, _FROZEN)
+
+    def contains_previous(self, digest: bytes) -> bool:
+        """:meth:`contains` for who was sent here as to a previous owner."""
+        return self._contains(digest, 1 << 64)
+
+    def _contains(self, digest: bytes, below: int) -> bool:
         low, high = split(digest)
         first = (low >> SHARD_BITS) % self._sets
         base = self._slots_offset
@@ -208,7 +231,7 @@ class ArenaReader:
             at = self._find_slow(digest, first, high % self._sets)
             if at < 0:
                 return False
-        if self.words[self._shard_word + (low & SHARD_MASK)] == 0:
+        if not 0 < self.words[self._shard_word + (low & SHARD_MASK)] < below:
             return False
         self.visited[(at - base) >> 6] = 1
         return True
@@ -251,7 +274,8 @@ class ArenaReader:
         slots = np.asarray(self.slots_of_many(digests))
         joined = np.frombuffer(b"".join(digests), dtype="<u2")[:: len(digests[0]) // 2]
         shards = np.frombuffer(self._meta, np.uint64, SHARD_COUNT, HEADER_BYTES)
-        hits = (slots >= 0) & (shards[joined & SHARD_MASK] != 0)
+        # 0 < word < FROZEN in one comparison, as 0 - 1 is the greatest word of all.
+        hits = (slots >= 0) & (shards[joined & SHARD_MASK] - np.uint64(1) < np.uint64(FROZEN - 1))
         if self._np_visited is not None:
             self._np_visited[slots[hits]] = 1
         result: list[bool] = hits.tolist()

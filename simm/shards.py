@@ -22,17 +22,29 @@ What can go wrong, and what stands against it
 ---------------------------------------------
 * *Two owners accept mutations.* N accepts after P's answer to FREEZE, or after P could not be reached, and then
   without fall-back. A worker that was cut off and comes back with an old map stays frozen: FROZEN carries
-  the epoch that froze it, and an older map cannot undo that.
+  the epoch that froze it, and an older map cannot undo that, nor can a mover with an older map have the answer
+  that it may adopt.
 * *A superseded value is read at P.* One-sided readers take a FROZEN word for "not here"; only who was sent by N
-  reads on, and N sends nobody after a key that was mutated here.
+  reads on, and N sends nobody after a key that was mutated here. Before it has adopted the shard N sends everybody
+  to P (:meth:`ShardWords.status_of_miss`): nobody else can have accepted anything since N's map. A reader that is told
+  WRONG_OWNER must not go to P by a map of its own: that map may be old, and P may not know yet that it has been
+  released; P's values may then be older than what N has accepted, passed on and forgotten.
 * *A deleted key is copied in again.* The mover's puts are put-if-absent, and N remembers the digests that left its
   table while their shard was moving (deleted, or evicted after an overwrite): they are neither copied
   nor looked for at P. Those still in the table need no memory. If there are more than ``DROPPED_MAX``, the fall-back
   ends: misses, never an old value.
+* *A mover that outlives its map.* ADOPT, FINISH and put-if-absent carry the epoch of the mover's map and do nothing to
+  a shard that came here by a later one: its previous owner is another, and it has not been frozen.
 * *N's worker dies*: that memory is lost, so its successor ends the fall-back (:meth:`ShardWords.recover`).
 * *A shard comes back* that others owned meanwhile: the epoch in the word is not the map's, so the entries are
   dropped before the word is set. If the word agrees with the map, nobody else has owned it and the values are good:
   that is what a warm start stands on.
+* *A worker that its manager has given up* (declared dead, or back after a long pause) is *fenced*: it takes no mutation
+  in any shard until the next map. So is every successor of a worker that died, as it cannot know.
+  Mutations look at :attr:`ShardWords.accepting`, which is then not the words but zeros: the fence costs nothing.
+
+What this file cannot see, and the manager must: that P had the shard by the map before, and not only by one that it
+never got. It may name P as previous only when P has said that it holds a map of ``since`` or later of P's own ownership.
 
 Each store of a word is one aligned store of 8 bytes.
 """
@@ -81,6 +93,10 @@ def shards_in(bitmap: bytes) -> list[int]:
     return found
 
 
+#: What mutations see of a fenced worker: nothing is its own.
+_NOTHING: Final = memoryview(bytes(8 * SHARD_COUNT)).cast("Q")
+
+
 class ShardWords:
     """See the module's docstring. ``words``: SHARD_COUNT u64, in place (a memoryview or an array)."""
 
@@ -88,6 +104,8 @@ class ShardWords:
         if len(words) != SHARD_COUNT:
             raise UsageError(f"{SHARD_COUNT} shard words, not {len(words)}")
         self.words = words
+        #: The words as mutations see them: accepted where ``0 < word < FROZEN``. Zeros while fenced.
+        self.accepting = words
         #: What the last map says.
         self.since: NDArray[np.uint64] = np.zeros(SHARD_COUNT, np.uint64)
         self.roles: NDArray[np.uint8] = np.zeros(SHARD_COUNT, np.uint8)
@@ -103,26 +121,32 @@ class ShardWords:
 
     # -- the map --------------------------------------------------------------------------------
 
-    def retire(self, since: bytes, roles: bytes) -> bool:
-        """First half of taking a map over: zero the words of what is not ours as the map has it.
+    def retire(self, epoch: int, since: bytes, roles: bytes) -> bool:
+        """First half of taking the map of ``epoch`` over: zero the words of what is not ours as it has it.
 
-        Whether any was; its entries must then be dropped before :meth:`take`.
+        Whether any was; its entries must then be dropped before :meth:`take`. Raises UsageError, with nothing
+        changed, for what is no map.
         """
         if len(since) != 8 * SHARD_COUNT or len(roles) != SHARD_COUNT:
             raise UsageError("a map's roles and epochs are for all shards")
-        self.since = np.frombuffer(since, np.uint64)
-        self.roles = np.frombuffer(roles, np.uint8)
-        if int(self.roles.max(initial=0)) > _OUTGOING:
-            raise UsageError(f"there is no shard role {int(self.roles.max())}")
-        mine = (self.roles == _OWNER) | (self.roles == _INCOMING)
-        if bool((self.since[mine] == 0).any()) or bool((self.since > np.uint64(EPOCH_MASK)).any()):
-            raise UsageError("a shard is owned since an epoch that is positive: 0 in its word means not mine")
+        if not 0 < epoch <= EPOCH_MASK:
+            raise UsageError(f"no map has epoch {epoch}: 0 in a shard's word means not mine")
+        epochs = np.frombuffer(since, "<u8").astype(np.uint64)
+        parts = np.frombuffer(roles, np.uint8)
+        if int(parts.max(initial=0)) > _OUTGOING:
+            raise UsageError(f"there is no shard role {int(parts.max())}")
+        mine = (parts == _OWNER) | (parts == _INCOMING)
+        leaving = parts == _OUTGOING
+        if bool((epochs[mine | leaving] == 0).any()) or bool((epochs > np.uint64(EPOCH_MASK)).any()):
+            raise UsageError("a shard is somebody's since an epoch that is positive: 0 in its word means not mine")
+        self.since, self.roles = epochs, parts
         words = self._array()
-        epochs = words & np.uint64(EPOCH_MASK)
+        held = words & np.uint64(EPOCH_MASK)
         frozen = words >= np.uint64(FROZEN)
-        same = ~frozen & (epochs == self.since)
-        newer = frozen & (epochs > self.since)  # frozen by a newer map than this
-        keep = (mine & (same | newer)) | (self.roles == _OUTGOING)
+        same = ~frozen & (held == epochs)
+        newer = frozen & (held > np.uint64(epoch))  # frozen by a newer map than this
+        ended = np.where(frozen, held >= epochs, held < epochs)  # by this move, and not by one before our last tenure
+        keep = newer | (mine & same) | (leaving & ended)
         gone: list[int] = np.flatnonzero((words != 0) & ~keep).tolist()
         for shard in gone:
             self.words[shard] = 0
@@ -132,7 +156,7 @@ class ShardWords:
     def take(self) -> int:
         """Second half: set the words of what is ours at once, freeze what is leaving; how many shards are ours.
 
-        Those that are INCOMING wait for :meth:`adopt`.
+        Those that are INCOMING wait for :meth:`adopt`. Ends a fence.
         """
         words = self._array()
         wanted = words.copy()
@@ -144,19 +168,35 @@ class ShardWords:
         for shard, word in zip(changed.tolist(), wanted[changed].tolist()):
             self.words[shard] = word
         self._recount()
+        self.accepting = self.words
         return self.count
+
+    def fence(self) -> None:
+        """The manager does not know us: no mutation is accepted until the next map. Readers read on."""
+        self.accepting = _NOTHING
+
+    @property
+    def fenced(self) -> bool:
+        """Are all mutations refused?"""
+        return self.accepting is _NOTHING
 
     @property
     def count(self) -> int:
-        """Shards in which mutations are accepted."""
-        words = self._array()
-        return int(((words != 0) & (words < np.uint64(FROZEN))).sum())
+        """Shards that are ours: mutations are accepted, but for a fence."""
+        return int((self._array() - np.uint64(1) < np.uint64(FROZEN - 1)).sum())
+
+    @property
+    def frozen(self) -> int:
+        """Shards that are kept for another."""
+        return int((self._array() >= np.uint64(FROZEN)).sum())
 
     def recover(self) -> None:
-        """A new worker on this arena: what its predecessor remembered of moving shards is lost."""
+        """A new worker on this arena: what its predecessor remembered of moving shards is lost, and so is whether it
+        was fenced."""
         for shard in np.flatnonzero(self._array() & np.uint64(MOVING)).tolist():
             self.words[shard] &= ~MOVING
         self._recount()
+        self.fence()
 
     # -- moving ---------------------------------------------------------------------------------
 
@@ -168,33 +208,40 @@ class ShardWords:
         if not 0 < epoch <= EPOCH_MASK:
             raise UsageError(f"no map has epoch {epoch}")
         asked = [shard for shard in shards if self.words[shard]]
-        if any(self.words[shard] < FROZEN and self.words[shard] & EPOCH_MASK >= epoch for shard in asked):
-            return None
         for shard in asked:
-            self.words[shard] = FROZEN | max(epoch, self.words[shard] & EPOCH_MASK)
+            word = self.words[shard]
+            held = word & EPOCH_MASK
+            if held > epoch or (held == epoch and word < FROZEN):
+                return None
+        for shard in asked:
+            self.words[shard] = FROZEN | epoch
         self._recount()
         return asked
 
-    def adopt(self, shards: Iterable[int], fallback: Iterable[int]) -> int:
+    def adopt(self, epoch: int, shards: Iterable[int], fallback: Iterable[int]) -> int:
         """Take over those of ``shards`` that wait for it; how many of them are ours now.
 
-        ``fallback``: where the previous owner is frozen, and keeps what we lack.
+        ``epoch``: of the map by which the mover did its part; a shard that came by a later one goes on waiting.
+        ``fallback``: where the previous owner is frozen, and keeps what we lack. Nothing is adopted while fenced.
         """
         behind = set(fallback)
         count = 0
         for shard in shards:
-            if self.roles[shard] == _INCOMING and not self.words[shard]:
-                self.words[shard] = int(self.since[shard]) | (MOVING if shard in behind else 0)
+            since = int(self.since[shard])
+            waits = self.roles[shard] == _INCOMING and not self.words[shard]
+            if waits and since <= epoch and not self.fenced:
+                self.words[shard] = since | (MOVING if shard in behind else 0)
             count += self.accepts(shard)
         self._recount()
         return count
 
-    def finish(self, shards: Iterable[int]) -> int:
-        """All that the previous owner had of these is here, or given up; how many were moving."""
+    def finish(self, shards: Iterable[int], epoch: int = EPOCH_MASK) -> int:
+        """All that the previous owner had of these is here, or given up; how many were moving, of those that came by
+        a map of ``epoch`` or before."""
         ended = 0
         for shard in shards:
             word = self.words[shard]
-            if word & MOVING and word < FROZEN:
+            if word & MOVING and word < FROZEN and word & EPOCH_MASK <= epoch:
                 self.words[shard] = word & EPOCH_MASK
                 ended += 1
         self._recount()
@@ -205,7 +252,7 @@ class ShardWords:
         word = self.words[shard_of(digest)]
         if not word & MOVING or word >= FROZEN:
             return
-        if len(self.dropped) >= DROPPED_MAX:
+        if len(self.dropped) >= DROPPED_MAX and digest not in self.dropped:
             self.overflows += 1
             self.finish(range(SHARD_COUNT))
             return
@@ -215,16 +262,19 @@ class ShardWords:
 
     def accepts(self, shard: int) -> bool:
         """Are mutations of this shard accepted?"""
-        return 0 < self.words[shard] < FROZEN
+        return 0 < self.accepting[shard] < FROZEN
 
-    def may_copy(self, digest: bytes) -> bool:
-        """May a mover store this digest, if the table has no such entry?"""
-        word = self.words[shard_of(digest)]
-        return bool(word & MOVING) and word < FROZEN and digest not in self.dropped
+    def may_copy(self, digest: bytes, epoch: int = EPOCH_MASK) -> bool:
+        """May a mover, by a map of ``epoch``, store this digest if the table has no such entry?"""
+        word = self.accepting[shard_of(digest)]
+        return MOVING < word < FROZEN and word & EPOCH_MASK <= epoch and digest not in self.dropped
 
     def status_of_miss(self, digest: bytes) -> Status:
         """What a miss of this digest means: NOT_FOUND, PREVIOUS (look there too) or WRONG_OWNER."""
-        word = self.words[shard_of(digest)]
+        shard = shard_of(digest)
+        word = self.words[shard]
+        if not word and self.roles[shard] == _INCOMING:
+            return Status.PREVIOUS  # not adopted yet: all that there is is there
         if not 0 < word < FROZEN:
             return Status.WRONG_OWNER
         if word & MOVING and digest not in self.dropped:
@@ -250,6 +300,8 @@ class ShardWords:
             moving += bool(word & MOVING)
         if moving != self.moving:
             raise CorruptionError(f"{moving} shards are moving, {self.moving} counted")
+        if len(self.dropped) > DROPPED_MAX:
+            raise CorruptionError(f"{len(self.dropped)} digests are remembered, {DROPPED_MAX} are allowed")
         if any(not self.words[shard_of(digest)] & MOVING for digest in self.dropped):
             raise CorruptionError("a digest is remembered of a shard that is not moving")
 

@@ -34,7 +34,8 @@ from .errors import CorruptionError, SegmentError, UsageError
 from .hashing import SHARD_MASK, shard_of
 from .layout import HEADER_BYTES, SEQ_BITS, SHARDS_BYTES, Geometry, State, Word, publish
 from .ledger import HoldKind, Ledger
-from .messages import Status
+from .messages import ABSENT, LOCATE_PREVIOUS, Status
+from .shards import FROZEN, ShardWords
 from .slab import chunk_bytes_for
 from .space import Space
 from .table import ZERO_DIGEST, Table
@@ -45,6 +46,8 @@ _NO_SPACE: Final = int(Status.NO_SPACE)
 _WRONG_OWNER: Final = int(Status.WRONG_OWNER)
 _BAD_REQUEST: Final = int(Status.BAD_REQUEST)
 _STALE: Final = int(Status.STALE_GRANT)
+_PRESENT: Final = int(Status.PRESENT)
+_FROZEN: Final = FROZEN
 _GRANT: Final = int(HoldKind.GRANT)
 _PIN: Final = int(HoldKind.PIN)
 
@@ -62,7 +65,8 @@ class Session:
     """One control connection's holds."""
 
     __slots__ = (
-        "closed", "granted_bytes", "grants", "line", "namespace", "pid", "pins", "prepared", "session", "started",
+        "closed", "copies", "granted_bytes", "grants", "line", "namespace", "pid", "pins", "prepared", "session",
+        "started",
     )  # fmt: skip
 
     def __init__(self, session: int, line: int, pid: int, started: int, namespace: int) -> None:
@@ -80,6 +84,8 @@ class Session:
         self.prepared: list[tuple[int, int, int]] = []
         #: The connection is gone; holds are quarantined.
         self.closed = False
+        #: A mover's: the epoch of the map by which it copies, 0 for anybody else. See ShardWords.may_copy.
+        self.copies = 0
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -103,6 +109,7 @@ class Store:
         self._whole = whole
         self.header = whole[:HEADER_BYTES].cast("Q")
         self.shards = whole[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
+        self.shard_words = ShardWords(self.shards)
         self.visited = whole[geometry.visited_offset : geometry.visited_offset + geometry.slots]
         self.table = Table(mm, geometry, incarnation)
         self.ledger = Ledger(mm, geometry)
@@ -123,6 +130,7 @@ class Store:
         self.set_evictions = 0
         self.put_failures = 0
         self.stale_commits = 0
+        self.copies = 0
         #: Set by the worker: ask a session for idle grants of so many bytes.
         self.recall: Callable[[Session, int], None] = lambda _session, _bytes: None
 
@@ -168,6 +176,7 @@ class Store:
     def _rebuild(self) -> None:
         """Everything private from what lies in the arena: entries first, then holds that they do not outrank."""
         table, space, ledger = self.table, self.space, self.ledger
+        self.shard_words.recover()
         self.notes = table.recover()
         ledger.recover()
         self._drop_rows_of_lost_shards()
@@ -258,31 +267,37 @@ class Store:
 
     # -- shards -------------------------------------------------------------------------------
 
-    def set_shards(self, epoch: int, mine: bytes) -> int:
-        """Take over and give up shards as the map says; how many are mine. Entries of lost shards are dropped.
+    def set_shards(self, epoch: int, since: bytes, roles: bytes) -> int:
+        """Take over and give up shards as the map says (``messages.Shards``); how many are mine.
 
-        A shard that comes back after others owned it starts empty: its entries went when it was lost, or, if
-        that was cut short by a death, at recovery. So an entry in a shard whose word is 0 does not exist
-        outside this method, and a word may be set without a look at the table.
+        Entries of shards that are not mine any more as the map has it are dropped before a word is set. So an
+        entry in a shard whose word is 0 does not exist outside this method (or goes at recovery, where that was
+        cut short by a death), and a word may be set without a look at the table. Raises UsageError for what is
+        no map. O(shards), and O(slots) where any was lost.
         """
-        if not epoch > 0:
-            raise UsageError(f"a shard map's epoch is positive, not {epoch}: 0 in a shard's word means not mine")
         self.settle()
-        shards = self.shards
-        lost = False
-        count = 0
-        for shard in range(len(shards)):
-            if mine[shard >> 3] >> (shard & 7) & 1:
-                count += 1
-                if not shards[shard]:
-                    shards[shard] = epoch
-            elif shards[shard]:
-                shards[shard] = 0
-                lost = True
-        if lost:
+        words = self.shard_words
+        if words.retire(epoch, since, roles):
             self.drop_foreign()
         self.header[Word.EPOCH] = epoch
-        return count
+        return words.take()
+
+    def fence(self) -> None:
+        """No mutation is accepted until the next :meth:`set_shards`: the manager does not know us."""
+        self.shard_words.fence()
+
+    def freeze(self, epoch: int, shards: Sequence[int]) -> list[int] | None:
+        """A new owner takes these shards over: see :meth:`ShardWords.freeze`."""
+        self.settle()
+        return self.shard_words.freeze(epoch, shards)
+
+    def adopt(self, epoch: int, shards: Sequence[int], fallback: Sequence[int]) -> int:
+        """Take over shards that wait for their mover: see :meth:`ShardWords.adopt`."""
+        return self.shard_words.adopt(epoch, shards, fallback)
+
+    def finish(self, epoch: int, shards: Sequence[int]) -> int:
+        """All that the previous owner had of these shards is here: see :meth:`ShardWords.finish`."""
+        return self.shard_words.finish(shards, epoch)
 
     def drop_foreign(self) -> int:
         """Drop entries of shards that are not mine; how many. O(slots)."""
@@ -443,12 +458,12 @@ class Store:
     # -- entries ------------------------------------------------------------------------------
 
     def commit(self, session: Session, entries: Sequence[tuple[bytes, int, int, int, int, int]]) -> list[int]:
-        """Publish values in granted chunks, (digest, grant id, length, crc, flags, 0) each; a Status for each.
+        """Publish values in granted chunks, (digest, grant id, length, crc, flags, options) each; a Status for each.
 
         A grant id is spent, whatever its status. What readers and recovery rely on is done when this returns;
         the private bookkeeping waits for :meth:`settle`, so that the answer can leave first.
         """
-        grants, shards = session.grants, self.shards
+        grants, shards = session.grants, self.shard_words.accepting
         publish, unsettled = self.table.publish, self._unsettled
         namespace, now = session.namespace, self.now_ms
         statuses = []
@@ -456,7 +471,7 @@ class Store:
         lines = []
         spent = 0
         try:
-            for digest, number, length, crc, flags, _ in entries:
+            for digest, number, length, crc, flags, options in entries:
                 grant = grants.pop(number, None)
                 if grant is None:
                     self.stale_commits += 1
@@ -467,9 +482,13 @@ class Store:
                     self._end_grant(session, grant)
                     statuses.append(_BAD_REQUEST)
                     continue
-                if not shards[(digest[0] | digest[1] << 8) & SHARD_MASK]:
+                if not 0 < shards[(digest[0] | digest[1] << 8) & SHARD_MASK] < _FROZEN:
                     self._end_grant(session, grant)
                     statuses.append(_WRONG_OWNER)
+                    continue
+                if options and (refused := self._refuse(session, digest, options)):
+                    self._end_grant(session, grant)
+                    statuses.append(refused)
                     continue
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
@@ -488,6 +507,15 @@ class Store:
             session.granted_bytes -= spent
             self.granted_bytes -= spent
         return statuses
+
+    def _refuse(self, session: Session, digest: bytes, options: int) -> int:
+        """Why a commit with options is not to be, or 0."""
+        if options != ABSENT:
+            return _BAD_REQUEST
+        if not self.shard_words.may_copy(digest, session.copies) or self.table.lookup(digest) >= 0:
+            return _PRESENT
+        self.copies += 1
+        return _OK
 
     def settle(self) -> None:
         """What commits left to do after their answers: chunks to their entries, replaced chunks free, and then
@@ -528,33 +556,46 @@ class Store:
             space.publish_many(fresh)
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
-        """Drop entries; a Status for each."""
+        """Drop entries; a Status for each. OK also where the previous owner may have had the value: it is gone."""
         self.settle()
+        words = self.shard_words
         statuses = []
         for digest in digests:
-            if not self.shards[shard_of(digest)]:
+            if not words.accepts(shard_of(digest)):
                 statuses.append(_WRONG_OWNER)
                 continue
             slot = self.table.lookup(digest)
-            if slot < 0:
+            if slot >= 0:
+                self._drop_entry(slot)
+                self.deletes += 1
+            elif words.moving and words.status_of_miss(digest) == Status.PREVIOUS:
+                words.note_dropped(digest)
+            else:
                 statuses.append(_NOT_FOUND)
                 continue
-            self._drop_entry(slot)
-            self.deletes += 1
             statuses.append(_OK)
         return statuses
 
-    def locate(self, session: Session | None, digests: Sequence[bytes]) -> list[tuple[int, int, int, int, int, int]]:
-        """(status, flags, length, crc, offset, pin id) for each; with a session, each hit is pinned for it."""
+    def locate(
+        self, session: Session | None, digests: Sequence[bytes], how: int = 0
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        """(status, flags, length, crc, offset, pin id) for each; with a session, each hit is pinned for it.
+
+        A miss has the status that :meth:`exists` gives. ``how`` with LOCATE_PREVIOUS: who asks was sent to us as a
+        previous owner, so entries of frozen shards are hits.
+        """
         self.settle()
+        words = self.shard_words
         found: list[tuple[int, int, int, int, int, int]] = []
         for digest in digests:
-            if not self.shards[shard_of(digest)]:
-                found.append((_WRONG_OWNER, 0, 0, 0, 0, 0))
+            word = self.shards[shard_of(digest)]
+            if not 0 < word < _FROZEN and not (word and how & LOCATE_PREVIOUS):
+                found.append((int(words.status_of_miss(digest)), 0, 0, 0, 0, 0))
                 continue
             slot = self.table.lookup(digest)
             if slot < 0:
-                found.append((_NOT_FOUND, 0, 0, 0, 0, 0))
+                status = _NOT_FOUND if word >= _FROZEN else int(words.status_of_miss(digest))
+                found.append((status, 0, 0, 0, 0, 0))
                 continue
             entry = self.table.entry(slot)
             pin = 0
@@ -569,6 +610,16 @@ class Store:
             self.visited[slot] = 1
             found.append((_OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
         return found
+
+    def exists(self, digests: Sequence[bytes]) -> list[int]:
+        """OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER for each."""
+        words, lookup, shards = self.shard_words, self.table.lookup, self.shards
+        return [
+            _OK
+            if 0 < shards[shard_of(digest)] < _FROZEN and lookup(digest) >= 0
+            else int(words.status_of_miss(digest))
+            for digest in digests
+        ]
 
     def contains(self, digest: bytes) -> bool:
         """Is it stored?"""
@@ -591,6 +642,8 @@ class Store:
     # -- eviction -----------------------------------------------------------------------------
 
     def _drop_entry(self, slot: int) -> None:
+        if self.shard_words.moving:
+            self.shard_words.note_dropped(self.table.entry(slot).digest)
         offset = self.table.offset(slot) - self._data
         self.table.clear(slot)
         self.space.release(offset)
@@ -646,6 +699,13 @@ class Store:
             "set_evictions": self.set_evictions,
             "put_failures": self.put_failures,
             "stale_commits": self.stale_commits,
+            "shards": self.shard_words.count,
+            "moving": self.shard_words.moving,
+            "frozen": self.shard_words.frozen,
+            "dropped": len(self.shard_words.dropped),
+            "overflows": self.shard_words.overflows,
+            "copies": self.copies,
+            "fenced": self.shard_words.fenced,
             "incarnation": self.incarnation,
             "policy": self.policy_name,
         }
@@ -656,6 +716,7 @@ class Store:
         self.table.check()
         self.space.check()
         self.ledger.check()
+        self.shard_words.check()
         data = self._data
         named: dict[int, int] = {}
         for slot in self.table:

@@ -33,12 +33,13 @@ from .constants import BATCH_KEYS_MAX
 from .errors import CapacityError, RemoteProtocolError, UsageError
 from .greeting import agreed_protocol
 from .hashing import check_namespace
-from .layout import SHARDS_BYTES, Word
+from .layout import Word
 from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from .rpc import CommitOne, Frame, commit_one_of, decode, reply, reply_committed_one
+from .shards import bitmap_of, shards_in
 from .store import Session, Store
 from .topology import step_aside
 
@@ -54,7 +55,7 @@ WAKE_POLL_S: Final = 400e-6
 #: Looks at the rings between two looks at the sockets.
 _LOOKS: Final = 60
 
-_SHARD_BITMAP_BYTES: Final = SHARDS_BYTES // 64
+_LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS
 
 
 @dataclass
@@ -66,6 +67,11 @@ class WorkerSettings:
     tokens: tuple[str, ...] = ()
     #: Uids allowed on the UNIX socket besides our own (a group's members when the segment has a group).
     any_uid: bool = False
+
+
+#: Who may say so. A role is what a peer says of itself: the UNIX socket has let in none but our own uid.
+_MAY_FREEZE: Final = frozenset((M.Role.STREAM, M.Role.MOVER, M.Role.SUPERVISOR))
+_MAY_ADOPT: Final = frozenset((M.Role.MOVER, M.Role.SUPERVISOR))
 
 
 class Link:
@@ -104,6 +110,8 @@ class Worker(Service):
         self.epoch = store.header[Word.EPOCH]
         self._links: dict[int, Peer] = {}  # by session id
         self._pidfds: dict[int, int] = {}  # pid -> pidfd
+        #: The epoch of the map by which a mover copies, by its pid.
+        self._movers: dict[int, int] = {}
         self._active: list[tuple[Ring, Peer]] = []
         self._poll_s = settings.poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
         #: A client has said that it will commit before about this time.
@@ -253,6 +261,10 @@ class Worker(Service):
             return reply(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
         if isinstance(msg, M.Shards) and link.role == M.Role.SUPERVISOR:
             return self._shards(frame.request_id, msg)
+        if isinstance(msg, M.Freeze) and link.role in _MAY_FREEZE:
+            return self._freeze(frame.request_id, msg)
+        if isinstance(msg, M.Adopt | M.Finish) and link.role in _MAY_ADOPT:
+            return self._adopt(link, frame.request_id, msg)
         raise RemoteProtocolError(f"{type(msg).__name__} is not for a worker")
 
     # -- sessions -----------------------------------------------------------------------------------
@@ -279,6 +291,8 @@ class Worker(Service):
             return refuse(Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST, str(exc))
         link.session = session
         link.role = M.Role.CLIENT if msg.role == M.Role.SUPERVISOR else msg.role
+        if link.role == M.Role.MOVER:
+            session.copies = self._movers.get(link.pid, 0)
         self._links[session.session] = peer
         welcome = M.Welcome(
             proto, session.namespace, M.PathBit.SHM | M.PathBit.TCP, 0, session.session, self.store.incarnation,
@@ -310,6 +324,7 @@ class Worker(Service):
     def _forget_pid(self, pid: int) -> None:
         if any(s.pid == pid for s in self.store.sessions.values()):
             return
+        self._movers.pop(pid, None)
         fd = self._pidfds.pop(pid, -1)
         if fd >= 0:
             self.loop.unwatch(fd)
@@ -374,24 +389,63 @@ class Worker(Service):
         return M.Statuses(self.store.delete(msg.digests)), 0
 
     def _locate(self, _peer: Peer, session: Session, msg: M.Locate) -> tuple[Any, int]:
-        return M.Located(self.store.locate(session if msg.pin else None, msg.digests)), 0
+        if msg.pin & ~_LOCATE_BITS:
+            raise RemoteProtocolError(f"LOCATE with bits {msg.pin:#x}")
+        return M.Located(self.store.locate(session if msg.pin & M.LOCATE_PIN else None, msg.digests, msg.pin)), 0
 
     def _unpin(self, _peer: Peer, session: Session, msg: M.Unpin) -> tuple[Any, int]:
         return M.Done(self.store.unpin(session, msg.pins)), 0
 
     def _exists(self, _peer: Peer, _session: Session, msg: M.Exists) -> tuple[Any, int]:
-        contains = self.store.contains
-        return M.Statuses([0 if contains(digest) else int(Status.NOT_FOUND) for digest in msg.digests]), 0
+        return M.Statuses(self.store.exists(msg.digests)), 0
 
     def _release_sessions(self, _peer: Peer, session: Session, msg: M.ReleaseSessions) -> tuple[Any, int]:
         return M.Done(self._release_of(session, msg.sessions)), 0
 
     def _shards(self, request_id: int, msg: M.Shards) -> bytes:
-        if len(msg.mine) != _SHARD_BITMAP_BYTES:
-            raise RemoteProtocolError(f"a shard bitmap has {_SHARD_BITMAP_BYTES} bytes, not {len(msg.mine)}")
-        count = self.store.set_shards(msg.epoch, msg.mine)
+        if not msg.since and not msg.roles:
+            self.store.fence()
+            log.warning("the manager does not know us: no mutation is accepted until the next map")
+            return reply(M.Done(0), request_id)
+        try:
+            count = self.store.set_shards(msg.epoch, msg.since, msg.roles)
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
         self.epoch = msg.epoch
         log.info("epoch %d: %d shards are mine", msg.epoch, count)
+        return reply(M.Done(count), request_id)
+
+    # -- moving shards --------------------------------------------------------------------------------
+
+    def _freeze(self, request_id: int, msg: M.Freeze) -> bytes:
+        try:
+            frozen = self.store.freeze(msg.epoch, shards_in(msg.shards))
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
+        if frozen is None:
+            return reply(
+                M.Error(f"a shard is mine by a newer map than that of epoch {msg.epoch}"),
+                request_id, Status.WRONG_OWNER,
+            )  # fmt: skip
+        log.info("epoch %d: %d shards frozen for their new owner", msg.epoch, len(frozen))
+        return reply(M.Frozen(bitmap_of(frozen)), request_id)
+
+    def _adopt(self, link: Link, request_id: int, msg: M.Adopt | M.Finish) -> bytes:
+        """ADOPT and FINISH. A mover may say by several sessions; what it is told holds for all of them."""
+        store = self.store
+        try:
+            shards = shards_in(msg.shards)
+            if isinstance(msg, M.Finish):
+                return reply(M.Done(store.finish(msg.epoch, shards)), request_id)
+            count = store.adopt(msg.epoch, shards, shards_in(msg.fallback))
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
+        if link.role == M.Role.MOVER:
+            self._movers[link.pid] = msg.epoch
+            for session in store.sessions.values():
+                if session.pid == link.pid and not session.closed:
+                    session.copies = msg.epoch
+        log.info("epoch %d: %d of %d shards adopted", msg.epoch, count, len(shards))
         return reply(M.Done(count), request_id)
 
     def stats(self) -> dict[str, Any]:

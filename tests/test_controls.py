@@ -94,6 +94,7 @@ def dead_worker(segment: OwnedSegment) -> None:
     player = world.join()
     (number,) = world.grant(player, 300 * KIB)
     world.store = Store.recover(segment.mm, segment.name)
+    world.set_shards(world.mine)
     late_write(world, player, number)
 
 

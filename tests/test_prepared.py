@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from storm.world import ALL_SHARDS, owned
 
 from simm.errors import CorruptionError, UsageError
 from simm.evict import POLICY_NAMES, make_policy
@@ -40,7 +41,7 @@ def segment() -> Iterator[OwnedSegment]:
 def store(segment: OwnedSegment) -> Iterator[Store]:
     segment.mm[: Geometry.plan(SEGMENT_BYTES).data_offset] = bytes(Geometry.plan(SEGMENT_BYTES).data_offset)
     made = Store.create(segment.mm)
-    made.set_shards(1, b"\xff" * 2048)
+    made.set_shards(1, *owned(ALL_SHARDS, 1))
     made.open()
     yield made
     made.check()

@@ -198,7 +198,7 @@ HOSTILE: dict[str, Callable[[Ring], None]] = {
     "nothing": lambda ring: ring.words.__setitem__(TAIL, 1),
     "a hello": lambda ring: _ignore(ring.post(encode(M.Hello(1, 1, 0, 0, 0, "default", "", [])))),
     "a kick": lambda ring: _ignore(ring.post(encode(M.Kick(0)))),
-    "a map": lambda ring: _ignore(ring.post(encode(M.Shards(9, bytes(2048))))),
+    "a map": lambda ring: _ignore(ring.post(encode(M.Shards(9, b"", b"")))),
     "a ring": lambda ring: _ignore(ring.post(encode(M.RingAttach(RING_BYTES)))),
     "an answer too long": lambda ring: _ignore(ring.post(encode(M.Locate(0, [bytes(16)] * 1500)))),
     "too much": lambda ring: _ignore(ring.post(encode(M.Grant([(64, 1 << 31)])))),
@@ -385,7 +385,7 @@ def test_two_hellos_and_requests_before_hello_close(worker: WorkerThread) -> Non
     with pytest.raises(TransportError):
         channel.call(M.Hello(1, 1, 0, 0, 0, "default", "", []))
     channel.close()
-    for msg in (M.Grant([(1, 1)]), M.Commit([], []), M.Unpin([1]), M.Shards(1, bytes(2048))):
+    for msg in (M.Grant([(1, 1)]), M.Commit([], []), M.Unpin([1]), M.Shards(1, b"", b"")):
         channel = worker.channel()
         with pytest.raises(TransportError):
             channel.call(msg)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from storm.world import ALL_SHARDS, Player, World, digest_of, new_segment, remove_segment
+from storm.world import ALL_SHARDS, Player, World, digest_of, new_segment, owned, remove_segment
 
 from simm.constants import SHARD_COUNT
 from simm.errors import CapacityError, SegmentError, UsageError
@@ -338,7 +338,7 @@ def test_a_shard_that_comes_back_comes_back_empty(segment: OwnedSegment) -> None
     assert all(world.read(digest) is None for digest in lost)
     world.check()
     with pytest.raises(UsageError, match="epoch"):
-        world.store.set_shards(0, ALL_SHARDS)
+        world.store.set_shards(0, *owned(ALL_SHARDS, 1))
 
 
 def test_sessions_and_namespaces_run_out_with_an_error(segment: OwnedSegment) -> None:

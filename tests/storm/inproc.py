@@ -16,14 +16,13 @@ from types import TracebackType
 
 from simm import messages as M
 from simm.channel import Channel
-from simm.constants import SHARD_COUNT
 from simm.loop import Loop, listen_unix
 from simm.session import WorkerSession
 from simm.shm import OwnedSegment
 from simm.store import Store
 from simm.worker import Worker, WorkerSettings
 
-from .world import new_segment, remove_segment
+from .world import ALL_SHARDS, new_segment, owned, remove_segment
 
 WAIT_S = 20.0
 
@@ -67,7 +66,7 @@ class WorkerThread:
         self.thread = threading.Thread(target=self.worker.run, name="test-worker", daemon=True)
         self.thread.start()
         self.supervisor = Channel(ours, WAIT_S)
-        self.supervisor.call(M.Shards(1, b"\xff" * (SHARD_COUNT // 8)))
+        self.supervisor.call(M.Shards(1, *owned(ALL_SHARDS, 1)))
 
     def _hold(self) -> None:
         self._far.recv(1)

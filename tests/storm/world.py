@@ -18,8 +18,9 @@ import numpy as np
 from simm.constants import SHARD_COUNT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.hashing import Hasher, shard_of
 from simm.layout import Geometry
-from simm.messages import Status
+from simm.messages import ShardRole, Status
 from simm.reader import ArenaReader, Unsettled
+from simm.shards import EPOCH_MASK, shards_in
 from simm.shm import OwnedSegment
 from simm.slab import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
 from simm.store import Session, Store
@@ -109,6 +110,16 @@ def is_value(data: memoryview | bytes, value: Value) -> bool:
     return bool((tokens == np.frombuffer(value.token, np.uint64)).all())
 
 
+def owned(mine: bytes, epoch: int, before: np.ndarray | None = None) -> tuple[bytes, bytes]:
+    """What SHARDS says of the shards in a bitmap: each is ours since ``before``, or else since ``epoch``."""
+    since = np.zeros(SHARD_COUNT, np.uint64)
+    shards = shards_in(mine)
+    since[shards] = epoch
+    if before is not None:
+        since[shards] = np.where(before[shards] != 0, before[shards], since[shards])
+    return since.tobytes(), np.where(since != 0, int(ShardRole.OWNER), int(ShardRole.NONE)).astype(np.uint8).tobytes()
+
+
 def new_segment(size: int) -> OwnedSegment:
     """A segment for worlds, one after another."""
     return OwnedSegment.create(f"simm-test-{os.getpid()}-world-{next(_names)}", size)
@@ -133,12 +144,13 @@ class World:
         self.policy = policy
         self.store = store.create(segment.mm, slots=slots, policy=policy)
         self.geometry = self.store.geometry
-        self.mine = ALL_SHARDS
-        self.epoch = 1
-        self.store.set_shards(1, ALL_SHARDS)
+        self.mine = bytes(SHARD_COUNT // 8)
+        self.since = np.zeros(SHARD_COUNT, np.uint64)
+        self.epoch = 0
+        self.values: dict[bytes, Value] = {}
+        self.set_shards(ALL_SHARDS)
         self.store.open()
         self.reader = ArenaReader(segment.name)
-        self.values: dict[bytes, Value] = {}
         self.players: list[Player] = []
         self.deaths = 0
         self.evicted = 0
@@ -177,6 +189,7 @@ class World:
         self.evicted = 0
         self.deaths += 1
         self.rejoin()
+        self.set_shards(self.mine)  # the first that its supervisor says
 
     def rejoin(self) -> None:
         """After a recovery: what the players held is quarantined under their old sessions."""
@@ -243,8 +256,9 @@ class World:
                     raise Wrong("a commit that was cut short lost its grant: its client may still be writing")
 
     def _settle_values(self, before: Twin, after: Twin) -> None:
+        self.since = np.frombuffer(self.store.shards, np.uint64) & np.uint64(EPOCH_MASK)
         mine = bytearray(SHARD_COUNT // 8)
-        for shard in np.flatnonzero(np.frombuffer(self.store.shards, np.uint64)).tolist():
+        for shard in np.flatnonzero(self.since).tolist():
             mine[shard >> 3] |= 1 << (shard & 7)
         odd = [m & ~(b | a) | (b & a) & ~m for m, b, a in zip(mine, before.mine, after.mine)]
         if any(odd):
@@ -404,10 +418,12 @@ class World:
             player.pins.pop(number, None)
 
     def set_shards(self, mine: bytes) -> None:
-        """A new map."""
+        """A new map. What was ours before is ours since then, the rest since now."""
         self.epoch += 1
-        self.store.set_shards(self.epoch, mine)
+        since, roles = owned(mine, self.epoch, self.since)
+        self.store.set_shards(self.epoch, since, roles)
         self.mine = mine
+        self.since = np.frombuffer(since, np.uint64)
         for digest in [digest for digest in self.values if not self.owns(digest)]:
             del self.values[digest]
 
