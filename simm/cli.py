@@ -317,6 +317,25 @@ def _config(argv: Sequence[str], prog: str) -> int:
     return EXIT_OK
 
 
+def _topo(argv: Sequence[str], prog: str) -> int:
+    """show NUMA nodes and RDMA ports, and which a worker would use"""
+    parser = _parser(prog, "NUMA nodes, RDMA ports, which of them a worker on each node would use, and why.")
+    parser.add_argument("--rdma-devices", metavar="LIST",
+                        help="only these, as mlx5_0,mlx5_1:2 (default: SICL_NET_DEVICES, else all)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="for programs")
+    arguments = parser.parse_args(argv)
+    from . import rails, topo
+
+    spec, origin = rails.restriction(arguments.rdma_devices, os.environ)
+    named = rails.parse_devices(spec, rails.ports()) if spec else None
+    found = topo.collect(named)
+    if arguments.json:
+        _print_json(found)
+    else:
+        print(topo.table(found, origin))
+    return EXIT_OK
+
+
 def _doctor(argv: Sequence[str], prog: str) -> int:
     """say what on this machine would hurt, and what to do about it"""
     parser = _parser(prog, "What on this machine would make SiMM fail or slow. Exit 1 when a check fails.")
@@ -382,6 +401,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "bench": _bench,
     "status": _status,
     "config": _config,
+    "topo": _topo,
     "doctor": _doctor,
     "version": _version,
 }

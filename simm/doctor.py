@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from simm import shm, topology
+from simm import rails, shm, topology
 from simm.errors import SimmError
 
 Status = Literal["ok", "warn", "fail"]
@@ -274,24 +274,19 @@ def check_machine(sys_root: str = "/") -> Finding:
 def check_rdma_devices(sys_root: str = "/") -> Finding:
     """RDMA devices and the state of their ports."""
     name = "rdma-devices"
-    base = "sys/class/infiniband"
-    devices = _entries(sys_root, base)
-    if not devices:
+    known = rails.ports(sys_root)
+    if not known:
         return Finding(name, "ok", "no RDMA device; other hosts are reached by TCP")
-    active: list[str] = []
-    others: list[str] = []
-    for device in devices:
-        for port in _entries(sys_root, f"{base}/{device}/ports"):
-            state = _text(sys_root, f"{base}/{device}/ports/{port}/state") or "unknown"
-            (active if "ACTIVE" in state else others).append(f"{device}:{port} ({state})")
-    detail = f"active ports: {', '.join(active) or 'none'}; others: {', '.join(others) or 'none'}"
-    if active:
+    usable = [port.name for port in known if not port.trouble]
+    others = [f"{port.name} ({port.trouble})" for port in known if port.trouble]
+    detail = f"usable ports: {', '.join(usable) or 'none'}; others: {', '.join(others) or 'none'}"
+    if usable:
         return Finding(name, "ok", detail)
     return Finding(
         name,
         "warn",
         detail,
-        "bring a port up (ip link set DEV up, cable, subnet manager for InfiniBand), then look at: rdma link",
+        "bring a port up (ip link set DEV up, an address, cable, subnet manager for InfiniBand); then see: simm topo",
     )
 
 

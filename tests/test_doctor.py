@@ -195,9 +195,12 @@ def test_machine(monkeypatch: pytest.MonkeyPatch, machine: str, order: str, stat
 def test_rdma_devices(tmp_path: Path) -> None:
     judged(doctor.check_rdma_devices(str(tmp_path)), "ok", "no RDMA device")
     write(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-    judged(doctor.check_rdma_devices(str(tmp_path)), "warn", "mlx5_0:1 (1: DOWN)", "rdma link")
+    judged(doctor.check_rdma_devices(str(tmp_path)), "warn", "mlx5_0:1 (its state is DOWN)", "simm topo")
     write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/state", "4: ACTIVE\n")
-    judged(doctor.check_rdma_devices(str(tmp_path)), "ok", "mlx5_1:1 (4: ACTIVE)", "mlx5_0:1")
+    judged(doctor.check_rdma_devices(str(tmp_path)), "warn", "mlx5_1:1 (it has no GID", "simm topo")
+    write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/gids/0", "0000:0000:0000:0000:0000:ffff:0a00:0001\n")
+    write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/gid_attrs/types/0", "RoCE v2\n")
+    judged(doctor.check_rdma_devices(str(tmp_path)), "ok", "usable ports: mlx5_1:1", "mlx5_0:1 (its state")
 
 
 def test_pyverbs_is_looked_for_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
         "codec", "messages", "layout", "config", "startup", "topology", "hashing", "shm", "buffers", "console",
-        "statefile", "greeting",
+        "statefile", "greeting", "rails",
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "reader", "shardmap", "deal", "pages",
@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
         "kv", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor", "bench_load",
-        "bench_report", "simulate", "sim", "nodes",
+        "bench_report", "simulate", "sim", "nodes", "topo",
     },
 }  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
