@@ -20,13 +20,14 @@ LAYERS: dict[str, set[str]] = {
         "statefile", "greeting", "rails",
     },
     "structures": {
-        "slab", "evict", "space", "table", "ledger", "shards", "store", "reader", "shardmap", "deal", "pages",
+        "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
+        "deal", "pages",
     },
-    "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "metrics", "trace"},
+    "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
-        "session", "shmput", "tcppath", "stream", "worker", "verbs", "admin", "cluster", "manager_link", "routing",
-        "connect", "local", "member", "mover", "membership", "server_pages", "manager_pages", "target", "view",
-        "replicas", "gets", "puts", "etcd", "coordinator",
+        "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
+        "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
+        "server_pages", "manager_pages", "target", "view", "replicas", "gets", "puts", "etcd", "coordinator",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
