@@ -310,7 +310,7 @@ def test_issue_an_interrupted_copy_has_ended_when_it_raises(monkeypatch: pytest.
     started, interrupted, ended = threading.Barrier(3), threading.Event(), []
     main = threading.current_thread()
 
-    def memmove(_target: int, _source: int, _size: int) -> None:
+    def stalled(_target: int, _source: int, _size: int) -> None:
         started.wait()
         if threading.current_thread() is main:
             interrupted.set()
@@ -318,7 +318,7 @@ def test_issue_an_interrupted_copy_has_ended_when_it_raises(monkeypatch: pytest.
         interrupted.wait()
         ended.append(1)
 
-    monkeypatch.setattr(buffers, "memmove", memmove)
+    monkeypatch.setattr(buffers.Copier, "_ways", [stalled] * 64)
     copier = buffers.Copier(3)
     with pytest.raises(KeyboardInterrupt):
         copier.copy(0, 0, buffers.SPLIT_BYTES)
