@@ -43,8 +43,8 @@ What can go wrong, and what stands against it
   in any shard until the next map. So is every successor of a worker that died, as it cannot know.
   Mutations look at :attr:`ShardWords.accepting`, which is then not the words but zeros: the fence costs nothing.
 
-What this file cannot see, and the manager must: that P had the shard by the map before, and not only by one that it
-never got. It may name P as previous only when P has said that it holds a map of ``since`` or later of P's own ownership.
+What this file cannot see, and the manager must: that P ever took the shard over, and not only by a map that it never
+got. It may name P as previous only when P has said that it holds the map that made it owner, or a later one.
 
 Each store of a word is one aligned store of 8 bytes.
 """

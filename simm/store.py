@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from .constants import NO_SLOT
-from .errors import CorruptionError, SegmentError, UsageError
+from .errors import CorruptionError, SegmentError
 from .hashing import SHARD_MASK, shard_of
 from .layout import HEADER_BYTES, SEQ_BITS, SHARDS_BYTES, Geometry, State, Word, publish
 from .ledger import HoldKind, Ledger
