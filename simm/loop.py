@@ -57,6 +57,7 @@ SWEEP_S: Final = 5.0
 _FDS_MAX: Final = 4
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
 _ACCEPT_PASSING: Final = frozenset(
     (
         errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -162,7 +163,7 @@ class Peer:
             self.owed += size
             self.loop.owed_bytes += size
         if self.out_bytes > OUT_CLOSE_BYTES and not self.bulk:
-            self.close(f"{self.out_bytes} bytes of answers not read")
+            self.abort(f"{self.out_bytes} bytes of answers not read")
             return
         self.loop._update(self)
 
@@ -197,6 +198,15 @@ class Peer:
             self.service.on_close(self, reason)
         except Exception:
             log.exception("on_close of %s", self.address)
+
+    def abort(self, reason: str) -> None:
+        """Close, and let the kernel forget what it still holds for the peer, which would not take it anyway.
+
+        Else up to a socket buffer for each (megabytes, of nobody's account) stays until the peer ends.
+        """
+        if not self.closed:
+            forget_at_close(self.sock)
+            self.close(reason)
 
     def held_back(self) -> bool:
         """Does so much output wait that we take no more requests? Those of others count for it too."""
@@ -509,7 +519,13 @@ class Loop:
             if stalled:
                 self.stalled += 1
                 log.info("closing %s: it stands still, %d bytes wait for it", peer.address, peer.out_bytes)
-                peer.close(f"no progress for {STALL_S:.0f} s")
+                peer.abort(f"no progress for {STALL_S:.0f} s")
+
+
+def forget_at_close(sock: socket.socket) -> None:
+    """The next close resets the connection."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 def tune(sock: socket.socket) -> None:

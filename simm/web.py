@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from .greeting import token_fits
-from .loop import Loop
+from .loop import Loop, forget_at_close
 
 log = logging.getLogger("simm.web")
 
@@ -104,7 +104,7 @@ class Web:
         sock.setblocking(False)
         if len(self._clients) >= CONNECTIONS_MAX:
             self.displaced += 1
-            self._drop(next(iter(self._clients)))
+            self._drop(next(iter(self._clients)), abort=True)
         client = _Client(sock, self.loop.now + DEADLINE_S)
         self._clients[client] = None
         self.loop.watch(sock, lambda _mask: self._readable(client))
@@ -184,21 +184,24 @@ class Web:
             pass
         self._drop(client)
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _Client, *, abort: bool = False) -> None:
         if client not in self._clients:
             return
         del self._clients[client]
         self.loop.unwatch(client.sock)
-        with contextlib.suppress(OSError):
-            # What the client still sends would otherwise turn our answer into a reset.
-            client.sock.shutdown(socket.SHUT_WR)
-            client.sock.recv(4096)
+        if abort:
+            forget_at_close(client.sock)
+        else:
+            with contextlib.suppress(OSError):
+                # What the client still sends would otherwise turn our answer into a reset.
+                client.sock.shutdown(socket.SHUT_WR)
+                client.sock.recv(4096)
         client.sock.close()
 
     def _sweep(self) -> None:
         for client in list(self._clients):
             if self.loop.now > client.deadline:
-                self._drop(client)
+                self._drop(client, abort=True)
 
 
 def prometheus(samples: Iterable[tuple[str, str, str, Mapping[str, Any], float]]) -> str:

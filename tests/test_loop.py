@@ -297,6 +297,25 @@ def test_a_connection_ends_when_its_other_end_has_gone(bench: Bench) -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
 
 
+def test_the_kernel_holds_nothing_for_one_who_did_not_take_it(bench: Bench) -> None:
+    """A plain close would leave megabytes in the socket's buffer, and the peer without word of it, for ever."""
+    listener = listen_tcp("127.0.0.1", 0)
+    bench.loop.listen(listener, bench.service)
+    end = socket.create_connection(listener.getsockname())
+    bench.ends.append(end)
+    bench.turn(2)
+    (peer,) = bench.service.peers
+    fill_pipe(bench, peer, MIB)
+    for _ in range(8):
+        bench.clock.now += SWEEP_S
+        bench.turn()
+    assert peer.closed
+    end.settimeout(10)
+    with pytest.raises(ConnectionResetError):
+        while end.recv(MIB):
+            pass
+
+
 def test_half_a_frame_for_ever_is_closed_by_the_stall_clock(bench: Bench) -> None:
     end, peer = bench.connect()
     end.send(encode(M.Ping(1))[:20])
