@@ -8,15 +8,24 @@ A node's life
 A node is known by its *name*, which survives restarts and moves between hosts; one run of it
 by its *instance*, a random number drawn at its start.
 
-    (join) -> JOINING -> UP <-> SUSPECT -> DEAD -> (join again)
-                 \\------ \\------- \\-> LEFT -> (join again)
+    (join) -> JOINING -> RUNNING or DRAINING <-> SUSPECT -> DEAD -> (join again)
+                 \\------ \\------------------- \\-> LEFT -> (join again)
 
 * JOINING: accepted, in the map, and not heard from yet by a heartbeat. So is every node of a state
-  file after the manager's restart. UP: heartbeats come.
+  file after the manager's restart. RUNNING: heartbeats come. DRAINING: they come, and somebody wants it empty: it
+  serves, its share is nothing, and its shards move away. That wish stays, over all restarts, until it is resumed.
 * SUSPECT: ``suspect_after`` heartbeats missed. It keeps its shards: nothing is moved for a hiccup.
 * DEAD: ``dead_after`` missed. ``grace_s`` later its shards go to the survivors. Its heartbeats are
   answered UNKNOWN_NODE from DEAD on: it must join again before it may own anything.
-* LEFT: it said goodbye; its shards go to others at once.
+* LEFT: it said goodbye; its shards go to others at once. If it said *warm*, that it will be back with all values, they
+  wait for it for ``restart_grace_s``.
+
+Owners, previous owners, epochs
+-------------------------------
+``deal.py`` says who gets which shard. Each has the epoch of its last change of owner (*since*), by which a worker
+knows what of its arena is good, and while its values are being copied a *previous* owner, who has what the owner
+lacks. The previous one is named only while it serves; one that dies, leaves or is replaced is forgotten at once, and
+what has not been copied is lost.
 
 What can go wrong, and what we chose
 ------------------------------------
@@ -25,220 +34,77 @@ What can go wrong, and what we chose
   been lost: the kernel of a killed process closes that at once, so a restarted server need not
   wait for the suspicion. If the first was alive all the same, its next heartbeat is answered
   UNKNOWN_NODE and then *it* is the second.
+* *A new instance* keeps the shards of the old one, if nobody else has got them. But what the old one accepted is lost,
+  unless the new one starts warm: so ``since`` becomes new, by which no older arena of that name, on another
+  host perhaps, is ever taken for good; and previous owners are forgotten, warm or not, as their values may be older
+  than what was lost.
 * *The manager slept* (SIGSTOP, a stalled host), and at its wake-up all nodes look dead, although
   their heartbeats wait in its sockets. Silence is therefore measured in *observed* time, which moves by
   at most one heartbeat per event: a manager that did not listen blames nobody. A clock that jumps
   cannot do harm either. It follows that :meth:`Cluster.tick` must be called more often than once a heartbeat.
-* *An epoch goes back* because the state file was lost or could not be written. A heartbeat says which
-  epoch its server holds; if that is newer than ours, ours is raised above it.
-* *A server returns* and should find its shards, as its arena may still hold their values. Each shard
-  remembers its *home*, the last worker that got it by plan and not by somebody's death; elsewhere it
-  is a *guest*. A worker that comes back gets its own first, and who has to give some gives guests
-  first. Homes of nodes away for ``FORGET_S`` are forgotten.
+* *All state is lost.* A cluster that knows nothing, and hears that somebody has a map, listens for ``rebuild_beats``
+  before it deals anything; every server with a newer map than the best so far is asked for it (MAP_OFFER), and the
+  newest is adopted: owners, previous owners, epochs. Wishes to drain are lost.
+* *Some state is lost* (an old file restored; a full disk and then a kill): servers hold maps that we cannot have made
+  or do not remember. Whoever joins with one is asked for it, and whose heartbeat speaks of one must join. Our epoch is
+  raised above it, and shards that changed owner in it since what we know are taken to have had owners that we do not
+  know: their ``since`` becomes new, so what anybody has of them is dropped.
 
-How shards are dealt
---------------------
-:func:`apportion` gives each worker the floor or the ceiling of its share by capacity, :func:`deal`
-moves as few shards as that allows: those without an owner and those above a worker's number, never
-any other. It is O(shards + workers log workers), about 10 ms, and runs only when membership changes.
-
-LIMITATIONS: shards change their owner at once and their values are not copied (a miss is always allowed).
-The map names no previous owner yet.
+LIMITATIONS: a manager without state whose first server is a new one deals it everything at once; old ones that come
+later start empty.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-from array import array
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, Final, NamedTuple
+import difflib
+from collections.abc import Sequence
+from typing import Any, Final
 
-from .constants import FRAME_BYTES_MAX, NO_OWNER, SHARD_COUNT
-from .errors import CorruptionError, UsageError
-from .messages import (
-    Done,
-    Error,
-    HeartbeatAck,
-    Join,
-    Joined,
-    MapReply,
-    Status,
-    WorkerInfo,
-    WorkerLoad,
+import numpy as np
+from numpy.typing import NDArray
+
+from . import clusterstate, clusterstatus
+from .clusterstate import Key, packed_since, places_bytes
+from .constants import NO_OWNER
+from .deal import Standing, Tables, deal
+from .errors import CorruptionError, RemoteProtocolError, UsageError
+from .members import (
+    HOST_BYTES_MAX,
+    NAME_BYTES_MAX,
+    NODE_WORKERS_MAX,
+    UDS_BYTES_MAX,
+    WORKERS_MAX,
+    Action,
+    Answer,
+    MapChanged,
+    Node,
+    NodeChanged,
+    NodeState,
+    Timing,
+    join_fault,
+    refusal,
 )
+from .messages import Done, HeartbeatAck, Join, Joined, MapOffer, MapReply, Moved, Status, WorkerInfo, WorkerLoad
+from .shardmap import ShardMap
+from .shards import shards_in
 
-STATE_FORMAT: Final = 1
-#: Limits that let every map fit one frame: 1,900 workers of the longest text allowed, and the owners.
-WORKERS_MAX: Final = 1_900
-NODE_WORKERS_MAX: Final = 64
-NAME_BYTES_MAX: Final = 128
-UDS_BYTES_MAX: Final = 108
-HOST_BYTES_MAX: Final = 255
-_WORKER_BYTES_MAX: Final = 32 + 6 + NAME_BYTES_MAX + UDS_BYTES_MAX + HOST_BYTES_MAX
-assert WORKERS_MAX * _WORKER_BYTES_MAX + 2 * SHARD_COUNT + 64 <= FRAME_BYTES_MAX
+__all__ = [
+    "EPOCHS_RESERVED", "EPOCH_MAX", "FORGET_S", "HOST_BYTES_MAX", "KNOWN_MAX", "NAME_BYTES_MAX", "NODE_WORKERS_MAX",
+    "UDS_BYTES_MAX", "WORKERS_MAX", "Action", "Answer", "Cluster", "MapChanged", "Node", "NodeChanged", "NodeState",
+    "Timing",
+]  # fmt: skip
 
 #: Workers remembered in all, those away included; the longest away are forgotten first.
 KNOWN_MAX: Final = 20_000
 #: Observed seconds after which a dead or left node is forgotten.
 FORGET_S: Final = 86_400.0
+#: Epochs that may have been told beyond the newest that is known for certain.
+EPOCHS_RESERVED: Final = 1000
 #: A server's claim of an epoch beyond is garbage: at 1,000 changes a second it is 278 years off.
 EPOCH_MAX: Final = 1 << 43
-assert WORKERS_MAX < KNOWN_MAX < NO_OWNER and WORKERS_MAX < SHARD_COUNT
+assert WORKERS_MAX < KNOWN_MAX < NO_OWNER
 
-
-class NodeState(str, Enum):
-    """See the module's docstring."""
-
-    JOINING = "joining"
-    UP = "up"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    LEFT = "left"
-
-
-# --- actions ----------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """Send this to who asked. Always the first action of a request."""
-
-    message: Any
-    status: Status = Status.OK
-
-
-class MapChanged(NamedTuple):
-    """There is a new map: store the state, then push the map to all subscribers."""
-
-    epoch: int
-
-
-class NodeChanged(NamedTuple):
-    """A node changed its state: log it and store the state. ``before`` is None for a new node."""
-
-    name: str
-    before: NodeState | None
-    after: NodeState
-    why: str
-
-
-Action = Answer | MapChanged | NodeChanged
-
-
-# --- dealing shards ---------------------------------------------------------------------------
-
-
-def apportion(weights: Sequence[int], held: Sequence[int], shards: int = SHARD_COUNT) -> list[int]:
-    """How many shards each worker should own: the floor or the ceiling of its share by weight.
-
-    Who gets a ceiling is chosen so that the fewest shards move: first those that hold more than their
-    floor already, then by the largest remainder (Hamilton's method), then by position.
-    All 0 when all weights are. O(n log n).
-    """
-    total = sum(weights)
-    if not total:
-        return [0] * len(weights)
-    numbers = [shards * weight // total for weight in weights]
-    rest = shards - sum(numbers)
-    # Only a share that is no whole number may be rounded up.
-    candidates = [at for at, weight in enumerate(weights) if shards * weight % total]
-    candidates.sort(key=lambda at: (held[at] <= numbers[at], -(shards * weights[at] % total), at))
-    for at in candidates[:rest]:
-        numbers[at] += 1
-    return numbers
-
-
-def deal(owners: array[int], homes: array[int], weights: Sequence[int]) -> int:
-    """Give every shard an owner by weight, in place; how many moved.
-
-    ``owners`` and ``homes`` are positions in ``weights`` or NO_OWNER. A worker of weight 0 is away: it
-    owns nothing afterwards and stays the home of its shards. Moves the least that any assignment
-    by :func:`apportion` can; returning workers get their homes first. O(shards + n log n).
-    """
-    count = len(weights)
-    held = [0] * count
-    orphans = 0
-    for at, owner in enumerate(owners):
-        if owner != NO_OWNER and weights[owner]:
-            held[owner] += 1
-        else:
-            owners[at] = NO_OWNER
-            orphans += 1
-    targets = apportion(weights, held, len(owners))
-    lacking = [max(0, target - have) for target, have in zip(targets, held)]
-    surplus = [max(0, have - target) for target, have in zip(targets, held)]
-    moves = sum(lacking)
-
-    # Home-comers first: an orphan, or a shard that its owner has to give up anyway, goes home.
-    if moves:
-        for at, home in enumerate(homes):
-            if home == NO_OWNER or not lacking[home]:
-                continue
-            owner = owners[at]
-            if owner == NO_OWNER:
-                orphans -= 1
-            elif surplus[owner]:
-                surplus[owner] -= 1
-            else:
-                continue
-            owners[at] = home
-            lacking[home] -= 1
-    # Then the rest of the surplus is freed: guests (whose home is elsewhere) before residents.
-    for guests in (True, False):
-        if not any(surplus):
-            break
-        for at, owner in enumerate(owners):
-            if owner != NO_OWNER and surplus[owner] and (homes[at] != owner) == guests:
-                surplus[owner] -= 1
-                owners[at] = NO_OWNER
-                orphans += 1
-                if not guests:
-                    homes[at] = NO_OWNER  # moved by plan: its next owner is its home
-    if orphans and moves:
-        takers = (taker for taker in range(count) for _ in range(lacking[taker]))
-        for at, owner in enumerate(owners):
-            if owner == NO_OWNER:
-                owners[at] = next(takers)
-    for at, home in enumerate(homes):
-        if home == NO_OWNER:
-            homes[at] = owners[at]
-    return moves
-
-
-# --- the state machine ------------------------------------------------------------------------
-
-
-class Timing(NamedTuple):
-    """Seconds between heartbeats, heartbeats missed until suspect and until dead, seconds of grace."""
-
-    heartbeat_s: float = 1.0
-    suspect_after: int = 3
-    dead_after: int = 5
-    grace_s: float = 0.0
-
-
-class Node:
-    """One logical node. ``heard`` and ``since`` are in observed seconds."""
-
-    __slots__ = ("changed", "heard", "instance", "linked", "loads", "map_epoch", "name", "released", "state", "workers")
-
-    def __init__(self, name: str, instance: int, workers: list[WorkerInfo], state: NodeState, now: float) -> None:
-        self.name = name
-        self.instance = instance
-        self.workers = workers
-        self.state = state
-        self.heard = now
-        self.changed = now
-        #: Its connection has not been lost, as far as we know.
-        self.linked = True
-        #: Its shards have gone to others: the map does without it.
-        self.released = False
-        self.loads: list[WorkerLoad] = []
-        self.map_epoch = 0
-
-    def __repr__(self) -> str:
-        return f"<Node {self.name} {self.state.value} instance={self.instance:#x} workers={len(self.workers)}>"
+_NOTHING: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 
 class Cluster:
@@ -248,71 +114,66 @@ class Cluster:
     """
 
     def __init__(self, cluster: int, now: float, timing: Timing = Timing()) -> None:  # noqa: B008 -- immutable
-        if not 0 < timing.suspect_after < timing.dead_after or timing.heartbeat_s <= 0 or timing.grace_s < 0:
-            raise UsageError(f"impossible timing {timing}")
+        timing.check()
         #: Names this cluster for ever, so that its epochs are not compared with another's.
         self.cluster = cluster
         self.timing = timing
         self.epoch = 1
         self.nodes: dict[str, Node] = {}
-        #: Shards moved by all deals so far.
-        self.moved = 0
-        self._owners = array("H", [NO_OWNER]) * SHARD_COUNT
-        self._homes = array("H", [NO_OWNER]) * SHARD_COUNT
-        #: What positions in _owners and _homes mean: (node name, worker number).
-        self._keys: list[tuple[str, int]] = []
+        #: Changes of owner by all deals so far.
+        self.moves = 0
+        #: Shards that have to move and do not yet: their number at once is limited.
+        self.waiting = 0
+        self._tables = Tables()
+        #: What places in the tables mean: (node name, worker number); and the opposite.
+        self._keys: list[Key] = []
+        self._places: dict[Key, int] = {}
         self._clock = now
         self._observed = 0.0
         self._reply: MapReply | None = None
+        #: The last epoch of which we know the map for certain, what it said, and the first that was ours again.
+        self._base_epoch = 0
+        self._base_since = self._tables.since.copy()
+        self._own_epoch = 1
+        #: While we have lost our state and listen: until when, who has joined, and the newest epoch heard of.
+        self._rebuild_until: float | None = None
+        self._joins: dict[str, Join] = {}
+        self._heard_of = 0
 
     def __repr__(self) -> str:
         return f"<Cluster epoch={self.epoch} nodes={len(self.nodes)} workers={len(self.live_workers())}>"
 
-    # -- events ----------------------------------------------------------------------------------
+    # -- events: nodes ---------------------------------------------------------------------------
 
     def join(self, now: float, msg: Join) -> list[Action]:
         """A node offers its workers: for the first time, again, or after a restart."""
         self._advance(now)
-        reason = _join_fault(msg)
+        reason = join_fault(msg)
         if reason:
-            return [_refusal(Status.BAD_REQUEST, reason)]
+            return [refusal(Status.BAD_REQUEST, reason)]
         node = self.nodes.get(msg.name)
         others = sum(len(other.workers) for other in self.nodes.values() if other is not node and not other.released)
         if others + len(msg.workers) > WORKERS_MAX:
-            return [_refusal(Status.NO_SPACE, f"a cluster has at most {WORKERS_MAX} workers")]
-        workers = [info._replace(node=msg.name, instance=msg.instance) for info in msg.workers]
-        before = node.state if node is not None else None
-        if node is None:
-            node = self.nodes[msg.name] = Node(msg.name, msg.instance, workers, NodeState.JOINING, self._observed)
-            why, changed = "joined", True
-        elif node.instance == msg.instance:
-            why, changed = "joined again", node.workers != workers or node.released
-        elif self._alive(node):
+            return [refusal(Status.NO_SPACE, f"a cluster has at most {WORKERS_MAX} workers")]
+        if node is not None and node.instance != msg.instance and self._alive(node):
             quiet = self.timing.suspect_after * self.timing.heartbeat_s - (self._observed - node.heard)
-            return [
-                _refusal(
-                    Status.NAME_TAKEN,
-                    f"a data server named {msg.name!r} is running (at {node.workers[0].host}): give this one another "
-                    f"--name, or stop that one; if it has just died, try again in {max(quiet, 0.1):.1f} s",
-                )
-            ]
-        else:
-            gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
-            why, changed = f"replaces an instance that is {gone}", True
-        node.instance = msg.instance
-        node.workers = workers
-        node.loads = []
-        node.heard = self._observed
-        node.linked = True
-        node.released = False
+            text = (
+                f"a data server named {msg.name!r} is running (at {node.workers[0].host}): give this one another "
+                f"--name, or stop that one; if it has just died, try again in {max(quiet, 0.1):.1f} s"
+            )
+            return [refusal(Status.NAME_TAKEN, text)]
+        self._noticed(msg.epoch)
+        wants_map = self._foreign(msg.epoch)
+        raised = False
+        if self.rebuilding:
+            self._joins[msg.name] = msg
+        elif self.epoch < msg.epoch <= EPOCH_MAX:
+            self._raise(msg.epoch)
+            raised = True
         actions: list[Action] = []
-        if before is None:
-            actions.append(NodeChanged(msg.name, None, NodeState.JOINING, why))
-        elif changed or before in (NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT):
-            self._turn(node, NodeState.JOINING, why, actions, always=True)
-        if changed:
-            self._remap(actions)
-        return [Answer(Joined(self.epoch, max(1, round(self.timing.heartbeat_s * 1000)))), *actions]
+        self._accept(msg, actions, changed=raised)
+        self.nodes[msg.name].asked |= wants_map
+        return [Answer(Joined(self.epoch, max(1, round(self.timing.heartbeat_s * 1000)), int(wants_map))), *actions]
 
     def heartbeat(
         self, now: float, name: str, instance: int, epoch: int = 0, loads: Sequence[WorkerLoad] = ()
@@ -322,30 +183,41 @@ class Cluster:
         node = self._current(name, instance)
         if node is None:
             text = f"{name!r} is not in this cluster (any more) as this instance: join again"
-            return [_refusal(Status.UNKNOWN_NODE, text)]
+            return [refusal(Status.UNKNOWN_NODE, text)]
+        foreign = not self.rebuilding and self._foreign(epoch)
+        if foreign and not node.asked:
+            node.asked = True
+            return [refusal(Status.UNKNOWN_NODE, f"{name!r} has map {epoch}, which is not known here: join again")]
         node.heard = self._observed
-        node.linked = True
+        node.linked = node.present = True
         node.map_epoch = epoch
         node.loads = list(loads[: len(node.workers)])
         actions: list[Action] = []
-        if node.state is not NodeState.UP:
-            self._turn(node, NodeState.UP, "heartbeat", actions)
-        if self.epoch < epoch <= EPOCH_MAX:
-            # Our state is older than what we once told: servers must not see an epoch again with another map.
-            self.epoch = epoch
-            self._bump(actions)
+        state = NodeState.DRAINING if node.draining else NodeState.RUNNING
+        if node.state is not state:
+            self._turn(node, state, "heartbeat", actions)
+            if self.waiting:
+                self._remap(actions)
+        if self.rebuilding:
+            self._heard_of = max(self._heard_of, epoch if epoch <= EPOCH_MAX else 0)
+        elif foreign and epoch > self.epoch:
+            # Servers must not see an epoch again with another map.
+            self._raise(epoch)
+            self._remap(actions, changed=True)
         return [Answer(HeartbeatAck(self.epoch)), *actions]
 
-    def leave(self, now: float, name: str, instance: int) -> list[Action]:
-        """A clean goodbye: the shards go to others at once."""
+    def leave(self, now: float, name: str, instance: int, warm: bool = False) -> list[Action]:
+        """A clean goodbye: the shards go to others at once, or wait for a warm return."""
         self._advance(now)
         node = self._current(name, instance)
         if node is None:
-            return [_refusal(Status.UNKNOWN_NODE, f"{name!r} is not in this cluster as this instance")]
+            return [refusal(Status.UNKNOWN_NODE, f"{name!r} is not in this cluster as this instance")]
         actions: list[Action] = []
-        self._turn(node, NodeState.LEFT, "said goodbye", actions)
-        node.released = True
-        self._remap(actions)
+        node.released = not warm or not self.timing.restart_grace_s
+        wish = "" if node.released else f", will be back within {self.timing.restart_grace_s:g} s"
+        self._turn(node, NodeState.LEFT, f"said goodbye{wish}", actions)
+        self._joins.pop(name, None)
+        self._remap(actions, changed=node.released)
         return [Answer(Done(1)), *actions]
 
     def link_lost(self, now: float, name: str, instance: int) -> list[Action]:
@@ -361,25 +233,124 @@ class Cluster:
         self._advance(now)
         timing = self.timing
         actions: list[Action] = []
-        release = False
+        remap = released = False
         for node in list(self.nodes.values()):
             quiet = self._observed - node.heard
-            if node.state in (NodeState.JOINING, NodeState.UP, NodeState.SUSPECT):
-                if quiet >= timing.dead_after * timing.heartbeat_s:
-                    self._turn(node, NodeState.DEAD, f"silent for {quiet:.1f} s", actions)
-                elif quiet >= timing.suspect_after * timing.heartbeat_s and node.state is not NodeState.SUSPECT:
-                    self._turn(node, NodeState.SUSPECT, f"silent for {quiet:.1f} s", actions)
+            away = self._observed - node.changed
+            if node.serving and quiet >= timing.dead_after * timing.heartbeat_s:
+                self._turn(node, NodeState.DEAD, f"silent for {quiet:.1f} s", actions)
+                remap = True
+            elif node.serving and quiet >= timing.suspect_after * timing.heartbeat_s:
+                self._turn(node, NodeState.SUSPECT, f"silent for {quiet:.1f} s", actions)
             if node.state is NodeState.DEAD and not node.released:
-                if quiet >= timing.dead_after * timing.heartbeat_s + timing.grace_s:
-                    node.released = True
-                    release = True
-            elif node.released and self._observed - node.changed >= FORGET_S:
+                node.released = quiet >= timing.dead_after * timing.heartbeat_s + timing.grace_s
+                released |= node.released
+            elif node.state is NodeState.LEFT and not node.released and away >= timing.restart_grace_s:
+                node.released = released = True
+                self._turn(node, NodeState.LEFT, f"is not back after {away:.1f} s", actions, always=True)
+            elif node.released and away >= FORGET_S:
                 self._forget(node)
-        if release:
-            self._remap(actions)
+        if self._rebuild_until is not None and self._observed >= self._rebuild_until:
+            self._end_rebuild(actions)
+        elif remap or released:
+            self._remap(actions, changed=released)
         return actions
 
+    # -- events: shards --------------------------------------------------------------------------
+
+    def moved(self, now: float, msg: Moved) -> list[Action]:
+        """A worker has all that the previous owner had of some shards. Answer: DONE, with how many were moving."""
+        self._advance(now)
+        if self._current(msg.name, msg.instance) is None:
+            return [refusal(Status.UNKNOWN_NODE, f"{msg.name!r} is not in this cluster as this instance: join again")]
+        place = self._places.get((msg.name, msg.worker))
+        try:
+            shards = np.asarray(shards_in(msg.shards), np.int64)
+        except UsageError as exc:
+            return [refusal(Status.BAD_REQUEST, str(exc))]
+        tables = self._tables
+        # It speaks of what it got by its map; what it lost and got again since then is another matter.
+        known = tables.since[shards] <= np.uint64(min(msg.epoch, self.epoch))
+        mine = tables.owners[shards] == (NO_OWNER if place is None else place)
+        done = shards[known & mine & (tables.previous[shards] != NO_OWNER)]
+        actions: list[Action] = []
+        if len(done) and not self.rebuilding:
+            tables.previous[done] = NO_OWNER
+            self._remap(actions, changed=True)
+        return [Answer(Done(len(done))), *actions]
+
+    def drain(self, now: float, name: str, on: bool) -> list[Action]:
+        """Somebody wants a node to be empty, or to take its share again. Answer: DONE, with how many shards it owns."""
+        self._advance(now)
+        node = self.nodes.get(name)
+        if node is None:
+            near = difflib.get_close_matches(name, list(self.nodes), n=1, cutoff=0.0)
+            known = f"the nearest name is {near[0]!r}" if near else "none has joined"
+            return [refusal(Status.UNKNOWN_NODE, f"there is no data server named {name!r}; {known}")]
+        if self.rebuilding:
+            return [refusal(Status.BUSY, "the manager is collecting the map that it lost: try again in some seconds")]
+        takers = [other for other in self.nodes.values() if other is not node and other.serving and not other.draining]
+        if on and not node.draining and node.serving and not takers:
+            text = (
+                f"{name!r} is the only data server that could hold its shards: start another one (`simm dataserver`), "
+                "or take one back with `simm node resume`, and try again; to drop its values, just stop it"
+            )
+            return [refusal(Status.UNAVAILABLE, text)]
+        actions: list[Action] = []
+        if node.draining != on:
+            node.draining = on
+            if node.state in (NodeState.RUNNING, NodeState.DRAINING):
+                state, why = (NodeState.DRAINING, "drain") if on else (NodeState.RUNNING, "resume")
+                self._turn(node, state, why, actions)
+            else:
+                wish = "to be drained" if on else "not to be drained any more"
+                actions.append(NodeChanged(name, node.state, node.state, wish))
+            self._remap(actions)
+        places = [self._places[name, info.worker] for info in node.workers if (name, info.worker) in self._places]
+        return [Answer(Done(int(np.isin(self._tables.owners, places).sum()))), *actions]
+
+    def noticed(self, now: float, epoch: int) -> None:
+        """Somebody has a map of this epoch, a client perhaps: if we have lost our state, servers will come with it."""
+        self._advance(now)
+        self._noticed(epoch)
+
+    def offer(self, now: float, msg: MapOffer) -> list[Action]:
+        """A server's map, as we asked. Answer: DONE, 1 if we learnt something."""
+        self._advance(now)
+        try:
+            offered = ShardMap(msg)
+            since = np.frombuffer(offered.since, np.uint64)
+            owned = np.frombuffer(offered.owners, np.uint16) != NO_OWNER
+        except RemoteProtocolError as exc:
+            return [refusal(Status.BAD_REQUEST, str(exc))]
+        if not 0 < msg.epoch <= EPOCH_MAX or (since > msg.epoch).any() or (owned & (since == 0)).any():
+            return [refusal(Status.BAD_REQUEST, f"a map of epoch {msg.epoch} with impossible epochs")]
+        actions: list[Action] = []
+        learnt = False
+        if self.rebuilding:
+            if msg.epoch > self._base_epoch:
+                fault = self._adopt(offered, since, actions)
+                if fault:
+                    return [refusal(Status.BAD_REQUEST, fault)]
+                learnt = True
+        elif self._foreign(msg.epoch) and msg.cluster == self.cluster:
+            if msg.epoch > self.epoch:
+                self._raise(msg.epoch)
+            # Had an owner that we do not know of: nobody's values of it can be told from superseded ones.
+            stale = np.flatnonzero(since > self._base_since)
+            self._tables.previous[stale] = NO_OWNER
+            self._base_epoch = msg.epoch
+            self._base_since = np.maximum(self._base_since, since)
+            self._remap(actions, changed=True, renewed=stale)
+            learnt = True
+        return [Answer(Done(int(learnt))), *actions]
+
     # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def rebuilding(self) -> bool:
+        """We have lost our state and listen; the map is nobody's business until that is over."""
+        return self._rebuild_until is not None
 
     def live_workers(self) -> list[WorkerInfo]:
         """The workers of the map, in its order."""
@@ -390,121 +361,78 @@ class Cluster:
         """The current map. O(1) until it changes."""
         if self._reply is None:
             workers = self.live_workers()
-            position = {(info.node, info.worker): at for at, info in enumerate(workers)}
-            table = [position.get(key, NO_OWNER) for key in self._keys]
-            owners = array("H", [table[owner] if owner != NO_OWNER else NO_OWNER for owner in self._owners])
-            self._reply = MapReply(self.epoch, self.cluster, workers, _little_endian(owners))
+            table = np.full(NO_OWNER + 1, np.uint16(NO_OWNER))
+            for at, info in enumerate(workers):
+                place = self._places.get((info.node, info.worker))
+                if place is not None:
+                    table[place] = at
+            tables = self._tables
+            moving = np.flatnonzero(tables.previous != NO_OWNER)
+            previous = list(zip(moving.tolist(), table[tables.previous[moving]].tolist()))
+            self._reply = MapReply(
+                self.epoch, self.cluster, workers, places_bytes(table[tables.owners]), previous, packed_since(tables)
+            )
         return self._reply
 
-    def owner(self, shard: int) -> tuple[str, int] | None:
+    def owner(self, shard: int) -> Key | None:
         """(node name, worker number) that owns a shard, or None."""
-        owner = self._owners[shard]
-        return self._keys[owner] if owner != NO_OWNER else None
+        return self._key(self._tables.owners[shard])
 
-    def shards_held(self) -> dict[tuple[str, int], int]:
-        """How many shards each worker owns."""
-        counts = {(info.node, info.worker): 0 for info in self.live_workers()}
-        for owner in self._owners:
-            if owner != NO_OWNER:
-                counts[self._keys[owner]] += 1
-        return counts
+    def previous(self, shard: int) -> Key | None:
+        """Who had a shard that is moving, or None."""
+        return self._key(self._tables.previous[shard])
+
+    def since(self, shard: int) -> int:
+        """The epoch of a shard's last change of owner."""
+        return int(self._tables.since[shard])
+
+    def shards_held(self) -> dict[Key, int]:
+        """How many shards each worker of the map owns."""
+        counts = np.bincount(self._tables.owners, minlength=len(self._keys)).tolist()
+        keys = ((info.node, info.worker) for info in self.live_workers())
+        return {key: counts[self._places[key]] if key in self._places else 0 for key in keys}
 
     def status(self, now: float) -> dict[str, Any]:
         """The cluster for people and programs, JSON-able."""
         self._advance(now)
-        held = self.shards_held()
-        nodes = []
-        for name in sorted(self.nodes):
-            node = self.nodes[name]
-            loads = node.loads + [WorkerLoad(0, 0, 0, 0)] * (len(node.workers) - len(node.loads))
-            workers = [
-                {
-                    "worker": info.worker,
-                    "numa_node": info.numa_node,
-                    "address": f"{info.host}:{info.port}",
-                    "capacity_bytes": info.capacity,
-                    "shards": held.get((name, info.worker), 0),
-                    **load._asdict(),
-                }
-                for info, load in zip(node.workers, loads)
-            ]
-            nodes.append(
-                {
-                    "name": name,
-                    "state": node.state.value,
-                    "instance": f"{node.instance:016x}",
-                    "silent_s": round(self._observed - node.heard, 3),
-                    "in_state_s": round(self._observed - node.changed, 3),
-                    "map_epoch": node.map_epoch,
-                    "workers": workers,
-                }
-            )
-        unowned = sum(1 for owner in self._owners if owner == NO_OWNER)
-        return {
+        about = {
             "cluster": f"{self.cluster:016x}",
             "epoch": self.epoch,
-            "shards": SHARD_COUNT,
-            "shards_without_owner": unowned,
-            "shards_moved": self.moved,
-            "nodes": nodes,
+            "rebuilding": self.rebuilding,
+            "shards_moved": self.moves,
+            "shards_waiting": self.waiting,
         }
+        return about | clusterstatus.report(self.nodes, self._places, self._tables, self._observed)
 
     # -- storing -------------------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
-        """What must survive a restart, JSON-able. Times are not in it: they mean nothing to the next process."""
-        return {
-            "format": STATE_FORMAT,
-            "cluster": self.cluster,
-            "epoch": self.epoch,
-            "nodes": [
-                {
-                    "name": node.name,
-                    "instance": node.instance,
-                    "state": node.state.value,
-                    "released": node.released,
-                    "workers": [list(info) for info in node.workers],
-                }
-                for node in self.nodes.values()
-            ],
-            "keys": [list(key) for key in self._keys],
-            "owners": base64.b64encode(_little_endian(self._owners)).decode(),
-            "homes": base64.b64encode(_little_endian(self._homes)).decode(),
-        }
+        """What must survive a restart, JSON-able."""
+        if self.rebuilding:  # half of it would pass for the whole
+            return clusterstate.dump(self.cluster, self.epoch, [], [], Tables())
+        return clusterstate.dump(self.cluster, self.epoch, self.nodes.values(), self._keys, self._tables)
 
     @classmethod
-    def from_state(cls, state: Any, now: float, timing: Timing = Timing()) -> Cluster:  # noqa: B008 -- immutable
-        """A cluster as :meth:`to_state` left it. Raises CorruptionError for anything that it could not have left.
+    def from_state(
+        cls, state: Any, now: float, timing: Timing = Timing(), epoch: int = 0,  # noqa: B008 -- immutable
+    ) -> Cluster:  # fmt: skip
+        """A cluster as :meth:`to_state` left it; ``epoch``: one that nobody can have been told before.
 
-        Nodes that were alive are JOINING: they are given the time of a fresh one to be heard.
+        Raises CorruptionError for anything that it could not have left. Nodes that were alive are JOINING: they are
+        given the time of a fresh one to be heard. Graces begin anew: how much of them has passed is unknown.
         """
-        if not isinstance(state, Mapping):
-            raise CorruptionError("a cluster's state must be an object")
-        if state.get("format") != STATE_FORMAT:
-            raise CorruptionError(f"the state has format {state.get('format')!r}, this build reads {STATE_FORMAT}")
-        try:
-            made = cls(_whole(state["cluster"], 1 << 64), now, timing)
-            made.epoch = _whole(state["epoch"], 1 << 63)
-            for row in state["nodes"]:
-                name, instance = row["name"], _whole(row["instance"], 1 << 64)
-                workers = [WorkerInfo(*values) for values in row["workers"]]
-                fault = _join_fault(Join(instance, 0, name, workers))
-                if fault or name in made.nodes or any(info.node != name for info in workers):
-                    raise ValueError(f"node {name!r}: {fault or 'twice, or with workers of another'}")
-                before = NodeState(row["state"])
-                alive = before not in (NodeState.DEAD, NodeState.LEFT)
-                node = Node(name, instance, workers, NodeState.JOINING if alive else before, 0.0)
-                node.released = row["released"] is True
-                made.nodes[name] = node
-                if before is NodeState.DEAD:
-                    # Its grace starts anew: how much of it passed while we were down is unknown.
-                    node.heard = -timing.dead_after * timing.heartbeat_s
-            made._keys = [(str(name), _whole(number, 1 << 16)) for name, number in state["keys"]]
-            made._owners = _shard_table(state["owners"])
-            made._homes = _shard_table(state["homes"])
-        except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as exc:
-            raise CorruptionError(f"the cluster's state is malformed: {exc}") from exc
-        made.check()
+        stored = clusterstate.load(state)
+        made = cls(stored.cluster, now, timing)
+        made.nodes, made._tables = stored.nodes, stored.tables
+        made._name_places(stored.keys)
+        made._base_epoch = stored.epoch
+        made._base_since = stored.tables.since.copy()
+        made.epoch = made._own_epoch = max(stored.epoch, epoch)
+        for node in made.nodes.values():
+            if node.state is NodeState.DEAD:
+                node.heard = -timing.dead_after * timing.heartbeat_s
+        made.check(settled=False)
+        made._remap([])  # what other settings make due
         return made
 
     # -- internals -----------------------------------------------------------------------------------
@@ -516,16 +444,17 @@ class Cluster:
         if step > 0:
             self._observed += min(step, self.timing.heartbeat_s)
 
+    def _key(self, place: Any) -> Key | None:
+        return self._keys[place] if place != NO_OWNER else None
+
     def _current(self, name: str, instance: int) -> Node | None:
         """The node, if this instance of it is a member."""
         node = self.nodes.get(name)
-        if node is None or node.instance != instance or node.state in (NodeState.DEAD, NodeState.LEFT):
-            return None
-        return node
+        return node if node is not None and node.instance == instance and node.serving else None
 
     def _alive(self, node: Node) -> bool:
         """Whether its name is taken."""
-        if node.state in (NodeState.DEAD, NodeState.LEFT) or not node.linked:
+        if not node.serving or not node.linked:
             return False
         return self._observed - node.heard < self.timing.suspect_after * self.timing.heartbeat_s
 
@@ -536,134 +465,210 @@ class Cluster:
         node.state = state
         node.changed = self._observed
 
-    def _bump(self, actions: list[Action]) -> None:
-        self.epoch += 1
-        self._reply = None
-        actions[:] = [action for action in actions if not isinstance(action, MapChanged)]
-        actions.append(MapChanged(self.epoch))
+    def _accept(self, msg: Join, actions: list[Action], *, changed: bool = False) -> None:
+        """Make a node of a JOIN, or renew it. ``changed``: the map must have a new epoch anyway."""
+        workers = [info._replace(node=msg.name, instance=msg.instance) for info in msg.workers]
+        node = self.nodes.get(msg.name)
+        before = node.state if node is not None else None
+        renewed = _NOTHING
+        if node is None:
+            node = self.nodes[msg.name] = Node(msg.name, msg.instance, workers, NodeState.JOINING, self._observed)
+            why, changed = "joined", True
+        elif node.instance == msg.instance:
+            why = "joined again"
+            changed |= node.workers != workers or node.released
+        else:
+            gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
+            why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
+            renewed = self._replace(node, bool(msg.warm))
+            node.asked = False
+        node.instance = msg.instance
+        node.workers = workers
+        node.loads = []
+        node.heard = self._observed
+        node.linked = node.present = True
+        node.released = False
+        if before is None:
+            actions.append(NodeChanged(msg.name, None, NodeState.JOINING, why))
+        elif changed or before in (NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT):
+            self._turn(node, NodeState.JOINING, why, actions, always=True)
+        self._remap(actions, changed=changed, renewed=renewed)
 
-    def _remap(self, actions: list[Action]) -> None:
-        """Deal the shards among the workers there are now, and give the map a new epoch."""
-        weights = {(info.node, info.worker): info.capacity for info in self.live_workers()}
-        known = set(self._keys)
-        self._keys += [key for key in weights if key not in known]
-        # A worker number that its node no longer has stays a home only while the node is away.
-        self.moved += deal(self._owners, self._homes, [weights.get(key, 0) for key in self._keys])
-        self._compact(weights)
-        self._bump(actions)
+    def _replace(self, node: Node, warm: bool) -> NDArray[np.int64]:
+        """An instance is gone and its successor is here; the shards that begin anew with it."""
+        places = [self._places[key] for info in node.workers if (key := (node.name, info.worker)) in self._places]
+        tables = self._tables
+        mine = np.isin(tables.owners, places)
+        tables.previous[mine | np.isin(tables.previous, places)] = NO_OWNER
+        return _NOTHING if warm else np.flatnonzero(mine)
 
-    def _compact(self, weights: Mapping[tuple[str, int], int]) -> None:
-        """Drop keys that mean nothing any more; homes of those become their owners."""
-        away = {(node.name, info.worker) for node in self.nodes.values() if node.released for info in node.workers}
-        keep = [key for key in self._keys if key in weights or key in away]
-        if len(keep) == len(self._keys) <= KNOWN_MAX:
-            return
-        if len(keep) > KNOWN_MAX:
-            gone = min((node for node in self.nodes.values() if node.released), key=lambda node: node.changed)
-            self._forget(gone)
-            self._compact(weights)
-            return
-        position = {key: at for at, key in enumerate(keep)}
-        table = [position.get(key, NO_OWNER) for key in self._keys]
-        for at, owner in enumerate(self._owners):
-            home = self._homes[at]
-            self._owners[at] = owner = table[owner] if owner != NO_OWNER else NO_OWNER
-            home = table[home] if home != NO_OWNER else NO_OWNER
-            self._homes[at] = home if home != NO_OWNER else owner
-        self._keys = keep
+    def _noticed(self, epoch: int) -> None:
+        """Begin to listen, if we know nothing and somebody does."""
+        blank = not self.nodes and not self.rebuilding and (self._tables.owners == NO_OWNER).all()
+        if blank and 0 < epoch <= EPOCH_MAX:
+            self._rebuild_until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
+            self._base_epoch = self._heard_of = 0
+            self._joins = {}
+        if self.rebuilding and epoch <= EPOCH_MAX:
+            self._heard_of = max(self._heard_of, epoch)
+
+    def _foreign(self, epoch: int) -> bool:
+        """Is the map of this epoch one that we do not know and that came before what we tell now?"""
+        if self.rebuilding:
+            return self._base_epoch < epoch <= EPOCH_MAX
+        return self._base_epoch < epoch < self._own_epoch or self.epoch < epoch <= EPOCH_MAX
+
+    def _raise(self, epoch: int) -> None:
+        """Somebody was told maps up to ``epoch``; go on beyond. The caller makes the next one."""
+        self._base_epoch, self._base_since = self.epoch, self._tables.since.copy()
+        self.epoch = epoch
+        self._own_epoch = epoch + 1
+
+    def _adopt(self, offered: ShardMap, since: NDArray[np.uint64], actions: list[Action]) -> str:
+        """Make a server's map ours, and let those who have joined join it; what is wrong with it, or nothing."""
+        groups: dict[str, list[WorkerInfo]] = {}
+        for info in offered.workers:
+            groups.setdefault(info.node, []).append(info)
+        nodes: dict[str, Node] = {}
+        for name, workers in groups.items():
+            instance = workers[0].instance
+            fault = join_fault(Join(instance, 0, name, workers))
+            if fault or any(info.instance != instance for info in workers):
+                return f"node {name!r}: {fault or 'two instances of it'}"
+            nodes[name] = Node(name, instance, workers, NodeState.JOINING, self._observed)
+        added = [len(msg.workers) for name, msg in self._joins.items() if name not in nodes]
+        if len(offered.workers) + sum(added) > WORKERS_MAX:
+            return f"a cluster has at most {WORKERS_MAX} workers"
+        why = f"known from the map of epoch {offered.epoch}"
+        actions += [NodeChanged(name, None, NodeState.JOINING, why) for name in nodes]
+        self.nodes = nodes
+        self.cluster = offered.cluster
+        self.epoch = max(self.epoch, offered.epoch) + EPOCHS_RESERVED
+        self._base_epoch, self._base_since = offered.epoch, since.copy()
+        tables = self._tables = Tables()
+        tables.owners = np.array(offered.owners, np.uint16)
+        tables.homes = tables.owners.copy()
+        tables.since = since.copy()
+        for shard, place in offered.previous.items():
+            tables.previous[shard] = place
+        self._name_places([(info.node, info.worker) for info in offered.workers])
+        for msg in self._joins.values():
+            self._accept(msg, actions)
+        return ""
+
+    def _end_rebuild(self, actions: list[Action]) -> None:
+        self._rebuild_until = None
+        self._joins = {}
+        self.epoch = max(self.epoch, self._heard_of)
+        self._own_epoch = self.epoch + 1
+        if self.nodes:
+            self._remap(actions, changed=True)
+
+    def _name_places(self, keys: list[Key]) -> None:
+        self._keys = keys
+        self._places = {key: place for place, key in enumerate(keys)}
+
+    def _roles(self) -> tuple[list[int], list[Standing]]:
+        """Weight and standing of each place."""
+        weights, spare = [0] * len(self._keys), [0] * len(self._keys)
+        standing = [Standing.GONE] * len(self._keys)
+        for node in self.nodes.values():
+            if node.released:
+                continue
+            role = Standing.KEPT if not node.serving else Standing.READY if node.ready else Standing.QUIET
+            for info in node.workers:
+                place = self._places.get((node.name, info.worker))
+                if place is not None:
+                    standing[place] = role
+                    if role is not Standing.KEPT:
+                        (spare if node.draining else weights)[place] = info.capacity
+        # With nobody else left those that should be empty must do.
+        return (weights if any(weights) else spare), standing
+
+    def _remap(self, actions: list[Action], *, changed: bool = False, renewed: NDArray[np.int64] = _NOTHING) -> None:
+        """All that follows from a change: forget previous owners that do not serve, deal, and make an epoch if need be.
+
+        ``renewed``: shards that begin anew, with their owner.
+        """
+        known = self._places.keys()
+        new = [(info.node, info.worker) for info in self.live_workers() if (info.node, info.worker) not in known]
+        if new:
+            self._name_places(self._keys + new)
+        weights, standing = self._roles()
+        tables = self._tables
+        lost = np.append(np.asarray(standing) < Standing.QUIET, False)[np.minimum(tables.previous, len(standing))]
+        if lost.any():
+            tables.previous[lost] = NO_OWNER
+            changed = True
+        begun = renewed
+        if not self.rebuilding:
+            dealt = deal(tables, weights, standing, self.timing.moves_at_once)
+            self.waiting = dealt.waiting
+            self.moves += len(dealt.changed)
+            begun = np.concatenate((renewed, dealt.changed))
+        if changed or len(begun):
+            self.epoch += 1
+            tables.since[begun] = self.epoch
+            self._compact()
+            self._reply = None
+            if not self.rebuilding:
+                actions[:] = [action for action in actions if not isinstance(action, MapChanged)]
+                actions.append(MapChanged(self.epoch))
+
+    def _compact(self) -> None:
+        """Drop places that mean nothing any more; homes there become owners'."""
+        members = {(node.name, info.worker) for node in self.nodes.values() for info in node.workers}
+        if len(members) > KNOWN_MAX:
+            self._forget(min((node for node in self.nodes.values() if node.released), key=lambda node: node.changed))
+        elif not members >= self._places.keys():
+            keep = [key for key in self._keys if key in members]
+            position = {key: at for at, key in enumerate(keep)}
+            self._tables.renumber([position.get(key, NO_OWNER) for key in self._keys])
+            self._name_places(keep)
 
     def _forget(self, node: Node) -> None:
         del self.nodes[node.name]
-        self._compact({(info.node, info.worker): info.capacity for info in self.live_workers()})
+        self._compact()
 
-    def check(self) -> None:
-        """Raise CorruptionError unless every invariant holds. O(shards + workers)."""
+    def check(self, *, settled: bool = True) -> None:
+        """Raise CorruptionError unless every invariant holds. O(shards + workers).
+
+        ``settled``: no step is due, either.
+        """
 
         def must(fact: bool, text: str) -> None:
             if not fact:
                 raise CorruptionError(f"cluster: {text}")
 
-        must(1 <= self.epoch < 1 << 63, f"epoch {self.epoch}")
-        must(len(self._owners) == len(self._homes) == SHARD_COUNT, "a shard table of the wrong size")
-        must(len(set(self._keys)) == len(self._keys), "a worker with two positions")
-        live: dict[tuple[str, int], int] = {}
-        away: set[tuple[str, int]] = set()
+        must(1 <= self.epoch < 1 << 62, f"epoch {self.epoch}")
+        must(self._places == {key: place for place, key in enumerate(self._keys)}, "a worker with two places")
+        members: set[Key] = set()
+        live: set[Key] = set()
         for name, node in self.nodes.items():
             must(name == node.name and bool(node.workers), f"node {name!r} is not itself")
-            must(node.released <= (node.state in (NodeState.DEAD, NodeState.LEFT)), f"{node!r} lives without shards")
-            must(node.released or node.state is not NodeState.LEFT, f"{node!r} left with its shards")
+            must(not node.released or not node.serving, f"{node!r} lives without shards")
+            must(node.draining or node.state is not NodeState.DRAINING, f"{node!r} drains, and nobody wanted it to")
             for info in node.workers:
                 must(info.node == name and info.instance == node.instance, f"{node!r} has another's worker")
-                if node.released:
-                    away.add((name, info.worker))
-                else:
-                    live[name, info.worker] = info.capacity
+                members.add((name, info.worker))
+                if not node.released:
+                    live.add((name, info.worker))
         must(len(live) <= WORKERS_MAX, f"{len(live)} workers")
-        must(set(live) <= set(self._keys) <= set(live) | away, "positions do not match the members")
-        counts = dict.fromkeys(live, 0)
-        for shard, owner in enumerate(self._owners):
-            home = self._homes[shard]
-            must(home == NO_OWNER or home < len(self._keys), f"shard {shard} has home {home}")
-            if owner == NO_OWNER:
-                must(not live, f"shard {shard} has no owner")
-                continue
-            must(owner < len(self._keys) and self._keys[owner] in live, f"shard {shard} has owner {owner}")
-            must(home != NO_OWNER, f"shard {shard} of {owner} has no home")
-            counts[self._keys[owner]] += 1
-        total = sum(live.values())
-        for key, weight in live.items():
-            low = SHARD_COUNT * weight // total
-            high = -(-SHARD_COUNT * weight // total)
-            must(low <= counts[key] <= high, f"{key} owns {counts[key]} shards instead of {low} to {high}")
-
-
-def _refusal(status: Status, text: str) -> Answer:
-    return Answer(Error(text), status)
-
-
-def _join_fault(msg: Join) -> str:
-    """What is wrong with a JOIN; empty when nothing is."""
-    if not isinstance(msg.name, str) or not 1 <= len(msg.name.encode()) <= NAME_BYTES_MAX:
-        return f"a node's name has 1 to {NAME_BYTES_MAX} bytes"
-    if not 1 <= len(msg.workers) <= NODE_WORKERS_MAX:
-        return f"a node has 1 to {NODE_WORKERS_MAX} workers, not {len(msg.workers)}"
-    if len({info.worker for info in msg.workers}) != len(msg.workers):
-        return "two workers with one number"
-    for info in msg.workers:
-        numbers = (info.worker, info.numa_node, info.incarnation, info.instance, info.capacity, info.port)
-        limits = (1 << 16, 1 << 16, 1 << 32, 1 << 64, 1 << 64, 1 << 16)
-        if not all(isinstance(n, int) and 0 <= n < limit for n, limit in zip(numbers, limits)):
-            return f"worker {info.worker} has a number out of range"
-        if not info.capacity:
-            return f"worker {info.worker} has no capacity"
-        if len(info.uds.encode()) > UDS_BYTES_MAX or len(info.host.encode()) > HOST_BYTES_MAX:
-            return f"worker {info.worker} has too long an address"
-    return ""
-
-
-def _whole(value: Any, limit: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is no number from 0 to {limit - 1}")
-    return value
-
-
-def _little_endian(table: array[int]) -> bytes:
-    if _BIG_ENDIAN:
-        table = array("H", table)
-        table.byteswap()
-    return table.tobytes()
-
-
-def _shard_table(text: Any) -> array[int]:
-    raw = base64.b64decode(text, validate=True)
-    if len(raw) != 2 * SHARD_COUNT:
-        raise ValueError(f"a shard table of {len(raw)} bytes instead of {2 * SHARD_COUNT}")
-    table = array("H")
-    table.frombytes(raw)
-    if _BIG_ENDIAN:
-        table.byteswap()
-    return table
-
-
-_BIG_ENDIAN: Final = array("H", [1]).tobytes() != b"\x01\x00"
-assert array("H").itemsize == 2
+        must(live <= self._places.keys() <= members, "places do not match the members")
+        tables = self._tables
+        tables.check(len(self._keys))
+        must(bool((tables.since <= self.epoch).all()), "a shard has an owner since an epoch to come")
+        weights, standing = self._roles()
+        if self.rebuilding:
+            return
+        for held, least, text in (
+            (tables.owners, Standing.KEPT, "has an owner that is gone"),
+            (tables.previous, Standing.QUIET, "has a previous owner that does not serve"),
+        ):
+            bad = np.append(np.asarray(standing) < least, False)[np.minimum(held, len(standing))]
+            must(not bad.any(), f"shard {int(bad.argmax())} {text}")
+        must(not any(weights) or bool((tables.owners != NO_OWNER).all()), "a shard has no owner")
+        if settled:
+            dealt = deal(tables.copy(), weights, standing, self.timing.moves_at_once)
+            must(not len(dealt.changed), f"{len(dealt.changed)} shards should have moved")
+            must(dealt.waiting == self.waiting, f"{dealt.waiting} shards wait, not {self.waiting}")

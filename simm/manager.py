@@ -3,21 +3,26 @@
 It is off the data path: with it down, every GET and PUT to known servers goes on. All decisions are
 ``cluster.py``'s; this file gives it a socket, a clock and a disk.
 
-    events   JOIN, HEARTBEAT, LEAVE, lost connections, ticks   ->  Cluster
-    actions  answers at once; a changed map is stored, then pushed to all subscribers
+    events   JOIN, HEARTBEAT, LEAVE, MOVED, DRAIN, MAP_OFFER, lost connections, ticks   ->  Cluster
+    actions  answers at once; a changed map is stored, then told: pushed to all subscribers, and to who asked
 
 What can go wrong, and what stands against it
 ---------------------------------------------
 * *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S`` and
   stored and pushed once. A subscriber that has not taken its last map gets the newest when it has,
   never a queue of them; pushes go out ``PUSHES_PER_TURN`` a turn, so that heartbeats are heard between.
-* *Killed between a change and its storing.* An epoch that someone has seen must not come again with
-  another map. So the file *reserves* epochs: it names one further on, and a manager that was
-  killed goes on from there. A clean stop writes the exact one.
+* *Killed between a change and its storing.* No map is told before it is stored: who asks for it while one waits to be
+  stored is answered after that. Nor must an epoch that someone has seen come again with another map. So the file
+  *reserves* epochs: it names one further on, and a manager that was killed goes on from there. A clean stop writes
+  the exact one.
+* *There is no file any more.* The first server that joins brings a map, and so begins a rebuild (``cluster.py``).
+  Nobody is told a map until it ends: clients and servers go on with what they have.
 * *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. Should it be killed
   meanwhile, the servers' heartbeats still know the newest epoch and raise ours (``cluster.py``).
 * *The state file is damaged, foreign, newer, or in use.* The manager does not start, says which, and
   how to go on. It never begins anew by itself.
+* *Another manager leads* (``leading`` is false). All but PING and HELLO is answered NOT_LEADER; nothing is decided or
+  stored here. :meth:`Manager.lead` and :meth:`Manager.step_down` change that; the latter closes all connections.
 * *An fsync that takes seconds* stops this loop, and with it nothing but membership. The time does not
   count as silence of the servers.
 
@@ -29,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import html
 import json
 import logging
 import os
@@ -38,33 +42,49 @@ import secrets
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 from . import __version__
 from . import messages as M
-from .cluster import Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
+from .cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
 from .config import Address, Settings, add_arguments, load_command
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
 from .greeting import agreed_protocol, token_fits
 from .loop import Loop, Peer, Service, listen_tcp
+from .manager_pages import ManagerPages
 from .messages import Status
 from .process import end_with, stop_on_signals
 from .rpc import Flag, Frame, decode, encode
 from .startup import check_exposure, read_tokens, set_up_logging
 from .statefile import StateFile
-from .web import HTML, METRICS, Page, Web, prometheus
+from .web import Web
 
 log = logging.getLogger("simm.manager")
 
 SETTLE_S: Final = 0.02
 RETRY_S: Final = 5.0
 PUSHES_PER_TURN: Final = 128
-#: Epochs that one write of the state file covers.
-EPOCHS_RESERVED: Final = 1000
 #: Longest time between two ticks of the cluster; a quarter of a heartbeat if that is shorter.
 TICK_S: Final = 0.25
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+
+
+class StateStore(Protocol):
+    """Where a cluster's state is kept: a :class:`~simm.statefile.StateFile`, or something with the same manners."""
+
+    @property
+    def where(self) -> str:
+        """Its name, for people."""
+
+    def load(self) -> Any:
+        """The state last saved, or None when there never was one. Raises CorruptionError with the remedy."""
+
+    def save(self, state: Any) -> None:
+        """Replace the state, durably. Raises OSError; the old state is then still there."""
+
+    def close(self) -> None:
+        """Let others have it."""
 
 
 class Link:
@@ -83,36 +103,65 @@ class Link:
 
 
 class Manager(Service):
-    """Serves one cluster on a loop. Without a state file everything is in memory only.
+    """Serves one cluster on a loop. Without a store everything is in memory only.
 
-    Raises CorruptionError when the state file cannot be used.
+    Args:
+        leading: lead at once; else answer NOT_LEADER until :meth:`lead`.
+
+    Raises CorruptionError when the stored state cannot be used.
     """
 
     def __init__(
-        self, loop: Loop, *, timing: Timing = Timing(), state_file: StateFile | None = None,  # noqa: B008 -- immutable
-        tokens: Sequence[str] = (), insecure: bool = False,
+        self, loop: Loop, *, timing: Timing = Timing(), store: StateStore | None = None,  # noqa: B008 -- immutable
+        tokens: Sequence[str] = (), insecure: bool = False, leading: bool = True,
     ) -> None:  # fmt: skip
         self.loop = loop
+        self.timing = timing
         self.insecure = insecure
+        self.leading = False
         self.started = loop.now
         self.counts = dict.fromkeys(
-            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "unauthorized", "state_writes",
-             "state_write_failures"), 0,
+            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_told", "maps_offered",
+             "unauthorized", "state_writes", "state_write_failures"), 0,
         )  # fmt: skip
         self._tokens = [token.encode() for token in tokens]
-        self._state_file = state_file
+        self._store = store
         self._reserved = 0
         self._unsaved = False
         self._settling = False
         self._failing = False
         self._subscribers: set[Peer] = set()
+        #: Who asked for the map while it could not be told, and the number of the request.
+        self._waiting: list[tuple[Peer, int]] = []
         self._to_push: deque[Peer] = deque()
         self._push_frame = b""
         self._push_epoch = 0
         #: The connection that each live instance was heard on last.
         self._links: dict[tuple[str, int], Peer] = {}
-        self.cluster = self._load(timing)
+        self.pages = ManagerPages(self.status, self._trouble)
+        self.cluster = self._blank()
+        if leading:
+            self.lead()
         loop.call_every(min(TICK_S, timing.heartbeat_s / 4), self._tick)
+
+    # -- leading ---------------------------------------------------------------------------------
+
+    def lead(self) -> None:
+        """Serve the cluster as it is stored. Raises CorruptionError, and does not lead then."""
+        self.cluster = self._load()
+        self.leading = True
+
+    def step_down(self, why: str) -> None:
+        """Another manager leads: forget the cluster, and send everybody there by closing their connections."""
+        self.leading = False
+        self._waiting.clear()
+        for peer in [peer for peer in self.loop.peers if peer.service is self]:
+            peer.close(why)
+        self.cluster = self._blank()
+        self._unsaved = False
+
+    def _blank(self) -> Cluster:
+        return Cluster(secrets.randbits(64), self.loop.now, self.timing)
 
     # -- connections -----------------------------------------------------------------------------
 
@@ -144,6 +193,8 @@ class Manager(Service):
             self._hello(peer, link, number, msg)
         elif self._tokens and not link.greeted:
             self._refuse(peer, number, "a token is required: the first message must be HELLO with one (--token-file)")
+        elif not self.leading:
+            peer.send_error(number, Status.NOT_LEADER, "this manager stands by, another one leads: ask that")
         elif isinstance(msg, M.Heartbeat):
             self.counts["heartbeats"] += 1
             actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads)
@@ -154,15 +205,23 @@ class Manager(Service):
             ok = self._reply(peer, number, actions, (msg.name, msg.instance))
             self.counts["joins" if ok else "joins_refused"] += 1
         elif isinstance(msg, M.Leave):
-            self._reply(peer, number, self.cluster.leave(now, msg.name, msg.instance), None)
+            self._reply(peer, number, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), None)
+        elif isinstance(msg, M.Moved):
+            self.counts["moves_told"] += 1
+            self._reply(peer, number, self.cluster.moved(now, msg), None)
+        elif isinstance(msg, M.Drain):
+            self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)), None)
+        elif isinstance(msg, M.MapOffer):
+            if link.node is None:
+                raise RemoteProtocolError("a map from somebody who has not joined")
+            self.counts["maps_offered"] += 1
+            self._reply(peer, number, self.cluster.offer(now, msg), None)
         elif isinstance(msg, M.MapGet):
             if msg.subscribe:
                 self._subscribers.add(peer)
-            link.stale = False
-            link.epoch = self.cluster.epoch
-            self.counts["maps_sent"] += 1
-            self._reserve()
-            peer.send_message(self.cluster.map_reply(), number)
+            self.cluster.noticed(now, msg.known_epoch)
+            self._waiting.append((peer, number))
+            self._tell()
         elif isinstance(msg, M.ClusterStatus):
             peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
         else:
@@ -206,7 +265,24 @@ class Manager(Service):
     # -- changes ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._apply(self.cluster.tick(self.loop.now))
+        if self.leading:
+            self._apply(self.cluster.tick(self.loop.now))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Give the map to those who asked for it, if it may be told."""
+        if not self._waiting or self.cluster.rebuilding or (self._settling and self._store is not None):
+            return
+        self._reserve()
+        reply = self.cluster.map_reply()
+        waiting, self._waiting = self._waiting, []
+        for peer, number in waiting:
+            if not peer.closed:
+                link: Link = peer.context
+                link.stale = False
+                link.epoch = reply.epoch
+                self.counts["maps_sent"] += 1
+                peer.send_message(reply, number)
 
     def _apply(self, actions: Sequence[Action]) -> None:
         """Log what changed; have it stored and pushed soon."""
@@ -226,7 +302,12 @@ class Manager(Service):
 
     def _settled(self) -> None:
         self._settling = False
+        if not self.leading:
+            return
         self.save()
+        if self.cluster.rebuilding:
+            return
+        self._tell()
         reply = self.cluster.map_reply()
         if reply.epoch == self._push_epoch:
             return
@@ -257,43 +338,44 @@ class Manager(Service):
 
     # -- storing ---------------------------------------------------------------------------------
 
-    def _load(self, timing: Timing) -> Cluster:
-        stored = self._state_file.load() if self._state_file is not None else None
-        if stored is None:
-            cluster = Cluster(secrets.randbits(64), self.loop.now, timing)
+    def _load(self) -> Cluster:
+        stored = self._store.load() if self._store is not None else None
+        if stored is None or self._store is None:
+            cluster = self._blank()
+            self._reserved = 0
         else:
-            path = self._state_file.path if self._state_file is not None else ""
+            where = self._store.where
             try:
-                cluster = Cluster.from_state(stored.get("cluster"), self.loop.now, timing)
                 reserved = int(stored["epochs_reserved"])
+                cluster = Cluster.from_state(stored.get("cluster"), self.loop.now, self.timing, reserved)
             except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise CorruptionError(
-                    f"{path} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
+                    f"{where} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
                 ) from exc
-            cluster.epoch = max(cluster.epoch, reserved)
-            log.info("%s: epoch %d, %d nodes", path, cluster.epoch, len(cluster.nodes))
+            self._reserved = reserved
+            log.info("%s: epoch %d, %d nodes", where, cluster.epoch, len(cluster.nodes))
         self._push_epoch = cluster.epoch
         self._unsaved = True
         return cluster
 
     def _reserve(self) -> None:
-        """Nobody may see an epoch that the file does not cover."""
-        if self.cluster.epoch > self._reserved and not self._failing:
+        """Nobody may see an epoch that the stored state does not cover."""
+        if self.cluster.epoch >= self._reserved and not self._failing:
             self._unsaved = True
             self.save()
 
     def save(self, *, last: bool = False) -> bool:
         """Store what changed; whether all is stored. A failure is logged, counted, and retried later."""
-        if self._state_file is None or not (self._unsaved or last):
+        if self._store is None or not self.leading or not (self._unsaved or last):
             return True
         reserved = self.cluster.epoch + (0 if last else EPOCHS_RESERVED)
         try:
-            self._state_file.save({"cluster": self.cluster.to_state(), "epochs_reserved": reserved})
+            self._store.save({"cluster": self.cluster.to_state(), "epochs_reserved": reserved})
         except OSError as exc:
             self.counts["state_write_failures"] += 1
             log.error(
                 "cannot store the cluster's state in %s: %s; service goes on, trying again in %.0f s",
-                self._state_file.path, exc.strerror or exc, RETRY_S,
+                self._store.where, exc.strerror or exc, RETRY_S,
             )  # fmt: skip
             if not self._failing:
                 self._failing = True
@@ -309,89 +391,34 @@ class Manager(Service):
         if self.save() and not self._failing:
             log.info("the cluster's state is stored again")
 
-    # -- pages -----------------------------------------------------------------------------------
+    # -- for people ------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """The cluster's status and the manager's own counters."""
         status = self.cluster.status(self.loop.now)
+        counters = {
+            "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
+        }  # fmt: skip
         status["manager"] = {
             "pid": os.getpid(),
             "version": __version__,
             "uptime_s": round(self.loop.now - self.started, 1),
             "connections": len(self.loop.peers),
             "subscribers": len(self._subscribers),
-            "protocol_errors": self.loop.protocol_errors,
-            "handler_errors": self.loop.handler_errors,
-            "state_stored": self._state_file is not None and not self._unsaved,
+            "state_stored": self._store is not None and not self._unsaved,
             "insecure": self.insecure,
-            **self.counts,
+            "leading": self.leading,
+            "counters": counters,
+            **counters,
         }
         return status
 
-    def healthz(self) -> Page:
-        """200 while we serve; the text says whether the state is on disk."""
-        stored = "" if self._state_file is None or not self._failing else "; the state file cannot be written"
-        return Page(f"ok{stored}\n")
-
-    def metrics(self) -> Page:
-        """Prometheus text."""
-        return Page(prometheus(self._samples()), METRICS)
-
-    def _samples(self) -> Iterator[tuple[str, str, str, Mapping[str, Any], float]]:
-        status = self.status()
-        own = status["manager"]
-        states = [node["state"] for node in status["nodes"]]
-        for state in NodeState:
-            labels = {"state": state.value}
-            yield "simm_manager_nodes", "gauge", "Data servers by state.", labels, states.count(state.value)
-        for key, kind, name, about in (
-            ("epoch", "gauge", "epoch", "Epoch of the shard map."),
-            ("shards_without_owner", "gauge", "shards_without_owner", "Shards that nobody owns."),
-            ("shards_moved", "counter", "shards_moved_total", "Shards that changed owner."),
-        ):
-            yield f"simm_manager_{name}", kind, about, {}, status[key]
-        for key in ("connections", "subscribers", "uptime_s", "insecure"):
-            name = "uptime_seconds" if key == "uptime_s" else key
-            yield f"simm_manager_{name}", "gauge", f"{name.replace('_', ' ').capitalize()}.", {}, float(own[key])
-        for key in ("protocol_errors", "handler_errors", *self.counts):
-            yield f"simm_manager_{key}_total", "counter", f"{key.replace('_', ' ').capitalize()}.", {}, own[key]
-        workers = [(node, worker) for node in status["nodes"] for worker in node["workers"]]
-        for key, about in (
-            ("shards", "Shards owned."), ("capacity_bytes", "Bytes for values."), ("used_bytes", "Bytes in use."),
-            ("entries", "Values stored."),
-        ):  # fmt: skip
-            for node, worker in workers:
-                labels = {"node": node["name"], "worker": worker["worker"]}
-                yield f"simm_worker_{key}", "gauge", about, labels, worker[key]
-
-    def page(self) -> Page:
-        """The status page."""
-        status = self.status()
-        own = status["manager"]
-        rows = []
-        for node in status["nodes"]:
-            for worker in node["workers"]:
-                used, capacity = worker["used_bytes"] / (1 << 30), worker["capacity_bytes"] / (1 << 30)
-                cells = (
-                    node["name"], node["state"], f"{node['silent_s']:.1f} s", worker["worker"], worker["address"],
-                    worker["shards"], f"{used:.2f} / {capacity:.2f} GiB", worker["entries"],
-                )  # fmt: skip
-                rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
-        heads = "".join(
-            f"<th>{head}</th>"
-            for head in ("node", "state", "last heard", "worker", "address", "shards", "memory used", "entries")
-        )
-        body = (
-            "<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=refresh content=5>"
-            "<title>SiMM cluster</title><style>body{font:15px system-ui,sans-serif;margin:2em}table{border-collapse:"
-            "collapse}td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ccc}</style></head><body>"
-            f"<h1>SiMM cluster {status['cluster']}</h1><p>epoch {status['epoch']}, {len(status['nodes'])} nodes, "
-            f"{status['shards_without_owner']} of {status['shards']} shards without owner, {own['connections']} "
-            f"connections, {own['subscribers']} subscribers, up {own['uptime_s']:.0f} s, SiMM {own['version']}</p>"
-            f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
-            "<p><a href=/metrics>metrics</a> <a href=/healthz>healthz</a></p></body></html>\n"
-        )
-        return Page(body, HTML)
+    def _trouble(self) -> str:
+        if not self.leading:
+            return "standing by, another manager leads"
+        if self.cluster.rebuilding:
+            return "collecting the map from the servers"
+        return "the state cannot be stored" if self._failing else ""
 
 
 def peer_host(peer: Peer, host: str) -> str:
@@ -427,23 +454,25 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     timing = Timing(
-        settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000
-    )
+        settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
+        settings.restart_grace_ms / 1000, settings.moves_at_once,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        state_file = None
+        store = None
         if settings.state_dir is not None:
-            state_file = stack.enter_context(contextlib.closing(StateFile(settings.state_dir, "manager")))
+            store = stack.enter_context(contextlib.closing(StateFile(settings.state_dir, "manager")))
         loop = Loop()
         stack.callback(loop.close)
         exposed = not settings.listen.loopback and not tokens
-        manager = Manager(loop, timing=timing, state_file=state_file, tokens=tokens, insecure=exposed)
+        manager = Manager(loop, timing=timing, store=store, tokens=tokens, insecure=exposed)
         listener = stack.enter_context(open_listener(settings.listen, "--listen"))
         ready = f"READY manager {bound_address(listener)}"
         if settings.http is not None:
             http = open_listener(settings.http, "--http")
             ready += f" http={bound_address(http)}"
             web_tokens = () if settings.http.loopback else tokens
-            routes = {"/": manager.page, "/metrics": manager.metrics, "/healthz": manager.healthz}
+            pages = manager.pages
+            routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz}
             stack.callback(Web(loop, http, routes, web_tokens).close)
         # On disk before anyone is told: a folder that cannot be written shows now, and not at the first change.
         manager.save()

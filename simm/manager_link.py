@@ -1,7 +1,8 @@
 """A client of the manager: blocking calls with a deadline, and pushes that a thread can select on.
 
 For tools, tests and whoever needs the map or the membership without an event loop. Several
-addresses are tried in turn; a link that broke is made again by the next call, and the subscription with it.
+addresses are tried in turn, and those that only stand by (NOT_LEADER) are passed over; a link that broke is made again
+by the next call, and the subscription with it.
 
     with ManagerClient(parse_addresses("127.0.0.1:30001")) as manager:
         shard_map = manager.subscribe()
@@ -16,7 +17,7 @@ TransportError when none can be reached within the deadline or the link breaks. 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +25,8 @@ from . import messages as M
 from .channel import Channel, Refused
 from .constants import SHARD_COUNT
 from .errors import TransportError, UsageError
-from .messages import MapReply, WorkerInfo, WorkerLoad
+from .messages import MapReply, Status, WorkerInfo, WorkerLoad
+from .shards import bitmap_of
 
 _Reply = TypeVar("_Reply")
 
@@ -96,9 +98,9 @@ class ManagerClient:
                 except TransportError:
                     channel.close()
                     raise
-            except Refused:
-                raise  # the manager is there and says no: another address would only hide it
             except TransportError as exc:
+                if isinstance(exc, Refused) and exc.status != Status.NOT_LEADER:
+                    raise  # the manager is there and says no: another address would only hide it
                 why.append(f"{host}:{port}: {exc}")
                 self._at += 1
                 continue
@@ -127,27 +129,56 @@ class ManagerClient:
         return self._channel
 
     def _call(self, msg: Any, answer: type[_Reply]) -> _Reply:
-        self.connect()
-        channel = self._linked()
-        reply = channel.call(msg)
-        if not isinstance(reply, answer):
-            channel.fail(f"the manager answered {type(msg).__name__} with {type(reply).__name__}")
-            raise AssertionError("unreachable")
-        return reply
+        why = ""
+        for _ in self.addresses:
+            self.connect()
+            channel = self._linked()
+            try:
+                reply = channel.call(msg)
+            except Refused as exc:
+                if exc.status != Status.NOT_LEADER:
+                    raise
+                host, port = self.addresses[self._at % len(self.addresses)]
+                why = f"{host}:{port}: {exc}"
+                self._drop()
+                self._at += 1
+                continue
+            if not isinstance(reply, answer):
+                channel.fail(f"the manager answered {type(msg).__name__} with {type(reply).__name__}")
+                raise AssertionError("unreachable")
+            return reply
+        raise TransportError(f"no manager leads ({why}): name them all, or wait until one does")
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def join(self, instance: int, name: str, workers: Sequence[WorkerInfo], *, warm: bool = False) -> M.Joined:
-        """Offer workers. Refused with NAME_TAKEN while a namesake lives."""
-        return self._call(M.Join(instance, int(warm), name, list(workers)), M.Joined)
+    def join(
+        self, instance: int, name: str, workers: Sequence[WorkerInfo], *, warm: bool = False, epoch: int = 0
+    ) -> M.Joined:
+        """Offer workers; ``epoch`` of the newest map we have. Refused with NAME_TAKEN while a namesake lives."""
+        return self._call(M.Join(instance, int(warm), name, list(workers), epoch), M.Joined)
 
     def heartbeat(self, instance: int, name: str, epoch: int = 0, loads: Sequence[WorkerLoad] = ()) -> int:
         """Say that we live; the current epoch. Refused with UNKNOWN_NODE when we must join again."""
         return self._call(M.Heartbeat(instance, epoch, name, list(loads)), M.HeartbeatAck).epoch
 
-    def leave(self, instance: int, name: str) -> None:
-        """Say goodbye. Refused with UNKNOWN_NODE when we are no member."""
-        self._call(M.Leave(instance, name), M.Done)
+    def leave(self, instance: int, name: str, *, warm: bool = False) -> None:
+        """Say goodbye, or see you soon. Refused with UNKNOWN_NODE when we are no member."""
+        self._call(M.Leave(instance, name, int(warm)), M.Done)
+
+    def moved(self, instance: int, epoch: int, name: str, worker: int, shards: Iterable[int]) -> int:
+        """Say that a worker has all of some shards; how many of them the manager took for moving."""
+        return self._call(M.Moved(instance, epoch, name, worker, bitmap_of(shards)), M.Done).items
+
+    def offer(self, shard_map: MapReply) -> bool:
+        """Give a map to a manager that has lost its own; whether it learnt something. Only after :meth:`join`."""
+        return self._call(M.MapOffer(*shard_map), M.Done).items > 0
+
+    def drain(self, name: str, on: bool = True) -> int:
+        """Move everything away from a data server, or let it take its share again; how many shards it owns now.
+
+        Refused with UNKNOWN_NODE for a name that there is not, UNAVAILABLE when nobody else could hold its shards.
+        """
+        return self._call(M.Drain(int(on), name), M.Done).items
 
     def get_map(self, known_epoch: int = 0) -> MapReply:
         """The shard map."""

@@ -60,6 +60,11 @@ class StateFile:
         with contextlib.suppress(FileNotFoundError):
             self._tmp.unlink()
 
+    @property
+    def where(self) -> str:
+        """Its name, for people."""
+        return str(self.path)
+
     def load(self) -> Any:
         """The state last saved, or None when there never was one. Raises CorruptionError with the remedy."""
         way_out = f"to begin anew, move {self.path} away (the cluster then refills from its servers)"

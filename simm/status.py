@@ -10,6 +10,7 @@ from .connect import manager_client
 
 #: Long enough to try every path once; a server that does not answer is shown as down.
 REACH_S: Final = 3.0
+_RUNNING: Final = ("running", "draining")
 _UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
 
@@ -33,7 +34,7 @@ def collect(settings: Settings, client: Client) -> dict[str, Any]:
 
 def healthy(found: dict[str, Any]) -> bool:
     """Every shard has an owner, and every worker of a running server is reached."""
-    workers = [worker for node in found["nodes"] if node["state"] == "up" for worker in node["workers"]]
+    workers = [worker for node in found["nodes"] if node["state"] in _RUNNING for worker in node["workers"]]
     return bool(workers) and not found["shards_without_owner"] and all(each["path"] != "down" for each in workers)
 
 
@@ -60,7 +61,7 @@ def table(found: dict[str, Any]) -> str:
                     f"{each['puts']:,}", f"{each['evictions']:,}", f"{each['shards']:,}", each["path"],
                 )
             )  # fmt: skip
-            if each["why"] and node["state"] == "up":
+            if each["why"] and node["state"] in _RUNNING:
                 notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['why']}")
     if len(rows) == 1:
         return "\n".join([*lines, "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"])

@@ -224,7 +224,7 @@ def test_status_shows_what_is_stored_and_how_it_is_reached(run: Run, cluster: An
     code, out, err = run("status", "--manager", cluster.manager, "--json")
     assert (code, err) == (0, "")
     (node,) = json.loads(out)["nodes"]
-    assert node["name"] == cluster.name and node["state"] == "up"
+    assert node["name"] == cluster.name and node["state"] == "running"
     (worker,) = node["workers"]
     assert worker["path"] == "shm" and worker["shards"] == 16_384 and worker["capacity_bytes"] > 0
     code, out, _ = run("status", "--manager", cluster.manager, "--path", "tcp")
@@ -235,7 +235,7 @@ def test_status_shows_what_is_stored_and_how_it_is_reached(run: Run, cluster: An
 
 def test_status_is_unhealthy_with_a_shard_or_a_server_missing() -> None:
     worker = {"path": "shm", "why": ""}
-    found: dict[str, Any] = {"shards_without_owner": 0, "nodes": [{"state": "up", "workers": [worker]}]}
+    found: dict[str, Any] = {"shards_without_owner": 0, "nodes": [{"state": "running", "workers": [worker]}]}
     assert status.healthy(found)
     assert not status.healthy({**found, "shards_without_owner": 1})
     assert not status.healthy({**found, "nodes": []})
