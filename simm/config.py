@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, NAMESPACE_BYTES_MAX
+from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, NAMESPACE_BYTES_MAX, SHARD_COUNT
 from .errors import ConfigError
 
 ENV_PREFIX: Final = "SIMM_"
@@ -380,7 +380,7 @@ class Settings:
         SERVER, metavar="NAME", computed=_default_name,
     )
     state_dir: Path | None = _setting(
-        _optional(_path), "folder for what outlives a restart; empty: nothing does", MANAGER, SERVER, metavar="DIR",
+        _optional(_path), "folder for what outlives a restart; empty: nothing does", MANAGER, metavar="DIR",
     )
     coordinator: CoordinatorUrl | None = _setting(
         _optional(_coordinator), "etcd in which several managers agree who leads and keep their state; empty: none",
@@ -439,8 +439,15 @@ class Settings:
         _duration_in("ms"), "how long a dead node's shards wait for its return before others own them",
         MANAGER, default=0, metavar="MS",
     )
+    restart_grace_ms: int = _setting(
+        _duration_in("ms"), "how long the shards of a server that stopped with --warm wait for its return",
+        MANAGER, default=30_000, metavar="MS",
+    )
+    moves_at_once: int = _setting(
+        _integer(1, SHARD_COUNT), "shards that move into one worker at a time", MANAGER, default=2048, metavar="N",
+    )
     deadline_ms: int = _setting(
-        _duration_in("ms", 1), "longest that one call may take", SERVER, CLIENT, default=3000, metavar="MS",
+        _duration_in("ms", 1), "longest that one call may take", CLIENT, default=3000, metavar="MS",
     )
     namespace: str = _setting(
         _namespace, "namespace of the keys", CLIENT, default=DEFAULT_NAMESPACE, metavar="NAME",
@@ -460,6 +467,10 @@ class Settings:
         _optional(_path), "file to log to; empty: stderr", MANAGER, SERVER, CLIENT, metavar="FILE",
     )
     warm: bool = _setting(_boolean, "keep the arena over a clean stop and start on it again", SERVER, default=False)
+    move_mib_s: int = _setting(
+        _integer(0, 1 << 20), "most MiB a second that a worker copies from previous owners of its shards; 0: no limit",
+        SERVER, default=1024, metavar="MIB",
+    )
     http: Address | None = _setting(
         _optional(_address), "address of /metrics, /healthz and the status page; empty: none",
         MANAGER, SERVER, metavar="HOST:PORT",
