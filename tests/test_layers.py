@@ -21,13 +21,14 @@ LAYERS: dict[str, set[str]] = {
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
-        "deal", "pages",
+        "deal", "pages", "members",
+        "clusterstate", "clusterstatus",
     },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
         "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
-        "server_pages", "manager_pages", "target", "view", "replicas", "gets", "puts", "etcd", "coordinator",
+        "server_pages", "manager_pages", "target", "view", "replicas", "gets", "puts", "subscription", "etcd", "coordinator",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
@@ -38,8 +39,8 @@ LAYERS: dict[str, set[str]] = {
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
-PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
-        "shardmap", "member"}
+PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards", "grants",
+        "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 
