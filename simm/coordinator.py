@@ -51,6 +51,7 @@ compacted: see docs/operations.md.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -94,7 +95,7 @@ SAVE_S: Final = 2.0
 POLL_S: Final = 1.0
 #: After a failure, before the next try, seconds.
 RETRY_S: Final = 0.25
-#: zlib's level: 3 takes a third of the time of 6 for a tenth more bytes.
+#: zlib's level. 1,500 workers are 540 KB of JSON, 120 KB packed in 10 ms; 9 would save a tenth of that.
 PACK_LEVEL: Final = 3
 CHUNK_BYTES: Final = 512 << 10
 CHUNKS_PER_TXN: Final = 2
@@ -216,7 +217,7 @@ class Coordinator:
         self._saves = 0
         self._wake = threading.Event()
         self._closing = False
-        self._notice = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notice = -1
         self._thread = threading.Thread(target=self._run, name="simm-coordinator", daemon=True)
 
     def __repr__(self) -> str:
@@ -242,21 +243,20 @@ class Coordinator:
         return max(0.0, held.until - self._clock()) if held.term else 0.0
 
     def fileno(self) -> int:
-        """A descriptor that is readable when ``term`` may have changed. What it does not tell of is that the time ran
-        out; only asking does."""
+        """After :meth:`start`: a descriptor that is readable when ``term`` may have changed. It does not tell
+        that the time ran out; only asking does."""
         return self._notice
 
     def noticed(self) -> None:
         """The descriptor was seen: unreadable until the next change."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notice)
-        except BlockingIOError:
-            pass
 
     def start(self, address: str, http: str = "") -> None:
         """Campaign from now on; ``address`` and ``http`` are what the others are told of us."""
         self.address = address
         self.http = http
+        self._notice = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
 
     def resign(self, pause_s: float) -> None:
@@ -274,8 +274,9 @@ class Coordinator:
         if self._thread.ident is not None:
             self._thread.join(2 * SAVE_S)
         self._drop("stopped", chosen=True)
-        if not self._thread.is_alive():
+        if self._notice >= 0 and not self._thread.is_alive():
             os.close(self._notice)
+            self._notice = -1
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -285,7 +286,7 @@ class Coordinator:
             if self._closing:
                 return
             try:
-                pause = self._renew() if self._held.term else self._seek()
+                pause = self._step()
                 if self.trouble:
                     log.info("etcd answers again")
                     self.trouble = ""
@@ -299,6 +300,10 @@ class Coordinator:
                 pause = POLL_S
             # Several managers must not ask in step.
             self._wake.wait(pause * random.uniform(0.8, 1.0))
+
+    def _step(self) -> float:
+        """One exchange with etcd; seconds until the next. Raises EtcdError."""
+        return self._renew() if self._held.term else self._seek()
 
     def _renew(self) -> float:
         """Renew the lease; seconds until the next time."""
@@ -392,10 +397,9 @@ class Coordinator:
             log.info("the lease could not be given back and will end by itself: %s", exc)
 
     def _notify(self) -> None:
-        try:
-            os.eventfd_write(self._notice, 1)
-        except (BlockingIOError, OSError):
-            pass  # readable already, or closed
+        if self._notice >= 0:
+            with contextlib.suppress(BlockingIOError):  # readable already
+                os.eventfd_write(self._notice, 1)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -405,12 +409,26 @@ class Coordinator:
         Raises NotLeader, OSError when etcd does not answer, CorruptionError with the remedy.
         """
         term = self._my_term()
-        until = self._clock() + SAVE_S
         try:
-            head = self._etcd.get(self._state_key, SAVE_S)
-            self._saved = (head.mod_revision if head is not None else 0, term)
-            if head is None:
-                return None
+            while True:
+                try:
+                    return self._load(term)
+                except CorruptionError:
+                    # It may have been replaced while we read: by who leads since, or by a late save of our own.
+                    self._my_term(term)
+                    head = self._etcd.get(self._state_key, SAVE_S)
+                    if (head.mod_revision if head is not None else 0) == self._saved[0]:
+                        raise
+        except EtcdError as exc:
+            self._saved = (-1, term)
+            raise OSError(errno.EIO, str(exc)) from exc
+
+    def _load(self, term: int) -> Any:
+        until = self._clock() + SAVE_S
+        head = self._etcd.get(self._state_key, SAVE_S)
+        self._saved = (head.mod_revision if head is not None else 0, term)
+        state = None
+        if head is not None:
             count, about = _read_head(head, self._way_out())
             packed = bytearray()
             for number in range(count):
@@ -420,12 +438,10 @@ class Coordinator:
                         f"{self.path}: chunk {number} of {count} of the state is missing: {self._way_out()}"
                     )
                 packed += chunk.value
-        except EtcdError as exc:
-            self._saved = (-1, term)
-            raise OSError(errno.EIO, str(exc)) from exc
-        # What was read is whole and of the newest save only if nobody else has led since.
+            state = _unpack(bytes(packed), about, self.path, self._way_out())
+        # What was read is the newest only if nobody else has led meanwhile.
         self._my_term(term)
-        return _unpack(bytes(packed), about, f"{self.path}", self._way_out())
+        return state
 
     def save(self, state: Any) -> None:
         """Replace the state, durably. Raises NotLeader, and OSError when it may not have been done."""
