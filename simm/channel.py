@@ -3,18 +3,23 @@
 Pushes that arrive between replies go to a callback. A deadline that passes in the middle of
 an exchange leaves the stream of replies out of step, so the channel is then broken for good: its owner
 makes a new one. Not thread-safe; the owner has a lock.
+
+The deadline holds for an exchange as a whole, from the first byte sent to the last byte of its reply: a peer that
+dribbles a byte at a time, or takes one at a time, gains nothing by it. :meth:`Channel.bound` holds several
+exchanges to one deadline together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from . import messages as M
 from .errors import RemoteProtocolError, TransportError
@@ -22,6 +27,10 @@ from .rpc import Connection, Flag, Frame, decode, encode
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _RECV_BYTES: Final = 64 << 10
+#: The kernel's timeouts are set anew where they are off by more than this.
+_SLACK_S: Final = 0.01
+#: Pieces handled in one look for pushes, or after a deadline, so that a peer that never stops talking holds up nobody.
+_PUSH_PIECES: Final = 64
 
 
 def timeval(seconds: float) -> bytes:
@@ -41,8 +50,8 @@ class Refused(TransportError):
 class Channel:
     """Requests over a connected socket.
 
-    The kernel's own receive timeout bounds the common case (a reply in one piece) without a poll
-    per call: one ``send`` and one ``recv`` a request.
+    The kernel's own timeouts bound the common case (a reply in one piece) without a poll per call: one ``send``
+    and one ``recv`` a request.
     """
 
     def __init__(self, sock: socket.socket, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> None:
@@ -57,10 +66,15 @@ class Channel:
         self.slept = 0
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
+        #: When the exchange under way must be over, monotonic seconds; drawn by each request.
+        self.until = math.inf
+        self._bound = math.inf
         sock.settimeout(None)
         raw = timeval(deadline_s)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, raw)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, raw)
+        #: What the kernel's timeouts are, seconds.
+        self._receives_s = self._sends_s = deadline_s
 
     @classmethod
     def unix(cls, path: str, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
@@ -110,6 +124,31 @@ class Channel:
         self._last_id = number = self._last_id + 1
         return number
 
+    def bound(self, until: float = math.inf) -> None:
+        """No exchange from now on lasts beyond ``until`` (monotonic seconds), until this is called again."""
+        self._bound = until
+
+    def begin(self) -> None:
+        """An exchange starts now; for a caller that sends by itself."""
+        until = time.monotonic() + self.deadline_s
+        self.until = until if until < self._bound else self._bound
+
+    def arm(self, doing: str, *, sending: bool = False) -> None:
+        """Make the kernel's timeout what is left of the deadline. Raises TransportError when nothing is."""
+        left = self.until - time.monotonic()
+        if left <= 0:
+            self.fail(f"deadline passed while {doing}")
+        self._arm(left, sending)
+
+    def _arm(self, left: float, sending: bool) -> None:
+        if sending:
+            if not -_SLACK_S < left - self._sends_s < _SLACK_S:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(left))
+                self._sends_s = left
+        elif not -_SLACK_S < left - self._receives_s < _SLACK_S:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(left))
+            self._receives_s = left
+
     def take_bulk(self, target: memoryview) -> int:
         """Move bare bytes that came along with a frame into ``target``; how many."""
         if not self._conn.pending_bytes:
@@ -122,13 +161,13 @@ class Channel:
         """Send whole bytes. Raises TransportError, and the channel is broken then."""
         if self.broken:
             raise TransportError(self.broken)
+        self.begin()
         try:
-            if fds:
-                sent = socket.send_fds(self.sock, [data], list(fds))
-                if sent < len(data):
-                    self.sock.sendall(data[sent:])
-            else:
-                self.sock.sendall(data)
+            sent = socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
+            while sent < len(data):  # rare: the peer does not take what we send
+                self.arm("sending", sending=True)
+                data = data[sent:]
+                sent = self.sock.send(data)
         except OSError as exc:
             self.fail(_why(exc, "sending"))
 
@@ -141,29 +180,26 @@ class Channel:
         if frame is not None:
             return frame
         conn = self._conn
-        first = True
-        pieces = False
-        until = 0.0
+        late = 0
         try:
             while True:
                 frame = conn.next_frame()
                 if frame is None:
-                    if first:
-                        if looks:
-                            self._look(looks)
+                    if looks:
+                        self._look(looks)
+                        looks = 0
+                    left = self.until - time.monotonic()
+                    if left > 0:
+                        self._arm(left, False)
+                        data = self.sock.recv(_RECV_BYTES)
+                    elif late < _PUSH_PIECES:
+                        # What has come counts: the request may have been sent long before anyone waited for it.
+                        late += 1
+                        data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
                     else:
-                        # Rare: the reply comes in pieces. Hold the whole to the deadline.
-                        left = until - time.monotonic()
-                        if left <= 0:
-                            self.fail("deadline passed in the middle of a reply")
-                        pieces = True
-                        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(left))
-                    data = self.sock.recv(_RECV_BYTES)
+                        self.fail("deadline passed in the middle of a reply")
                     if not data:
                         self.fail("the peer closed the connection")
-                    if first:
-                        first = False
-                        until = time.monotonic() + self.deadline_s
                     conn.receive_data(data)
                     continue
                 if frame.flags & Flag.PUSH:
@@ -180,10 +216,6 @@ class Channel:
             self.fail(_why(exc, "waiting for a reply"))
         except RemoteProtocolError as exc:
             self.fail(str(exc))
-        finally:
-            if pieces and not self.broken:
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(self.deadline_s))
-        raise AssertionError("unreachable")
 
     def _look(self, looks: int) -> None:
         """Poll for input, for a while: an answer that comes soon costs no wake-up."""
@@ -208,7 +240,7 @@ class Channel:
         if self.broken:
             raise TransportError(self.broken)
         try:
-            while True:
+            for _ in range(_PUSH_PIECES):
                 data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
                 if not data:
                     self.fail("the peer closed the connection")
@@ -216,6 +248,8 @@ class Channel:
                 while (frame := self._conn.next_frame()) is not None:
                     if frame.flags & Flag.PUSH:
                         self._push(frame)
+                    elif frame.request_id > self._last_id:
+                        raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
                     else:
                         self._early[frame.request_id] = frame
         except BlockingIOError:
@@ -236,7 +270,7 @@ class Channel:
             return text
         return "the peer reported an error"
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> NoReturn:
         """Mark the channel broken and raise TransportError."""
         self.broken = self.broken or reason
         raise TransportError(reason)

@@ -25,7 +25,14 @@ replaced while it was being copied: use what the result says and nothing else.
 Time
 ----
 No call lasts longer than ``deadline_s`` per server it must talk to, plus its own copies. A
-server that failed is skipped at once until the background thread has reached it again.
+server that failed is skipped at once until the background thread has reached it again. Values that move to
+another server are found there or where they came from; a put or delete that meets such a move is tried again
+within ``deadline_s``.
+
+Two copies
+----------
+With ``replicas=2`` each value is stored on two nodes, and read from either (``replicas.py``): such namespaces are
+put-once.
 
 Threads, processes, tasks
 -------------------------
@@ -38,30 +45,29 @@ buffer is out of use.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import messages as M
-from .buffers import DEFAULT_COPY_THREADS, RELEASE_BYTES, Copier, Span, address_of, tensor_span, view_of
+from .buffers import DEFAULT_COPY_THREADS, Copier, Span, address_of, tensor_span, view_of
 from .config import parse_addresses
 from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, VALUE_BYTES_MAX
 from .errors import RemoteProtocolError, TransportError, UsageError
+from .gets import DOWN, MISS, SMALL, Gets, session_failed
 from .hashing import SHARD_MASK, Hasher
-from .layout import EntryFlag
 from .messages import Status
-from .reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
-from .routing import Router, Target
-from .session import WorkerSession
+from .puts import Puts
+from .replicas import Replicas
+from .routing import Router, Routes
+from .shards import MOVING
 from .shmput import ShmPut
-from .tcppath import TcpPath
+from .view import View
 
 if TYPE_CHECKING:
     import asyncio
@@ -72,72 +78,13 @@ DEFAULT_DEADLINE_S: Final = 2.0
 _T = TypeVar("_T")
 
 _OK: Final = int(Status.OK)
-_NO_SPACE: Final = int(Status.NO_SPACE)
 _WRONG_OWNER: Final = int(Status.WRONG_OWNER)
-_TOO_LARGE: Final = int(Status.TOO_LARGE)
-_CRC: Final = int(EntryFlag.CRC)
+_UNAVAILABLE: Final = int(Status.UNAVAILABLE)
+_MOVING: Final = MOVING
 
-#: Results of reads that are no length.
-MISS: Final = 0
-DOWN: Final = -1
-SMALL: Final = -2
-
-#: Keys in one exchange of other kinds.
-_CALL_KEYS: Final = 1024
 _ASYNC_THREADS: Final = 8
 
-
-class View:
-    """A value in place: ``data`` is a read-only memoryview, of the arena where that is on this host.
-
-    The pin goes when the view is closed *and* nothing made from ``data`` (slices, numpy arrays) is alive any
-    more, so the bytes stay right as long as anyone can see them. Usable as a context manager.
-    """
-
-    __slots__ = ("_data", "length")
-
-    def __init__(self, data: memoryview) -> None:
-        self._data: memoryview | None = data
-        self.length = len(data)
-
-    @classmethod
-    def pinned(cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int) -> View:
-        """A view of the arena that gives ``pin`` back at its end, and ends the copy that its maker has begun."""
-        base = (ctypes.c_ubyte * length).from_address(reader.data_address + offset - reader.data_offset)
-        weakref.finalize(base, _unpin, session, reader, pin).atexit = False
-        return cls(memoryview(base).cast("B").toreadonly())
-
-    @property
-    def data(self) -> memoryview:
-        """The value. Raises UsageError once closed."""
-        if self._data is None:
-            raise UsageError("this view is closed; take another with client.view(key)")
-        return self._data
-
-    def __len__(self) -> int:
-        return self.length
-
-    def close(self) -> None:
-        """Give the value back. Twice is harmless."""
-        data, self._data = self._data, None
-        if data is not None:
-            with contextlib.suppress(BufferError):
-                data.release()
-
-    def __enter__(self) -> View:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<View of {self.length} bytes{'' if self._data is not None else ', closed'}>"
-
-
-def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int) -> None:
-    """Finalizer of a view's memory: no lock, no I/O. Holds the reader, and so the mapping, until now."""
-    session.unpin_later(pin)
-    session.end_copy()
+__all__ = ["DOWN", "MISS", "SMALL", "Client", "View", "sink_of", "source_of"]
 
 
 class Client:
@@ -152,6 +99,7 @@ class Client:
         copy_threads: threads for values of 8 MiB and more; 0 for the default.
         token: credential for servers that ask for one.
         ring: commit through shared memory (False: by socket).
+        replicas: 2 to store each value on two nodes; the namespace is put-once then.
 
     Raises TransportError when no manager answers.
     """
@@ -159,39 +107,41 @@ class Client:
     def __init__(
         self, manager: str = f"127.0.0.1:{DEFAULT_MANAGER_PORT}", *, namespace: str = DEFAULT_NAMESPACE,
         path: str = "auto", deadline_s: float = DEFAULT_DEADLINE_S, checksum: bool = False, copy_threads: int = 0,
-        token: str = "", ring: bool = True,
+        token: str = "", ring: bool = True, replicas: int = 1,
     ) -> None:  # fmt: skip
         if path not in ("auto", "shm", "tcp"):
             raise UsageError(f"path is auto, shm or tcp, not {path!r}")
         if not deadline_s > 0:
             raise UsageError(f"deadline_s is a positive number of seconds, not {deadline_s!r}")
+        if replicas not in (1, 2):
+            raise UsageError(f"replicas is 1 or 2, not {replicas!r}")
         self._arguments = {
             "manager": manager, "namespace": namespace, "path": path, "deadline_s": deadline_s, "checksum": checksum,
-            "copy_threads": copy_threads, "token": token, "ring": ring,
+            "copy_threads": copy_threads, "token": token, "ring": ring, "replicas": replicas,
         }  # fmt: skip
-        self._managers = [(address.host, address.port) for address in parse_addresses(manager, DEFAULT_MANAGER_PORT)]
+        managers = [(address.host, address.port) for address in parse_addresses(manager, DEFAULT_MANAGER_PORT)]
         self.namespace = namespace
         self.deadline_s = deadline_s
         self.checksum = checksum
-        self._path = path
-        self._token = token
-        self._ring = ring
         self._digest = Hasher(namespace)
-        self._copier = Copier(copy_threads or DEFAULT_COPY_THREADS)
-        self._shm = ShmPut(self._copier, checksum)
         self._executor: ThreadPoolExecutor | None = None
         self._start_lock = threading.Lock()
         self._closed = False
         self._owned: Any = None
-        #: After a fork: what must not be finalised in the child.
-        self._graveyard: list[Any] = []
-        self._retry_at = 0.0
-        self._router: Router | None = None
-        self._route: list[Target | None] = []
         self.counters: dict[str, int] = dict.fromkeys(
-            ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors"), 0
+            ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
+             "redirects", "single_copies"), 0,
+        )  # fmt: skip
+        self._routes = Routes(
+            functools.partial(
+                _router, managers, namespace=namespace, path=path, deadline_s=deadline_s, token=token, ring=ring
+            )
         )
-        self._connect()
+        self._copier = Copier(copy_threads or DEFAULT_COPY_THREADS)
+        self._shm = ShmPut(self._copier, checksum)
+        self._gets = Gets(self._routes, self._copier, checksum, self.counters)
+        self._puts = Puts(self._routes, self._shm, checksum, deadline_s, self.counters)
+        self._replicas = Replicas(self._routes, self._gets, self._puts, self.counters) if replicas == 2 else None
         _CLIENTS.add(self)
 
     @classmethod
@@ -211,13 +161,9 @@ class Client:
         client._owned = cluster
         return client
 
-    def _connect(self, map_timeout_s: float = 5.0) -> None:
-        router = Router(
-            self._managers, namespace=self.namespace, path=self._path, deadline_s=self.deadline_s, token=self._token,
-            ring=self._ring, map_timeout_s=map_timeout_s,
-        )  # fmt: skip
-        self._router = router
-        self._route = router.route
+    @property
+    def _router(self) -> Router | None:
+        return self._routes.router
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"epoch={self._router.epoch}" if self._router is not None else "forked"
@@ -238,50 +184,34 @@ class Client:
         """Store a value, replacing one atomically. False when it could not be stored."""
         digest = self._digest(key)
         source = source_of(value)
-        target = self._target(digest)
+        target = self._routes.target(digest)
         session = target.session if target is not None else None
-        if target is None or session is None or session.broken:
+        if target is None or session is None or session.broken or self._replicas is not None:
             return self.put_digests([digest], [source])[0] == _OK
         # The commonest case without lists: 1 us of 9.
         try:
             status = self._shm.put_one(session, digest, source)
         except (TransportError, RemoteProtocolError) as exc:
-            self._session_failed(target, session, exc)
-            status = int(Status.UNAVAILABLE)
+            session_failed(self._routes, target, session, exc)
+            status = _UNAVAILABLE
+        if status == _WRONG_OWNER:
+            status = self._puts.again(target, digest, source)
         if status == _OK:
             self.counters["puts"] += 1
             return True
         self.counters["put_failures"] += 1
-        if status == _WRONG_OWNER:
-            self._stale_map()
         return False
 
     def get(self, key: str) -> bytes | None:
         """The value as new bytes, or None. ``get_into`` saves the allocation and frees the GIL while copying."""
         digest = self._digest(key)
-        target = self._target(digest)
-        reader = target.reader if target is not None else None
-        if reader is None and target is not None and target.ready():
-            reader = target.reader
-        if reader is not None:
-            for _ in range(ATTEMPTS):
-                try:
-                    found = reader.locate(digest)
-                except Unsettled:
-                    break
-                if found is None:
-                    self._missed(reader, digest)
-                    return None
-                data = bytes(reader.value(found))
-                if reader.confirm(digest, found.slot, found.seq):
-                    reader.visited[found.slot] = 1
-                    return data if self._sound(found.flags, found.crc, data) else None
-                self.counters["retries"] += 1
-        view = self._view(target, digest)
-        if view is None:
-            return None
-        with view:
-            return bytes(view.data)
+        if self._replicas is not None:
+            got = self._replicas.read([digest], [None])[0]
+        else:
+            route = self._routes.route
+            owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
+            got = self._gets.read(owner, digest, None)
+        return got if type(got) is bytes else None
 
     def get_into(self, key: str, buffer: Any) -> int | None:
         """Copy the value to the buffer's head; its length in bytes, or None for a miss.
@@ -290,7 +220,12 @@ class Client:
         """
         digest = self._digest(key)
         sink = sink_of(buffer)
-        got = self._read(self._target(digest), digest, sink)
+        if self._replicas is not None:
+            got = self._replicas.read([digest], [sink])[0]
+        else:
+            route = self._routes.route
+            owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
+            got = self._gets.read(owner, digest, sink)
         if got == SMALL:
             raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return got if got > 0 else None
@@ -298,11 +233,13 @@ class Client:
     def exists(self, key: str) -> bool:
         """Is the key stored? False too when its server cannot be reached."""
         digest = self._digest(key)
-        target = self._target(digest)
-        if target is not None:
-            reader = target.reader
-            if reader is not None:
-                return reader.contains(digest) or (self._missed(reader, digest, count=False) and False)
+        target = self._routes.target(digest)
+        reader = target.reader if target is not None else None
+        if reader is not None:
+            if reader.contains(digest):
+                return True
+            if self._replicas is None and 0 < reader.shard_word(digest) < _MOVING:
+                return False
         return self.exists_digests([digest])[0]
 
     def delete(self, key: str) -> bool:
@@ -311,9 +248,11 @@ class Client:
 
     def view(self, key: str) -> View | None:
         """The value without a copy, pinned and read-only, or None for a miss. Close it soon: pinned entries
-        cannot be evicted. By TCP it is a copy."""
+        cannot be evicted. By TCP, and where the value is about to move, it is a copy."""
         digest = self._digest(key)
-        return self._view(self._target(digest), digest)
+        if self._replicas is not None:
+            return self._replicas.view(digest)
+        return self._gets.view(self._routes.target(digest), digest)
 
     def register(self, buffer: Any) -> Span:
         """The buffer as a :class:`Span`, kept alive by it: pass it, or parts of it, as value or buffer.
@@ -371,112 +310,25 @@ class Client:
 
     def put_digests(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
         """Store values; a Status for each. Sources come from :func:`source_of`."""
-        if len(digests) == 1:
-            target = self._target(digests[0])
-            groups: list[tuple[Target | None, Sequence[int]]] = [(target, (0,))]
-        else:
-            groups = self._group(digests)
-        statuses = [int(Status.UNAVAILABLE)] * len(digests)
-        for target, positions in groups:
-            if target is None:
-                continue
-            session = target.session
-            if session is None or session.broken:
-                if not target.ready():
-                    continue
-                session = target.session
-            if session is not None:
-                try:
-                    if len(positions) == 1:
-                        position = positions[0]
-                        statuses[position] = self._shm.put_one(session, digests[position], sources[position])
-                    else:
-                        self._shm.put_many(session, digests, sources, positions, statuses)
-                except (TransportError, RemoteProtocolError) as exc:
-                    self._session_failed(target, session, exc)
-            elif (tcp := target.tcp) is not None:
-                self._put_tcp(target, tcp, positions, digests, sources, statuses)
-        stored = statuses.count(_OK)
-        counters = self.counters
-        counters["puts"] += stored
-        if stored != len(statuses):
-            counters["put_failures"] += len(statuses) - stored
-            if _WRONG_OWNER in statuses:
-                self._stale_map()
-        return statuses
+        return (self._replicas or self._puts).put(digests, sources)
 
     def get_digests(self, digests: Sequence[bytes], sinks: Sequence[memoryview | Span]) -> list[int]:
         """Copy values out; for each its length, or MISS, DOWN or SMALL. Sinks come from :func:`sink_of`."""
-        results = [MISS] * len(digests)
-        for target, positions in self._group(digests):
-            if target is None:
-                for position in positions:
-                    results[position] = DOWN
-                self.counters["outages"] += len(positions)
-                continue
-            reader = target.reader
-            if reader is None and target.ready():
-                reader = target.reader
-            if reader is None:
-                self._get_tcp(target, positions, digests, sinks, results)
-                continue
-            self._get_shm(target, reader, positions, digests, sinks, results)
-        return results
+        if self._replicas is not None:
+            return self._replicas.read(digests, sinks)
+        return self._gets.read_many(digests, sinks)
 
     def exists_digests(self, digests: Sequence[bytes]) -> list[bool]:
         """Which are stored?"""
-        results = [False] * len(digests)
-        for target, positions in self._group(digests):
-            if target is None:
-                self.counters["outages"] += len(positions)
-                continue
-            wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
-            reader = target.reader
-            if reader is None and target.ready():
-                reader = target.reader
-            if reader is not None:
-                hits = reader.contains_many(wanted)
-            elif (tcp := target.tcp) is not None:
-                try:
-                    hits = [status == _OK for status in tcp.exists(wanted)]
-                except (TransportError, RemoteProtocolError) as exc:
-                    target.tcp_lost(tcp, str(exc))
-                    continue
-            else:
-                self.counters["outages"] += len(positions)
-                continue
-            if wanted is digests:
-                return hits
-            for position, hit in zip(positions, hits):
-                results[position] = hit
-        return results
+        return (self._gets if self._replicas is None else self._replicas).stored_many(digests)
 
     def delete_digests(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; a Status for each."""
-        statuses = [int(Status.UNAVAILABLE)] * len(digests)
-        for target, positions in self._group(digests):
-            if target is None or not target.ready():
-                self.counters["outages"] += len(positions)
-                continue
-            wanted = [digests[position] for position in positions]
-            session, tcp = target.session, target.tcp
-            answers: list[int] = []
-            try:
-                if session is not None:
-                    for start in range(0, len(wanted), _CALL_KEYS):
-                        answers += session.exchange(M.Delete(wanted[start : start + _CALL_KEYS])).statuses
-                elif tcp is not None:
-                    answers = tcp.delete(wanted)
-            except (TransportError, RemoteProtocolError) as exc:
-                if session is not None:
-                    self._session_failed(target, session, exc)
-                elif tcp is not None:
-                    target.tcp_lost(tcp, str(exc))
-            for position, status in zip(positions, answers):
-                statuses[position] = status
-        if _WRONG_OWNER in statuses:
-            self._stale_map()
-        return statuses
+        return (self._replicas or self._puts).delete(digests)
+
+    def owned(self, digest: bytes) -> bool:
+        """Does the shard map name an owner for the digest, reached or not?"""
+        return self._routes.target(digest) is not None
 
     # -- asyncio ------------------------------------------------------------------------------------
 
@@ -539,7 +391,7 @@ class Client:
         router = self._router
         stats: dict[str, Any] = dict(self.counters)
         if router is not None:
-            stats["outages"] += router.outages
+            stats["outages"] += router.reach.outages
             stats["epoch"] = router.epoch
             stats["manager"] = router.manager_why or "connected"
             stats["workers"] = [
@@ -567,13 +419,10 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-        self._route = []
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
-        router, self._router = self._router, None
-        if router is not None:
-            router.close()
+        self._routes.close()
         self._copier.close()
         owned, self._owned = self._owned, None
         if owned is not None:
@@ -581,277 +430,15 @@ class Client:
 
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's is ours."""
-        if self._router is not None:
-            self._router.abandon()
-            self._graveyard.append(self._router)
-        self._router = None
-        self._route = []
-        self._retry_at = 0.0
+        self._routes.after_fork()
         self._owned = None
         self._executor = None
         self._start_lock = threading.Lock()
         self._copier.forget()
 
-    # -- shared pieces ------------------------------------------------------------------------------
 
-    def _target(self, digest: bytes) -> Target | None:
-        try:
-            return self._route[(digest[0] | digest[1] << 8) & SHARD_MASK]
-        except IndexError:
-            route = self._restart()
-            return route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
-
-    def _restart(self) -> list[Target | None]:
-        """After a fork: a router of this process. Raises UsageError on a closed client; [] while no manager answers."""
-        with self._start_lock:
-            if self._closed:
-                raise UsageError("this client is closed")
-            if self._router is None and time.monotonic() >= self._retry_at:
-                try:
-                    self._connect(map_timeout_s=0.0)
-                except TransportError as exc:
-                    self._retry_at = time.monotonic() + 0.5
-                    log.warning("%s", exc)
-            return self._route
-
-    def _group(self, digests: Sequence[bytes]) -> list[tuple[Target | None, Sequence[int]]]:
-        """Positions by target; one group without looking at each key where all shards have one owner."""
-        route = self._route or self._restart()
-        if not route:
-            return [(None, range(len(digests)))]
-        router = self._router
-        if router is not None and router.sole is not None:
-            return [(router.sole, range(len(digests)))] if digests else []
-        groups: dict[Target | None, list[int]] = {}
-        for position, digest in enumerate(digests):
-            target = route[(digest[0] | digest[1] << 8) & SHARD_MASK]
-            group = groups.get(target)
-            if group is None:
-                groups[target] = [position]
-            else:
-                group.append(position)
-        return list(groups.items())
-
-    def _missed(self, reader: ArenaReader, digest: bytes, *, count: bool = True) -> bool:
-        if count:
-            self.counters["misses"] += 1
-        if not reader.owns(digest):
-            self._stale_map()
-        return True
-
-    def _stale_map(self) -> None:
-        if self._router is not None:
-            self._router.refresh()
-
-    def _session_failed(self, target: Target, session: WorkerSession, exc: Exception) -> None:
-        log.info("%r: %s", target, exc)
-        if session.broken:
-            target.lost(str(exc))
-            if self._router is not None:
-                self._router.wake()
-
-    def _sound(self, flags: int, crc: int, data: bytes | memoryview) -> bool:
-        """Count a hit, unless a checksum was stored and asked for and differs."""
-        if flags & _CRC and self.checksum and zlib.crc32(data) != crc:
-            self.counters["crc_errors"] += 1
-            log.error("a value does not match its checksum: counted as a miss")
-            return False
-        self.counters["hits"] += 1
-        return True
-
-    # -- get ------------------------------------------------------------------------------------------
-
-    def _read(self, target: Target | None, digest: bytes, sink: memoryview | Span) -> int:
-        """One value: its length, or MISS, DOWN or SMALL."""
-        if target is None:
-            self.counters["outages"] += 1
-            return DOWN
-        reader = target.reader
-        if reader is None and target.ready():
-            reader = target.reader
-        if reader is None:
-            results = [MISS]
-            self._get_tcp(target, (0,), [digest], [sink], results)
-            return results[0]
-        for _ in range(ATTEMPTS):
-            try:
-                found = reader.locate(digest)
-            except Unsettled:
-                break
-            if found is None:
-                self._missed(reader, digest)
-                return MISS
-            length = found.length
-            if length > len(sink):
-                return SMALL
-            self._copy_out(reader, found, sink)
-            if reader.confirm(digest, found.slot, found.seq):
-                reader.visited[found.slot] = 1
-                if found.flags & _CRC and self.checksum:
-                    view = sink.view() if type(sink) is Span else sink
-                    return length if self._sound(found.flags, found.crc, view[:length]) else MISS  # type: ignore[index]
-                self.counters["hits"] += 1
-                return length
-            self.counters["retries"] += 1
-        return self._read_pinned(target, digest, sink)
-
-    def _copy_out(self, reader: ArenaReader, found: Located, sink: memoryview | Span) -> None:
-        start = found.offset - reader.data_offset
-        length = found.length
-        if type(sink) is Span:
-            self._copier.copy(sink.address, reader.data_address + start, length)
-        elif length < RELEASE_BYTES:
-            sink[:length] = reader.data[start : start + length]  # type: ignore[index]
-        else:
-            self._copier.copy(address_of(sink), reader.data_address + start, length)  # type: ignore[arg-type]
-
-    def _get_shm(
-        self, target: Target, reader: ArenaReader, positions: Sequence[int], digests: Sequence[bytes],
-        sinks: Sequence[memoryview | Span], results: list[int],
-    ) -> None:  # fmt: skip
-        """A batch out of one arena."""
-        if len(positions) < VECTOR_KEYS:
-            for position in positions:
-                results[position] = self._read(target, digests[position], sinks[position])
-            return
-        slots = reader.slots_of_many([digests[position] for position in positions])
-        confirm, visited, copy_out = reader.confirm, reader.visited, self._copy_out
-        hits = 0
-        for position, slot in zip(positions, slots):
-            digest, sink = digests[position], sinks[position]
-            if slot >= 0:
-                try:
-                    found = reader.locate_at(digest, slot)
-                except Unsettled:
-                    found = None
-                if found is not None and found.length <= len(sink) and not (found.flags & _CRC and self.checksum):
-                    copy_out(reader, found, sink)
-                    if confirm(digest, found.slot, found.seq):
-                        visited[found.slot] = 1
-                        hits += 1
-                        results[position] = found.length
-                        continue
-            # Everything but the plain hit: the single form knows all cases.
-            results[position] = self._read(target, digest, sink)
-        self.counters["hits"] += hits
-
-    def _view(self, target: Target | None, digest: bytes) -> View | None:
-        """Pin, or fetch by TCP; None for a miss or an outage."""
-        if target is None or not target.ready():
-            self.counters["outages"] += 1
-            return None
-        session = target.session
-        if session is None:
-            return self._view_tcp(target, digest)
-        view: View | None = None
-        try:
-            session.begin_copy()  # until the view's end: the session's pins are not released before
-            try:
-                status, flags, length, crc, offset, pin = session.pin(digest)
-                if status == _OK:
-                    view = View.pinned(session.reader, session, offset, length, pin)
-            finally:
-                if view is None:
-                    session.end_copy()
-        except (TransportError, RemoteProtocolError) as exc:
-            self._session_failed(target, session, exc)
-            return None
-        if view is None:
-            self.counters["misses"] += 1
-            if status == _WRONG_OWNER:
-                self._stale_map()
-            return None
-        if not self._sound(flags, crc, view.data):
-            view.close()
-            return None
-        return view
-
-    def _read_pinned(self, target: Target, digest: bytes, sink: memoryview | Span) -> int:
-        """The slow way round an entry that changes all the time: the worker's answer, with a pin."""
-        self.counters["fallbacks"] += 1
-        view = self._view(target, digest)
-        if view is None:
-            return MISS
-        with view:
-            length = len(view)
-            if length > len(sink):
-                return SMALL
-            into = sink.view() if isinstance(sink, Span) else sink
-            into[:length] = view.data
-            return length
-
-    # -- TCP --------------------------------------------------------------------------------------------
-
-    def _get_tcp(
-        self, target: Target, positions: Sequence[int], digests: Sequence[bytes], sinks: Sequence[memoryview | Span],
-        results: list[int],
-    ) -> None:  # fmt: skip
-        tcp = target.tcp
-        if tcp is None:
-            self.counters["outages"] += len(positions)
-            for position in positions:
-                results[position] = DOWN
-            return
-        mine = [sinks[position] for position in positions]
-        views = [sink.view() if isinstance(sink, Span) else sink for sink in mine]
-        wants = [(digests[position], len(view), _head_of(view)) for position, view in zip(positions, views)]
-        try:
-            answers = tcp.fetch(wants)
-        except (TransportError, RemoteProtocolError) as exc:
-            target.tcp_lost(tcp, str(exc))
-            for position in positions:
-                results[position] = DOWN
-            return
-        for position, view, (status, length, crc, flags) in zip(positions, views, answers):
-            if status == _OK:
-                results[position] = length if self._sound(flags, crc, view[:length]) else MISS
-            elif status == _TOO_LARGE:
-                results[position] = SMALL
-            else:
-                self.counters["misses"] += 1
-                results[position] = DOWN if status == Status.UNAVAILABLE else MISS
-                if status == _WRONG_OWNER:
-                    self._stale_map()
-
-    def _view_tcp(self, target: Target, digest: bytes) -> View | None:
-        """By TCP a view is a copy in memory of its own."""
-        tcp = target.tcp
-        if tcp is None:
-            self.counters["outages"] += 1
-            return None
-        values: list[memoryview] = []
-
-        def room(length: int) -> memoryview:
-            values[:] = [memoryview(bytearray(length))]
-            return values[0]
-
-        try:
-            status, _length, crc, flags = tcp.fetch([(digest, VALUE_BYTES_MAX, room)])[0]
-        except (TransportError, RemoteProtocolError) as exc:
-            target.tcp_lost(tcp, str(exc))
-            return None
-        if status != _OK or not self._sound(flags, crc, values[0]):
-            self.counters["misses"] += status != _OK
-            return None
-        return View(values[0].toreadonly())
-
-    def _put_tcp(
-        self, target: Target, tcp: TcpPath, positions: Sequence[int], digests: Sequence[bytes],
-        sources: Sequence[memoryview | Span], statuses: list[int],
-    ) -> None:  # fmt: skip
-        entries = []
-        for position in positions:
-            source = sources[position]
-            view = source.view() if isinstance(source, Span) else source
-            crc, flags = (zlib.crc32(view), _CRC) if self.checksum else (0, 0)
-            entries.append((digests[position], view, crc, flags))
-        try:
-            answers = tcp.store(entries)
-        except (TransportError, RemoteProtocolError) as exc:
-            target.tcp_lost(tcp, str(exc))
-            return
-        for position, status in zip(positions, answers):
-            statuses[position] = status
+def _router(managers: Sequence[tuple[str, int]], map_timeout_s: float, **more: Any) -> Router:
+    return Router(managers, map_timeout_s=map_timeout_s, **more)
 
 
 def source_of(value: Any) -> memoryview | Span:
@@ -877,10 +464,6 @@ def sink_of(buffer: Any) -> memoryview | Span:
     if view.readonly:
         raise UsageError("the buffer is read-only: pass a bytearray, a writable array or a tensor")
     return view
-
-
-def _head_of(view: memoryview) -> Callable[[int], memoryview]:
-    return lambda length: view[:length]
 
 
 async def _ended(waiting: asyncio.Future[Any]) -> None:

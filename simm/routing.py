@@ -1,16 +1,24 @@
-"""From a digest to the worker that owns it, and keeping that way open.
+"""From a digest to the worker that owns it.
 
-:class:`Router` holds the shard map, a :class:`Target` per worker and one background thread that does
-all that must not cost an operation: it follows the manager, reconnects what broke, hands back
-what was recalled, notices servers that have gone.
+:class:`Router` holds the newest shard map as :class:`Places`, a :class:`~simm.target.Target` for each worker in it, the
+thread that follows the manager (``subscription.py``) and the one that does all that must not cost an operation:
+it reconnects what broke, hands back what was recalled, notices servers that have gone. :class:`Routes` is what
+operations hold: it makes a new router in the child of a fork.
 
-The circuit breaker
--------------------
-A target is *up* with a shm session or a TCP path, or *down*. The first operation on a new target connects,
-within the deadline. A failure puts it down; from then on operations on it fail at once, and only the
-background thread tries again, after a jittered, doubling pause (50 ms to 1 s). Reads over shm go
-on while the session is down, as they need only the mapped arena; they stop when its state word says
-closed or its heartbeat stands still while the session cannot be made again.
+Which map holds
+---------------
+Epochs of one cluster never go back: a map with an older epoch than ours is ignored, whoever sends it, so a manager
+that was stopped and has lost its place to another cannot mislead us. A map of another cluster id is taken over
+whatever its epoch: the manager's state was lost and everything has been built anew.
+
+An operation that a server refused with WRONG_OWNER has used an old map, or the server has: it asks for a newer one
+and is tried again, at once where the map has changed meanwhile, else after some milliseconds or the change,
+whichever comes first (:class:`Again`). A shard's owner and its previous owner are always read from one map
+together: the owner of an old map and the previous owner of a new one are the same worker, frozen, and its values
+superseded.
+
+A target that a new map does not name stays open for a while (``LINGER_S``): operations that chose it just now end
+properly, or are told WRONG_OWNER and go elsewhere.
 
 Forks
 -----
@@ -20,301 +28,121 @@ are made anew; the first operation in the child starts a router of its own.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import random
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from . import messages as M
-from .channel import Channel, Refused
 from .constants import NO_OWNER, SHARD_COUNT
-from .errors import RemoteProtocolError, SegmentError, TransportError
-from .layout import State
-from .messages import WorkerInfo
-from .reader import ONE_SIDED, ArenaReader
-from .session import WorkerSession
-from .tcppath import TcpPath
+from .errors import RemoteProtocolError, TransportError, UsageError
+from .hashing import SHARD_MASK
+from .shardmap import ShardMap
+from .subscription import Subscription
+from .target import TICK_S, Reach, Target
 
 log = logging.getLogger("simm.client")
 
-TICK_S: Final = 0.1
-BACKOFF_S: Final = (0.05, 1.0)
-#: A worker whose heartbeat stands still for so long, without a session, is taken for gone.
-STALE_S: Final = 2.0
+#: A client that is made waits so long for a manager to come up.
+MAP_TIMEOUT_S: Final = 5.0
+#: Pauses of an operation that is tried again, unless a new map comes earlier.
+AGAIN_S: Final = (0.003, 0.05)
+#: Connections tried at the same time in the background.
+_TRIES_MAX: Final = 8
 
 
-class Target:
-    """One worker as this client reaches it."""
+class Places:
+    """One map, with the targets of its workers. Immutable."""
 
-    def __init__(self, info: WorkerInfo, router: Router) -> None:
-        self.info = info
-        self.key = (info.node, info.worker, info.instance)
-        self._router = router
-        self._lock = threading.Lock()
-        #: Set while reads may go straight to the arena. Never closed, only dropped: another thread may be in
-        #: the middle of a copy out of it, and its own reference keeps the mapping alive as long.
-        self.reader: ArenaReader | None = None
-        self.session: WorkerSession | None = None
-        self.tcp: TcpPath | None = None
-        #: Why the path in use is not a better one.
-        self.why = "not connected yet"
-        self.tried = False
-        self.retired = False
-        self._retry_at = 0.0
-        self._pause_s = BACKOFF_S[0]
-        self._beat = (-1, 0.0)
+    __slots__ = ("by_position", "map", "moving")
 
-    def __repr__(self) -> str:
-        return f"<Target {self.info.node}/{self.info.worker} {self.path}>"
+    def __init__(self, shard_map: ShardMap | None, by_position: Sequence[Target]) -> None:
+        self.map = shard_map
+        self.by_position = by_position
+        self.moving: Mapping[int, int] = {} if shard_map is None else shard_map.previous
 
-    @property
-    def path(self) -> str:
-        """``shm``, ``tcp`` or ``down``."""
-        if self.session is not None and not self.session.broken:
-            return "shm"
-        return "tcp" if self.tcp is not None else "down"
+    def owner(self, shard: int) -> Target | None:
+        """Who has the shard."""
+        at = NO_OWNER if self.map is None else self.map.owners[shard]
+        return None if at == NO_OWNER else self.by_position[at]
 
-    # -- connecting -------------------------------------------------------------------------------
+    def previous(self, shard: int) -> Target | None:
+        """Who had it before and may have what its owner lacks; None when it is not moving."""
+        at = self.moving.get(shard)
+        return None if at is None else self.by_position[at]
 
-    def ready(self) -> bool:
-        """Is the target up? Connects at its first use, within the deadline; later only the background thread does."""
-        if self.session is not None and not self.session.broken:
-            return True
-        if self.tcp is not None:
-            return True
-        if self.tried:
-            return False
-        with self._lock:
-            if not self.tried:
-                try:
-                    self._connect()
-                finally:
-                    # Only now: whoever comes while the first one connects waits for it instead of missing.
-                    self.tried = True
-        return self.path != "down"
-
-    def _connect(self) -> None:
-        router = self._router
-        wanted = router.path
-        if wanted in ("auto", "shm"):
-            if not ONE_SIDED:
-                self.why = "this processor's memory order is not proven for one-sided reads"
-            elif not os.path.exists(self.info.uds):
-                self.why = f"{self.info.uds} is not on this host"
-            else:
-                try:
-                    self._connect_shm()
-                    return
-                except Refused as exc:
-                    self.why = str(exc)
-                except (TransportError, SegmentError) as exc:
-                    self.why = str(exc)
-                    if self.reader is not None:
-                        # A worker restarting on its arena: it comes back, and reads go on meanwhile.
-                        self._failed(self.why)
-                        return
-        if wanted in ("auto", "tcp"):
-            if wanted == "tcp":
-                self.why = "path=tcp was asked for"
-            try:
-                tcp = TcpPath(self.info.host, self.info.port, router.namespace, router.deadline_s, router.token)
-                tcp.connect()
-            except TransportError as exc:
-                self._failed(str(exc))
-                return
-            self.tcp = tcp
-            self._pause_s = BACKOFF_S[0]
-            return
-        self._failed(self.why)
-
-    def _connect_shm(self) -> None:
-        session = WorkerSession(
-            self.info.uds, self._router.namespace, self._router.deadline_s, ring=self._router.ring
-        )
-        # The reader first: with a session the target counts as ready, and gets look for a reader then.
-        self.reader = session.reader
-        self.session = session
-        self.why = ""
-        self._pause_s = BACKOFF_S[0]
-        self._beat = (-1, 0.0)
-
-    def _failed(self, reason: str) -> None:
-        """Down: operations fail at once until the background thread got through."""
-        self._retry_at = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
-        self._pause_s = min(BACKOFF_S[1], self._pause_s * 2)
-        if reason != self.why or self.path == "down":
-            self.why = reason
-        log.info("%s/%d is down: %s", self.info.node, self.info.worker, reason)
-
-    def lost(self, reason: str) -> None:
-        """An exchange failed: close what broke."""
-        with self._lock:
-            session = self.session
-            if session is not None and session.broken:
-                self.session = None
-                session.close(clean=False)
-                self._router.outages += 1
-                self._failed(reason)
-
-    def tcp_lost(self, path: TcpPath, reason: str) -> None:
-        """The TCP path failed."""
-        with self._lock:
-            if self.tcp is path:
-                self.tcp = None
-                path.close()
-                self._router.outages += 1
-                self._failed(reason)
-
-    # -- background -------------------------------------------------------------------------------
-
-    def tend(self, now: float) -> None:
-        """Upkeep, every tick."""
-        session = self.session
-        if session is not None:
-            try:
-                session.tend()
-            except (TransportError, RemoteProtocolError) as exc:
-                self.lost(str(exc))
-        reader = self.reader
-        if reader is not None:
-            self._watch_heartbeat(reader, now)
-            until = now + TICK_S / 2
-            while reader.populate_some() and time.monotonic() < until:
-                pass
-        if self.tried and self.path == "down" and now >= self._retry_at and not self.retired:
-            with self._lock:
-                if self.path == "down":
-                    self._connect()
-
-    def _watch_heartbeat(self, reader: ArenaReader, now: float) -> None:
-        beat = reader.heartbeat
-        if beat != self._beat[0]:
-            self._beat = (beat, now)
-        gone = reader.state in (State.CLOSED, State.SUSPENDED)
-        if gone or (self.session is None and now - self._beat[1] > STALE_S):
-            log.info("%s has gone", reader.name)
-            with self._lock:
-                if self.reader is reader:
-                    self.reader = None
-                    session, self.session = self.session, None
-                    if session is not None:
-                        session.close(clean=False)
-            self._router.refresh()
-
-    def close(self, *, clean: bool = True) -> None:
-        """Close everything. Operations under way in other threads come out as misses."""
-        self.retired = True
-        with self._lock:
-            session, self.session = self.session, None
-            self.reader = None
-            tcp, self.tcp = self.tcp, None
-            self.why = "closed"
-            self.tried = True
-        if session is not None:
-            session.close(clean=clean)
-        if tcp is not None:
-            tcp.close()
-
-    def abandon(self) -> None:
-        """After a fork, in the child: close the sockets' copies, touch no memory."""
-        if self.session is not None:
-            with contextlib.suppress(OSError):
-                self.session.channel.sock.close()
-        if self.tcp is not None:
-            for channel in self.tcp._idle:
-                with contextlib.suppress(OSError):
-                    channel.sock.close()
+    def since(self, shard: int) -> int:
+        """The epoch in which it got its owner; 0 if the map does not say."""
+        return 0 if self.map is None else self.map.since[shard]
 
 
 class Router:
-    """Shard map, targets and the background thread.
+    """Shard map, targets and the background threads.
 
     Raises TransportError when no manager can be reached at the start.
     """
 
     def __init__(
         self, managers: Sequence[tuple[str, int]], *, namespace: str, path: str, deadline_s: float, token: str = "",
-        ring: bool = True, map_timeout_s: float = 5.0,
+        ring: bool = True, map_timeout_s: float = MAP_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        self.managers = list(managers)
-        self.namespace = namespace
-        self.path = path
+        self.reach = Reach(namespace, path, deadline_s, token, ring)
         self.deadline_s = deadline_s
-        self.token = token
-        self.ring = ring
-        self.outages = 0
         self.epoch = 0
         self.cluster = 0
         #: Owner of each shard; None where nobody is.
         self.route: list[Target | None] = [None] * SHARD_COUNT
+        self.places = Places(None, ())
         #: The target of all shards where there is but one: batches need no grouping then.
         self.sole: Target | None = None
         self.targets: dict[tuple[str, int, int], Target] = {}
-        self.manager: Channel | None = None
-        self.manager_why = ""
-        self._manager_at = 0
-        self._manager_retry = 0.0
-        self._refresh = False
+        self._lingering: list[tuple[float, Target]] = []
         self._wake = threading.Event()
         self._closed = False
-        self._map_lock = threading.Lock()
-        self._connect_manager(map_timeout_s)
-        arguments = (weakref.ref(self), self._wake)
-        self._thread = threading.Thread(target=_tend, args=arguments, name="simm-client", daemon=True)
+        #: Guards the change to another map, and tells of it.
+        self._map_changed = threading.Condition(threading.Lock())
+        mine = weakref.ref(self)
+
+        def on_map(msg: M.MapReply) -> bool:
+            router = mine()
+            return router is not None and router.apply(msg)
+
+        self.subscription = Subscription(managers, deadline_s, token, on_map)
+        self._ended = weakref.finalize(self, self.subscription.close)
+        self._ended.atexit = False
+        self.reach.refresh = self.subscription.refresh
+        subscription = self.subscription
+        self.reach.fresh = lambda: subscription.linked
+        try:
+            self.subscription.first(map_timeout_s)
+        except BaseException:
+            self.subscription.close()
+            raise
+        self.subscription.start()
+        self._thread = threading.Thread(target=_tend, args=(mine, self._wake), name="simm-client", daemon=True)
         self._thread.start()
+
+    @property
+    def manager_why(self) -> str:
+        """Why no manager is followed; empty while one is."""
+        return self.subscription.why
 
     # -- map ----------------------------------------------------------------------------------------
 
-    def _connect_manager(self, timeout_s: float) -> None:
-        """Try all managers for up to ``timeout_s``; the map comes with the connection. Raises TransportError."""
-        until = time.monotonic() + timeout_s
-        why = []
-        while True:
-            for _ in self.managers:
-                host, port = self.managers[self._manager_at % len(self.managers)]
-                try:
-                    channel = Channel.tcp(host, port, self.deadline_s, self._on_push)
-                    try:
-                        if self.token:
-                            hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "", self.token, [])
-                            channel.call(hello)
-                        self._apply(channel.call(M.MapGet(0, 1)))
-                    except TransportError:
-                        channel.close()
-                        raise
-                except TransportError as exc:
-                    self._manager_at += 1
-                    why.append(f"{host}:{port}: {exc}")
-                    continue
-                self.manager = channel
-                self.manager_why = ""
-                return
-            if time.monotonic() + 0.1 > until:
-                break
-            time.sleep(0.1)
-        reasons = "; ".join(dict.fromkeys(why))
-        raise TransportError(
-            f"no manager answers ({reasons}): start one with `python -m simm.manager`, "
-            "or name it by manager= or SIMM_MANAGER"
-        )
-
-    def _on_push(self, msg: Any) -> None:
-        if isinstance(msg, M.MapReply):
-            self._apply(msg)
-
-    def _apply(self, msg: Any) -> None:
-        """Take over a shard map, keeping the targets that stay."""
-        if not isinstance(msg, M.MapReply) or len(msg.owners) != 2 * SHARD_COUNT:
-            raise TransportError("the manager answered with something that is no shard map")
-        with self._map_lock:
-            if msg.epoch < self.epoch and msg.cluster == self.cluster:
-                return
+    def apply(self, msg: M.MapReply) -> bool:
+        """Take over a map, keeping the targets that stay; whether it was news. Raises RemoteProtocolError."""
+        if msg.cluster == self.cluster and msg.epoch <= self.epoch:
+            return False
+        shard_map = ShardMap(msg)
+        # Decoded here, so that no operation finds it bad.
+        if shard_map.previous and len(shard_map.since) != SHARD_COUNT:
+            raise RemoteProtocolError("the map's epochs are not one for each shard")
+        with self._map_changed:
+            if self._closed or (msg.cluster == self.cluster and msg.epoch <= self.epoch):
+                return False
             known = self.targets
             targets: dict[tuple[str, int, int], Target] = {}
             by_position: list[Target] = []
@@ -322,28 +150,34 @@ class Router:
                 key = (info.node, info.worker, info.instance)
                 target = known.get(key)
                 if target is None or (target.info.host, target.info.port) != (info.host, info.port):
-                    target = Target(info, self)
+                    target = Target(info, self.reach)
                 target.info = info
                 targets[key] = target
                 by_position.append(target)
-            owners = array("H")
-            owners.frombytes(msg.owners)
-            try:
-                self.route[:] = [by_position[owner] if owner != NO_OWNER else None for owner in owners]
-            except IndexError:
-                raise TransportError("the manager's shard map names a worker that it does not list") from None
+            places = Places(shard_map, by_position)
+            # Who finds the new owner in `route` must find it in `places` too, so that comes first.
+            self.places = places
+            self.route[:] = [by_position[owner] if owner != NO_OWNER else None for owner in shard_map.owners]
             self.targets = targets
-            self.sole = by_position[0] if len(by_position) == 1 and NO_OWNER not in owners else None
+            self.sole = by_position[0] if len(by_position) == 1 and NO_OWNER not in shard_map.owners else None
             self.epoch = msg.epoch
             self.cluster = msg.cluster
-            gone = [target for key, target in known.items() if targets.get(key) is not target]
-        for target in gone:
-            target.close(clean=False)
+            until = time.monotonic() + self.deadline_s
+            self._lingering += [(until, old) for key, old in known.items() if targets.get(key) is not old]
+            self._map_changed.notify_all()
+        log.debug("map of epoch %d, %d workers, %d shards moving", msg.epoch, len(by_position), len(places.moving))
+        return True
+
+    def await_map(self, newer_than_epoch: int, until: float) -> bool:
+        """Wait for another map than that of ``newer_than_epoch``, until ``until`` (monotonic seconds); is it there?"""
+        with self._map_changed:
+            return self._map_changed.wait_for(
+                lambda: self.epoch != newer_than_epoch or self._closed, max(0.0, until - time.monotonic())
+            )
 
     def refresh(self) -> None:
         """Ask for a new map soon: someone said that ours is old."""
-        self._refresh = True
-        self._wake.set()
+        self.subscription.refresh()
 
     def wake(self) -> None:
         """Run the background thread now."""
@@ -351,58 +185,56 @@ class Router:
 
     # -- background -----------------------------------------------------------------------------------
 
-    def tick(self) -> bool:
+    def tick(self, now: float | None = None) -> bool:
         """One round of upkeep; False when closed."""
         if self._closed:
             return False
-        now = time.monotonic()
-        self._tend_manager(now)
-        for target in list(self.targets.values()):
+        now = time.monotonic() if now is None else now
+        targets = list(self.targets.values())
+        for target in targets:
             target.tend(now)
+        wanting = [target for target in targets if target.wants_connection(now)]
+        if wanting:
+            random.shuffle(wanting)
+            free = _TRIES_MAX - sum(target.connecting for target in targets)
+            for target in wanting[: max(0, free)]:
+                target.connect_soon()
+        if self._lingering:
+            with self._map_changed:
+                over = [target for until, target in self._lingering if now >= until]
+                self._lingering = [(until, target) for until, target in self._lingering if now < until]
+            for target in over:
+                target.close(clean=False)
         return not self._closed
-
-    def _tend_manager(self, now: float) -> None:
-        manager = self.manager
-        try:
-            if manager is None:
-                if now >= self._manager_retry:
-                    self._manager_retry = now + random.uniform(0.3, 0.7)
-                    self._connect_manager(0.0)
-                return
-            manager.poll_pushes()
-            if self._refresh:
-                self._refresh = False
-                self._apply(manager.call(M.MapGet(self.epoch, 1)))
-        except (TransportError, RemoteProtocolError) as exc:
-            self.manager_why = str(exc)
-            if manager is not None:
-                manager.close()
-                self.manager = None
 
     # -- end --------------------------------------------------------------------------------------------
 
     def close(self, *, clean: bool = True) -> None:
-        """Stop the thread and close every connection. Twice is harmless."""
+        """Stop the threads and close every connection. Twice is harmless."""
         if self._closed:
             return
-        self._closed = True
+        with self._map_changed:
+            self._closed = True
+            self._map_changed.notify_all()
         self._wake.set()
+        self.subscription.close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=self.deadline_s + 1.0)
         for target in list(self.targets.values()):
             target.close(clean=clean)
-        if self.manager is not None:
-            self.manager.close()
-            self.manager = None
+        for _, target in self._lingering:
+            target.close(clean=False)
+        self.subscription.join(1.0)
 
     def abandon(self) -> None:
         """After a fork, in the child."""
         self._closed = True
+        self._ended.detach()
         for target in self.targets.values():
             target.abandon()
-        if self.manager is not None:
-            with contextlib.suppress(OSError):
-                self.manager.sock.close()
+        for _, target in self._lingering:
+            target.abandon()
+        self.subscription.abandon()
 
 
 def _tend(reference: weakref.ref[Router], wake: threading.Event) -> None:
@@ -419,3 +251,148 @@ def _tend(reference: weakref.ref[Router], wake: threading.Event) -> None:
         except Exception:
             log.exception("background work failed")
         del router
+
+
+class Routes:
+    """The way to each digest's owner, through forks, until closed.
+
+    ``connect(map_timeout_s)`` makes a router, or raises TransportError.
+    """
+
+    def __init__(self, connect: Callable[[float], Router]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        #: After a fork: what must not be finalised in the child.
+        self._graveyard: list[Router] = []
+        self.closed = False
+        self.router: Router | None = connect(MAP_TIMEOUT_S)
+        #: The router's, which it changes in place; empty without one.
+        self.route: list[Target | None] = self.router.route
+
+    def target(self, digest: bytes) -> Target | None:
+        """The owner of a digest; None when nobody is. Raises UsageError once closed."""
+        try:
+            return self.route[(digest[0] | digest[1] << 8) & SHARD_MASK]
+        except IndexError:
+            route = self.restart()
+            return route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
+
+    def restart(self) -> list[Target | None]:
+        """After a fork: a router of this process. Raises UsageError once closed; [] while no manager answers."""
+        with self._lock:
+            if self.closed:
+                raise UsageError("this client is closed")
+            if self.router is None and time.monotonic() >= self._retry_at:
+                try:
+                    self.router = self._connect(0.0)
+                    self.route = self.router.route
+                except TransportError as exc:
+                    self._retry_at = time.monotonic() + 0.5
+                    log.warning("%s", exc)
+            return self.route
+
+    def group(
+        self, digests: Sequence[bytes], among: Sequence[int] | None = None
+    ) -> Iterable[tuple[Target | None, Sequence[int]]]:
+        """Positions by target, of all digests or of those ``among``.
+
+        One group without looking at each key where all shards have one owner. Raises UsageError once closed.
+        """
+        positions = range(len(digests)) if among is None else among
+        route = self.route or self.restart()
+        if not route:
+            return [(None, positions)]
+        router = self.router
+        if router is not None and router.sole is not None:
+            return [(router.sole, positions)] if positions else []
+        groups: dict[Target | None, list[int]] = {}
+        for position in positions:
+            digest = digests[position]
+            target = route[(digest[0] | digest[1] << 8) & SHARD_MASK]
+            group = groups.get(target)
+            if group is None:
+                groups[target] = [position]
+            else:
+                group.append(position)
+        return groups.items()
+
+    def places(self) -> Places:
+        """Owners and previous owners by one map."""
+        router = self.router
+        return _NOWHERE if router is None else router.places
+
+    def fresh(self) -> bool:
+        """Would a new map reach us?"""
+        router = self.router
+        return router is not None and router.subscription.linked
+
+    def refresh(self) -> None:
+        """Ask for a new map soon."""
+        router = self.router
+        if router is not None:
+            router.refresh()
+
+    def wake(self) -> None:
+        """Something broke: run the background now."""
+        router = self.router
+        if router is not None:
+            router.wake()
+
+    def close(self) -> bool:
+        """Close all connections; False when that has been done before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            router, self.router = self.router, None
+            self.route = []
+        if router is not None:
+            router.close()
+        return True
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing of the parent's is ours."""
+        if self.router is not None:
+            self.router.abandon()
+            self._graveyard.append(self.router)
+        self.router = None
+        self.route = []
+        self._retry_at = 0.0
+        self._lock = threading.Lock()
+
+
+_NOWHERE: Final = Places(None, ())
+
+
+class Again:
+    """Between two tries of an operation that met WRONG_OWNER: a newer map, or a jittered pause that doubles.
+
+    ``until``: when the operation must be over, monotonic seconds.
+    """
+
+    __slots__ = ("_pause_s", "_routes", "until")
+
+    def __init__(self, routes: Routes, until: float) -> None:
+        self._routes = routes
+        self._pause_s = AGAIN_S[0]
+        self.until = until
+
+    def wait(self, digests: Iterable[tuple[bytes, Target | None]]) -> bool:
+        """Wait until another try is worth it; False when the time is up.
+
+        ``digests`` were refused, by the target beside each. Where the map names another one by now, there is nothing
+        to wait for.
+        """
+        routes = self._routes
+        router = routes.router
+        if router is None or time.monotonic() >= self.until:
+            return False
+        epoch = router.epoch
+        if any(routes.target(digest) is not target for digest, target in digests):
+            return True
+        router.refresh()
+        pause = self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(AGAIN_S[1], self._pause_s * 2)
+        router.await_map(epoch, min(self.until, time.monotonic() + pause))
+        return time.monotonic() < self.until

@@ -99,7 +99,9 @@ class WorkerSession:
         self._kicked_at = 0.0
         self.ring_calls = 0
         self.kicks = 0
+        until = time.monotonic() + deadline_s
         self.channel = Channel.unix(path, deadline_s, self._on_push)
+        self.channel.bound(until)  # connecting is one thing to whoever waits for it
         try:
             welcome = self.channel.call(
                 M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, os.getpid(), namespace, token, [])
@@ -113,6 +115,7 @@ class WorkerSession:
             if ring:
                 self._attach_ring()
             self._looks = self.ring is None and role == M.Role.CLIENT
+            self.channel.bound()
         except (SegmentError, TransportError):
             self.channel.close()
             raise

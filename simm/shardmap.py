@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from .constants import NO_OWNER, SHARD_COUNT
 from .errors import RemoteProtocolError
 from .messages import MapOffer, MapReply, WorkerInfo
@@ -61,7 +63,8 @@ class ShardMap:
         #: The same for the previous owners of shards that are moving.
         self.previous: Mapping[int, int] = dict(msg.previous)
         count = len(msg.workers)
-        if any(owner >= count and owner != NO_OWNER for owner in self.owners):
+        table = np.frombuffer(msg.owners, "<u2")
+        if bool(((table >= count) & (table != NO_OWNER)).any()):
             raise RemoteProtocolError("the map names an owner that it does not list")
         if any(shard >= SHARD_COUNT or at >= count for shard, at in self.previous.items()):
             raise RemoteProtocolError("the map names a previous owner or a shard that there is not")

@@ -6,6 +6,9 @@ wait for each other. Any failure in the middle of an exchange discards that conn
 A GET's bytes land in the caller's buffer before the server has said that they are whole: its
 VERDICT comes after them. So a miss may leave part of a value in the buffer, as the shm path's
 re-check may; the answer says that there is nothing to use.
+
+The deadline is for an exchange as a whole, with the connection that it may have to make first and with what it
+has to ask for twice. One exchange carries 64 MiB at most, so a larger batch is several.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from . import messages as M
-from .channel import Channel
+from .channel import Channel, Refused
 from .errors import TransportError
 from .messages import Status
 from .rpc import encode
@@ -34,6 +37,7 @@ _IOV_MAX: Final = 512
 
 _OK: Final = int(Status.OK)
 _TORN: Final = int(Status.TORN)
+_TOO_LARGE: Final = int(Status.TOO_LARGE)
 
 #: (digest, most bytes, where they go once the length is known)
 Want = tuple[bytes, int, Callable[[int], memoryview]]
@@ -61,12 +65,19 @@ class TcpPath:
 
     def connect(self) -> None:
         """Make sure that the server answers. Raises TransportError, Refused."""
-        self._give(self._take())
+        self._give(self._take(time.monotonic() + self.deadline_s))
 
-    def _take(self) -> Channel:
+    def _take(self, until: float) -> Channel:
         with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        channel = Channel.tcp(self.host, self.port, self.deadline_s)
+            channel = self._idle.pop()
+            channel.bound(until)
+            return channel
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TransportError("deadline passed before the connection was made")
+        channel = Channel.tcp(self.host, self.port, left)
+        channel.deadline_s = self.deadline_s
+        channel.bound(until)
         try:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with contextlib.suppress(OSError):
@@ -88,17 +99,30 @@ class TcpPath:
 
     def close(self) -> None:
         """Close idle connections; borrowed ones close when they come back."""
+        self._closed = True
+        self._drop_idle()
+
+    def abandon(self) -> None:
+        """After a fork, in the child: close the copies of the idle connections' sockets."""
+        for channel in self._idle:
+            with contextlib.suppress(OSError):
+                channel.sock.close()
+
+    def _drop_idle(self) -> None:
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
         for channel in idle:
             channel.close()
 
-    def _exchange(self, body: Callable[[Channel], Any]) -> Any:
-        """Run an exchange on a pooled connection. One that went stale while idle is replaced once."""
+    def _exchange(self, body: Callable[[Channel], Any], until: float = 0.0) -> Any:
+        """Run an exchange on a pooled connection, until ``until`` (monotonic seconds) or for ``deadline_s``.
+
+        One that went stale while idle is replaced once, and its like with it: the server was restarted.
+        """
+        until = until or time.monotonic() + self.deadline_s
         for attempt in range(2):
             fresh = not self._idle
-            channel = self._take()
+            channel = self._take(until)
             try:
                 result = body(channel)
             except TransportError as exc:
@@ -106,7 +130,8 @@ class TcpPath:
                     channel.close()
                 else:
                     self._give(channel)
-                if attempt == 0 and not fresh and "deadline" not in str(exc):
+                if attempt == 0 and not fresh and "deadline" not in str(exc) and not isinstance(exc, Refused):
+                    self._drop_idle()
                     continue
                 raise
             except BaseException:
@@ -118,15 +143,20 @@ class TcpPath:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def fetch(self, wants: Sequence[Want]) -> list[Got]:
-        """Values into the caller's memory. A status above OK means that the key brought nothing."""
+    def fetch(self, wants: Sequence[Want], *, previous: bool = False) -> list[Got]:
+        """Values into the caller's memory. A status above OK means that the key brought nothing.
+
+        ``previous``: we were sent here as to a previous owner; values of frozen shards count.
+        """
+        kind = M.FetchPrevious if previous else M.Fetch
         results: list[Got] = [(int(Status.NOT_FOUND), 0, 0, 0)] * len(wants)
         for chunk in _chunks([(position, want[1]) for position, want in enumerate(wants)]):
             left = chunk
+            until = time.monotonic() + self.deadline_s
             for _ in range(ATTEMPTS):
                 part = [wants[position] for position in left]
                 torn = []
-                for position, got in zip(left, self._exchange(partial(self._fetch, wants=part))):
+                for position, got in zip(left, self._exchange(partial(self._fetch, kind=kind, wants=part), until)):
                     results[position] = got
                     if got[0] == _TORN:
                         torn.append(position)
@@ -135,9 +165,8 @@ class TcpPath:
                 left = torn
         return results
 
-    def _fetch(self, channel: Channel, wants: Sequence[Want]) -> list[Got]:
-        number = channel.submit(M.Fetch([(digest, most) for digest, most, _ in wants]))
-        until = time.monotonic() + self.deadline_s
+    def _fetch(self, channel: Channel, kind: Callable[[Any], Any], wants: Sequence[Want]) -> list[Got]:
+        number = channel.submit(kind([(digest, most) for digest, most, _ in wants]))
         fetched = channel.result(channel.wait(number))
         if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
             channel.fail("the server answered FETCH with something else")
@@ -145,7 +174,7 @@ class TcpPath:
             if status == _OK:
                 if not 0 < length <= most:
                     channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
-                self._receive(channel, target(length), until)
+                self._receive(channel, target(length))
         verdict = channel.result(channel.wait(number))
         if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
             channel.fail("the server sent no verdict")
@@ -154,21 +183,20 @@ class TcpPath:
             for (status, flags, length, crc), judged in zip(fetched.entries, verdict.statuses)
         ]
 
-    def _receive(self, channel: Channel, target: memoryview, until: float) -> None:
+    def _receive(self, channel: Channel, target: memoryview) -> None:
         at = channel.take_bulk(target)
         size = len(target)
         sock = channel.sock
         while at < size:
+            channel.arm("receiving a value")
             try:
-                # One call a value where the kernel can: it wakes us when all of it is there, or SO_RCVTIMEO has passed.
+                # One call a value where the kernel can: it wakes us when all of it is there, or when the time is up.
                 got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
             except OSError as exc:
                 channel.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
             if not got:
                 channel.fail("the server closed the connection in the middle of a value")
             at += got
-            if at < size and time.monotonic() > until:
-                channel.fail("deadline passed while receiving a value")
 
     def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
         """Values out of the caller's memory: (digest, bytes, crc, flags); a Status for each."""
@@ -180,21 +208,22 @@ class TcpPath:
         return results
 
     def _store(self, channel: Channel, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
-        until = time.monotonic() + self.deadline_s
         number = channel.next_id()
         head = encode(M.Store([(digest, len(view), crc, flags, 0) for digest, view, crc, flags in entries]), number)
         pieces: list[bytes | memoryview] = [head, *(view for _, view, _, _ in entries)]
-        self._send(channel, pieces, until)
+        self._send(channel, pieces)
         answer = channel.result(channel.wait(number))
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(entries):
             channel.fail("the server answered STORE with something else")
         statuses: list[int] = answer.statuses
         return statuses
 
-    def _send(self, channel: Channel, pieces: list[bytes | memoryview], until: float) -> None:
+    def _send(self, channel: Channel, pieces: list[bytes | memoryview]) -> None:
         sock = channel.sock
+        channel.begin()
         at = 0
         while at < len(pieces):
+            channel.arm("sending a value", sending=True)
             try:
                 sent = sock.sendmsg(pieces[at : at + _IOV_MAX])
             except OSError as exc:
@@ -202,15 +231,18 @@ class TcpPath:
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
-            if at < len(pieces):
-                if sent:
-                    pieces[at] = memoryview(pieces[at])[sent:]
-                if time.monotonic() > until:
-                    channel.fail("deadline passed while sending a value")
+            if at < len(pieces) and sent:
+                pieces[at] = memoryview(pieces[at])[sent:]
 
     def exists(self, digests: Sequence[bytes]) -> list[int]:
         """A Status for each."""
         return self._statuses(M.Exists, digests)
+
+    def exists_previous(self, digests: Sequence[bytes]) -> list[int]:
+        """OK for those that a previous owner has, whatever else for the others: it is asked for them, and not one byte
+        is taken."""
+        wants: list[Want] = [(digest, 0, _no_room) for digest in digests]
+        return [_OK if got[0] == _TOO_LARGE else int(Status.NOT_FOUND) for got in self.fetch(wants, previous=True)]
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
         """A Status for each."""
@@ -225,6 +257,10 @@ class TcpPath:
                 raise TransportError(f"the server answered with {type(answer).__name__}")
             results += answer.statuses
         return results
+
+
+def _no_room(_length: int) -> memoryview:
+    return memoryview(b"")
 
 
 def _call(channel: Channel, request: Any) -> Any:

@@ -645,7 +645,7 @@ def test_a_thread_that_comes_during_the_first_connection_waits_for_it(
 
         return connecting
 
-    monkeypatch.setattr("simm.routing.WorkerSession", held(WorkerSession))
+    monkeypatch.setattr("simm.target.WorkerSession", held(WorkerSession))
     monkeypatch.setattr(TcpPath, "connect", held(TcpPath.connect))
     with Client(cluster.manager, namespace=namespace, path=path, deadline_s=WAIT_S) as client:
         got: list[bytes | None] = []
@@ -763,8 +763,7 @@ def test_a_cancelled_get_of_a_large_value_leaves_the_client_whole(client: Client
 
 
 def test_no_manager_is_a_transport_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = Client._connect
-    monkeypatch.setattr(Client, "_connect", lambda self, map_timeout_s=0.0: connect(self, 0.0))
+    monkeypatch.setattr("simm.routing.MAP_TIMEOUT_S", 0.0)
     with socket.socket() as taken:  # bound but not listening: refused, by nobody else's mistake
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(TransportError, match=r"no manager answers .* start one with"):

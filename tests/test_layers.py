@@ -21,14 +21,14 @@ LAYERS: dict[str, set[str]] = {
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
-        "deal", "pages", "members",
-        "clusterstate", "clusterstatus",
+        "deal", "pages", "members", "arenas", "clusterstate", "clusterstatus",
     },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
         "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
-        "server_pages", "manager_pages", "target", "view", "replicas", "gets", "puts", "subscription", "etcd", "coordinator",
+        "server_pages", "server_options", "manager_pages", "target", "view", "replicas", "gets", "puts",
+        "subscription", "etcd", "coordinator",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
