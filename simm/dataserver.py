@@ -21,105 +21,56 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import grp
 import json
 import logging
 import os
-import random
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
+from . import arenas, topology
 from . import messages as M
-from . import topology
-from .config import Address, Settings, add_arguments, ensure_runtime_dir, load_command
-from .constants import SHARD_COUNT, SLAB_BYTES
-from .errors import ConfigError, SegmentError, SimmError
-from .layout import HEADER_BYTES, Geometry, State, Word
+from .config import add_arguments, load_command
+from .constants import NO_OWNER, SLAB_BYTES
+from .errors import ConfigError, SimmError
+from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word
 from .loop import Loop, Peer, Service, listen_tcp, listen_unix
-from .messages import Status
-from .process import close_descriptors_but, die_with_parent, end_with, stop_on_signals
-from .rpc import Frame, decode, encode
-from .shardmap import ShardMap
-from .shm import AttachedSegment, OwnedSegment, default_arena_bytes, leftovers, remove_leftovers
-from .startup import check_exposure, read_tokens, set_up_logging
+from .member import Member
+from .membership import Membership
+from .mover import MoverSettings, run_mover
+from .process import Child, close_descriptors_but, die_with_parent, end_children, end_with, reaped, stop_on_signals
+from .rpc import Flag, Frame, decode, encode
+from .server_options import DataServerOptions, options_from
+from .server_pages import Row, healthz, metrics
+from .shm import OwnedSegment, default_arena_bytes
+from .startup import set_up_logging
 from .store import Store
 from .stream import run_stream
-from .web import METRICS, Page, Web, prometheus
+from .web import Page, Web
 from .worker import WorkerSettings, run_worker
 
 log = logging.getLogger("simm.dataserver")
 
-JOIN_TIMEOUT_S: Final = 30.0
-RECONNECT_S: Final = 0.5
 #: Within this time a worker that dies again and again is restarted at most so often.
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 STOP_S: Final = 3.0
-#: Times, a second apart, that a name which the manager says is taken is tried before we give up.
-NAME_TRIES: Final = 5
+#: A clean stop waits so long for the map that gives our shards away, and serves so long after it.
+HAND_OVER_S: Final = 0.5
+LINGER_S: Final = 0.3
+#: Between the end of a mover and the next one.
+MOVER_PAUSE_S: Final = 0.2
+#: A name that has not been resolved by then is tried again later.
+RESOLVE_S: Final = 5
 
-#: (metric, type, help, key of the worker's STATS)
-_METRICS: Final = (
-    ("simm_entries", "gauge", "values stored", "entries"),
-    ("simm_slots", "gauge", "values that the table can hold", "slots"),
-    ("simm_data_bytes", "gauge", "size of the data region", "data_bytes"),
-    ("simm_free_bytes", "gauge", "bytes in free chunks", "free_bytes"),
-    ("simm_granted_bytes", "gauge", "bytes handed to clients and not yet committed", "granted_bytes"),
-    ("simm_sessions", "gauge", "client sessions", "sessions"),
-    ("simm_sessions_quarantined", "gauge", "ended sessions that wait for their process", "sessions_quarantined"),
-    ("simm_pins", "gauge", "values pinned by views", "pins"),
-    ("simm_puts_total", "counter", "values committed", "puts"),
-    ("simm_overwrites_total", "counter", "of them, replacing another", "overwrites"),
-    ("simm_deletes_total", "counter", "values deleted", "deletes"),
-    ("simm_put_failures_total", "counter", "commits without room in the table", "put_failures"),
-    ("simm_stale_commits_total", "counter", "commits with a spent or foreign grant", "stale_commits"),
-    ("simm_requests_total", "counter", "requests handled", "requests"),
-    ("simm_protocol_errors_total", "counter", "connections closed for malformed input", "protocol_errors"),
-)
-
-
-@dataclass
-class DataServerOptions:
-    """What a data server is started with. ``memory`` is bytes per worker, 0 for what the machine allows."""
-
-    name: str
-    runtime_dir: str
-    nodes: list[int]
-    memory: int = 0
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0
-    managers: list[tuple[str, int]] = field(default_factory=list)
-    policy: str = "sieve"
-    poll_us: int = 50
-    streams: int = 1
-    slots: int = 0
-    huge_pages: bool = True
-    group: int | None = None
-    warm: bool = False
-    tokens: tuple[str, ...] = ()
-    join_timeout_s: float = JOIN_TIMEOUT_S
-    advertise_host: str = ""
-    #: End when this process does (0: do not care).
-    end_with: int = 0
-    #: Address of /metrics and /healthz, or None.
-    http: Address | None = None
-
-
-class Child:
-    """A forked process and the supervisor's end of its socket pair."""
-
-    def __init__(self, pid: int, sock: socket.socket) -> None:
-        self.pid = pid
-        self.sock = sock
-        self.peer: Peer | None = None
+#: Request ids on a worker's socket pair: STATS, and SHARDS from there on.
+_STATS_ID: Final = 1
+_SHARDS_ID: Final = 2
 
 
 class WorkerSlot:
@@ -135,65 +86,56 @@ class WorkerSlot:
         self.child: Child | None = None
         self.streams: list[Child | None] = []
         self.ready = False
-        #: The worker has taken over a shard map.
+        #: The worker has taken over a shard map, ever; the newest one.
         self.sharded = False
+        self.current = False
+        #: Request id of the last SHARDS sent.
+        self.order_id = _SHARDS_ID
         self.restarts: list[float] = []
-        self.load = M.WorkerLoad(0, 0, 0, 0)
         self.stats: dict[str, Any] = {}
         self.data_bytes = 0
         self.incarnation = 0
+        self.mover: Child | None = None
+        #: What the mover said last, and what its predecessors copied: of this move, and ever.
+        self.progress = M.MoveProgress(0, 0, 0, 0, 0)
+        self.moving = False
+        self.moved_before = 0
+        self.moved_ever = {"bytes": 0, "values": 0, "lost": 0}
+
+    def words(self) -> bytes:
+        """The arena's shard words, now."""
+        whole: bytes = self.segment.mm[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES]
+        return whole
+
+    def load(self, moves_left: int) -> M.WorkerLoad:
+        """For a heartbeat."""
+        stats = self.stats
+        if not stats:
+            return M.WorkerLoad(0, 0, 0, 0, moves_left)
+        used = stats["data_bytes"] - stats["free_bytes"]
+        evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
+        moved = self.moved_before + self.progress.bytes
+        return M.WorkerLoad(
+            used, stats["entries"], stats["puts"], evictions, moves_left, moved, self.progress.rate if self.mover else 0
+        )
+
+    def mover_ended(self) -> None:
+        """Add up what it did."""
+        done = self.progress
+        self.moved_before += done.bytes
+        for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
+            self.moved_ever[key] += count
+        self.progress = M.MoveProgress(0, 0, 0, 0, 0)
 
 
-class _WorkerLink(Service):
-    """The supervisor's side of a worker's socket pair."""
+class _ChildLink(Service):
+    """The supervisor's side of a socket pair; the peer's context is the worker's slot."""
 
-    def __init__(self, server: DataServer) -> None:
-        self.server = server
-
-    def on_connect(self, peer: Peer) -> None:
-        pass
+    def __init__(self, on_message: Callable[[WorkerSlot, Any, int], None]) -> None:
+        self.on_message = on_message
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
-        self.server.on_worker_reply(peer.context, decode(frame))
-
-    def on_close(self, peer: Peer, reason: str) -> None:
-        pass
-
-
-class _ManagerLink(Service):
-    """The supervisor's connection to the manager; requests with callbacks."""
-
-    def __init__(self, server: DataServer) -> None:
-        self.server = server
-        self.peer: Peer | None = None
-        self._pending: dict[int, Callable[[Any, int], None]] = {}
-        self._last_id = 0
-
-    def request(self, msg: Any, callback: Callable[[Any, int], None]) -> None:
-        """Send; ``callback(reply, status)`` comes later, or never when the link breaks."""
-        if self.peer is None:
-            return
-        self._last_id += 1
-        self._pending[self._last_id] = callback
-        self.peer.send(encode(msg, self._last_id))
-
-    def on_connect(self, peer: Peer) -> None:
-        self.peer = peer
-
-    def on_frame(self, peer: Peer, frame: Frame) -> None:
-        msg = decode(frame)
-        if frame.request_id == 0:
-            if isinstance(msg, M.MapReply):
-                self.server.on_map(msg)
-            return
-        callback = self._pending.pop(frame.request_id, None)
-        if callback is not None:
-            callback(msg, frame.status)
-
-    def on_close(self, peer: Peer, reason: str) -> None:
-        self.peer = None
-        self._pending.clear()
-        self.server.on_manager_lost(reason)
+        self.on_message(peer.context, decode(frame), frame.request_id)
 
 
 class DataServer:
@@ -204,21 +146,19 @@ class DataServer:
         self.loop = Loop()
         self.instance = secrets.randbits(63) | 1
         self.slots: list[WorkerSlot] = []
-        self.epoch = 0
-        self.joined = False
-        self.joined_at = 0.0
+        self.member = Member(options.name, self.instance, range(len(options.nodes)))
+        self.membership = Membership(
+            self.loop, self.member, self, options.managers,
+            token=options.tokens[0] if options.tokens else "", join_timeout_s=options.join_timeout_s,
+        )  # fmt: skip
         self.announced = False
         self.failed = ""
-        self.heartbeat_s = 1.0
-        self._shards: dict[int, M.Shards] = {}
-        self._worker_link = _WorkerLink(self)
-        self._manager = _ManagerLink(self)
-        self._manager_at = 0
-        self._complained = ""
+        self._worker_link = _ChildLink(self._on_worker)
+        self._mover_link = _ChildLink(self._on_mover)
+        #: The newest map as a frame for movers, and its epoch.
+        self._map_frame = (0, b"")
         self._stopping = False
-        self._started = 0.0
-        self._beat_running = False
-        self._refusals = 0
+        self._resolvers: list[int] = []
         self._shared: list[socket.socket] = []
         self._web: Web | None = None
 
@@ -237,9 +177,11 @@ class DataServer:
             end_with(self.loop, options.end_with)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
-        self._check_name_is_free()
-        warm = self._adopt_suspended() if options.warm else {}
-        for name in self._remove_leftovers():
+        arenas.check_name_is_free(options.runtime_dir, options.name)
+        warm = arenas.suspended(self.prefix, len(options.nodes)) if options.warm else {}
+        self.membership.warm = len(warm) == len(options.nodes)
+        self.membership.warm_epoch = max((arenas.epoch_of(segment) for segment in warm.values()), default=0)
+        for name in arenas.remove_old(self.prefix):
             log.warning("removed %s, left by a data server that died", name)
         size = (options.memory or default_arena_bytes(len(options.nodes))) // SLAB_BYTES * SLAB_BYTES
         Geometry.plan(size, options.slots)  # says what is wrong with the sizes before memory is taken
@@ -272,45 +214,8 @@ class DataServer:
             self._start_worker(slot)
             for position in range(options.streams):
                 self._start_stream(slot, position)
-        self._connect_manager()
-
-    def _check_name_is_free(self) -> None:
-        """Refuse a second data server of this name on this host: its sockets and segments are the other's."""
-        for number in range(64):
-            path = os.path.join(self.options.runtime_dir, f"{self.options.name}.{number}.sock")
-            if not os.path.exists(path):
-                continue
-            with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
-                probe.settimeout(0.5)
-                with contextlib.suppress(OSError):
-                    probe.connect(path)
-                    raise SimmError(
-                        f"a data server named {self.options.name!r} is running on this host already ({path}): "
-                        "stop it, or give this one another --name"
-                    )
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-    def _adopt_suspended(self) -> dict[int, OwnedSegment]:
-        """Segments that a clean ``--warm`` stop under this name left, by worker number."""
-        found: dict[int, OwnedSegment] = {}
-        for name in leftovers(self.prefix):
-            number = int(name[len(self.prefix) :].split("-")[0])
-            if number >= len(self.options.nodes) or number in found:
-                continue
-            try:
-                if segment_state(name) == State.SUSPENDED:
-                    found[number] = OwnedSegment.adopt(name)
-                    log.info("worker %d: warm start on %s", number, name)
-            except SegmentError as exc:
-                log.warning("cannot start warm on %s: %s", name, exc)
-        return found
-
-    def _remove_leftovers(self) -> list[str]:
-        """Ours by name, and those of embedded clusters, whose names nobody will use again."""
-        removed = remove_leftovers(self.prefix, before_unlink=store_closed)
-        removed += remove_leftovers(f"simm-{os.geteuid()}-local-", before_unlink=store_closed)
-        return removed
+        self._poll_stats()
+        self.membership.start()
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -375,9 +280,9 @@ class DataServer:
         slot.child = child = self._fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
         child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
         child.peer.context = slot
-        child.peer.send(encode(M.Stats(0), 1))
-        if slot.number in self._shards:
-            child.peer.send(encode(self._shards[slot.number], 2))
+        child.peer.send(encode(M.Stats(0), _STATS_ID))
+        if self.member.map is not None:  # without one it takes no mutation, by itself
+            self._tell(slot)
         log.info("worker %d is process %d", slot.number, child.pid)
 
     def _start_stream(self, slot: WorkerSlot, position: int) -> None:
@@ -390,143 +295,128 @@ class DataServer:
 
         slot.streams[position] = self._fork(body, [tcp.fileno()])
 
-    def on_worker_reply(self, slot: WorkerSlot, msg: Any) -> None:
-        """A worker answered: it is up, and its counters are these."""
-        if isinstance(msg, M.StatsReply):
-            slot.stats = stats = json.loads(msg.json)
-            slot.data_bytes = stats["data_bytes"]
-            slot.incarnation = stats["incarnation"]
-            used = stats["data_bytes"] - stats["free_bytes"]
-            evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
-            slot.load = M.WorkerLoad(used, stats["entries"], stats["puts"], evictions)
-            if not slot.ready:
-                slot.ready = True
-                self._join_if_ready()
-        elif isinstance(msg, M.Done):
-            slot.sharded = True
-            self._announce()
-
     def _reap(self) -> None:
         """Restart children that died. A worker comes back on its arena."""
+        self._resolvers = [pid for pid in self._resolvers if not reaped(pid)]
         for slot in self.slots:
-            child = slot.child
-            if child is not None and _reaped(child.pid):
-                self._lost(child)
-                slot.child = None
-                slot.ready = False
-                if self._stopping:
-                    continue
-                now = time.monotonic()
-                slot.restarts = [at for at in slot.restarts if now - at < RESTART_WINDOW_S] + [now]
-                if len(slot.restarts) > RESTARTS_MAX:
-                    self.failed = f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
-                    log.error("%s: giving up", self.failed)
-                    self.loop.stop()
-                    return
-                log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
-                self._start_worker(slot)
+            if slot.child is not None and slot.child.ended():
+                self._worker_died(slot, slot.child)
+            if slot.mover is not None and slot.mover.ended():
+                slot.mover.lost()
+                slot.mover = None
+                slot.mover_ended()
+                self.loop.call_later(MOVER_PAUSE_S, partial(self._feed_mover, slot))
             for position, stream in enumerate(slot.streams):
-                if stream is not None and _reaped(stream.pid):
-                    self._lost(stream)
+                if stream is not None and stream.ended():
+                    stream.lost()
                     slot.streams[position] = None
                     if not self._stopping:
                         log.error("stream of worker %d (process %d) died: restarting", slot.number, stream.pid)
                         self._start_stream(slot, position)
 
-    @staticmethod
-    def _lost(child: Child) -> None:
-        if child.peer is not None:
-            child.peer.close("process ended")
-        child.sock.close()
-
-    # -- HTTP -------------------------------------------------------------------------------------
-
-    def _healthz(self) -> Page:
-        """200 while every worker serves; without a manager too, as the data path needs none."""
-        down = [slot.number for slot in self.slots if not slot.ready]
-        if down:
-            return Page(f"workers {down} are restarting\n", status=503)
-        return Page("ok\n" if self.joined else "ok, but no manager\n")
-
-    def _metrics(self) -> Page:
-        samples: list[tuple[str, str, str, dict[str, Any], float]] = [
-            ("simm_joined", "gauge", "1 while a manager knows us", {}, float(self.joined)),
-            ("simm_map_epoch", "gauge", "epoch of the shard map in use", {}, float(self.epoch)),
-        ]
-        labelled = [({"worker": slot.number, "node": slot.node}, slot) for slot in self.slots]
-        for name, kind, about, key in _METRICS:
-            samples += [(name, kind, about, labels, float(slot.stats.get(key, 0))) for labels, slot in labelled]
-        for labels, slot in labelled:
-            reasons = {**slot.stats.get("evictions", {}), "set_full": slot.stats.get("set_evictions", 0)}
-            for reason, count in reasons.items():
-                about = "entries evicted, by reason"
-                samples.append(("simm_evictions_total", "counter", about, {**labels, "reason": reason}, float(count)))
-        samples += [
-            ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(len(slot.restarts)))
-            for labels, slot in labelled
-        ]
-        return Page(prometheus(samples), METRICS)
-
-    # -- manager ----------------------------------------------------------------------------------
-
-    def _connect_manager(self) -> None:
-        """Try the manager addresses in turn, without blocking, until one accepts."""
-        if self._stopping or self._manager.peer is not None:
-            return
-        host, port = self.options.managers[self._manager_at % len(self.options.managers)]
-        self._manager_at += 1
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock.settimeout(1.0)
-        try:
-            sock.connect((host, port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as exc:
-            sock.close()
-            self.on_manager_lost(f"cannot connect: {exc.strerror or exc}", f"{host}:{port}")
-            return
-        self._complained = ""
-        self.loop.adopt(sock, self._manager, f"manager {host}:{port}")
-        self.joined = False
-        if self.options.tokens:
-            hello = M.Hello(
-                M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.SUPERVISOR, 0, os.getpid(), "", self.options.tokens[0], []
-            )
-            self._manager.request(hello, self._on_greeted)
-        self._join_if_ready()
-
-    def _on_greeted(self, msg: Any, _status: int) -> None:
-        if isinstance(msg, M.Error) and not self.joined_at:
-            self.failed = f"the manager refused us: {msg.text}"
-            self.loop.stop()
-
-    def on_manager_lost(self, reason: str, where: str = "") -> None:
-        """Go on serving and try again; before the first join, give up after a while."""
-        self.joined = False
+    def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
+        child.lost()
+        slot.child = None
+        slot.ready = slot.current = False
         if self._stopping:
             return
-        if reason != self._complained:
-            self._complained = reason
-            log.warning(
-                "manager %s: %s; trying again every %.1f s (is it running? python -m simm.manager --listen %s)",
-                where, reason, RECONNECT_S, where or "HOST:PORT",
-            )  # fmt: skip
-        if not self.joined_at and self.loop.clock() - self._started > self.options.join_timeout_s:
-            self.failed = (
-                f"manager {where} not reachable for {self.options.join_timeout_s:.0f} s ({reason}): start it, or name "
-                "another with --manager"
-            )
-            self.loop.stop()
+        now = time.monotonic()
+        slot.restarts = [at for at in slot.restarts if now - at < RESTART_WINDOW_S] + [now]
+        if len(slot.restarts) > RESTARTS_MAX:
+            log.error("worker %d: giving up", slot.number)
+            self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s")
             return
-        self.loop.call_later(RECONNECT_S * random.uniform(0.7, 1.3), self._connect_manager)
+        log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
+        self._start_worker(slot)
 
-    def _join_if_ready(self) -> None:
-        if self._manager.peer is None or self.joined or not all(slot.ready for slot in self.slots):
+    def _poll_stats(self) -> None:
+        """Ask the workers for their counters, as often as there are heartbeats."""
+        self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
+        for slot in self.slots:
+            if slot.child is not None and slot.child.peer is not None and not slot.child.peer.closed:
+                slot.child.peer.send(encode(M.Stats(0), _STATS_ID))
+
+    def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
+        """A worker answered: it is up, and its counters are these; or it has taken the map."""
+        if isinstance(msg, M.StatsReply):
+            slot.stats = stats = json.loads(msg.json)
+            slot.data_bytes = stats["data_bytes"]
+            slot.incarnation = stats["incarnation"]
+            if not slot.ready:
+                slot.ready = True
+                self.membership.join()
+        elif isinstance(msg, M.Done) and request_id == slot.order_id:
+            slot.current = True
+            if not self.member.fenced:
+                slot.sharded = True
+                self._announce()
+                self._feed_mover(slot)
+
+    # -- shards -----------------------------------------------------------------------------------
+
+    def on_map(self) -> None:
+        """The member has a newer map, or has been fenced: tell the workers what is theirs."""
+        for slot in self.slots:
+            if slot.child is not None:
+                self._tell(slot)
+
+    def _tell(self, slot: WorkerSlot) -> None:
+        assert slot.child is not None and slot.child.peer is not None
+        slot.order_id += 1
+        slot.current = False
+        slot.child.peer.send(encode(self.member.order(slot.number), slot.order_id))
+
+    def _feed_mover(self, slot: WorkerSlot) -> None:
+        """Hand the worker's mover the map that the worker has taken; start one if there is something to move.
+
+        A mover ends by itself when nothing is left to do, so the map goes to one that has no task any more too.
+        """
+        left = self.member.moving(slot.number, slot.words())
+        if not slot.current or self._stopping or self.member.fenced or (not left and slot.mover is None):
             return
-        self._manager.request(
-            M.Join(self.instance, int(self.options.warm), self.options.name, [self._info(slot) for slot in self.slots]),
-            self._on_joined,
-        )
+        if slot.mover is None:
+            if not slot.moving:
+                slot.moved_before = 0  # a new move begins
+            self._start_mover(slot, len(left))
+        slot.moving = True
+        if self._map_frame[0] != self.member.epoch:
+            offer = self.member.offer()
+            assert offer is not None
+            self._map_frame = (self.member.epoch, encode(M.MapReply(*offer), 0, flags=Flag.PUSH))
+        assert slot.mover is not None and slot.mover.peer is not None
+        slot.mover.peer.send(self._map_frame[1])
+
+    def _start_mover(self, slot: WorkerSlot, left: int) -> None:
+        options = self.options
+        settings = MoverSettings(
+            options.name, self.instance, slot.number, slot.uds, options.tokens[0] if options.tokens else "",
+            options.move_bytes_per_s,
+        )  # fmt: skip
+
+        def body(supervisor: socket.socket) -> None:
+            topology.pin(slot.node)
+            run_mover(settings, supervisor)
+
+        slot.mover = child = self._fork(body, [])
+        child.peer = self.loop.adopt(child.sock, self._mover_link, f"mover of worker {slot.number}")
+        child.peer.context = slot
+        log.info("mover of worker %d is process %d: %d shards", slot.number, child.pid, left)
+
+    def _on_mover(self, slot: WorkerSlot, msg: Any, _request_id: int) -> None:
+        if isinstance(msg, M.MoveProgress):
+            slot.progress = msg
+            self.membership.report()
+
+    def moved(self) -> list[M.Moved]:
+        """What has moved in and stands in the map as moving."""
+        found = [self.member.moved(slot.number, slot.words()) for slot in self.slots]
+        return [moved for moved in found if moved is not None]
+
+    # -- what the membership asks for -----------------------------------------------------------------
+
+    def infos(self) -> list[M.WorkerInfo] | None:
+        """All workers as the map is to name them, or None while one of them is not up."""
+        return [self._info(slot) for slot in self.slots] if all(slot.ready for slot in self.slots) else None
 
     def _info(self, slot: WorkerSlot) -> M.WorkerInfo:
         assert slot.tcp is not None
@@ -539,77 +429,66 @@ class DataServer:
             slot.number, slot.node, slot.incarnation, self.instance, capacity, name, slot.uds, host, port
         )
 
-    def _on_joined(self, msg: Any, status: int) -> None:
-        if isinstance(msg, M.Error):
-            self._refusals += status == Status.NAME_TAKEN
-            if status == Status.NAME_TAKEN and not self.joined_at and self._refusals < NAME_TRIES:
-                # A manager that restarted takes a server that died for alive until its heartbeats are missed.
-                log.warning("%s; trying again", msg.text)
-                self.loop.call_later(1.0, self._join_if_ready)
-                return
-            if status == Status.NAME_TAKEN and not self.joined_at:
-                self.failed = f"the manager refused us: {msg.text}"
-                self.loop.stop()
-                return
-            log.error("join refused: %s", msg.text)
-            if self._manager.peer is not None:
-                self._manager.peer.close("join refused")
-            return
-        if not isinstance(msg, M.Joined):
-            return
-        self.joined = True
-        self.joined_at = self.loop.clock()
-        self.heartbeat_s = max(0.05, msg.heartbeat_ms / 1000)
-        log.info("joined the cluster at epoch %d", msg.epoch)
-        self._manager.request(M.MapGet(0, 1), lambda reply, _status: self.on_map(reply))
-        if not self._beat_running:
-            self._beat_running = True
-            self._beat()
-
-    def _beat(self) -> None:
-        """One heartbeat, with jitter so that a thousand servers do not speak at once."""
-        self.loop.call_later(self.heartbeat_s * random.uniform(0.8, 1.0), self._beat)
+    def loads(self) -> list[M.WorkerLoad]:
+        """Of all workers, for a heartbeat."""
+        loads = []
         for slot in self.slots:
-            if slot.child is not None and slot.child.peer is not None and not slot.child.peer.closed:
-                slot.child.peer.send(encode(M.Stats(0), 1))
-        if self.joined:
-            loads = [slot.load for slot in self.slots]
-            self._manager.request(M.Heartbeat(self.instance, self.epoch, self.options.name, loads), self._on_ack)
+            left = len(self.member.moving(slot.number, slot.words()))
+            slot.moving = slot.moving and bool(left or slot.mover)
+            loads.append(slot.load(left))
+        return loads
 
-    def _on_ack(self, msg: Any, status: int) -> None:
-        if status in (Status.UNKNOWN_NODE, Status.NAME_TAKEN):
-            log.warning("the manager does not know us (any more): joining again")
-            self.joined = False
-            self._join_if_ready()
-        elif isinstance(msg, M.HeartbeatAck) and msg.epoch > self.epoch:
-            self._manager.request(M.MapGet(self.epoch, 1), lambda reply, _status: self.on_map(reply))
+    def on_joined(self) -> None:
+        """The manager knows us."""
 
-    def on_map(self, msg: Any) -> None:
-        """A shard map: tell each worker which shards are its own."""
-        if not isinstance(msg, M.MapReply) or len(msg.owners) != 2 * SHARD_COUNT:
-            return
-        if msg.epoch < self.epoch:
-            return
-        self.epoch = msg.epoch
-        shard_map = ShardMap(msg)
-        positions = {
-            info.worker: position
-            for position, info in enumerate(msg.workers)
-            if info.node == self.options.name and info.instance == self.instance
-        }
-        owners = np.frombuffer(shard_map.owners, np.uint16)
-        since = np.frombuffer(shard_map.since, np.uint64)
+    def give_up(self, why: str) -> None:
+        """There is no use in going on: end, with ``why``."""
+        self.failed = why
+        self.loop.stop()
+
+    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
+        """A host's address by a child process, as a resolver may hang; the callback gets nothing when there is none."""
+
+        def body(sock: socket.socket) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.alarm(RESOLVE_S)  # its default action ends us
+            for family in (socket.AF_INET, socket.AF_INET6):
+                with contextlib.suppress(OSError):
+                    found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+                    sock.sendall(str(found[0][4][0]).encode())
+                    return
+
+        child = self._fork(body, [])
+
+        def answered(_mask: int) -> None:
+            address = child.sock.recv(256).decode()
+            self.loop.unwatch(child.sock)
+            child.sock.close()
+            callback(address)
+
+        self._resolvers.append(child.pid)
+        self.loop.watch(child.sock, answered)
+
+    # -- HTTP -------------------------------------------------------------------------------------
+
+    def _healthz(self) -> Page:
+        down = [slot.number for slot in self.slots if not slot.ready]
+        return healthz(down, self.membership.joined, self.member.fenced)
+
+    def _metrics(self) -> Page:
+        rows = []
         for slot in self.slots:
-            mine = owners == positions.get(slot.number, -1)
-            epochs = np.where(mine, np.maximum(since, 1), 0)
-            roles = np.where(mine, int(M.ShardRole.OWNER), int(M.ShardRole.NONE)).astype(np.uint8)
-            self._shards[slot.number] = M.Shards(msg.epoch, epochs.astype("<u8").tobytes(), roles.tobytes())
-            if slot.child is not None and slot.child.peer is not None:
-                slot.child.peer.send(encode(self._shards[slot.number], 2))
+            moves = {key: count + getattr(slot.progress, key) for key, count in slot.moved_ever.items()}
+            moves["left"] = len(self.member.moving(slot.number, slot.words()))
+            moves["rate"] = slot.progress.rate
+            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves))
+        return metrics(
+            rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch
+        )
 
     def _announce(self) -> None:
         """READY, once: every worker serves, the cluster knows us, and the shards are ours."""
-        if self.announced or not self.joined or not all(slot.ready and slot.sharded for slot in self.slots):
+        if self.announced or not self.membership.joined or not all(slot.ready and slot.sharded for slot in self.slots):
             return
         self.announced = True
         ports = ",".join(str(slot.tcp.getsockname()[1]) for slot in self.slots if slot.tcp is not None)
@@ -624,7 +503,6 @@ class DataServer:
 
     def run(self) -> int:
         """Serve until a signal; the exit code. Cleans up in every case."""
-        self._started = self.loop.clock()
         try:
             self.start()
             self.loop.run()
@@ -640,24 +518,19 @@ class DataServer:
         if self._stopping:
             return
         self._stopping = True
-        if self._manager.peer is not None and self.joined:
-            peer = self._manager.peer
-            peer.send(encode(M.Leave(self.instance, self.options.name), 1 << 32))
-            until = time.monotonic() + 0.3
-            while peer.out and not peer.closed and time.monotonic() < until:
-                self.loop.run_once(0.05)
+        try:
+            self._hand_over()
+        except Exception:  # whatever it was, nothing is left behind
+            log.exception("handing over failed")
+        movers = [slot.mover for slot in self.slots if slot.mover is not None]
         streams = [child for slot in self.slots for child in slot.streams if child is not None]
         workers = [slot.child for slot in self.slots if slot.child is not None]
-        _end(streams, STOP_S / 3)
-        _end(workers, STOP_S)
-        for child in streams + workers:
-            self._lost(child)
+        end_children(movers + streams, STOP_S / 3)
+        end_children(workers, STOP_S)
         for slot in self.slots:
-            keep = False
             try:
-                keep = self.options.warm and segment_state(slot.segment.name) == State.SUSPENDED
-                if not keep:
-                    store_closed(slot.segment.name)
+                if not self.options.warm or arenas.state_of(slot.segment.name) != State.SUSPENDED:
+                    arenas.store_closed(slot.segment.name)
                     slot.segment.unlink()
             except SimmError as exc:
                 log.error("removing %s: %s", slot.segment.name, exc)
@@ -671,88 +544,24 @@ class DataServer:
             self._web.close()
         self.loop.close()
 
-
-def _reaped(pid: int) -> bool:
-    """Has the child ended? Reaps it then."""
-    try:
-        done, _ = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return done == pid
-
-
-def _end(children: list[Child], seconds: float) -> None:
-    """SIGTERM to our own children, then SIGKILL to what is left after ``seconds``; reaped."""
-    left = [child.pid for child in children]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
-    until = time.monotonic() + seconds
-    while left and time.monotonic() < until:
-        left = [pid for pid in left if not _reaped(pid)]
-        if left:
-            time.sleep(0.005)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        while not _reaped(pid):
-            time.sleep(0.001)
-
-
-def segment_state(name: str) -> int:
-    """The STATE word of a segment; 0 when it was never an arena. Raises SegmentError when there is none."""
-    with AttachedSegment.open(name) as segment:
-        if segment.size < HEADER_BYTES:
-            return 0
-        mapped = segment.map(0, HEADER_BYTES, writable=False)
-        with memoryview(mapped).cast("Q") as words:
-            return int(words[Word.STATE])
-
-
-def store_closed(name: str) -> None:
-    """Say *closed* in a segment that nobody writes, so that readers which still map it look elsewhere."""
-    with AttachedSegment.open(name, writable=True) as segment:
-        if segment.size < HEADER_BYTES:
+    def _hand_over(self) -> None:
+        """Say goodbye. Without ``--warm``: serve until our shards are others', and a little longer, so that writers
+        hear WRONG_OWNER and go there instead of meeting a closed door."""
+        warm, member = self.options.warm, self.member
+        if not self.membership.leave(warm=warm):
             return
-        mapped = segment.map(0, HEADER_BYTES, writable=True)
-        with memoryview(mapped).cast("Q") as words:
-            words[Word.STATE] = State.CLOSED
 
+        def given_away() -> bool:
+            return not any(map(member.owned, member.workers)) and all(slot.current for slot in self.slots)
 
-def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
-    """A data server's options from settings. Raises ConfigError."""
-    host, port = settings.listen
-    tokens = read_tokens(settings.token_file)
-    for flag, address in (("--listen", settings.listen), ("--http", settings.http)):
-        if address is not None:
-            check_exposure(address, tokens, settings.insecure, flag)
-    group = None
-    if settings.group is not None:
-        try:
-            group = int(settings.group) if settings.group.isdigit() else grp.getgrnam(settings.group).gr_gid
-        except KeyError:
-            raise ConfigError(f"--group {settings.group}: there is no such group") from None
-    runtime_dir = ensure_runtime_dir(settings.runtime_dir, group)
-    return DataServerOptions(
-        name=settings.name,
-        runtime_dir=str(runtime_dir),
-        nodes=topology.parse_numa(settings.numa),
-        memory=settings.memory or 0,
-        listen_host=host,
-        listen_port=port,
-        managers=[(address.host, address.port) for address in settings.manager],
-        policy=settings.policy,
-        poll_us=settings.poll_us,
-        streams=settings.streams,
-        slots=settings.slots,
-        huge_pages=settings.huge_pages,
-        group=group,
-        warm=settings.warm,
-        tokens=tokens,
-        end_with=end_with,
-        http=settings.http,
-    )
+        self._serve_until(lambda: self.membership.said_all and (warm or given_away()), HAND_OVER_S)
+        if not warm and given_away() and member.map is not None and any(at != NO_OWNER for at in member.map.owners):
+            self._serve_until(lambda: False, LINGER_S)
+
+    def _serve_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not condition() and (left := until - time.monotonic()) > 0:
+            self.loop.run_once(min(left, 0.05))
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserver") -> int:

@@ -132,6 +132,10 @@ class Member:
         previous = sorted(found.previous.items())
         return MapOffer(found.epoch, found.cluster, list(found.workers), owners, previous, pack_since(found.since))
 
+    def owned(self, worker: int) -> int:
+        """How many shards the newest map gives to a worker."""
+        return int(np.isin(self._roles[worker], (_OWNER, _INCOMING)).sum()) if worker in self._roles else 0
+
     # -- moving in --------------------------------------------------------------------------------
 
     def tasks(self, worker: int) -> list[tuple[WorkerInfo, list[int]]]:

@@ -7,10 +7,11 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from .loop import Loop
+from .loop import Loop, Peer
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -59,3 +60,55 @@ def close_descriptors_but(keep: Collection[int]) -> None:
         if fd > 2 and fd not in keep:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+class Child:
+    """A forked process and our end of its socket pair."""
+
+    def __init__(self, pid: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.sock = sock
+        self.peer: Peer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Child {self.pid}>"
+
+    def ended(self) -> bool:
+        """Has it? Reaps it then."""
+        return reaped(self.pid)
+
+    def lost(self) -> None:
+        """It has ended: close what led to it."""
+        if self.peer is not None:
+            self.peer.close("process ended")
+        self.sock.close()
+
+
+def reaped(pid: int) -> bool:
+    """Has the child ended? Reaps it then."""
+    try:
+        done, _ = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return done == pid
+
+
+def end_children(children: Sequence[Child], seconds: float) -> None:
+    """SIGTERM to our own children, then SIGKILL to what is left after ``seconds``; reaped, and their ends closed."""
+    left = [child.pid for child in children]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
+    until = time.monotonic() + seconds
+    while left and time.monotonic() < until:
+        left = [pid for pid in left if not reaped(pid)]
+        if left:
+            time.sleep(0.005)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        while not reaped(pid):
+            time.sleep(0.001)
+    for child in children:
+        child.lost()

@@ -128,7 +128,7 @@ def test_what_it_says_is_what_shard_words_take() -> None:
     def tell() -> None:
         for worker in (0, 1):
             order = member.order(worker)
-            words[worker].retire(order.since, order.roles)
+            words[worker].retire(order.epoch, order.since, order.roles)
             words[worker].take()
             words[worker].check()
 

@@ -1,0 +1,83 @@
+"""A data server's HTTP pages: /healthz and /metrics, made from what the supervisor knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .web import METRICS, Page, prometheus
+
+#: (metric, type, help, key of the worker's STATS)
+_WORKER: Final = (
+    ("simm_entries", "gauge", "values stored", "entries"),
+    ("simm_slots", "gauge", "values that the table can hold", "slots"),
+    ("simm_data_bytes", "gauge", "size of the data region", "data_bytes"),
+    ("simm_free_bytes", "gauge", "bytes in free chunks", "free_bytes"),
+    ("simm_granted_bytes", "gauge", "bytes handed to clients and not yet committed", "granted_bytes"),
+    ("simm_sessions", "gauge", "client sessions", "sessions"),
+    ("simm_sessions_quarantined", "gauge", "ended sessions that wait for their process", "sessions_quarantined"),
+    ("simm_pins", "gauge", "values pinned by views", "pins"),
+    ("simm_shards", "gauge", "shards in which mutations are accepted", "shards"),
+    ("simm_shards_frozen", "gauge", "shards that another server takes over", "frozen"),
+    ("simm_puts_total", "counter", "values committed", "puts"),
+    ("simm_overwrites_total", "counter", "of them, replacing another", "overwrites"),
+    ("simm_deletes_total", "counter", "values deleted", "deletes"),
+    ("simm_put_failures_total", "counter", "commits without room in the table", "put_failures"),
+    ("simm_stale_commits_total", "counter", "commits with a spent or foreign grant", "stale_commits"),
+    ("simm_requests_total", "counter", "requests handled", "requests"),
+    ("simm_protocol_errors_total", "counter", "connections closed for malformed input", "protocol_errors"),
+)
+
+#: (metric, type, help, key of a Row's moves)
+_MOVES: Final = (
+    ("simm_moves_left", "gauge", "shards still moving in", "left"),
+    ("simm_move_rate_bytes", "gauge", "bytes a second copied for that of late", "rate"),
+    ("simm_moved_bytes_total", "counter", "bytes copied from previous owners", "bytes"),
+    ("simm_moved_values_total", "counter", "values copied from previous owners", "values"),
+    ("simm_move_lost_values_total", "counter", "values of previous owners that did not come along", "lost"),
+)
+
+
+@dataclass
+class Row:
+    """What is known of one worker."""
+
+    worker: int
+    node: int
+    stats: Mapping[str, Any]
+    restarts: int
+    moves: Mapping[str, int] = field(default_factory=dict)
+
+
+def healthz(down: Sequence[int], joined: bool, fenced: bool) -> Page:
+    """200 while every worker serves; without a manager too, as the data path needs none."""
+    if down:
+        return Page(f"workers {list(down)} are restarting\n", status=503)
+    if fenced:
+        return Page("ok, but the manager does not know us: no puts until it does\n")
+    return Page("ok\n" if joined else "ok, but no manager\n")
+
+
+def metrics(rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int) -> Page:
+    """Prometheus text."""
+    samples: list[tuple[str, str, str, dict[str, Any], float]] = [
+        ("simm_joined", "gauge", "1 while a manager knows us", {}, float(joined)),
+        ("simm_fenced", "gauge", "1 while the manager does not know us and no mutation is taken", {}, float(fenced)),
+        ("simm_map_epoch", "gauge", "epoch of the shard map in use", {}, float(epoch)),
+    ]
+    labelled: list[tuple[dict[str, Any], Row]] = [({"worker": row.worker, "node": row.node}, row) for row in rows]
+    for name, kind, about, key in _WORKER:
+        samples += [(name, kind, about, labels, float(row.stats.get(key, 0))) for labels, row in labelled]
+    for name, kind, about, key in _MOVES:
+        samples += [(name, kind, about, labels, float(row.moves.get(key, 0))) for labels, row in labelled]
+    for labels, row in labelled:
+        reasons = {**row.stats.get("evictions", {}), "set_full": row.stats.get("set_evictions", 0)}
+        for reason, count in reasons.items():
+            about = "entries evicted, by reason"
+            samples.append(("simm_evictions_total", "counter", about, {**labels, "reason": reason}, float(count)))
+    samples += [
+        ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(row.restarts))
+        for labels, row in labelled
+    ]
+    return Page(prometheus(samples), METRICS)
