@@ -31,6 +31,7 @@ from . import messages as M
 from .codec import OPCODES
 from .constants import BATCH_KEYS_MAX
 from .errors import CapacityError, RemoteProtocolError, UsageError
+from .grants import Session
 from .greeting import agreed_protocol
 from .hashing import check_namespace
 from .layout import Word
@@ -40,7 +41,7 @@ from .process import stop_on_signals
 from .ring import RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from .rpc import CommitOne, Frame, commit_one_of, decode, reply, reply_committed_one
 from .shards import bitmap_of, shards_in
-from .store import Session, Store
+from .store import Store
 from .topology import step_aside
 
 log = logging.getLogger("simm.worker")

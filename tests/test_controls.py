@@ -15,9 +15,10 @@ from storm.deaths import A, B, C, Cut, die_everywhere, read_a_lost_shard, read_e
 from storm.inproc import WorkerThread
 from storm.world import Pin, Player, World, digest_of, is_value, new_segment, remove_segment
 
-import simm.store
+import simm.grants
 from simm import messages as M
 from simm.errors import CorruptionError, RemoteProtocolError, TransportError
+from simm.grants import Session
 from simm.ledger import HoldKind, Ledger
 from simm.reader import ArenaReader
 from simm.ring import HEAD, SLOTS, TAIL, Ring
@@ -26,7 +27,7 @@ from simm.session import WorkerSession
 from simm.shm import OwnedSegment
 from simm.slab import chunk_bytes_for
 from simm.space import Space
-from simm.store import Session, Store
+from simm.store import Store
 from simm.table import Table
 from simm.worker import Worker
 
@@ -248,7 +249,7 @@ class _StickySession(Session):
 
 
 def no_spent_grants(patch: Patch) -> None:
-    patch.setattr(simm.store, "Session", _StickySession)
+    patch.setattr(simm.grants, "Session", _StickySession)
 
 
 def no_holds_for_pins(patch: Patch) -> None:

@@ -21,7 +21,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
-        "deal", "pages", "members", "arenas", "clusterstate", "clusterstatus",
+        "deal", "pages", "members", "arenas", "clusterstate", "clusterstatus", "placement",
     },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
@@ -40,7 +40,8 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
 PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards", "grants",
-        "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus"}
+        "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus",
+        "placement"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 

@@ -12,6 +12,7 @@ from storm.world import ALL_SHARDS, owned
 
 from simm.errors import CorruptionError, UsageError
 from simm.evict import POLICY_NAMES, make_policy
+from simm.grants import PREPARED_ANSWER_MAX, Session
 from simm.hashing import Hasher
 from simm.layout import Geometry
 from simm.ledger import HoldKind, Ledger
@@ -21,7 +22,7 @@ from simm.shm import OwnedSegment
 from simm.shmput import TOP_UP, wanted
 from simm.slab import SLAB_BYTES, Allocator
 from simm.space import Space
-from simm.store import PREPARED_ANSWER_MAX, Session, Store
+from simm.store import Store
 
 SEGMENT_BYTES = 16 << 20
 digest_of = Hasher("prepared")

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from simm.constants import SHARD_COUNT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from simm.grants import Session
 from simm.hashing import Hasher, shard_of
 from simm.layout import Geometry
 from simm.messages import ShardRole, Status
@@ -23,7 +24,7 @@ from simm.reader import ArenaReader, Unsettled
 from simm.shards import EPOCH_MASK, shards_in
 from simm.shm import OwnedSegment
 from simm.slab import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
-from simm.store import Session, Store
+from simm.store import Store
 
 ALL_SHARDS = b"\xff" * (SHARD_COUNT // 8)
 TOKEN_BYTES = 16
