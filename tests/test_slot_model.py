@@ -1,0 +1,136 @@
+"""The exhaustive models: nothing with the real rules, and every planted fault with a trace to read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from slotmodel.packed import Batch, Collision, Found, Layout, Model, Step, _hash, explore
+from slotmodel.slot import PLANTS, SlotModel, planted
+
+
+def search(title: str, model: Model) -> Found:
+    found = explore(model)
+    print(title)
+    print("\n".join(found.lines(model.describe)))
+    return found
+
+
+# --- the slot ---------------------------------------------------------------------------------
+
+
+def test_two_readers_two_writers_two_chunks() -> None:
+    """The real rules in full view: 4.6 million states, once those that behave alike count as one."""
+    found = search("2 readers, 2 writers", SlotModel(closes=False, shard=False, reduced=True).model())
+    assert found.complete and not found.trace
+    assert found.states == 4_575_963
+
+
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        ({"closes": True, "shard": True}, 1_873_878),
+        ({"deaths": True, "closes": False, "shard": False}, 2_779_117),
+    ],
+)
+def test_lost_connections_lost_shards_and_deaths(options: dict[str, bool], states: int) -> None:
+    found = search(f"1 reader, {options}", SlotModel(readers=1, reduced=True, **options).model())
+    assert found.complete and not found.trace
+    assert found.states == states
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    model = planted(name)
+    found = search(f"{name}: {PLANTS[name][0]}", model)
+    assert found.trace
+    # The trace is a run: it starts at the start, ends in the fault, and each state follows from the one before.
+    assert found.trace[0][1] == model.layout.unpack(model.initial)
+    assert found.trace[-1][1][model.bad] and not found.trace[-2][1][model.bad]
+    for (_, before), (step, after) in zip(found.trace, found.trace[1:]):
+        assert after in successors(model, before)[step]
+
+
+@pytest.mark.parametrize("name", ["lasting", "no_step_6", "free_early", "word_last", "no_fence"])
+def test_what_is_alike_hides_nothing(name: str) -> None:
+    """The reductions find the planted faults too, in as few steps."""
+    options = {"deaths": False, "closes": False, "shard": False, "bounds": False} | PLANTS[name][1]
+    whole = explore(planted(name))
+    reduced = explore(SlotModel([name], readers=1, reduced=True, **options).model())
+    assert reduced.trace and reduced.states < whole.states
+    assert len(reduced.trace) == len(whole.trace)
+
+
+def test_without_what_is_alike() -> None:
+    """One reader, nothing reduced: the same answer from 577,586 states that 154,538 gave."""
+    found = search("1 reader, unreduced", SlotModel(readers=1, closes=False, shard=False).model())
+    assert found.complete and not found.trace and found.states == 577_586
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"readers": 1, "deaths": True},
+        {"readers": 1},
+        {"readers": 1, "deaths": True, "reduced": True},
+        {"readers": 2, "shard": False, "reduced": True},
+    ],
+)
+def test_more_at_once(options: dict[str, bool]) -> None:
+    model = SlotModel(**options).model()  # type: ignore[arg-type]
+    found = explore(model, limit=60_000_000)
+    print(options, "\n".join(found.lines(model.describe)))
+    assert not found.trace
+
+
+def successors(model: Model, fields: dict[str, int]) -> dict[str, list[dict[str, int]]]:
+    """Step -> states, one state at a time: the plain reading of a model."""
+    found: dict[str, list[dict[str, int]]] = {}
+    state = [np.array([word], np.uint64) for word in model.layout.pack(fields)]
+    for place, program in model.programs.items():
+        for name, step in program.get(fields[place], []):
+            after = step(Batch(model.layout, list(state)))
+            for row in range(len(after)):
+                found.setdefault(name, []).append(model.layout.unpack([int(column[row]) for column in after.words]))
+    return found
+
+
+# --- the search itself --------------------------------------------------------------------------
+
+
+def counter(limit: int) -> Model:
+    """A counter that goes up by 1 or 2 and must not come to ``limit``."""
+    layout = Layout({"at": 20, "zero": 1}, {"bad": 1})
+
+    def plus(number: int) -> Step:
+        def step(s: Batch) -> Batch:
+            s = s.where(s["at"] < 1000)
+            s["at"] = s["at"] + np.uint64(number)
+            s["bad"] = (s["at"] == limit).astype(np.uint64)
+            return s
+
+        return step
+
+    steps = [("one", plus(1)), ("two", plus(2))]
+    return Model(layout, layout.pack({"at": 0}), {"zero": {0: steps}}, "bad", {1: "there"}, str)
+
+
+def test_the_search_visits_all_and_finds_the_shortest_way() -> None:
+    found = explore(counter(5000))
+    assert (found.states, found.complete, found.trace) == (1002, True, [])
+    found = explore(counter(7))
+    assert [state["at"] for _, state in found.trace][-1] == 7 and len(found.trace) == 5
+    assert not explore(counter(5000), limit=100).complete
+
+
+def test_two_states_with_one_hash_stop_the_search() -> None:
+    layout = Layout({"a": 64}, {"b": 64})
+    rng = np.random.default_rng(1)
+    words = [rng.integers(0, 1 << 63, 4, np.uint64) for _ in range(2)]
+    assert len(set(_hash(words).tolist())) == 4
+    from slotmodel import packed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_hash", lambda columns: columns[0] & np.uint64(0))
+        with pytest.raises(Collision):
+            packed._Visited(layout).add_new(words)
