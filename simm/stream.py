@@ -52,6 +52,10 @@ log = logging.getLogger("simm.stream")
 
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
+#: Socket buffers of a connection, and the one for answers of those that come when there are more than so many.
+BUFFER_BYTES: Final = 4 << 20
+BUFFER_BYTES_MANY: Final = 256 << 10
+MANY_PEERS: Final = 32
 
 _OK: Final = int(Status.OK)
 _NOT_FOUND: Final = int(Status.NOT_FOUND)
@@ -105,9 +109,11 @@ class Stream(Service):
 
     def on_connect(self, peer: Peer) -> None:
         peer.context = Link()
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        # The kernel takes twice that for what a peer does not read, on nobody's account: much for few, little for many.
+        out = BUFFER_BYTES if len(self.loop.peers) <= MANY_PEERS else BUFFER_BYTES_MANY
+        for option, size in ((socket.SO_SNDBUF, out), (socket.SO_RCVBUF, BUFFER_BYTES)):
             with contextlib.suppress(OSError):
-                peer.sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+                peer.sock.setsockopt(socket.SOL_SOCKET, option, size)
 
     def on_close(self, peer: Peer, reason: str) -> None:
         link: Link = peer.context
