@@ -64,9 +64,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import clusterstate, clusterstatus
-from .clusterstate import Key, packed_since, places_bytes
+from .clusterstate import Key
 from .constants import NO_OWNER
-from .deal import Standing, Tables, deal
+from .deal import Tables
 from .errors import CorruptionError, RemoteProtocolError, UsageError
 from .members import (
     HOST_BYTES_MAX,
@@ -85,6 +85,7 @@ from .members import (
     refusal,
 )
 from .messages import Done, HeartbeatAck, Join, Joined, MapOffer, MapReply, Moved, Status, WorkerInfo, WorkerLoad
+from .placement import NOTHING, Placement, Shards
 from .shardmap import ShardMap
 from .shards import shards_in
 
@@ -104,8 +105,6 @@ EPOCHS_RESERVED: Final = 1000
 EPOCH_MAX: Final = 1 << 43
 assert WORKERS_MAX < KNOWN_MAX < NO_OWNER
 
-_NOTHING: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
-
 
 class Cluster:
     """Membership and shard map. See the module's docstring.
@@ -122,18 +121,13 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         #: Changes of owner by all deals so far.
         self.moves = 0
-        #: Shards that have to move and do not yet: their number at once is limited.
-        self.waiting = 0
-        self._tables = Tables()
-        #: What places in the tables mean: (node name, worker number); and the opposite.
-        self._keys: list[Key] = []
-        self._places: dict[Key, int] = {}
+        self._placement = Placement()
         self._clock = now
         self._observed = 0.0
         self._reply: MapReply | None = None
         #: The last epoch of which we know the map for certain, what it said, and the first that was ours again.
         self._base_epoch = 0
-        self._base_since = self._tables.since.copy()
+        self._base_since = self._placement.tables.since.copy()
         self._own_epoch = 1
         #: While we have lost our state and listen: until when, who has joined, and the newest epoch heard of.
         self._rebuild_until: float | None = None
@@ -263,21 +257,18 @@ class Cluster:
         self._advance(now)
         if self._current(msg.name, msg.instance) is None:
             return [refusal(Status.UNKNOWN_NODE, f"{msg.name!r} is not in this cluster as this instance: join again")]
-        place = self._places.get((msg.name, msg.worker))
         try:
-            shards = np.asarray(shards_in(msg.shards), np.int64)
+            shards = shards_in(msg.shards)
         except UsageError as exc:
             return [refusal(Status.BAD_REQUEST, str(exc))]
-        tables = self._tables
+        if self.rebuilding:
+            return [Answer(Done(0))]
         # It speaks of what it got by its map; what it lost and got again since then is another matter.
-        known = tables.since[shards] <= np.uint64(min(msg.epoch, self.epoch))
-        mine = tables.owners[shards] == (NO_OWNER if place is None else place)
-        done = shards[known & mine & (tables.previous[shards] != NO_OWNER)]
+        done = self._placement.arrived((msg.name, msg.worker), shards, min(msg.epoch, self.epoch))
         actions: list[Action] = []
-        if len(done) and not self.rebuilding:
-            tables.previous[done] = NO_OWNER
+        if done:
             self._remap(actions, changed=True)
-        return [Answer(Done(len(done))), *actions]
+        return [Answer(Done(done)), *actions]
 
     def drain(self, now: float, name: str, on: bool) -> list[Action]:
         """Somebody wants a node to be empty, or to take its share again. Answer: DONE, with how many shards it owns."""
@@ -306,8 +297,8 @@ class Cluster:
                 wish = "to be drained" if on else "not to be drained any more"
                 actions.append(NodeChanged(name, node.state, node.state, wish))
             self._remap(actions)
-        places = [self._places[name, info.worker] for info in node.workers if (name, info.worker) in self._places]
-        return [Answer(Done(int(np.isin(self._tables.owners, places).sum()))), *actions]
+        held = self._placement.held((name, info.worker) for info in node.workers)
+        return [Answer(Done(sum(held.values()))), *actions]
 
     def noticed(self, now: float, epoch: int) -> None:
         """Somebody has a map of this epoch, a client perhaps: if we have lost our state, servers will come with it."""
@@ -338,7 +329,7 @@ class Cluster:
                 self._raise(msg.epoch)
             # Had an owner that we do not know of: nobody's values of it can be told from superseded ones.
             stale = np.flatnonzero(since > self._base_since)
-            self._tables.previous[stale] = NO_OWNER
+            self._placement.tables.previous[stale] = NO_OWNER
             self._base_epoch = msg.epoch
             self._base_since = np.maximum(self._base_since, since)
             self._remap(actions, changed=True, renewed=stale)
@@ -346,6 +337,11 @@ class Cluster:
         return [Answer(Done(int(learnt))), *actions]
 
     # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Shards that have to move and do not yet: their number at once is limited."""
+        return self._placement.waiting
 
     @property
     def rebuilding(self) -> bool:
@@ -360,37 +356,24 @@ class Cluster:
     def map_reply(self) -> MapReply:
         """The current map. O(1) until it changes."""
         if self._reply is None:
-            workers = self.live_workers()
-            table = np.full(NO_OWNER + 1, np.uint16(NO_OWNER))
-            for at, info in enumerate(workers):
-                place = self._places.get((info.node, info.worker))
-                if place is not None:
-                    table[place] = at
-            tables = self._tables
-            moving = np.flatnonzero(tables.previous != NO_OWNER)
-            previous = list(zip(moving.tolist(), table[tables.previous[moving]].tolist()))
-            self._reply = MapReply(
-                self.epoch, self.cluster, workers, places_bytes(table[tables.owners]), previous, packed_since(tables)
-            )
+            self._reply = self._placement.reply(self.epoch, self.cluster, self.live_workers())
         return self._reply
 
     def owner(self, shard: int) -> Key | None:
         """(node name, worker number) that owns a shard, or None."""
-        return self._key(self._tables.owners[shard])
+        return self._placement.key(self._placement.tables.owners[shard])
 
     def previous(self, shard: int) -> Key | None:
         """Who had a shard that is moving, or None."""
-        return self._key(self._tables.previous[shard])
+        return self._placement.key(self._placement.tables.previous[shard])
 
     def since(self, shard: int) -> int:
         """The epoch of a shard's last change of owner."""
-        return int(self._tables.since[shard])
+        return int(self._placement.tables.since[shard])
 
     def shards_held(self) -> dict[Key, int]:
         """How many shards each worker of the map owns."""
-        counts = np.bincount(self._tables.owners, minlength=len(self._keys)).tolist()
-        keys = ((info.node, info.worker) for info in self.live_workers())
-        return {key: counts[self._places[key]] if key in self._places else 0 for key in keys}
+        return self._placement.held((info.node, info.worker) for info in self.live_workers())
 
     def status(self, now: float) -> dict[str, Any]:
         """The cluster for people and programs, JSON-able."""
@@ -402,7 +385,7 @@ class Cluster:
             "shards_moved": self.moves,
             "shards_waiting": self.waiting,
         }
-        return about | clusterstatus.report(self.nodes, self._places, self._tables, self._observed)
+        return about | clusterstatus.report(self.nodes, self._placement.places, self._placement.tables, self._observed)
 
     # -- storing -------------------------------------------------------------------------------------
 
@@ -410,7 +393,9 @@ class Cluster:
         """What must survive a restart, JSON-able."""
         if self.rebuilding:  # half of it would pass for the whole
             return clusterstate.dump(self.cluster, self.epoch, [], [], Tables())
-        return clusterstate.dump(self.cluster, self.epoch, self.nodes.values(), self._keys, self._tables)
+        return clusterstate.dump(
+            self.cluster, self.epoch, self.nodes.values(), self._placement.keys, self._placement.tables
+        )
 
     @classmethod
     def from_state(
@@ -423,8 +408,8 @@ class Cluster:
         """
         stored = clusterstate.load(state)
         made = cls(stored.cluster, now, timing)
-        made.nodes, made._tables = stored.nodes, stored.tables
-        made._name_places(stored.keys)
+        made.nodes = stored.nodes
+        made._placement.name(stored.keys, stored.tables)
         made._base_epoch = stored.epoch
         made._base_since = stored.tables.since.copy()
         made.epoch = made._own_epoch = max(stored.epoch, epoch)
@@ -443,9 +428,6 @@ class Cluster:
         self._clock = now
         if step > 0:
             self._observed += min(step, self.timing.heartbeat_s)
-
-    def _key(self, place: Any) -> Key | None:
-        return self._keys[place] if place != NO_OWNER else None
 
     def _current(self, name: str, instance: int) -> Node | None:
         """The node, if this instance of it is a member."""
@@ -470,7 +452,7 @@ class Cluster:
         workers = [info._replace(node=msg.name, instance=msg.instance) for info in msg.workers]
         node = self.nodes.get(msg.name)
         before = node.state if node is not None else None
-        renewed = _NOTHING
+        renewed = NOTHING
         if node is None:
             node = self.nodes[msg.name] = Node(msg.name, msg.instance, workers, NodeState.JOINING, self._observed)
             why, changed = "joined", True
@@ -480,7 +462,7 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
-            renewed = self._replace(node, bool(msg.warm))
+            renewed = self._placement.replace(node, bool(msg.warm))
             node.asked = False
         node.instance = msg.instance
         node.workers = workers
@@ -494,17 +476,9 @@ class Cluster:
             self._turn(node, NodeState.JOINING, why, actions, always=True)
         self._remap(actions, changed=changed, renewed=renewed)
 
-    def _replace(self, node: Node, warm: bool) -> NDArray[np.int64]:
-        """An instance is gone and its successor is here; the shards that begin anew with it."""
-        places = [self._places[key] for info in node.workers if (key := (node.name, info.worker)) in self._places]
-        tables = self._tables
-        mine = np.isin(tables.owners, places)
-        tables.previous[mine | np.isin(tables.previous, places)] = NO_OWNER
-        return _NOTHING if warm else np.flatnonzero(mine)
-
     def _noticed(self, epoch: int) -> None:
         """Begin to listen, if we know nothing and somebody does."""
-        blank = not self.nodes and not self.rebuilding and (self._tables.owners == NO_OWNER).all()
+        blank = not self.nodes and not self.rebuilding and self._placement.unowned
         if blank and 0 < epoch <= EPOCH_MAX:
             self._rebuild_until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
             self._base_epoch = self._heard_of = 0
@@ -520,7 +494,7 @@ class Cluster:
 
     def _raise(self, epoch: int) -> None:
         """Somebody was told maps up to ``epoch``; go on beyond. The caller makes the next one."""
-        self._base_epoch, self._base_since = self.epoch, self._tables.since.copy()
+        self._base_epoch, self._base_since = self.epoch, self._placement.tables.since.copy()
         self.epoch = epoch
         self._own_epoch = epoch + 1
 
@@ -545,13 +519,7 @@ class Cluster:
         self.cluster = offered.cluster
         self.epoch = max(self.epoch, offered.epoch) + EPOCHS_RESERVED
         self._base_epoch, self._base_since = offered.epoch, since.copy()
-        tables = self._tables = Tables()
-        tables.owners = np.array(offered.owners, np.uint16)
-        tables.homes = tables.owners.copy()
-        tables.since = since.copy()
-        for shard, place in offered.previous.items():
-            tables.previous[shard] = place
-        self._name_places([(info.node, info.worker) for info in offered.workers])
+        self._placement.adopt(offered, since)
         for msg in self._joins.values():
             self._accept(msg, actions)
         return ""
@@ -564,51 +532,18 @@ class Cluster:
         if self.nodes:
             self._remap(actions, changed=True)
 
-    def _name_places(self, keys: list[Key]) -> None:
-        self._keys = keys
-        self._places = {key: place for place, key in enumerate(keys)}
-
-    def _roles(self) -> tuple[list[int], list[Standing]]:
-        """Weight and standing of each place."""
-        weights, spare = [0] * len(self._keys), [0] * len(self._keys)
-        standing = [Standing.GONE] * len(self._keys)
-        for node in self.nodes.values():
-            if node.released:
-                continue
-            role = Standing.KEPT if not node.serving else Standing.READY if node.ready else Standing.QUIET
-            for info in node.workers:
-                place = self._places.get((node.name, info.worker))
-                if place is not None:
-                    standing[place] = role
-                    if role is not Standing.KEPT:
-                        (spare if node.draining else weights)[place] = info.capacity
-        # With nobody else left those that should be empty must do.
-        return (weights if any(weights) else spare), standing
-
-    def _remap(self, actions: list[Action], *, changed: bool = False, renewed: NDArray[np.int64] = _NOTHING) -> None:
+    def _remap(self, actions: list[Action], *, changed: bool = False, renewed: Shards = NOTHING) -> None:
         """All that follows from a change: forget previous owners that do not serve, deal, and make an epoch if need be.
 
         ``renewed``: shards that begin anew, with their owner.
         """
-        known = self._places.keys()
-        new = [(info.node, info.worker) for info in self.live_workers() if (info.node, info.worker) not in known]
-        if new:
-            self._name_places(self._keys + new)
-        weights, standing = self._roles()
-        tables = self._tables
-        lost = np.append(np.asarray(standing) < Standing.QUIET, False)[np.minimum(tables.previous, len(standing))]
-        if lost.any():
-            tables.previous[lost] = NO_OWNER
-            changed = True
-        begun = renewed
-        if not self.rebuilding:
-            dealt = deal(tables, weights, standing, self.timing.moves_at_once)
-            self.waiting = dealt.waiting
-            self.moves += len(dealt.changed)
-            begun = np.concatenate((renewed, dealt.changed))
+        lost, dealt = self._placement.settle(self.nodes, self.timing.moves_at_once, dealing=not self.rebuilding)
+        self.moves += len(dealt)
+        changed |= lost
+        begun = np.concatenate((renewed, dealt))
         if changed or len(begun):
             self.epoch += 1
-            tables.since[begun] = self.epoch
+            self._placement.tables.since[begun] = self.epoch
             self._compact()
             self._reply = None
             if not self.rebuilding:
@@ -616,15 +551,11 @@ class Cluster:
                 actions.append(MapChanged(self.epoch))
 
     def _compact(self) -> None:
-        """Drop places that mean nothing any more; homes there become owners'."""
-        members = {(node.name, info.worker) for node in self.nodes.values() for info in node.workers}
-        if len(members) > KNOWN_MAX:
+        """Drop what means nothing any more, and the longest away when there are too many."""
+        if sum(len(node.workers) for node in self.nodes.values()) > KNOWN_MAX:
             self._forget(min((node for node in self.nodes.values() if node.released), key=lambda node: node.changed))
-        elif not members >= self._places.keys():
-            keep = [key for key in self._keys if key in members]
-            position = {key: at for at, key in enumerate(keep)}
-            self._tables.renumber([position.get(key, NO_OWNER) for key in self._keys])
-            self._name_places(keep)
+        else:
+            self._placement.compact(self.nodes)
 
     def _forget(self, node: Node) -> None:
         del self.nodes[node.name]
@@ -641,34 +572,13 @@ class Cluster:
                 raise CorruptionError(f"cluster: {text}")
 
         must(1 <= self.epoch < 1 << 62, f"epoch {self.epoch}")
-        must(self._places == {key: place for place, key in enumerate(self._keys)}, "a worker with two places")
-        members: set[Key] = set()
-        live: set[Key] = set()
         for name, node in self.nodes.items():
             must(name == node.name and bool(node.workers), f"node {name!r} is not itself")
             must(not node.released or not node.serving, f"{node!r} lives without shards")
             must(node.draining or node.state is not NodeState.DRAINING, f"{node!r} drains, and nobody wanted it to")
             for info in node.workers:
                 must(info.node == name and info.instance == node.instance, f"{node!r} has another's worker")
-                members.add((name, info.worker))
-                if not node.released:
-                    live.add((name, info.worker))
-        must(len(live) <= WORKERS_MAX, f"{len(live)} workers")
-        must(live <= self._places.keys() <= members, "places do not match the members")
-        tables = self._tables
-        tables.check(len(self._keys))
-        must(bool((tables.since <= self.epoch).all()), "a shard has an owner since an epoch to come")
-        weights, standing = self._roles()
-        if self.rebuilding:
-            return
-        for held, least, text in (
-            (tables.owners, Standing.KEPT, "has an owner that is gone"),
-            (tables.previous, Standing.QUIET, "has a previous owner that does not serve"),
-        ):
-            bad = np.append(np.asarray(standing) < least, False)[np.minimum(held, len(standing))]
-            must(not bad.any(), f"shard {int(bad.argmax())} {text}")
-        must(not any(weights) or bool((tables.owners != NO_OWNER).all()), "a shard has no owner")
-        if settled:
-            dealt = deal(tables.copy(), weights, standing, self.timing.moves_at_once)
-            must(not len(dealt.changed), f"{len(dealt.changed)} shards should have moved")
-            must(dealt.waiting == self.waiting, f"{dealt.waiting} shards wait, not {self.waiting}")
+        workers = len(self.live_workers())
+        must(workers <= WORKERS_MAX, f"{workers} workers")
+        limit = self.timing.moves_at_once if settled and not self.rebuilding else None
+        self._placement.check(self.nodes, self.epoch, limit, dealing=not self.rebuilding)
