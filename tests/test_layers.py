@@ -32,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
-        "kv", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor", "bench_load",
+        "kv", "blocks", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor", "bench_load",
         "bench_report", "simulate", "sim", "nodes", "topo",
     },
 }  # fmt: skip
