@@ -7,6 +7,7 @@ carries the very frames of the socket, a few at a time; the socket stays for eve
       0   tail      requests posted so far           client
       8   head      replies posted so far            worker
      16   sleeping  1: kick me, I am not looking     worker
+     24   coming    a commit is to be expected until then: CLOCK_MONOTONIC in ns, or 0      client
     SLOTS request slots, then SLOTS reply slots, SLOT_BYTES each: a frame from the slot's start
 
 Request n lies in slot n mod SLOTS and its reply in the same reply slot. A client posts at most
@@ -20,6 +21,14 @@ last work. Then it raises ``sleeping``, looks once more and waits in its selecto
 the flag sends KICK on the socket. Without a fence between its store and its second look, x86 may
 let the two pass each other on both sides, and nobody kicks: so a client that has polled for about as
 long as the worker kicks anyway. A lost wake-up costs microseconds, never a hang.
+
+Why *coming*
+------------
+A client that puts values of some MiB one after the other posts every few hundred microseconds, which is about
+as long as the worker looks. It so happened that it looked away just before the post, and three puts of 4 MiB in ten
+had to kick it, at 150 us each. Nobody can know how long a copy takes but who makes it: so the client says when it
+expects to be done, by a store and without a system call, and a worker that is still looking goes on until then.
+It believes COMING_MAX_NS of that at most, so nonsense, or a client that has died, costs it no more.
 
 Why the worker trusts nothing here
 ----------------------------------
@@ -46,6 +55,9 @@ RING_BYTES: Final = PAGE_BYTES + 2 * SLOTS * SLOT_BYTES
 TAIL: Final = 0
 HEAD: Final = 8
 SLEEPING: Final = 16
+COMING: Final = 24
+#: An announcement of more than this is not believed.
+COMING_MAX_NS: Final = 4_000_000
 _REQUESTS: Final = PAGE_BYTES
 _REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

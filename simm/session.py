@@ -31,7 +31,7 @@ from . import messages as M
 from .channel import Channel
 from .errors import RemoteProtocolError, SegmentError, TransportError
 from .reader import ArenaReader
-from .ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from .ring import COMING, COMING_MAX_NS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .rpc import Frame, committed_one_of, encode, encode_commit_one
 from .slab import chunk_bytes_for
 from .topology import current_cpu
@@ -44,8 +44,16 @@ GrantTuple = tuple[int, int, int]
 #: Grants kept ahead of need, for each chunk size: so many bytes, but at least one and at most so many.
 AHEAD_BYTES: Final = 4 << 20
 AHEAD_MAX: Final = 64
-#: Values above this ask for their chunk each time: a round trip is small beside their copy.
+#: Values above this keep one grant ahead, and only while more of that very size are put: see learn().
 AHEAD_VALUE_BYTES_MAX: Final = 4 << 20
+#: So many of them must fit what all sessions together may hold; one is in the pool and one on its way.
+LARGE_SHARE: Final = 8
+#: After so long without another large value its grants go back.
+LARGE_IDLE_S: Final = 1.0
+#: Copies of at least this size are announced to a worker that looks; shorter ones end before it would stop.
+EXPECT_BYTES: Final = 256 << 10
+#: An announced commit is expected within so many ns, and half a one for each byte still to be copied (2 GB/s).
+_EXPECT_NS: Final = 100_000
 #: Looks at the ring before the client kicks and sleeps, about 100 us: less than two wake-ups of a core cost.
 _SPINS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
 #: Looks at the socket before the client sleeps, about as long. A put of 4 KiB by socket takes 60 to 90 us where
@@ -90,6 +98,8 @@ class WorkerSession:
         self.grants: dict[int, list[GrantTuple]] = {}
         self.unpins: deque[int] = deque()
         self.recall_bytes = 0
+        #: Chunk bytes of the large value put last, and when.
+        self._large = (0, 0.0)
         self.ring: Ring | None = None
         self._ring_frames: dict[int, Frame] = {}
         #: A WAKE is on its way: the sleeping flag may still be up, and yet a look is worth it.
@@ -177,12 +187,25 @@ class WorkerSession:
                 return ring.post(frame)
         return -1 - self.channel.submit(msg)
 
-    def wake(self) -> None:
-        """Tell a sleeping worker that a commit comes soon, so that it wakes up while we copy.
+    def expect(self, nbytes: int) -> None:
+        """Tell a worker that is looking to go on: a commit comes once so many bytes are copied. No system call."""
+        ring = self.ring
+        if ring is not None and nbytes >= EXPECT_BYTES:
+            ring.words[COMING] = time.monotonic_ns() + min(_EXPECT_NS + (nbytes >> 1), COMING_MAX_NS - 1)
 
-        Waking an idle core takes 50 us and more, the copy of a MiB about as long. Never waits: if the lock is
-        taken, someone talks to the worker already.
+    def came(self) -> None:
+        """What :meth:`expect` announced has been committed."""
+        ring = self.ring
+        if ring is not None:
+            ring.words[COMING] = 0
+
+    def wake(self, nbytes: int = 0) -> None:
+        """:meth:`expect`, and wake the worker up if it sleeps.
+
+        Waking an idle core takes 50 us and more, the copy of a MiB about as long; sending the message takes 25.
+        Never waits: if the lock is taken, someone talks to the worker already.
         """
+        self.expect(nbytes)
         ring = self.ring
         if ring is None or not ring.words[SLEEPING] or not self.lock.acquire(blocking=False):
             return
@@ -346,12 +369,33 @@ class WorkerSession:
         """Put an unused grant back into the pool."""
         self.grants.setdefault(grant[2], []).append(grant)
 
-    def return_idle(self, wanted: int | None = None) -> int:
-        """Hand pooled grants back to the worker: about ``wanted`` bytes, or all; how many bytes."""
+    def learn(self, chunk: int) -> bool:
+        """A large value is put. Shall a grant for another be kept: is it like the last one, and not too large?
+
+        Large grants are a good part of what all sessions may hold, and each costs the store as many bytes of
+        values; a size that comes once shall not leave any behind.
+        """
+        now = time.monotonic()
+        (last, at), self._large = self._large, (chunk, now)
+        return last == chunk and now - at < LARGE_IDLE_S and chunk * LARGE_SHARE <= self.welcome.grant_bytes_max
+
+    def _return_large(self) -> None:
+        """Large grants go back when no more such values come: those in the pool, and the one that is prepared."""
+        chunk, at = self._large
+        if chunk and time.monotonic() - at > LARGE_IDLE_S:
+            self._large = (0, 0.0)
+            self.ask([])  # what is prepared comes with any answer
+            self.return_idle(above=AHEAD_VALUE_BYTES_MAX)
+
+    def return_idle(self, wanted: int | None = None, *, above: int = 0) -> int:
+        """Hand pooled grants back to the worker: about ``wanted`` bytes, or all; how many bytes.
+
+        Only those of chunks of more than ``above`` bytes.
+        """
         given: list[int] = []
         freed = 0
-        for pool in list(self.grants.values()):
-            while pool and (wanted is None or freed < wanted):
+        for size, pool in list(self.grants.items()):
+            while size > above and pool and (wanted is None or freed < wanted):
                 try:
                     number, _, chunk = pool.pop()
                 except IndexError:
@@ -420,6 +464,7 @@ class WorkerSession:
         if self.recall_bytes:
             wanted, self.recall_bytes = self.recall_bytes, 0
             self.return_idle(wanted)
+        self._return_large()
         self.flush_unpins(at_least=1)
         self.release_buried()
 

@@ -7,6 +7,16 @@ Every commit asks for as many grants as it spends, so the pool keeps its level; 
 few more, a full one for none (:func:`wanted`). The worker makes them after its answer and sends them with the next
 one. A single put so costs one exchange and never waits for an allocation, and all its messages have the
 one-key form: 4 KiB by the ring in 9 us, where every fourth put took 33 when the pool was topped up in steps.
+
+Large values cost what their copy costs, and a sleeping worker on top: 25 us to send a message that wakes it,
+50 to 70 until it answers, and 150 where nobody has woken it ahead of time. So
+
+* a single one announces its commit when its copy begins (:meth:`WorkerSession.expect`), so that a worker which
+  still looks does not go to sleep in the middle, and wakes a sleeping one a MiB before the end;
+* from the second of one size on, the next one's grant is there already (:meth:`WorkerSession.learn`): 45 us;
+* a batch asks for its grants before the first copy and takes them when it has used up what was in the pool (100 us a
+  batch), commits in frames that nobody is woken for, and wakes the worker once, when a few MiB are left: it then
+  commits what lies in the ring while we copy those, and only their own commit is waited for.
 """
 
 from __future__ import annotations
@@ -17,18 +27,21 @@ from typing import Final
 
 from . import messages as M
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
+from .constants import SLAB_CHUNK_BYTES_MAX
 from .layout import EntryFlag
 from .messages import Status
-from .session import GrantTuple, WorkerSession, ahead
+from .ring import SLOTS
+from .session import AHEAD_VALUE_BYTES_MAX, EXPECT_BYTES, GrantTuple, WorkerSession, ahead
 from .slab import chunk_bytes_for
 
 _NO_SPACE: Final = int(Status.NO_SPACE)
 _CRC: Final = int(EntryFlag.CRC)
 
-#: Keys and bytes of one commit frame in a batch: small, so that the worker works on one while we copy the next;
-#: not so small that it falls asleep in between and each of them pays for waking it.
+#: Keys and bytes of one commit frame in a batch: small, so that the worker works on one while we copy the next.
 COMMIT_KEYS: Final = 16
-COMMIT_BYTES: Final = 4 << 20
+COMMIT_BYTES: Final = 16 << 20
+#: A batch wakes the worker when no more than this is left to copy, and what was copied before is committed by then.
+LAST_BYTES: Final = 4 << 20
 #: So many bytes before the end of a copy a sleeping worker is woken.
 WAKE_BYTES: Final = 1 << 20
 #: A batch asks for so many bytes of grants at once, and at most so many.
@@ -67,18 +80,25 @@ class ShmPut:
         length = len(source)
         chunk = chunk_bytes_for(length)
         pool = session.pool(chunk)
+        large = chunk > AHEAD_VALUE_BYTES_MAX and 1 + session.learn(chunk)
         try:
             grant = pool.pop()
         except IndexError:
-            asked = self._ask(session, length, 1)
+            asked = self._ask(session, length, large or 1)
             if asked is None:
                 return _NO_SPACE
             grant = asked
         crc, flags = self._fill(session, grant, source, length)
-        keep = ahead(chunk)
         have = len(pool)
-        count = 1 if keep <= 2 * have < 2 * keep else wanted(have, 1, 0, keep) if keep else 0
-        return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+        if large:  # 1: none is kept; 2: one is in the pool, and one wanted
+            count = 1 if large > 1 and have < large else 0
+        else:
+            keep = ahead(chunk)
+            count = 1 if keep <= 2 * have < 2 * keep else wanted(have, 1, 0, keep)
+        status = session.commit_one(digest, grant[0], length, crc, flags, length, count)
+        if length >= EXPECT_BYTES:
+            session.came()
+        return status
 
     def put_many(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
@@ -88,9 +108,14 @@ class ShmPut:
 
         Copying goes on while the worker commits what came before.
         """
-        session.wake()
+        if not positions:
+            return
         fill = self._fill
         left = len(positions)
+        length = len(sources[positions[0]])
+        asked = self._ask_ahead(session, length, left)
+        if asked is not None or left * length <= LAST_BYTES:
+            session.wake()
         pending = 0  # bytes copied and not yet committed
         #: Copied, not yet committed; and where their statuses go.
         entries: list[tuple[bytes, int, int, int, int, int]] = []
@@ -99,54 +124,75 @@ class ShmPut:
         flying: list[tuple[int, list[int]]] = []
         pool: list[GrantTuple] = []
         pooled = -1
-        for position in positions:
-            source = sources[position]
-            length = len(source)
-            if length != pooled:  # 0.3 us a key less than session.take
-                pool, pooled = session.pool(chunk_bytes_for(length)), length
-            grant: GrantTuple | None
-            try:
-                grant = pool.pop()
-            except IndexError:
-                if entries:
+        try:
+            for position in positions:
+                source = sources[position]
+                length = len(source)
+                if length != pooled:  # 0.3 us a key less than session.take
+                    pool, pooled = session.pool(chunk_bytes_for(length)), length
+                grant: GrantTuple | None
+                try:
+                    grant = pool.pop()
+                except IndexError:
+                    if entries:
+                        flying.append((_commit(session, entries, left), mine))
+                        entries, mine, pending = [], [], 0
+                    if asked is not None:
+                        ticket, asked = asked, None
+                        _gather(session, ticket)
+                    grant = session.take(length)
+                    if grant is None:
+                        collect(session, flying, statuses)
+                        flying = []
+                        grant = self._ask(session, length, left)
+                left -= 1
+                if grant is None:
+                    statuses[position] = _NO_SPACE
+                    continue
+                pending += length
+                after = left * length  # as far as one can tell
+                full = (
+                    pending >= COMMIT_BYTES or len(entries) + 1 >= COMMIT_KEYS or after <= LAST_BYTES < after + length
+                )
+                wake = after
+                if left and not pool:  # this was the last one: more come while it is filled
+                    if asked is None:
+                        asked = self._ask_ahead(session, length, left)
+                elif not (full or not left) or (after > LAST_BYTES and len(flying) < SLOTS - 2):
+                    wake = -1
+                crc, flags = fill(session, grant, source, length, wake)
+                entries.append((digests[position], grant[0], length, crc, flags, 0))
+                mine.append(position)
+                if left and full:
                     flying.append((_commit(session, entries, left), mine))
                     entries, mine, pending = [], [], 0
-                collect(session, flying, statuses)
-                flying = []
-                grant = self._ask(session, length, left)
-            left -= 1
-            if grant is None:
-                statuses[position] = _NO_SPACE
-                continue
-            pending += length
-            full = pending >= COMMIT_BYTES or len(entries) + 1 >= COMMIT_KEYS
-            crc, flags = fill(session, grant, source, length, full or not left)
-            entries.append((digests[position], grant[0], length, crc, flags, 0))
-            mine.append(position)
-            if left and full:
-                flying.append((_commit(session, entries, left), mine))
-                entries, mine, pending = [], [], 0
-        if entries:
-            flying.append((_commit(session, entries, 0), mine))
-        collect(session, flying, statuses)
+        finally:
+            # Interrupted, too: what is copied is complete, and the grants in answers that nobody takes would be lost.
+            if entries:
+                flying.append((_commit(session, entries, 0), mine))
+            if asked is not None:
+                _gather(session, asked)
+            collect(session, flying, statuses)
+        session.came()
 
     def _fill(
-        self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, commits: bool = True
+        self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, after: int = 0
     ) -> tuple[int, int]:
         """Copy a value into its chunk: (crc, flags). Interrupted, the chunk goes back to the pool unused.
 
-        ``commits``: a commit follows at once, and a sleeping worker is woken for it.
+        ``after``: a commit follows at once, a sleeping worker is woken for it, and shall look on for as long as
+        copying so many more bytes takes; -1: none does.
         """
         session.begin_copy()
         try:
             reader = session.reader
             start = grant[1] - reader.data_offset
             if type(source) is Span:
-                self._copy(session, reader.data_address + start, source.address, length, commits)
+                self._copy(session, reader.data_address + start, source.address, length, after)
             elif length < RELEASE_BYTES:
                 reader.data[start : start + length] = source  # type: ignore[assignment]
             else:
-                self._copy(session, reader.data_address + start, address_of(source), length, commits)  # type: ignore[arg-type]
+                self._copy(session, reader.data_address + start, address_of(source), length, after)  # type: ignore[arg-type]
             if self._checksum:
                 return zlib.crc32(reader.data[start : start + length]), _CRC
             return 0, 0
@@ -156,20 +202,35 @@ class ShmPut:
         finally:
             session.end_copy()
 
-    def _copy(self, session: WorkerSession, target: int, source: int, length: int, commits: bool) -> None:
+    def _copy(self, session: WorkerSession, target: int, source: int, length: int, after: int) -> None:
         """Copy; the worker is woken when about as much is left as its waking takes."""
         copy = self._copier.copy
-        if not commits:
+        if after < 0:
             copy(target, source, length)
             return
-        ahead_of_end = length - WAKE_BYTES
-        if ahead_of_end > 0:
-            copy(target, source, ahead_of_end)
-            session.wake()
-            copy(target + ahead_of_end, source + ahead_of_end, WAKE_BYTES)
+        head = length - WAKE_BYTES
+        if head > 0:
+            if length <= LAST_BYTES:
+                session.expect(length)
+            copy(target, source, head)
+            session.wake(WAKE_BYTES + after)
+            copy(target + head, source + head, WAKE_BYTES)
         else:
-            session.wake()
+            session.wake(length + after)
             copy(target, source, length)
+
+    @staticmethod
+    def _ask_ahead(session: WorkerSession, length: int, left: int) -> int | None:
+        """Ask for the grants that the pool lacks for so many values, without waiting: a ticket, or None."""
+        chunk = chunk_bytes_for(length)
+        lack = left - len(session.pool(chunk))
+        if lack <= 0:
+            return None
+        session.acquire()
+        try:
+            return session.submit_locked(M.Grant([(length, min(lack, ASK_MAX, max(1, ASK_BYTES // chunk)))]))
+        finally:
+            session.lock.release()
 
     @staticmethod
     def _ask(session: WorkerSession, length: int, left: int) -> GrantTuple | None:
@@ -194,13 +255,25 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
     for length, count in spent.items():
         chunk = chunk_bytes_for(length)
         keep = ahead(chunk)
-        if keep:
-            count = wanted(len(session.pool(chunk)), count, left, keep)
-            if count:
-                wants.append((length, count))
+        have = len(session.pool(chunk))
+        if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
+            count = 0 if left else max(0, keep - have)
+        else:
+            count = wanted(have, count, left, keep)
+        if count:
+            wants.append((length, count))
     session.acquire()
     try:
         return session.submit_locked(M.Commit(entries, wants))
+    finally:
+        session.lock.release()
+
+
+def _gather(session: WorkerSession, ticket: int) -> None:
+    """Wait for grants asked for ahead; they land in the pool."""
+    session.acquire()
+    try:
+        session.add_grants_locked(session.wait_locked(ticket).grants)
     finally:
         session.lock.release()
 

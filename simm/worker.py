@@ -38,7 +38,7 @@ from .layout import Word
 from .loop import Loop, Peer, Service
 from .messages import Status
 from .process import stop_on_signals
-from .ring import RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
+from .ring import COMING, COMING_MAX_NS, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from .rpc import CommitOne, Frame, commit_one_of, decode, reply, reply_committed_one
 from .shards import bitmap_of, shards_in
 from .store import Store
@@ -185,10 +185,15 @@ class Worker(Service):
                 if busy:
                     last_work = clock()
             now = clock()
-            if now - last_work > window and now > self._poll_until:
+            if now - last_work > window and now > self._poll_until and not self._expected(now):
                 self._sleep_rings()
             elif len(self._active) > 1:
                 self._retire_rings(now)
+
+    def _expected(self, now: float) -> bool:
+        """Has a client whose ring we look at said that its next commit comes about now?"""
+        moment = int(now * 1e9)
+        return any(0 < ring.words[COMING] - moment <= COMING_MAX_NS for ring, _ in self._active)
 
     def _beat(self) -> None:
         self.store.header[Word.HEARTBEAT] = (self.store.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF

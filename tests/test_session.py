@@ -10,7 +10,8 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 from storm.inproc import WorkerThread
@@ -22,7 +23,9 @@ from simm.client import View
 from simm.errors import TransportError
 from simm.hashing import Hasher
 from simm.messages import Status
+from simm.ring import COMING, COMING_MAX_NS
 from simm.session import WorkerSession
+from simm.shmput import ShmPut
 
 digest_of = Hasher("default")
 MIB = 1 << 20
@@ -303,6 +306,137 @@ def test_issue_a_large_batch_of_grants_fits_one_answer() -> None:
         session.ask([(4096, 1024)])
         assert len(session.grants[4096]) == 1024
         session.close()
+
+
+def sync_asks(session: WorkerSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by an item each time that somebody waits for grants with nothing else to do."""
+    asks: list[int] = []
+    ask = session.ask
+
+    def counted(wants: Sequence[tuple[int, int]]) -> None:
+        asks.extend(count for _, count in wants)
+        ask(wants)
+
+    monkeypatch.setattr(session, "ask", counted)
+    return asks
+
+
+def held_by(worker: WorkerThread, session: WorkerSession) -> tuple[set[int], set[int]]:
+    """Grant ids that the worker holds for a session, and those that its client knows of or will be told of."""
+    with worker.frozen() as store:
+        store.settle()
+        store.check()
+        mine = store.sessions[session.session]
+        known = {grant[0] for pool in session.grants.values() for grant in pool}
+        return set(mine.grants), known | {grant[0] for grant in mine.prepared}
+
+
+def stored(session: WorkerSession, key: str) -> bytes:
+    found = session.reader.locate(digest_of(key))
+    return bytes(session.reader.value(found)) if found is not None else b""
+
+
+def test_a_large_value_has_its_grant_ahead_from_the_third_of_its_size_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none stays behind when no more of them come, nor for sizes that came once."""
+    size = (4 << 20) + 1
+    with WorkerThread(320 * MIB) as worker:
+        session = worker.session()
+        asks = sync_asks(session, monkeypatch)
+        path = ShmPut(buffers.Copier(1), checksum=False)
+        for number in range(6):
+            assert path.put_one(session, digest_of(f"k{number}"), memoryview(bytes([number]) * size)) == Status.OK
+            assert stored(session, f"k{number}") == bytes([number]) * size
+        assert asks == [1, 2]
+        assert len(held_by(worker, session)[0]) == 2
+        assert path.put_one(session, digest_of("other"), memoryview(bytes(size + 4096))) == Status.OK
+        assert asks == [1, 2, 1]
+        session.tend()
+        assert len(held_by(worker, session)[0]) == 2  # of the size before; it may come back
+        session._large = (session._large[0], session._large[1] - session_module.LARGE_IDLE_S)
+        session.tend()
+        assert held_by(worker, session) == (set(), set())
+        session.close()
+
+
+def test_no_large_grant_is_kept_where_it_is_much_of_what_all_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerThread(64 * MIB) as worker:
+        session = worker.session()
+        asks = sync_asks(session, monkeypatch)
+        path = ShmPut(buffers.Copier(1), checksum=False)
+        for _ in range(4):
+            assert path.put_one(session, digest_of("k"), memoryview(bytes(5 * MIB))) == Status.OK
+            assert held_by(worker, session) == (set(), set())
+        assert asks == [1] * 4
+        session.close()
+
+
+@pytest.mark.parametrize("size", [700, 64 << 10, 300_000, MIB, 5 * MIB])
+def test_batches_of_any_size_are_stored_and_leave_no_grant_unknown(size: int) -> None:
+    """More than the session may hold at once, so that grants run out in the middle."""
+    with WorkerThread(96 * MIB) as worker:
+        session = worker.session()
+        path = ShmPut(buffers.Copier(1), checksum=True)
+        count = min(40, 48 * MIB // size)
+        for turn in range(3):
+            values = [memoryview(bytes([turn * 50 + number]) * size) for number in range(count)]
+            digests = [digest_of(f"b{number}") for number in range(count)]
+            statuses = [99] * count
+            path.put_many(session, digests, values, range(count), statuses)
+            assert statuses == [Status.OK] * count
+            for number, value in enumerate(values):
+                assert stored(session, f"b{number}") == value
+            held, known = held_by(worker, session)
+            assert held == known
+            with worker.frozen() as store:
+                assert store.granted_bytes <= store.granted_bytes_max
+        session.close()
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 19])
+def test_an_interrupted_batch_loses_no_grant(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_issue: chunks that were filled and not committed yet stayed the session's until its end, unknown to it."""
+    with WorkerThread(256 * MIB) as worker:
+        session = worker.session()
+        path = ShmPut(buffers.Copier(1), checksum=False)
+        copies: list[int] = []
+        copy = path._copier.copy
+
+        def interrupted(target: int, source: int, size: int) -> None:
+            if len(copies) == at:
+                raise KeyboardInterrupt
+            copies.append(size)
+            copy(target, source, size)
+
+        monkeypatch.setattr(path._copier, "copy", interrupted)
+        values = [memoryview(bytes([number]) * MIB) for number in range(20)]
+        with pytest.raises(KeyboardInterrupt):
+            path.put_many(session, [digest_of(f"i{n}") for n in range(20)], values, range(20), [99] * 20)
+        held, known = held_by(worker, session)
+        assert held == known and not session.copying and not session._ring_frames
+        for number in range(20):
+            assert stored(session, f"i{number}") in (b"", values[number])
+        session.close()
+
+
+def test_an_announced_commit_is_believed_for_milliseconds(worker: WorkerThread) -> None:
+    session = worker.session()
+    ring = session.ring
+    assert ring is not None
+    with worker.frozen():
+        running = worker.worker
+        running._active = [(ring, running._links[session.session])]
+        now = time.monotonic()
+        assert not running._expected(now)
+        session.expect(MIB)
+        assert running._expected(now) and not running._expected(now + COMING_MAX_NS / 1e9)
+        session.came()
+        assert not running._expected(now)
+        session.expect(100)  # not worth it
+        assert not running._expected(now)
+        ring.words[COMING] = (1 << 64) - 1
+        assert not running._expected(now)
+        running._active = []
+    session.close()
 
 
 def test_issue_an_interrupted_copy_has_ended_when_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
