@@ -456,6 +456,10 @@ class Settings:
         _choice("auto", "shm", "tcp"), "data path: auto, shm or tcp", CLIENT, default="auto", metavar="PATH",
     )
     checksum: bool = _setting(_boolean, "store and verify a crc32 of each value", CLIENT, default=False)
+    replicas: int = _setting(
+        _integer(1, 2), "copies of each value, on different nodes; 2 makes the namespace put-once",
+        CLIENT, default=1, metavar="N",
+    )
     copy_threads: int = _setting(
         _integer(0, 256), "threads that share a large copy; 0: by the machine", CLIENT, default=0, metavar="N",
     )

@@ -26,6 +26,7 @@ def client_arguments(settings: Settings) -> dict[str, Any]:
         "checksum": settings.checksum,
         "copy_threads": settings.copy_threads,
         "token": token_of(settings),
+        "replicas": settings.replicas,
     }
 
 

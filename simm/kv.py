@@ -23,38 +23,28 @@ over the file ``SIMM_CONFIG``, that over defaults. They are read by ``Store()``:
 Stores with the same settings share one client; it lives until the last of them is closed or the process
 ends. Dropping a store closes nothing: a finalizer may run in any thread at any moment, and is no place for I/O.
 
-Memory
-------
-A :class:`BlockView` is an address and a size that the caller vouches for. Neither the shm nor the TCP path needs
-a registration, so an MR here names memory and keeps its owner alive, nothing else; registered
-twice, overlapping or stale it cannot do harm.
+Memory is named by ``blocks.py``.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import logging
-import mmap
-import operator
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import numpy as np
-
 from . import config
-from .buffers import DEFAULT_COPY_THREADS, Span, tensor_span
+from .blocks import Block, BlockView, MrExt, complain, complain_no_more, deregister_mr, register_mr
+from .buffers import DEFAULT_COPY_THREADS, Span
 from .client import DOWN, MISS, SMALL, Client
 from .constants import DEFAULT_MANAGER_PORT, VALUE_BYTES_MAX
 from .errors import Code, ConfigError, SimmError, TransportError, UsageError
-from .hashing import shard_of
 from .messages import Status
 from .startup import read_tokens
 
@@ -72,8 +62,6 @@ _GET_FAILED: Final = int(Code.GET_FAILED)
 _UNAVAILABLE: Final = int(Code.UNAVAILABLE)
 _KEY_NOT_FOUND: Final = int(Code.KEY_NOT_FOUND)
 
-#: A caller's mistake is logged at most so often, seconds: it tends to come with every page of a prompt.
-_COMPLAIN_S: Final = 10.0
 #: Interpreter exit waits so long for clients to say goodbye; what they leave out the servers find out themselves.
 EXIT_S: Final = 1.0
 _LOG_FORMAT: Final = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
@@ -158,224 +146,6 @@ def set_flag(name: str, value: str) -> bool:
     return True
 
 
-# --- memory -----------------------------------------------------------------------------------
-
-
-class MrExt:
-    """A registered piece of memory. Opaque to engines; made by :func:`register_mr`."""
-
-    __slots__ = ("__weakref__", "_registered", "_span")
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self._registered = True
-
-    def __repr__(self) -> str:
-        state = "" if self._registered else ", deregistered"
-        return f"<MrExt {self._span.address:#x}, {self._span.size} bytes{state}>"
-
-    def read_only_at(self, address: int, size: int) -> bool:
-        """Is this piece within memory that was registered as read-only?"""
-        span = self._span
-        return not span.writable and address < span.address + span.size and span.address < address + size
-
-
-def register_mr(tensor: Any, size: int | None = None) -> MrExt | None:
-    """Register memory: ``register_mr(tensor)`` or ``register_mr(address, size)``.
-
-    A tensor is anything with ``data_ptr()``, ``numel()`` and ``element_size()``, with the buffer protocol or
-    with an array interface; contiguous, on the CPU. Its memory stays alive as long as the MR or a view made
-    with it. None when that memory cannot be registered: the reason is logged. Raises TypeError for anything else.
-    """
-    try:
-        if size is None:
-            return MrExt(_span_of(tensor))
-        return MrExt(Span(_integer(tensor, "an address"), _integer(size, "a size")))
-    except UsageError as exc:
-        log.error("register_mr: %s", exc)
-        return None
-
-
-def deregister_mr(mr: MrExt) -> bool:
-    """Let go of a registration; False if it has been already. Views made with it stay good."""
-    if not isinstance(mr, MrExt) or not mr._registered:
-        return False
-    mr._registered = False
-    mr._span.keep = None
-    return True
-
-
-def _integer(value: Any, what: str) -> int:
-    """Python's and numpy's integers as int. Raises TypeError."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{what} is an int, not {type(value).__name__}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an int, not {type(value).__name__}") from None
-
-
-def _span_of(thing: Any) -> Span:
-    """The memory of a tensor, buffer or array. TypeError if it is none, UsageError if it cannot be used."""
-    if isinstance(thing, Span):
-        return Span(thing.address, thing.size, writable=thing.writable, keep=thing.keep)
-    if isinstance(thing, (int, str)):
-        raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}")
-    try:
-        span = tensor_span(thing)
-        if span is not None:
-            return span
-        array = np.asarray(thing) if hasattr(thing, "__array_interface__") else np.asarray(memoryview(thing))
-    except UsageError:
-        raise
-    except (TypeError, ValueError, AttributeError) as exc:
-        raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}: {exc}") from None
-    if array.dtype.hasobject:
-        raise TypeError("an array of Python objects holds no values, only addresses of this process")
-    if not array.flags.c_contiguous:
-        raise UsageError("the array is not contiguous: pass numpy.ascontiguousarray(...) or a contiguous part")
-    if not array.nbytes:
-        raise UsageError("the array is empty: there is nothing to register")
-    address: int = array.__array_interface__["data"][0]
-    return Span(address, array.nbytes, writable=bool(array.flags.writeable), keep=(thing, array))
-
-
-class BlockView:
-    """A piece of memory that ``put`` reads and ``get`` writes: never a byte beyond ``size``."""
-
-    __slots__ = ("_piece", "mr", "size")
-
-    def __init__(self, span: Span | None, size: int, mr: MrExt | None) -> None:
-        #: None where address or size name no memory; the operations answer INVALID_ARGUMENT then.
-        self._piece = span
-        self.size = size
-        self.mr = mr
-
-    @classmethod
-    def from_tensor(cls, tensor: Any, mr: MrExt | None = None) -> BlockView:
-        """A view of a whole tensor, buffer or array, as :func:`register_mr` takes it.
-
-        Raises TypeError for anything else, UsageError where it is not contiguous, not on the CPU, or empty.
-        """
-        span = _span_of(tensor)
-        return cls(span, span.size, _mr(mr))
-
-    @classmethod
-    def from_buffer(cls, ptr: int, size: int, mr: MrExt | None = None) -> BlockView:
-        """A view of ``size`` bytes at an address. Raises TypeError where those are no ints.
-
-        Numbers that name no memory make a view that every operation refuses, so that one bad page does not
-        take a batch with it.
-        """
-        if type(ptr) is not int:
-            ptr = _integer(ptr, "an address")
-        if type(size) is not int:
-            size = _integer(size, "a size")
-        if mr is None:
-            keep, writable = None, True
-        else:
-            keep, writable = _mr(mr)._span.keep, not mr.read_only_at(ptr, size)  # type: ignore[union-attr]
-        try:
-            return cls(Span(ptr, size, writable=writable, keep=keep), size, mr)
-        except UsageError as exc:
-            _complain("from_buffer: %s", exc)
-            return cls(None, size, mr)
-
-    def as_ref(self) -> Any:
-        """The memory itself as a 1-D uint8 torch tensor; a numpy array where torch is not installed, or where
-        the memory is read-only, which torch cannot express. Raises UsageError if the view names no memory."""
-        if self._piece is None:
-            raise UsageError(f"this view of {self.size} bytes names no memory")
-        return _as_ref(self._piece)
-
-    def view(self) -> BlockView:
-        """The view itself."""
-        return self
-
-    def __len__(self) -> int:
-        return max(0, self.size)
-
-    def __repr__(self) -> str:
-        return f"<BlockView of {self.size} bytes at {self._piece.address if self._piece is not None else 0:#x}>"
-
-
-def _mr(mr: Any) -> MrExt | None:
-    if mr is not None and not isinstance(mr, MrExt):
-        raise TypeError(f"mr is what register_mr() returned, or None, not {type(mr).__name__}")
-    return mr
-
-
-class Block:
-    """Zeroed memory of its own, page-aligned; ``Store.allocate`` makes it. It lives as long as anything made of it.
-
-    Raises TypeError, UsageError for a size below 1, MemoryError.
-    """
-
-    __slots__ = ("_span", "size")
-
-    def __init__(self, size: int) -> None:
-        size = _integer(size, "a size")
-        if size <= 0:
-            raise UsageError(f"a block has at least 1 byte, not {size}")
-        try:
-            # Private: a forked child gets a copy, as with any other memory of the process.
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as exc:
-            raise MemoryError(f"no memory for a block of {size} bytes: {exc}") from None
-        array = np.frombuffer(pages, np.uint8)
-        self._span = Span(array.__array_interface__["data"][0], size, keep=array)
-        self.size = size
-
-    def as_ref(self) -> Any:
-        """The block as a writable 1-D uint8 torch tensor; a numpy array where torch is not installed."""
-        return _as_ref(self._span)
-
-    def view(self) -> BlockView:
-        """A view of the whole block, which keeps the memory alive."""
-        return BlockView(self._span, self.size, None)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __repr__(self) -> str:
-        return f"<Block of {self.size} bytes>"
-
-
-class _Aliased:
-    """Exports a span by the array interface and keeps its owner as long as numpy or torch refer to it."""
-
-    __slots__ = ("__array_interface__", "_keep")
-
-    def __init__(self, span: Span) -> None:
-        self._keep = span.keep
-        self.__array_interface__ = {
-            "version": 3, "shape": (span.size,), "typestr": "|u1", "data": (span.address, not span.writable),
-        }  # fmt: skip
-
-
-def _as_ref(span: Span) -> Any:
-    array = np.asarray(_Aliased(span))
-    torch = _torch() if span.writable else None
-    return array if torch is None else torch.frombuffer(array, dtype=torch.uint8)
-
-
-_NO_TORCH: Any = object()
-_torch_module: Any = None
-
-
-def _torch() -> Any:
-    """torch, imported at the first need (seconds); None where it is not installed."""
-    global _torch_module
-    if _torch_module is None:
-        _torch_module = sys.modules.get("torch")
-        if _torch_module is None:
-            try:
-                _torch_module = importlib.import_module("torch")
-            except ImportError:
-                _torch_module = _NO_TORCH
-    return None if _torch_module is _NO_TORCH else _torch_module
-
-
 # --- shared clients ---------------------------------------------------------------------------
 
 
@@ -390,6 +160,7 @@ class _Wanted(NamedTuple):
     checksum: bool
     copy_threads: int
     token: str
+    replicas: int
 
 
 #: Never shrunk but by close(), so that nothing of the parent's is finalised in a forked child.
@@ -423,6 +194,7 @@ def _wanted(settings: config.Settings) -> _Wanted:
     return _Wanted(
         os.getpid(), ",".join(map(str, settings.manager)), settings.namespace, settings.path,
         settings.deadline_ms / 1000, settings.checksum, settings.copy_threads, tokens[0] if tokens else "",
+        settings.replicas,
     )  # fmt: skip
 
 
@@ -497,18 +269,6 @@ def _log_to(settings: config.Settings) -> None:
         root.warning("%s", trouble)
 
 
-_complained_at = -_COMPLAIN_S
-
-
-def _complain(text: str, *arguments: Any) -> None:
-    """Log a caller's mistake, now and then."""
-    global _complained_at
-    now = time.monotonic()
-    if now - _complained_at >= _COMPLAIN_S:
-        _complained_at = now
-        log.warning(text, *arguments)
-
-
 def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
@@ -516,8 +276,7 @@ def _after_fork_in_child() -> None:
 
 def _close_all() -> None:
     """At exit: hand back what the servers hold for us, for a second at most."""
-    global _complained_at
-    _complained_at = float("inf")  # daemon threads may still be at work; that their store closes is not their mistake
+    complain_no_more()  # daemon threads may still be at work; that their store closes is not their mistake
     clients = list(_clients.values())
     if not clients:
         return
@@ -628,7 +387,7 @@ class Store:
                 elif got in (MISS, SMALL):
                     results[at] = _GET_FAILED
                     if got == SMALL:
-                        _complain("get: a value does not fit its view of %d bytes", len(spans[at]))
+                        complain("get: a value does not fit its view of %d bytes", len(spans[at]))
         return results if positions is None else _spread(results, positions, [_INVALID] * len(keys))
 
     def mexists(self, keys: Sequence[str]) -> list[bool]:
@@ -753,7 +512,7 @@ class Store:
     def _refuse(self, count: int, why: str, *arguments: Any) -> None:
         if count:
             self.rejected += count
-            _complain("invalid argument: " + why, *arguments)
+            complain("invalid argument: " + why, *arguments)
 
 
 def _sources(spans: Sequence[Span]) -> bool:
@@ -786,8 +545,10 @@ def _no_sink(block: Any) -> str:
 
 def _outage(client: Client, digest: bytes) -> int:
     """NO_ROUTE where the shard map names no owner, else UNAVAILABLE."""
-    route = client._route
-    return _NO_ROUTE if route and route[shard_of(digest)] is None else _UNAVAILABLE
+    try:
+        return _UNAVAILABLE if client.owned(digest) else _NO_ROUTE
+    except UsageError:  # closed by another thread a moment ago
+        return _UNAVAILABLE
 
 
 def _spread(answers: Sequence[_T], positions: Sequence[int], results: list[_T]) -> list[_T]:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm import config, kv
+from simm import blocks, config, kv
 from simm.client import Client
 from simm.constants import DEFAULT_MANAGER_PORT, PAGE_BYTES, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
@@ -55,7 +55,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No flags, clients, environment or log handler of another test."""
     for name in [name for name in os.environ if name.startswith("SIMM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(kv, "_complained_at", -1e9)
+    monkeypatch.setattr(blocks, "_complained_at", -1e9)
     before = dict(kv._flags)
     kv._flags.clear()
     yield
@@ -579,7 +579,7 @@ def test_the_other_flags_reach_the_client(cluster: Any, namespace: str, monkeypa
         assert store._client.namespace == namespace
     assert set_flag("clnt_async_req_timeout_ms", "700")
     assert set_flag("clnt_thread_pool_size", "10")
-    assert kv._wanted(kv._settings())[4:] == (0.7, False, 3, "")
+    assert kv._wanted(kv._settings())[4:] == (0.7, False, 3, "", 1)
     assert set_flag("clnt_sync_req_timeout_ms", "900")
     assert set_flag("clnt_thread_pool_size", "2")
     with Store() as store:
@@ -598,8 +598,7 @@ def test_the_environment_names_the_manager(cluster: Any, namespace: str, monkeyp
 
 
 def test_no_manager_is_a_runtime_error_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = Client._connect
-    monkeypatch.setattr(Client, "_connect", lambda self, map_timeout_s=0.0: connect(self, 0.0))
+    monkeypatch.setattr("simm.routing.MAP_TIMEOUT_S", 0.0)
     with socket.socket() as taken:  # bound but not listening: refused, by nobody else's mistake
         taken.bind(("127.0.0.1", 0))
         point_at(f"127.0.0.1:{taken.getsockname()[1]}")
@@ -926,7 +925,7 @@ def test_a_torch_that_is_there_already_is_used(monkeypatch: pytest.MonkeyPatch) 
         return "tensor"
 
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(uint8="uint8", frombuffer=frombuffer))
-    monkeypatch.setattr(kv, "_torch_module", None)
+    monkeypatch.setattr(blocks, "_torch_module", None)
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} imported"))
     block = Block(100)
     assert block.as_ref() == "tensor"
@@ -934,7 +933,7 @@ def test_a_torch_that_is_there_already_is_used(monkeypatch: pytest.MonkeyPatch) 
     assert dtype == "uint8"
     assert (memoryview(memory).nbytes, memoryview(memory).readonly) == (100, False)
     memory[5] = 7
-    monkeypatch.setattr(kv, "_torch_module", kv._NO_TORCH)
+    monkeypatch.setattr(blocks, "_torch_module", blocks._NO_TORCH)
     assert block.as_ref()[5] == 7
 
 
