@@ -115,9 +115,8 @@ class WorkerSlot:
         used = stats["data_bytes"] - stats["free_bytes"]
         evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
         moved = self.moved_before + self.progress.bytes
-        return M.WorkerLoad(
-            used, stats["entries"], stats["puts"], evictions, moves_left, moved, self.progress.rate if self.mover else 0
-        )
+        rate = self.progress.rate if moves_left else 0
+        return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)
 
     def mover_ended(self) -> None:
         """Add up what it did."""

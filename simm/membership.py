@@ -338,6 +338,8 @@ class Membership(Service):
     def _on_map(self, msg: Any) -> None:
         if not isinstance(msg, M.MapReply) or not self.joined:
             return
+        if msg.epoch == self.member.epoch and not self.member.fenced:
+            return  # an answer and a push of the same map
         try:
             taken = self.member.take_map(ShardMap(msg))
         except RemoteProtocolError as exc:

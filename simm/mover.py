@@ -93,6 +93,8 @@ IN_FLIGHT_BYTES: Final = 32 << 20
 ATTEMPTS: Final = 3
 PROGRESS_S: Final = 0.25
 TURN_S: Final = 0.02
+#: With nothing left, we wait so long for the next map: a cluster that grows moves shards in several steps.
+LINGER_S: Final = 1.0
 
 _OK: Final = int(Status.OK)
 _TORN: Final = int(Status.TORN)
@@ -161,17 +163,21 @@ class Mover:
         """Until everything is here; False when the supervisor has gone before that. Raises WorkerLost."""
         poll = select.poll()
         poll.register(self.supervisor, select.POLLIN)
+        done_at = 0.0
         while True:
             if poll.poll(int(TURN_S * 1000)) and not self._read():
                 return False
             busy = self._reap()
             if time.monotonic() >= self._replan_at:
-                self._plan()
-                busy = True
+                busy = self._plan() or busy
             left = len(self.member.moving(self.settings.worker, self.own.words().data))
-            done = self.member.map is not None and not left and not busy
-            self._tell(left, done)
-            if done:
+            if self.member.map is None or left or busy:
+                self._tell(left)
+                done_at = 0.0
+            elif not done_at:
+                done_at = time.monotonic()
+                self._tell(0, at_once=True)
+            elif time.monotonic() > done_at + LINGER_S:
                 return True
 
     def _reap(self) -> bool:
@@ -199,16 +205,17 @@ class Mover:
             self._replan_at = 0.0
         return True
 
-    def _plan(self) -> None:
-        """Start on what the map wants and nobody works on."""
+    def _plan(self) -> bool:
+        """Start on what the map wants and nobody works on; is there any?"""
         self._replan_at = time.monotonic() + REPLAN_S
         shard_map, worker = self.member.map, self.settings.worker
         if shard_map is None:
-            return
+            return False
         since = shard_map.since
         wanted = {shard: since[shard] for shard in self.member.moving(worker, self.own.words().data)}
         with self.own.gate:
             self._epoch, self._wanted = shard_map.epoch, wanted
+        started = False
         for info, shards in self.member.tasks(worker):
             with self._lock:
                 fresh = {
@@ -222,6 +229,8 @@ class Mover:
                 if key not in self._previous:
                     self._previous[key] = Previous(info, self.settings.token)
                 self._submit(self._freezers, self._take_over, Job(self._previous[key], shard_map.epoch, fresh))
+                started = True
+        return started
 
     def _submit(self, pool: ThreadPoolExecutor, body: Callable[[Job], None], job: Job) -> None:
         with self._lock:
@@ -232,11 +241,11 @@ class Mover:
         wanted = self._wanted
         return [shard for shard, since in job.since.items() if wanted.get(shard) == since]
 
-    def _tell(self, left: int, done: bool) -> None:
+    def _tell(self, left: int, *, at_once: bool = False) -> None:
         """Progress, to the supervisor, a few times a second and at the end."""
         now = time.monotonic()
         passed = now - self._told_at
-        if passed < PROGRESS_S and not done:
+        if passed < PROGRESS_S and not at_once:
             return
         rate = int((self.bytes - self._told.bytes) / passed) if passed else 0
         self._told, self._told_at = M.MoveProgress(left, self.bytes, rate, self.values, self.lost), now

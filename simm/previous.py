@@ -26,7 +26,7 @@ from .shards import bitmap_of, shards_in
 
 #: Deadline of an exchange; one with values has a second more for each SLOWEST_BYTES.
 EXCHANGE_S: Final = 3.0
-SLOWEST_BYTES: Final = 1 << 20
+SLOWEST_BYTES: Final = 4 << 20
 #: Deadline of a FREEZE: writers wait for it.
 FREEZE_TRY_S: Final = 1.0
 #: Entries on a page of LISTED.
@@ -125,7 +125,7 @@ class Previous:
     def fetch(channel: Channel, wants: Sequence[tuple[bytes, memoryview]]) -> list[tuple[int, int, int]]:
         """Values straight into their chunks: (status, crc, flags) each. OK: whole, and of the chunk's length."""
         number = channel.submit(M.FetchPrevious([(digest, len(target)) for digest, target in wants]))
-        until = time.monotonic() + EXCHANGE_S + sum(len(target) for _, target in wants) / SLOWEST_BYTES
+        channel.until += sum(len(target) for _, target in wants) / SLOWEST_BYTES
         fetched = channel.result(channel.wait(number))
         if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
             channel.fail("the previous owner answered FETCH_PREVIOUS with something else")
@@ -133,7 +133,7 @@ class Previous:
             if status == _OK:
                 if length != len(target):
                     channel.fail(f"the previous owner sends {length} bytes of a value that has {len(target)}")
-                _receive(channel, target, until)
+                _receive(channel, target)
         verdict = channel.result(channel.wait(number))
         if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
             channel.fail("the previous owner sent no verdict")
@@ -148,10 +148,11 @@ class Previous:
         return answers
 
 
-def _receive(channel: Channel, target: memoryview, until: float) -> None:
-    """Exactly these bytes, within the time. Raises TransportError."""
+def _receive(channel: Channel, target: memoryview) -> None:
+    """Exactly these bytes, within the exchange's deadline. Raises TransportError."""
     at = channel.take_bulk(target)
     while at < len(target):
+        channel.arm("receiving a value")
         try:
             got = channel.sock.recv_into(target[at:], 0, socket.MSG_WAITALL)
         except OSError as exc:
@@ -159,5 +160,3 @@ def _receive(channel: Channel, target: memoryview, until: float) -> None:
         if not got:
             channel.fail("the previous owner closed the connection in the middle of a value")
         at += got
-        if at < len(target) and time.monotonic() > until:
-            channel.fail("deadline passed while receiving a value")
