@@ -192,8 +192,8 @@ class Coordinator:
         self.prefix = prefix
         self.id = secrets.token_hex(8)
         self.ttl_s = int(ttl_s)
-        #: For logs, as StateFile's.
-        self.path = f"{prefix} in etcd"
+        #: The state, for people.
+        self.where = f"{prefix} in etcd"
         #: What we say about us when we lead.
         self.address = ""
         self.http = ""
@@ -435,10 +435,10 @@ class Coordinator:
                 chunk = self._etcd.get(self._chunk_key(about["generation"], number), max(0.0, until - self._clock()))
                 if chunk is None:
                     raise CorruptionError(
-                        f"{self.path}: chunk {number} of {count} of the state is missing: {self._way_out()}"
+                        f"{self.where}: chunk {number} of {count} of the state is missing: {self._way_out()}"
                     )
                 packed += chunk.value
-            state = _unpack(bytes(packed), about, self.path, self._way_out())
+            state = _unpack(bytes(packed), about, self.where, self._way_out())
         # What was read is the newest only if nobody else has led meanwhile.
         self._my_term(term)
         return state
@@ -459,7 +459,7 @@ class Coordinator:
             }  # fmt: skip
             if self._save_once(term, json.dumps(head).encode(), generation, chunks, until):
                 return
-        raise OSError(errno.EIO, f"{self.path}: somebody else writes the state in our term")
+        raise OSError(errno.EIO, f"{self.where}: somebody else writes the state in our term")
 
     def _save_once(self, term: int, head: bytes, generation: str, chunks: list[bytes], until: float) -> bool:
         """Whether it was stored. False: an earlier save of ours, whose answer had not come, was done after all."""
@@ -494,13 +494,13 @@ class Coordinator:
         leader, state = done.found
         if leader is None or leader.create_revision != term:
             self._drop("the leader's key is not ours any more")
-            raise NotLeader(f"{self.path}: the term {term} is over")
+            raise NotLeader(f"{self.where}: the term {term} is over")
         self._saved = (state.mod_revision if state is not None else 0, term)
 
     def _my_term(self, same: int = 0) -> int:
         term = self.term
         if not term or term != (same or term):
-            raise NotLeader(f"{self.path}: we do not lead")
+            raise NotLeader(f"{self.where}: we do not lead")
         return term
 
     def _chunk_key(self, generation: str, number: int) -> bytes:

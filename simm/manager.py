@@ -23,6 +23,10 @@ What can go wrong, and what stands against it
   how to go on. It never begins anew by itself.
 * *Another manager leads* (``leading`` is false). All but PING and HELLO is answered NOT_LEADER; nothing is decided or
   stored here. :meth:`Manager.lead` and :meth:`Manager.step_down` change that; the latter closes all connections.
+* *We led, were stopped, and another leads since* (``coordinator.py``). Whether we lead is asked of the clock before
+  each request is looked at and again before anything is sent, and etcd asks at each write. With a coordinator nothing
+  is told that is not stored, so that a successor never knows less than the servers: while etcd does not take a
+  change, it waits.
 * *An fsync that takes seconds* stops this loop, and with it nothing but membership. The time does not
   count as silence of the servers.
 
@@ -49,6 +53,7 @@ from . import __version__
 from . import messages as M
 from .cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
 from .config import Address, Settings, add_arguments, load_command
+from .coordinator import Coordinator, NotLeader, connect
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
 from .greeting import agreed_protocol, token_fits
 from .loop import Loop, Peer, Service, listen_tcp
@@ -64,6 +69,10 @@ log = logging.getLogger("simm.manager")
 
 SETTLE_S: Final = 0.02
 RETRY_S: Final = 5.0
+#: The same for etcd; and how long others may try to lead before one who could not tries again.
+ETCD_RETRY_S: Final = 1.0
+#: A manager says READY when it knows who leads, and after this time in any case.
+DECIDE_S: Final = 5.0
 PUSHES_PER_TURN: Final = 128
 #: Longest time between two ticks of the cluster; a quarter of a heartbeat if that is shorter.
 TICK_S: Final = 0.25
@@ -106,7 +115,8 @@ class Manager(Service):
     """Serves one cluster on a loop. Without a store everything is in memory only.
 
     Args:
-        leading: lead at once; else answer NOT_LEADER until :meth:`lead`.
+        coordinator: says whether we lead, and is the store then.
+        leading: without a coordinator: lead at once; else answer NOT_LEADER until :meth:`lead`.
 
     Raises CorruptionError when the stored state cannot be used.
     """
@@ -114,6 +124,7 @@ class Manager(Service):
     def __init__(
         self, loop: Loop, *, timing: Timing = Timing(), store: StateStore | None = None,  # noqa: B008 -- immutable
         tokens: Sequence[str] = (), insecure: bool = False, leading: bool = True,
+        coordinator: Coordinator | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.timing = timing
@@ -125,7 +136,10 @@ class Manager(Service):
              "unauthorized", "state_writes", "state_write_failures"), 0,
         )  # fmt: skip
         self._tokens = [token.encode() for token in tokens]
-        self._store = store
+        self._coordinator = coordinator
+        #: The coordinator's, in which we serve.
+        self._term = 0
+        self._store: StateStore | None = coordinator if coordinator is not None else store
         self._reserved = 0
         self._unsaved = False
         self._settling = False
@@ -140,25 +154,50 @@ class Manager(Service):
         self._links: dict[tuple[str, int], Peer] = {}
         self.pages = ManagerPages(self.status, self._trouble)
         self.cluster = self._blank()
-        if leading:
+        if leading and coordinator is None:
             self.lead()
         loop.call_every(min(TICK_S, timing.heartbeat_s / 4), self._tick)
 
     # -- leading ---------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Serve the cluster as it is stored. Raises CorruptionError, and does not lead then."""
+        """Serve the cluster as it is stored. Raises CorruptionError, and what the store raises; does not lead then."""
+        self._failing = False
         self.cluster = self._load()
         self.leading = True
 
     def step_down(self, why: str) -> None:
         """Another manager leads: forget the cluster, and send everybody there by closing their connections."""
+        log.warning("standing by: %s", why)
         self.leading = False
         self._waiting.clear()
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
         self.cluster = self._blank()
         self._unsaved = False
+
+    def look(self) -> None:
+        """Lead, or lead no more, as the coordinator says. Raises CorruptionError for a state that cannot be used."""
+        coordinator = self._coordinator
+        if coordinator is None or self._leads() or not (term := coordinator.term):
+            return
+        try:
+            self._term = term
+            self.lead()
+            if self.save():
+                log.info("leading: epoch %d, %d nodes", self.cluster.epoch, len(self.cluster.nodes))
+                return
+            why = "the state cannot be stored"
+        except (OSError, NotLeader) as exc:
+            why = str(exc)
+        self.step_down(f"cannot lead: {why}")
+        coordinator.resign(ETCD_RETRY_S)
+
+    def _leads(self) -> bool:
+        """Whether we lead at this moment. Ask before each act in a leader's name; if not, everybody is gone then."""
+        if self.leading and self._coordinator is not None and self._coordinator.term != self._term:
+            self.step_down("our time as the leader is over")
+        return self.leading
 
     def _blank(self) -> Cluster:
         return Cluster(secrets.randbits(64), self.loop.now, self.timing)
@@ -193,8 +232,8 @@ class Manager(Service):
             self._hello(peer, link, number, msg)
         elif self._tokens and not link.greeted:
             self._refuse(peer, number, "a token is required: the first message must be HELLO with one (--token-file)")
-        elif not self.leading:
-            peer.send_error(number, Status.NOT_LEADER, "this manager stands by, another one leads: ask that")
+        elif not self._leads():
+            peer.send_error(number, Status.NOT_LEADER, f"{self._trouble()}: ask the one that leads")
         elif isinstance(msg, M.Heartbeat):
             self.counts["heartbeats"] += 1
             actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads)
@@ -258,13 +297,14 @@ class Manager(Service):
         elif not ok:
             log.info("%s: %s: %s", peer.address, answer.status.name, answer.message.text)
         self._apply(actions)
-        self._reserve()
-        peer.send_message(answer.message, number, status=answer.status)
+        if self._reserve() and self._leads():
+            peer.send_message(answer.message, number, status=answer.status)
         return ok
 
     # -- changes ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        self.look()
         if self.leading:
             self._apply(self.cluster.tick(self.loop.now))
             self._tell()
@@ -273,7 +313,8 @@ class Manager(Service):
         """Give the map to those who asked for it, if it may be told."""
         if not self._waiting or self.cluster.rebuilding or (self._settling and self._store is not None):
             return
-        self._reserve()
+        if not self._reserve() or (self._unsaved and self._coordinator is not None) or not self._leads():
+            return
         reply = self.cluster.map_reply()
         waiting, self._waiting = self._waiting, []
         for peer, number in waiting:
@@ -304,8 +345,8 @@ class Manager(Service):
         self._settling = False
         if not self.leading:
             return
-        self.save()
-        if self.cluster.rebuilding:
+        saved = self.save()
+        if (self._coordinator is not None and not saved) or not self._leads() or self.cluster.rebuilding:
             return
         self._tell()
         reply = self.cluster.map_reply()
@@ -323,6 +364,7 @@ class Manager(Service):
             self._push_some()
 
     def _push_some(self) -> None:
+        self._leads()  # if not, they are closed
         for _ in range(min(PUSHES_PER_TURN, len(self._to_push))):
             peer = self._to_push.popleft()
             if not peer.closed and peer.context.stale and not peer.out:
@@ -358,11 +400,13 @@ class Manager(Service):
         self._unsaved = True
         return cluster
 
-    def _reserve(self) -> None:
-        """Nobody may see an epoch that the stored state does not cover."""
+    def _reserve(self) -> bool:
+        """Nobody may see an epoch that the stored state does not cover; whether it may be seen."""
         if self.cluster.epoch >= self._reserved and not self._failing:
             self._unsaved = True
             self.save()
+        # Of a disk that fails we only complain; a successor on another machine would not know of the epoch.
+        return self._coordinator is None or self.cluster.epoch < self._reserved
 
     def save(self, *, last: bool = False) -> bool:
         """Store what changed; whether all is stored. A failure is logged, counted, and retried later."""
@@ -371,15 +415,20 @@ class Manager(Service):
         reserved = self.cluster.epoch + (0 if last else EPOCHS_RESERVED)
         try:
             self._store.save({"cluster": self.cluster.to_state(), "epochs_reserved": reserved})
+        except NotLeader as exc:
+            self.step_down(str(exc))
+            return False
         except OSError as exc:
             self.counts["state_write_failures"] += 1
+            retry_s = RETRY_S if self._coordinator is None else ETCD_RETRY_S
             log.error(
-                "cannot store the cluster's state in %s: %s; service goes on, trying again in %.0f s",
-                self._store.where, exc.strerror or exc, RETRY_S,
+                "cannot store the cluster's state in %s: %s; %s, trying again in %.0f s",
+                self._store.where, exc.strerror or exc,
+                "service goes on" if self._coordinator is None else "changes wait", retry_s,
             )  # fmt: skip
             if not self._failing:
                 self._failing = True
-                self.loop.call_later(RETRY_S, self._retry)
+                self.loop.call_later(retry_s, self._retry)
             return False
         self.counts["state_writes"] += 1
         self._unsaved = False
@@ -387,14 +436,18 @@ class Manager(Service):
         return True
 
     def _retry(self) -> None:
+        if not self._failing:
+            return
         self._failing = False
         if self.save() and not self._failing:
             log.info("the cluster's state is stored again")
+            self._settled()
 
     # -- for people ------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """The cluster's status and the manager's own counters."""
+        leading = self._leads()
         status = self.cluster.status(self.loop.now)
         counters = {
             "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
@@ -407,15 +460,25 @@ class Manager(Service):
             "subscribers": len(self._subscribers),
             "state_stored": self._store is not None and not self._unsaved,
             "insecure": self.insecure,
-            "leading": self.leading,
+            "leading": leading,
+            "leader": self._leader(),
+            "term": self._term if self.leading else 0,
             "counters": counters,
             **counters,
         }
         return status
 
+    def _leader(self) -> str:
+        """Where the leader listens; empty if there is none, or no coordinator."""
+        leader = self._coordinator.leader if self._coordinator is not None else None
+        return leader.address if leader is not None else ""
+
     def _trouble(self) -> str:
-        if not self.leading:
-            return "standing by, another manager leads"
+        if not self._leads():
+            leader, coordinator = self._leader(), self._coordinator
+            if leader or coordinator is None:
+                return f"standing by, {leader or 'another manager'} leads"
+            return f"standing by, nobody leads{f' ({coordinator.trouble})' if coordinator.trouble else ' yet'}"
         if self.cluster.rebuilding:
             return "collecting the map from the servers"
         return "the state cannot be stored" if self._failing else ""
@@ -457,22 +520,31 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
         settings.restart_grace_ms / 1000, settings.moves_at_once,
     )  # fmt: skip
+    if settings.coordinator is not None and settings.state_dir is not None:
+        drop = " or ".join(settings.origin(name) for name in ("state_dir", "coordinator"))
+        raise ConfigError(f"the state is kept in etcd or in a folder, not in both: drop {drop}")
     with contextlib.ExitStack() as stack:
-        store = None
+        store = coordinator = None
         if settings.state_dir is not None:
             store = stack.enter_context(contextlib.closing(StateFile(settings.state_dir, "manager")))
         loop = Loop()
         stack.callback(loop.close)
+        if settings.coordinator is not None:
+            coordinator = stack.enter_context(contextlib.closing(connect(settings)))
         exposed = not settings.listen.loopback and not tokens
-        manager = Manager(loop, timing=timing, store=store, tokens=tokens, insecure=exposed)
+        manager = Manager(
+            loop, timing=timing, store=store, tokens=tokens, insecure=exposed, coordinator=coordinator
+        )  # fmt: skip
         listener = stack.enter_context(open_listener(settings.listen, "--listen"))
-        ready = f"READY manager {bound_address(listener)}"
+        address = bound_address(listener)
+        ready, page = f"READY manager {address}", ""
         if settings.http is not None:
             http = open_listener(settings.http, "--http")
-            ready += f" http={bound_address(http)}"
+            page = str(bound_address(http))
+            ready += f" http={page}"
             web_tokens = () if settings.http.loopback else tokens
             pages = manager.pages
-            routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz}
+            routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz, "/leader": pages.leader}
             stack.callback(Web(loop, http, routes, web_tokens).close)
         # On disk before anyone is told: a folder that cannot be written shows now, and not at the first change.
         manager.save()
@@ -482,13 +554,34 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         stop_on_signals(loop, interrupt=True)
         if end_with_pid:
             end_with(loop, end_with_pid)
-        print(ready, flush=True)
-        log.info("%s, state in %s", ready, settings.state_dir or "memory only")
+        if coordinator is not None:
+            ready += _campaign(loop, manager, coordinator, address, page)
+        if loop.running:
+            print(ready, flush=True)
+            log.info("%s, state in %s", ready, settings.coordinator or settings.state_dir or "memory only")
         while loop.running:
             loop.run_once(None)
         log.info("stopping")
         manager.save(last=True)
     return 0
+
+
+def _campaign(loop: Loop, manager: Manager, coordinator: Coordinator, address: Address, page: str) -> str:
+    """Begin to campaign, and serve until it is known who leads; what that makes of us, for the READY line."""
+
+    def noticed(_mask: int) -> None:
+        coordinator.noticed()
+        manager.look()
+
+    named = address._replace(host=socket.gethostname()) if address.host in _WILDCARDS else address
+    coordinator.start(str(named), page)
+    loop.watch(coordinator, noticed)
+    until = loop.clock() + DECIDE_S
+    while loop.running and not manager.leading and coordinator.leader is None and not coordinator.trouble:
+        if loop.clock() > until:
+            break
+        loop.run_once(0.05)
+    return "" if manager.leading else " standby"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager") -> int:

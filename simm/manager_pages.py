@@ -54,6 +54,11 @@ class ManagerPages:
         trouble = self._trouble()
         return Page(f"ok; {trouble}\n" if trouble else "ok\n")
 
+    def leader(self) -> Page:
+        """200 where the manager is that leads, 503 where one stands by: for a load balancer in front of several."""
+        own = self._status()["manager"]
+        return Page("leads\n" if own["leading"] else f"{self._trouble()}\n", status=200 if own["leading"] else 503)
+
     def metrics(self) -> Page:
         """Prometheus text."""
         return Page(prometheus(self._samples()), METRICS)
@@ -98,7 +103,7 @@ class ManagerPages:
                 )  # fmt: skip
                 rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
         heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-        leads = "" if own["leading"] else " This manager stands by: another one leads."
+        leads = "" if own["leading"] else f" This manager is {html.escape(self._trouble())}."
         body = (
             "<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=refresh content=5>"
             f"<title>SiMM cluster</title><style>{_STYLE}</style></head><body>"

@@ -8,7 +8,7 @@ When all places are taken a newcomer gets the oldest one's. A probe sends its re
 same turn; whoever has held a place longest is one that does not read, or has nothing to ask. Refusing
 the newcomer instead would let 64 idle connections make a healthy server look dead to its probes.
 
-With tokens, every page but /healthz wants ``Authorization: Bearer TOKEN`` (Prometheus can send it).
+With tokens, every page but /healthz and /leader wants ``Authorization: Bearer TOKEN`` (Prometheus can send it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUEST_BYTES_MAX: Final = 8 << 10
 CONNECTIONS_MAX: Final = 64
 DEADLINE_S: Final = 10.0
 #: Pages that need no token: probes cannot send one, and they say nothing but "alive".
-OPEN_PAGES: Final = frozenset({"/healthz"})
+OPEN_PAGES: Final = frozenset({"/healthz", "/leader"})
 
 TEXT: Final = "text/plain; charset=utf-8"
 HTML: Final = "text/html; charset=utf-8"
