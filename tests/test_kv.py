@@ -30,7 +30,6 @@ import numpy as np
 import pytest
 
 from simm import blocks, config, kv
-from simm.client import Client
 from simm.constants import DEFAULT_MANAGER_PORT, PAGE_BYTES, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, MrExt, Store, deregister_mr, register_mr, set_flag
