@@ -1,0 +1,111 @@
+"""The manager killed, stopped, and away for long, under load: no call fails, and epochs go on from where they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from .fleet import Fleet, stopped, wait_until
+from .load import FAILED, OUTAGE, Clients, load
+from .measures import measured
+from .watch import Watch
+
+#: The issue's bound for being back in service, seconds.
+BACK_S = 10.0
+
+
+def joined(fleet: Fleet) -> bool:
+    """Has the manager heard every server since it came up, and does it count them all as running?"""
+    status = fleet.status()
+    up = [node for node in status.get("nodes", ()) if node["state"] in ("up", "running")]
+    return len(up) == len(fleet.servers) and fleet.settled()
+
+
+def manager_gone(fleet: Fleet, clients: Clients, watch: Watch, *, stop_s: float, gone_s: float) -> None:
+    """Kill it and start it at once; stop it; kill it and leave it away. ``clients`` are at work all the time."""
+    last = fleet.manager_epoch()
+    for what, away_s in (("killed", 0.0), ("stopped", stop_s), ("gone", gone_s)):
+        began = time.monotonic()
+        if what == "stopped":
+            with stopped(psutil.Process(fleet.manager.pid)):
+                time.sleep(away_s)
+        else:
+            fleet.manager.kill()
+            time.sleep(away_s)
+            fleet.manager.start()
+        up = time.monotonic()
+        # Only then: before, its own status could be of a moment ago.
+        wait_until(lambda: joined(fleet), f"the manager, {what}, is back with all its servers", 6 * BACK_S)
+        back = time.monotonic() - up
+        measured(f"manager {what}: back in service", back, "s", "10 s", away=f"{up - began:.1f} s")
+        assert back <= BACK_S
+        epoch = fleet.manager_epoch()
+        assert epoch >= last, "an epoch went back"
+        last = epoch
+        time.sleep(1.0)
+
+
+def check(fleet: Fleet, clients: Clients, watch: Watch) -> None:
+    """Nothing failed, nothing was wrong."""
+    records = clients.records()
+    records.assert_right()
+    print(records.summary())
+    failed = records.of(FAILED, OUTAGE)
+    measured("manager away: failed calls", len(failed), "calls", "0", of=len(records))
+    assert len(failed) == 0, [(row["began"], row["took"], row["kind"]) for row in failed.rows[:5]]
+    measured("manager away: longest call of a client", records.longest() * 1e3, "ms")
+    epochs = records.rows["epoch"]
+    assert len(records) > 500 and epochs.min() > 0
+    fleet.assert_no_traceback()
+
+
+def test_manager_killed_stopped_and_gone(fleet: Fleet) -> None:
+    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+        manager_gone(fleet, clients, watch, stop_s=7.0, gone_s=8.0)
+        check(fleet, clients, watch)
+    watch.assert_right()
+
+
+@pytest.mark.slow
+def test_manager_gone_for_ten_minutes(fleet: Fleet) -> None:
+    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+        manager_gone(fleet, clients, watch, stop_s=60.0, gone_s=600.0)
+        check(fleet, clients, watch)
+    watch.assert_right()
+
+
+def test_manager_and_its_state_lost(fleet: Fleet) -> None:
+    """kill -9 and an empty disk: the servers bring the map back, no call fails, and nothing is dropped."""
+    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+        time.sleep(1.0)
+        before = fleet.manager_epoch()
+        fleet.manager.kill()
+        for path in (fleet.folder / "state").iterdir():
+            os.unlink(path)
+        fleet.manager.start()
+        up = time.monotonic()
+        wait_until(lambda: joined(fleet), "a manager without state is back with all its servers", 6 * BACK_S)
+        back = time.monotonic() - up
+        measured("manager killed and its state file lost: back in service", back, "s", "10 s")
+        assert back <= BACK_S and fleet.manager_epoch() > before
+        time.sleep(1.0)
+        check(fleet, clients, watch)
+    watch.assert_right()
+
+
+def test_a_signal_that_ends_it_cleanly_is_no_different(fleet: Fleet) -> None:
+    """SIGTERM, as a service manager sends it."""
+    with load(fleet.manager.address, fleet.folder, 1) as clients:
+        fleet.manager.signal(signal.SIGTERM)
+        assert fleet.manager.process is not None
+        fleet.manager.end()
+        time.sleep(0.5)
+        fleet.manager.start()
+        wait_until(lambda: joined(fleet), "the manager is back", 6 * BACK_S)
+        records = clients.records()
+        records.assert_right()
+        assert records.count(FAILED, OUTAGE) == 0
