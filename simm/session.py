@@ -233,7 +233,7 @@ class WorkerSession:
         words = ring.words
         done = ring.done
         self.ring_calls += 1
-        if self._woken or not words[SLEEPING]:
+        if words[HEAD] == done and (self._woken or not words[SLEEPING]):
             self._woken = False
             for _ in range(spins):
                 if words[HEAD] != done:
@@ -360,7 +360,7 @@ class WorkerSession:
         """Ask for grants: (value bytes, count). What comes lands in the pool; nothing when there is no room."""
         self.acquire()
         try:
-            reply = self.wait_locked(self.submit_locked(M.Grant(list(wants))))
+            reply = self.wait_locked(self.submit_locked(M.Grant(list(wants))), sum(count for _, count in wants))
             self.add_grants_locked(reply.grants)
         finally:
             self.lock.release()

@@ -114,6 +114,7 @@ class ShmPut:
         left = len(positions)
         length = len(sources[positions[0]])
         asked = self._ask_ahead(session, length, left)
+        topped = False  # the grants for the next batch's first values are asked for
         if asked is not None or left * length <= LAST_BYTES:
             session.wake()
         pending = 0  # bytes copied and not yet committed
@@ -135,11 +136,11 @@ class ShmPut:
                     grant = pool.pop()
                 except IndexError:
                     if entries:
-                        flying.append((_commit(session, entries, left), mine))
+                        flying.append((_commit(session, entries, left, False), mine))
                         entries, mine, pending = [], [], 0
                     if asked is not None:
-                        ticket, asked = asked, None
-                        _gather(session, ticket)
+                        awaited, asked = asked, None
+                        _gather(session, awaited)
                     grant = session.take(length)
                     if grant is None:
                         collect(session, flying, statuses)
@@ -164,12 +165,14 @@ class ShmPut:
                 entries.append((digests[position], grant[0], length, crc, flags, 0))
                 mine.append(position)
                 if left and full:
-                    flying.append((_commit(session, entries, left), mine))
+                    top = after <= LAST_BYTES and not topped
+                    flying.append((_commit(session, entries, left, top), mine))
+                    topped = topped or top
                     entries, mine, pending = [], [], 0
         finally:
             # Interrupted, too: what is copied is complete, and the grants in answers that nobody takes would be lost.
             if entries:
-                flying.append((_commit(session, entries, 0), mine))
+                flying.append((_commit(session, entries, 0, not topped), mine))
             if asked is not None:
                 _gather(session, asked)
             collect(session, flying, statuses)
@@ -220,15 +223,16 @@ class ShmPut:
             copy(target, source, length)
 
     @staticmethod
-    def _ask_ahead(session: WorkerSession, length: int, left: int) -> int | None:
-        """Ask for the grants that the pool lacks for so many values, without waiting: a ticket, or None."""
+    def _ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
+        """Ask for the grants that the pool lacks for so many values, without waiting: for :func:`_gather`, or None."""
         chunk = chunk_bytes_for(length)
         lack = left - len(session.pool(chunk))
         if lack <= 0:
             return None
+        count = min(lack, ASK_MAX, max(1, ASK_BYTES // chunk))
         session.acquire()
         try:
-            return session.submit_locked(M.Grant([(length, min(lack, ASK_MAX, max(1, ASK_BYTES // chunk)))]))
+            return session.submit_locked(M.Grant([(length, count)])), count
         finally:
             session.lock.release()
 
@@ -245,8 +249,12 @@ class ShmPut:
         return None
 
 
-def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]], left: int) -> int:
-    """Send what is copied, and say which grants come next; a ticket for its answer."""
+def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]], left: int, top: bool) -> int:
+    """Send what is copied, and say which grants come next; a ticket for its answer.
+
+    ``top``: of large values, too, as many as shall be in the pool when the ``left`` ones are put. They come with the
+    answer after this one's.
+    """
     spent: dict[int, int] = {}
     for entry in entries:
         length = entry[2]
@@ -257,7 +265,7 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
         keep = ahead(chunk)
         have = len(session.pool(chunk))
         if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
-            count = 0 if left else max(0, keep - have)
+            count = max(0, keep - max(0, have - left)) if top else 0
         else:
             count = wanted(have, count, left, keep)
         if count:
@@ -269,11 +277,11 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
         session.lock.release()
 
 
-def _gather(session: WorkerSession, ticket: int) -> None:
-    """Wait for grants asked for ahead; they land in the pool."""
+def _gather(session: WorkerSession, asked: tuple[int, int]) -> None:
+    """Wait for grants asked for ahead, a ticket and how many; they land in the pool."""
     session.acquire()
     try:
-        session.add_grants_locked(session.wait_locked(ticket).grants)
+        session.add_grants_locked(session.wait_locked(*asked).grants)
     finally:
         session.lock.release()
 

@@ -494,6 +494,9 @@ class Worker(Service):
             if frame.opcode == M.OP_WAKE:
                 return
             raise RemoteProtocolError("KICK without a ring")
+        if self._poll_s and all(ring is not other for other, _ in self._active):
+            ring.words[SLEEPING] = 0  # at once: or who posts while we serve what is there wakes us once more
+            self._active.append((ring, peer))
         for _ in range(SLOTS):  # all that was there when the kick was sent; who posts on and on has to wait
             if ring.words[TAIL] == ring.done:
                 break
@@ -502,9 +505,6 @@ class Worker(Service):
                 return
         if frame.opcode == M.OP_KICK:
             peer.send_message(M.Done(ring.done & 0xFFFF_FFFF), frame.request_id)
-        if self._poll_s and all(ring is not other for other, _ in self._active):
-            ring.words[SLEEPING] = 0
-            self._active.append((ring, peer))
 
     def _serve_ring(self, ring: Ring, peer: Peer) -> None:
         """Serve the ring's next request; its bookkeeping comes after its answer."""
