@@ -9,7 +9,9 @@ Which map holds
 ---------------
 Epochs of one cluster never go back: a map with an older epoch than ours is ignored, whoever sends it, so a manager
 that was stopped and has lost its place to another cannot mislead us. A map of another cluster id is taken over
-whatever its epoch: the manager's state was lost and everything has been built anew.
+whatever its epoch: the manager's state was lost and everything has been built anew. Only not while it gives no
+shard to anyone: such a manager has just come up with nothing, and in a moment the servers, which are all there,
+tell it what they have; without an owner every call would fail until then.
 
 An operation that a server refused with WRONG_OWNER has used an old map, or the server has: it asks for a newer one
 and is tried again, at once where the map has changed meanwhile, else after some milliseconds or the change,
@@ -140,6 +142,8 @@ class Router:
         # Decoded here, so that no operation finds it bad.
         if shard_map.previous and len(shard_map.since) != SHARD_COUNT:
             raise RemoteProtocolError("the map's epochs are not one for each shard")
+        if self.epoch and msg.cluster != self.cluster and all(owner == NO_OWNER for owner in shard_map.owners):
+            return False
         with self._map_changed:
             if self._closed or (msg.cluster == self.cluster and msg.epoch <= self.epoch):
                 return False
