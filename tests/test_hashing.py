@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
 from simm.errors import UsageError
-from simm.hashing import Hasher, check_namespace, sets_of, sets_of_many, sets_of_words, shard_of, split
+from simm.hashing import Hasher, check_namespace, sets_of, sets_of_words, shard_of, split
 
 
 def test_vectors_never_change() -> None:
@@ -86,9 +86,18 @@ def test_vector_forms_agree_and_sets_differ(sets: int) -> None:
     digests = [rng.randbytes(16) for _ in range(500)] + [bytes(16), b"\xff" * 16]
     expected = [sets_of(digest, sets) for digest in digests]
     assert all(first != second and 0 <= first < sets and 0 <= second < sets for first, second in expected)
-    assert list(zip(*(column.tolist() for column in sets_of_many(digests, sets)))) == expected
     words = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
     assert list(zip(*(column.tolist() for column in sets_of_words(words[:, 0], words[:, 1], sets)))) == expected
+
+
+def test_many_keys_have_the_digests_of_each() -> None:
+    digest = Hasher("many")
+    keys = ["a", "\u00e9" * 128, *(f"key-{number}" for number in range(200))]
+    assert digest.many(keys) == [digest(key) for key in keys]
+    assert digest.many([]) == []
+    for bad in ("", "a" * (KEY_BYTES_MAX + 1), "\ud800", b"bytes"):
+        with pytest.raises(UsageError):
+            digest.many(["good", bad])  # type: ignore[list-item]
 
 
 def test_shards_and_sets_are_independent_and_even() -> None:
