@@ -3,18 +3,19 @@
 A read goes to the shard's owner. When the value is not there, the shard's word in the arena (or the stream's answer)
 says what that means (``shards.py`` explains the words):
 
-    plain                a miss
-    moving in            the owner is asked: it has it by now, or nobody does, or its previous owner may
-    not here, frozen     the map is out of date, here or there: ask for a new one. Meanwhile the previous owner that
-                         the map names may have it
+    plain                   a miss
+    moving in, or not here  the owner is asked: it has it by now, nobody does, its previous owner may, or the shard
+                            is not its own
+    frozen                  not its own any more: the map is old. Ask for a new one; a miss meanwhile
 
 What can go wrong, and what stands against it
 ---------------------------------------------
-* *A superseded value is read at the previous owner.* We go there only if the owner, by its word, has not taken the
-  shard over yet or has said that this key was not mutated since. Owner and previous owner come from one map, which
-  must be of the same move: the epoch in the owner's word is compared with the map's. A frozen word that is newer than
-  our map sends nobody anywhere. A word of 0 says nothing about epochs, so it counts only while a new map would reach
-  us: a client that is cut off from the manager does not follow an old map to an old owner.
+* *A superseded value is read at the previous owner.* Nobody goes there by the map alone, but only when the owner has
+  said that this key was not mutated since its map gave it the shard. Who the previous owner is the map says, and it must
+  be the map of that same move: the owner's and the previous owner's names are taken from one map together, and the
+  epoch in the owner's word is compared with the map's. Where there is none to compare (before the shard is taken over,
+  and by TCP) the answer counts only while a new map would reach us: a client that is cut off from the manager
+  does not follow an old map to an old owner.
 * *The map changes under the read.* Then it starts over at the new owner, ``HOPS`` times at most; a miss after that.
 * *An entry changes all the time.* After some attempts the worker is asked, which pins it.
 
@@ -92,24 +93,28 @@ class Astray:
     __slots__ = ("asking", "behind", "wrong")
 
     def __init__(self) -> None:
-        #: Moving in: the owner must be asked.
+        #: Moving in, or not here (yet): the owner must be asked.
         self.asking: list[tuple[int, int]] = []
-        #: Moving in, and the owner says that it may be at the previous one.
+        #: The owner says that it may be at the previous one.
         self.behind: list[tuple[int, int]] = []
-        #: Not here at all (0), or frozen (the word).
-        self.wrong: list[tuple[int, int]] = []
+        #: Not its own.
+        self.wrong: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self.asking or self.behind or self.wrong)
+
+    def positions(self) -> list[int]:
+        """All of them."""
+        return [position for position, _ in self.asking + self.behind] + self.wrong
 
     def by_word(self, position: int, word: int) -> bool:
         """Note a key whose shard's word is not plain; False if it is, and the key a miss."""
         if 0 < word < _MOVING:
             return False
-        if 0 < word < _FROZEN:
+        if word < _FROZEN:
             self.asking.append((position, word & EPOCH_MASK))
         else:
-            self.wrong.append((position, word))
+            self.wrong.append(position)
         return True
 
     def by_status(self, position: int, status: int) -> bool:
@@ -117,7 +122,7 @@ class Astray:
         if status == _PREVIOUS:
             self.behind.append((position, 0))
         elif status == _WRONG_OWNER:
-            self.wrong.append((position, 0))
+            self.wrong.append(position)
         else:
             return False
         return True
@@ -294,8 +299,9 @@ class Gets:
         self.counters["hits"] += hits
         self.counters["misses"] += misses
         if astray:
+            everything = astray.positions()
             self._find(target, batch, astray, hops)
-            self._count(batch, [position for position, _ in astray.asking + astray.wrong])
+            self._count(batch, everything)
 
     def _count(self, batch: Batch, positions: Sequence[int] = (0,)) -> None:
         """Count what came out of the slow ways."""
@@ -319,17 +325,17 @@ class Gets:
         places = self._routes.places()
         elsewhere: dict[Target, list[int]] = {}
         behind: dict[Target, list[int]] = {}
-        for wrong, (position, epoch) in [
-            *((False, each) for each in astray.behind), *((True, each) for each in astray.wrong),
-        ]:  # fmt: skip
+        for position in astray.wrong:
+            owner = places.owner(shard_of(batch.digests[position]))
+            if owner is not None and owner is not target:
+                elsewhere.setdefault(owner, []).append(position)
+        for position, epoch in astray.behind:
             shard = shard_of(batch.digests[position])
-            owner = places.owner(shard)
+            owner, previous = places.owner(shard), places.previous(shard)
             if owner is not target:
                 if owner is not None:
                     elsewhere.setdefault(owner, []).append(position)
-                continue
-            previous = places.previous(shard)
-            if previous is not None and self._may_go(wrong, epoch, places.since(shard)):
+            elif previous is not None and self._same_move(epoch, places.since(shard)):
                 behind.setdefault(previous, []).append(position)
             else:
                 self._routes.refresh()
@@ -341,16 +347,12 @@ class Gets:
             for owner, positions in elsewhere.items():
                 self._start_over(owner, positions, batch, hops - 1)
 
-    def _may_go(self, wrong: bool, epoch: int, since: int) -> bool:
-        """May the previous owner of this map be believed? ``epoch``: of the owner's word, ``since``: of the map."""
-        if not wrong:  # the owner sent us, by its word of this epoch, or a stream did
-            return not epoch or not since or epoch == since
-        if not epoch:
-            return self._routes.fresh()
-        return (epoch & EPOCH_MASK) < since  # frozen before this map: it has not taken it over yet
+    def _same_move(self, epoch: int, since: int) -> bool:
+        """Is the owner's answer (``epoch`` from its word, 0 where that is not known) about the move in our map?"""
+        return epoch == since if epoch and since else self._routes.fresh()
 
     def _ask(self, target: Target, batch: Batch, astray: Astray) -> list[int]:
-        """Ask the owner about keys of shards that are moving in: fills ``astray``; those that it has by now."""
+        """Ask the owner what its words do not say: fills ``astray``; those that it has by now."""
         asking = astray.asking
         session = target.session
         here: list[int] = []
@@ -368,7 +370,7 @@ class Gets:
             if status == _PREVIOUS:
                 astray.behind.append((position, epoch))
             elif status == _WRONG_OWNER:
-                astray.wrong.append((position, 0))
+                astray.wrong.append(position)
             elif status == _OK:
                 here.append(position)
         return here

@@ -66,6 +66,8 @@ class ShardMap:
         table = np.frombuffer(msg.owners, "<u2")
         if bool(((table >= count) & (table != NO_OWNER)).any()):
             raise RemoteProtocolError("the map names an owner that it does not list")
+        if len(self.previous) != len(msg.previous):
+            raise RemoteProtocolError("the map names two previous owners of one shard")
         if any(shard >= SHARD_COUNT or at >= count for shard, at in self.previous.items()):
             raise RemoteProtocolError("the map names a previous owner or a shard that there is not")
         if any(self.owners[shard] in (NO_OWNER, at) for shard, at in self.previous.items()):
