@@ -294,6 +294,44 @@ def _status(argv: Sequence[str], prog: str) -> int:
     return EXIT_OK if status.healthy(found) else EXIT_NO
 
 
+def _node(argv: Sequence[str], prog: str) -> int:
+    """list data servers, empty one before it is stopped, take it back"""
+    about = (
+        "list: all data servers. drain NAME: move its shards and their values to the others, and show how that goes "
+        "on. resume NAME: let it take its share again. Exit 1 when a drain did not come to its end."
+    )
+    parser = _parser(prog, about, "client")
+    parser.add_argument("what", choices=["list", "drain", "resume"], metavar="list|drain|resume")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a data server's --name; for drain and resume")
+    parser.add_argument("--no-wait", action="store_true", help="only ask for the drain")
+    parser.add_argument("--timeout", metavar="TIME", help="end the watching of a drain, as 10m; the drain goes on")
+    parser.add_argument("--json", action="store_true", help="list for programs")
+    arguments = parser.parse_args(argv)
+    if (arguments.name is None) != (arguments.what == "list"):
+        parser.error("a NAME goes with drain and resume, and only with them")
+    from . import nodes
+    from .config import parse_duration
+    from .connect import manager_client
+
+    timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else None
+    settings = _settings("client", arguments)
+    with manager_client(settings) as link:
+        if arguments.what == "list":
+            found = link.status()
+            if arguments.json:
+                _print_json(found["nodes"])
+            else:
+                print(nodes.table(found))
+            return EXIT_OK
+        drain = arguments.what == "drain"
+        shards = nodes.request(link, arguments.name, drain)
+        if drain and not arguments.no_wait:
+            nodes.wait_drained(link, arguments.name, sys.stdout, timeout_s)
+        else:
+            print(f"{arguments.name}: {'to be drained' if drain else 'takes its share'}, owns {shards:,} shards now")
+    return EXIT_OK
+
+
 def _config(argv: Sequence[str], prog: str) -> int:
     """show every setting's value and where it came from"""
     from .config import COMMANDS, SETTINGS, load_command
@@ -400,6 +438,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "delete": _delete,
     "bench": _bench,
     "status": _status,
+    "node": _node,
     "config": _config,
     "topo": _topo,
     "doctor": _doctor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from .client import Client
@@ -46,31 +47,67 @@ def bytes_text(count: int) -> str:
     return str(count)
 
 
-def table(found: dict[str, Any]) -> str:
-    """For people."""
-    moved = f", {found['shards_without_owner']:,} without an owner" if found["shards_without_owner"] else ""
-    lines = [f"cluster {found['cluster']}, epoch {found['epoch']}, {found['shards']:,} shards{moved}", ""]
-    rows = [("SERVER", "STATE", "NUMA", "ADDRESS", "USED", "OF", "ENTRIES", "PUTS", "EVICTED", "SHARDS", "PATH")]
-    notes = []
-    for node in found["nodes"]:
-        for each in node["workers"]:
-            rows.append(
-                (
-                    f"{node['name']}/{each['worker']}", node["state"], str(each["numa_node"]), each["address"],
-                    bytes_text(each["used_bytes"]), bytes_text(each["capacity_bytes"]), f"{each['entries']:,}",
-                    f"{each['puts']:,}", f"{each['evictions']:,}", f"{each['shards']:,}", each["path"],
-                )
-            )  # fmt: skip
-            if each["why"] and node["state"] in _RUNNING:
-                notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['why']}")
-    if len(rows) == 1:
-        return "\n".join([*lines, "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"])
+def columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows as lines of columns, those in ``left`` flush left and others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (0, 1, 3, 10)
+    lines = []
     for row in rows:
         cells = [
             text.ljust(width) if column in left else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths))
         ]
         lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def moves_text(found: Mapping[str, Any]) -> str:
+    """What moves between servers, in a sentence; empty when nothing does."""
+    if not found["shards_moving"] and not found["shards_waiting"]:
+        return ""
+    parts = [f"{found['shards_moving']:,} shards are moving"]
+    if found["shards_waiting"]:
+        parts.append(f"{found['shards_waiting']:,} wait for their turn")
+    parts.append(f"{bytes_text(found['moved_bytes'])} copied")
+    if found["move_rate"]:
+        parts.append(f"{bytes_text(found['move_rate'])}/s")
+    if found["eta_s"] is not None:
+        parts.append(f"about {found['eta_s']:.0f} s for those that move")
+    return ", ".join(parts)
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    moved = f", {found['shards_without_owner']:,} without an owner" if found["shards_without_owner"] else ""
+    lines = [f"cluster {found['cluster']}, epoch {found['epoch']}, {found['shards']:,} shards{moved}"]
+    if found["rebuilding"]:
+        lines.append("the manager has lost its state and is collecting the map from the servers")
+    moves = moves_text(found)
+    lines += [moves, ""] if moves else [""]
+    heads = ["SERVER", "STATE", "NUMA", "ADDRESS", "USED", "OF", "ENTRIES", "PUTS", "EVICTED", "SHARDS", "PATH"]
+    rows = [heads[:-1] + (["IN", "OUT"] if moves else []) + heads[-1:]]
+    notes = []
+    for node in found["nodes"]:
+        for each in node["workers"]:
+            moving = [f"{each['moving_in']:,}", f"{each['moving_out']:,}"] if moves else []
+            rows.append(
+                [
+                    f"{node['name']}/{each['worker']}", state_text(node), str(each["numa_node"]), each["address"],
+                    bytes_text(each["used_bytes"]), bytes_text(each["capacity_bytes"]), f"{each['entries']:,}",
+                    f"{each['puts']:,}", f"{each['evictions']:,}", f"{each['shards']:,}", *moving, each["path"],
+                ]
+            )  # fmt: skip
+            if each["why"] and node["state"] in _RUNNING:
+                notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['why']}")
+    if len(rows) == 1:
+        return "\n".join([*lines, "no data server has joined: start one with `simm dataserver --manager HOST:PORT`"])
+    lines += columns(rows, left=(0, 1, 3, len(rows[0]) - 1))
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def state_text(node: Mapping[str, Any]) -> str:
+    """A node's state in a word; one that is away or suspect tells of its drain as well."""
+    if node["drained"]:
+        return "drained" if node["state"] == "draining" else f"{node['state']}, drained"
+    if node["draining"] and node["state"] != "draining":
+        return f"{node['state']}, to drain"
+    return str(node["state"])
