@@ -404,7 +404,8 @@ class Cluster:
         """A cluster as :meth:`to_state` left it; ``epoch``: one that nobody can have been told before.
 
         Raises CorruptionError for anything that it could not have left. Nodes that were alive are JOINING: they are
-        given the time of a fresh one to be heard. Graces begin anew: how much of them has passed is unknown.
+        given the time of a fresh one to be heard, or ``return_s`` if that is more. Graces begin anew: how much of
+        them has passed is unknown.
         """
         stored = clusterstate.load(state)
         made = cls(stored.cluster, now, timing)
@@ -416,6 +417,8 @@ class Cluster:
         for node in made.nodes.values():
             if node.state is NodeState.DEAD:
                 node.heard = -timing.dead_after * timing.heartbeat_s
+            elif node.serving:
+                node.heard = made._returning
         made.check(settled=False)
         made._remap([])  # what other settings make due
         return made
@@ -428,6 +431,11 @@ class Cluster:
         self._clock = now
         if step > 0:
             self._observed += min(step, self.timing.heartbeat_s)
+
+    @property
+    def _returning(self) -> float:
+        """When a node counts as heard that is only known: as late as it must be to have its time from now on."""
+        return self._observed + max(0.0, self.timing.return_s - self.timing.dead_after * self.timing.heartbeat_s)
 
     def _current(self, name: str, instance: int) -> Node | None:
         """The node, if this instance of it is a member."""
@@ -510,6 +518,7 @@ class Cluster:
             if fault or any(info.instance != instance for info in workers):
                 return f"node {name!r}: {fault or 'two instances of it'}"
             nodes[name] = Node(name, instance, workers, NodeState.JOINING, self._observed)
+            nodes[name].heard = self._returning
         added = [len(msg.workers) for name, msg in self._joins.items() if name not in nodes]
         if len(offered.workers) + sum(added) > WORKERS_MAX:
             return f"a cluster has at most {WORKERS_MAX} workers"

@@ -70,7 +70,7 @@ def report(
                 "draining": node.draining,
                 "drained": node.draining and not any(each["shards"] or each["moving_out"] for each in workers),
                 "instance": f"{node.instance:016x}",
-                "silent_s": round(observed - node.heard, 3),
+                "silent_s": max(0.0, round(observed - node.heard, 3)),
                 "in_state_s": round(observed - node.changed, 3),
                 "map_epoch": node.map_epoch,
                 "workers": workers,

@@ -294,6 +294,8 @@ class Coordinator:
                 if not self.trouble:
                     log.warning("%s; trying again", exc)
                 self.trouble = str(exc)
+                if not self._held.term:
+                    self.leader = None
                 pause = RETRY_S
             except Exception:
                 log.exception("looking for who leads failed")
@@ -387,6 +389,7 @@ class Coordinator:
             self.leader = None
         log.log(logging.INFO if chosen else logging.WARNING, "leading no more, term %d: %s", held.term, why)
         self._notify()
+        self._wake.set()  # to see who leads now
         self._revoke(held.lease)
 
     def _revoke(self, lease: int) -> None:

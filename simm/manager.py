@@ -71,6 +71,9 @@ SETTLE_S: Final = 0.02
 RETRY_S: Final = 5.0
 #: The same for etcd; and how long others may try to lead before one who could not tries again.
 ETCD_RETRY_S: Final = 1.0
+#: Time for data servers to find us again: they take 3 s to see that a stopped manager is silent, and as much for
+#: another that is no better.
+RETURN_S: Final = 8.0
 #: A manager says READY when it knows who leads, and after this time in any case.
 DECIDE_S: Final = 5.0
 PUSHES_PER_TURN: Final = 128
@@ -476,9 +479,10 @@ class Manager(Service):
     def _trouble(self) -> str:
         if not self._leads():
             leader, coordinator = self._leader(), self._coordinator
-            if leader or coordinator is None:
-                return f"standing by, {leader or 'another manager'} leads"
-            return f"standing by, nobody leads{f' ({coordinator.trouble})' if coordinator.trouble else ' yet'}"
+            if not leader and coordinator is not None:
+                why = coordinator.trouble
+                return f"standing by, and etcd cannot say who leads ({why})" if why else "standing by, nobody leads yet"
+            return f"standing by, {leader or 'another manager'} leads"
         if self.cluster.rebuilding:
             return "collecting the map from the servers"
         return "the state cannot be stored" if self._failing else ""
@@ -518,7 +522,7 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     timing = Timing(
         settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
-        settings.restart_grace_ms / 1000, settings.moves_at_once,
+        settings.restart_grace_ms / 1000, settings.moves_at_once, return_s=RETURN_S,
     )  # fmt: skip
     if settings.coordinator is not None and settings.state_dir is not None:
         drop = " or ".join(settings.origin(name) for name in ("state_dir", "coordinator"))

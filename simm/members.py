@@ -52,10 +52,13 @@ class Timing(NamedTuple):
     moves_at_once: int = 2048
     #: Heartbeats for which a manager that has lost its state listens before it deals shards.
     rebuild_beats: float = 2.0
+    #: Least time that nodes known from a stored state or a map have to be heard: their servers have lost a manager, and
+    #: may ask others first.
+    return_s: float = 0.0
 
     def check(self) -> None:
         """Raise UsageError if it cannot be."""
-        times = (self.grace_s, self.restart_grace_s, self.rebuild_beats)
+        times = (self.grace_s, self.restart_grace_s, self.rebuild_beats, self.return_s)
         beats = 0 < self.suspect_after < self.dead_after and self.heartbeat_s > 0
         if not beats or min(times) < 0 or self.moves_at_once < 1:
             raise UsageError(f"impossible timing {self}")
