@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 
 
+#: Shortest wait: the rest of a fraction of a byte would otherwise be waited for again and again.
+_NAP_S = 1e-3
+
+
 class Pace:
     """A token bucket: at most ``rate`` bytes a second (0: no limit), with a tenth of a second's worth at once.
 
@@ -38,7 +42,7 @@ class Pace:
                     self._tokens -= count
                     return
                 wait = -self._tokens / self.rate
-            self._sleep(wait)
+            self._sleep(max(wait, _NAP_S))
 
 
 class Budget:

@@ -30,11 +30,12 @@ WAIT_S = 20.0
 class WorkerThread:
     """One arena and its worker; a context manager."""
 
-    def __init__(self, size: int = 16 << 20, *, poll_us: int = 0) -> None:
+    def __init__(self, size: int = 16 << 20, *, poll_us: int = 0, all_shards: bool = True) -> None:
         self.segment: OwnedSegment = new_segment(size)
         self.folder = tempfile.mkdtemp(prefix="simm-w-")
         self.path = os.path.join(self.folder, "w.sock")
         self.poll_us = poll_us
+        self.all_shards = all_shards
         self.fresh = True
         self.start()
 
@@ -47,7 +48,7 @@ class WorkerThread:
         os.rmdir(self.folder)
 
     def start(self) -> None:
-        """A new worker on the arena, with all shards."""
+        """A new worker on the arena, with all shards unless they are somebody else's business."""
         if self.fresh:
             self.store = Store.create(self.segment.mm)
             self.fresh = False
@@ -66,7 +67,8 @@ class WorkerThread:
         self.thread = threading.Thread(target=self.worker.run, name="test-worker", daemon=True)
         self.thread.start()
         self.supervisor = Channel(ours, WAIT_S)
-        self.supervisor.call(M.Shards(1, *owned(ALL_SHARDS, 1)))
+        if self.all_shards:
+            self.supervisor.call(M.Shards(1, *owned(ALL_SHARDS, 1)))
 
     def _hold(self) -> None:
         self._far.recv(1)
