@@ -36,6 +36,7 @@ from simm.manager import EPOCHS_RESERVED, Manager, check_exposure
 from simm.manager_link import ManagerClient
 from simm.messages import MapReply, Status, WorkerInfo, WorkerLoad
 from simm.rpc import Connection, Flag, decode, encode
+from simm.shardmap import ShardMap
 from simm.statefile import StateFile
 from simm.web import REQUEST_BYTES_MAX, Page, Web, prometheus
 
@@ -340,6 +341,197 @@ def test_it_ends_with_a_process_it_is_told_to(run: Callable[..., Process]) -> No
         assert process.poll() is None
         parent.stdin.close()
     assert process.wait(WAIT_S) == 0
+
+
+# --- moving shards ----------------------------------------------------------------------------
+
+
+def arrived(client: ManagerClient, instance: int, name: str) -> int:
+    """Say that all shards that are moving to a node's only worker have come; how many were."""
+    reply = client.get_map()
+    shard_map = ShardMap(reply)
+    mine = {at for at, info in enumerate(reply.workers) if info.node == name}
+    moving = [shard for shard in shard_map.previous if shard_map.owners[shard] in mine]
+    return client.moved(instance, reply.epoch, name, 0, moving) if moving else 0
+
+
+def settle(client: ManagerClient, **instances: int) -> None:
+    """Until nothing moves."""
+    while sum(arrived(client, instance, name) for name, instance in instances.items()):
+        pass
+
+
+def about(client: ManagerClient, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(node for node in client.status()["nodes"] if node["name"] == name)
+    return found
+
+
+def test_a_newcomer_is_filled_and_a_drained_server_emptied(run: Callable[..., Process]) -> None:
+    process = run(None, "--moves-at-once", "1000", "--http", "127.0.0.1:0")
+    with process.client() as client:
+        client.join(1, "a", workers())
+        client.join(2, "b", workers())
+        first = ShardMap(client.get_map())
+        assert len(first.previous) == 1000 and set(first.previous.values()) == {0}
+        assert {first.since[shard] for shard in first.previous} == {first.epoch}
+        assert arrived(client, 2, "b") == 1000
+        assert client.moved(2, first.epoch, "b", 0, list(first.previous)) == 0, "said twice"
+        load = WorkerLoad(50, 1, 1, 0, 1000, 7000, 3500)
+        client.heartbeat(2, "b", 0, [load])
+        status = client.status()
+        assert (status["shards_moving"], status["shards_waiting"]) == (1000, SHARD_COUNT // 2 - 2000)
+        assert about(client, "b")["workers"][0]["moving_in"] == 1000 and status["moved_bytes"] == 7000
+        text = get(f"http://{process.http}/metrics")[1]
+        samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert samples["simm_manager_shards_moving"] == "1000" and samples["simm_manager_moves_told_total"] == "2"
+        assert samples['simm_worker_shards_moving_out{node="a",worker="0"}'] == "1000"
+        assert samples["simm_manager_move_bytes_per_second"] == "3500"
+        settle(client, a=1, b=2)
+        assert client.status()["shards_waiting"] == 0 and not client.get_map().previous
+        assert client.drain("a") == SHARD_COUNT // 2 - 1000
+        assert not about(client, "a")["drained"] and about(client, "a")["state"] == "joining"
+        client.heartbeat(1, "a")
+        assert about(client, "a")["state"] == "draining"
+        with pytest.raises(Refused, match="only data server") as caught:
+            client.drain("b")
+        assert caught.value.status == Status.UNAVAILABLE
+        with pytest.raises(Refused, match="nearest name is 'a'") as caught:
+            client.drain("aa")
+        assert caught.value.status == Status.UNKNOWN_NODE
+        settle(client, a=1, b=2)
+        assert about(client, "a")["drained"] and set(owners(client.get_map())) == {"b"}
+        assert client.drain("a", False) == 1000
+
+
+def test_a_warm_leave_and_return_over_a_restart_of_the_manager(run: Callable[..., Process], tmp_path: Path) -> None:
+    process = run(tmp_path, "--restart-grace-ms", "20s")
+    with process.client() as client:
+        client.join(1, "a", workers())
+        client.join(2, "b", workers())
+        settle(client, a=1, b=2)
+        client.drain("b")
+        before = client.get_map()
+        client.leave(1, "a", warm=True)
+        assert client.get_map().owners == before.owners
+        process.end(signal.SIGKILL)
+        process.start()
+        assert about(client, "a")["state"] == "left" and about(client, "b")["draining"]
+        client.join(3, "a", workers(), warm=True, epoch=before.epoch)
+        after = client.get_map()
+        assert (after.owners, after.since) == (before.owners, before.since), "its values are still good"
+        assert {info.node: info.instance for info in after.workers} == {"a": 3, "b": 2}
+        client.leave(3, "a", warm=True)
+        client.join(4, "a", workers())
+        cold = client.get_map()
+        assert cold.owners == after.owners and cold.since != after.since and not cold.previous
+
+
+def test_a_manager_without_its_state_gets_the_map_from_the_servers(run: Callable[..., Process], tmp_path: Path) -> None:
+    process = run(tmp_path, "--heartbeat-ms", "200")
+    with process.client() as client, process.client() as other, process.client(deadline_s=WAIT_S) as reader:
+        client.join(1, "a", workers())
+        other.join(2, "b", workers())
+        older = other.get_map()
+        client.join(3, "c", workers())
+        newest = client.get_map()
+        process.end(signal.SIGKILL)
+        (tmp_path / "manager.json").unlink()
+        process.start()
+        assert other.join(2, "b", workers(), epoch=older.epoch).wants_map == 1
+        # Nobody is told a map before this is over; whoever asked is answered then.
+        told: list[MapReply] = []
+        waiting = threading.Thread(target=lambda: told.append(reader.get_map()))
+        waiting.start()
+        assert other.offer(older)
+        assert client.join(1, "a", workers(), epoch=newest.epoch).wants_map == 1
+        assert client.status()["rebuilding"] and not told
+        assert client.offer(newest) and not client.offer(older)
+        waiting.join(WAIT_S)
+        (reply,) = told
+        assert reply.cluster == newest.cluster and reply.epoch >= newest.epoch + EPOCHS_RESERVED
+        assert (reply.owners, reply.since) == (newest.owners, newest.since)
+        assert reply.previous == newest.previous and [info.node for info in reply.workers] == ["a", "b", "c"]
+        states = {node["name"]: node["state"] for node in client.status()["nodes"]}
+        assert states["c"] == "joining", "known from the map, and not heard from yet"
+        assert not client.status()["rebuilding"]
+    code, err = process.end()
+    assert code == 0 and "known from the map of epoch" in err and "Traceback" not in err
+
+
+def test_a_client_that_has_a_map_is_not_given_an_empty_one(run: Callable[..., Process]) -> None:
+    process = run(None, "--heartbeat-ms", "100")
+    with process.client() as client, process.client(deadline_s=WAIT_S) as reader:
+        told: list[MapReply] = []
+        waiting = threading.Thread(target=lambda: told.append(reader.get_map(77)))
+        waiting.start()
+        while not client.status()["rebuilding"]:
+            assert waiting.is_alive()
+        assert client.join(1, "a", workers(), epoch=77).wants_map == 1
+        waiting.join(WAIT_S)
+        assert set(owners(told[0])) == {"a"} and told[0].epoch > 77
+
+
+def test_a_map_from_a_stranger_is_refused(run: Callable[..., Process]) -> None:
+    with run().client() as client:
+        reply = client.get_map()
+        with pytest.raises(TransportError, match="has not joined"):
+            client.offer(reply)
+
+
+def test_a_state_file_of_format_1_is_taken_over(run: Callable[..., Process], tmp_path: Path) -> None:
+    process = run(tmp_path)
+    with process.client() as client:
+        client.join(1, "a", workers())
+        client.join(2, "b", workers())
+        settle(client, a=1, b=2)
+        before = client.get_map()
+    process.end()
+    with contextlib.closing(StateFile(tmp_path, "manager")) as file:
+        stored = file.load()
+        cluster = stored["cluster"]
+        cluster["format"] = 1
+        del cluster["previous"], cluster["since"]
+        for node in cluster["nodes"]:
+            del node["draining"]
+            node["state"] = "up"
+        file.save(stored)
+    process.start()
+    with process.client() as client:
+        after = client.get_map()
+        assert after.owners == before.owners and set(ShardMap(after).since) == {before.epoch}
+        assert client.heartbeat(1, "a", before.epoch) >= before.epoch
+    process.end()
+    with contextlib.closing(StateFile(tmp_path, "manager")) as file:
+        assert file.load()["cluster"]["format"] == 2
+
+
+def test_no_map_is_told_before_it_is_stored(tmp_path: Path) -> None:
+    """Else an epoch could come again with other owners after a kill, and with values that it does not know of."""
+    clock = [0.0]
+    loop = Loop(lambda: clock[0])
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(StateFile(tmp_path, "manager")) as file, ours, theirs:
+        manager = Manager(loop, store=file)
+        manager.save()
+        loop.adopt(theirs, manager, "test:1")
+        ours.setblocking(False)
+        conn = Connection()
+        ours.sendall(encode(M.Join(1, 0, "a", workers()), 1) + encode(M.MapGet(0, 0), 2))
+        answers = []
+        for _ in range(10):
+            loop.run_once(0.0)
+            with contextlib.suppress(BlockingIOError):
+                conn.receive_data(ours.recv(1 << 20))
+            while (frame := conn.next_frame()) is not None:
+                answers.append(decode(frame))
+        assert [type(each) for each in answers] == [M.Joined] and not file.load()["cluster"]["nodes"]
+        clock[0] += manager_module.SETTLE_S
+        loop.run_once(0.0)
+        assert file.load()["cluster"]["epoch"] == answers[0].epoch
+        conn.receive_data(ours.recv(1 << 20))
+        frame = conn.next_frame()
+        assert frame is not None and decode(frame).epoch == answers[0].epoch
+    loop.close()
 
 
 # --- peers that misbehave ---------------------------------------------------------------------
