@@ -43,7 +43,16 @@ from .loop import Loop, Peer, Service, listen_tcp, listen_unix
 from .member import Member
 from .membership import Membership
 from .mover import MoverSettings, run_mover
-from .process import Child, close_descriptors_but, die_with_parent, end_children, end_with, reaped, stop_on_signals
+from .process import (
+    Child,
+    close_descriptors_but,
+    die_with_parent,
+    end_children,
+    end_with,
+    raise_file_limit,
+    reaped,
+    stop_on_signals,
+)
 from .rpc import Flag, Frame, decode, encode
 from .server_options import DataServerOptions, options_from
 from .server_pages import Row, healthz, metrics
@@ -171,6 +180,7 @@ class DataServer:
     def start(self) -> None:
         """Segments, sockets, processes, manager. Raises SimmError or OSError with nothing left behind."""
         options = self.options
+        raise_file_limit()
         stop_on_signals(self.loop, interrupt=True)
         if options.end_with:
             end_with(self.loop, options.end_with)

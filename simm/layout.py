@@ -177,7 +177,7 @@ class Geometry(NamedTuple):
             slots_offset=slots_offset,
             visited_offset=visited,
             ledger_offset=ledger,
-            session_lines=min(4096, max(256, sets * WAYS // 64)),
+            session_lines=min(4096, max(256, sets * WAYS // 8)),
             hold_lines=min(65_536, max(1024, sets * WAYS // 4)),
             data_offset=0,
             data_bytes=0,

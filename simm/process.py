@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import time
@@ -37,6 +38,16 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
             wake_read.recv(64)
 
     loop.watch(wake_read, woken)
+
+
+def raise_file_limit() -> None:
+    """Open as many files as the administrator lets us: thousands of connections do not fit the usual soft limit.
+
+    Children inherit it. A session with a commit ring takes a worker two descriptors, and a client's process one more.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def end_with(loop: Loop, pid: int) -> None:
