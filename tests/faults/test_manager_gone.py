@@ -56,7 +56,7 @@ def check(fleet: Fleet, clients: Clients, watch: Watch) -> None:
     print(records.summary())
     failed = records.of(FAILED, OUTAGE)
     measured("manager away: failed calls", len(failed), "calls", "0", of=len(records))
-    assert len(failed) == 0, [(row["began"], row["took"], row["kind"]) for row in failed.rows[:5]]
+    assert len(failed) == 0, (failed.rows[:5], [report["stats"] for report in clients.reports], fleet.logs()[-3000:])
     measured("manager away: longest call of a client", records.longest() * 1e3, "ms")
     epochs = records.rows["epoch"]
     assert len(records) > 500 and epochs.min() > 0
