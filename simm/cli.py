@@ -302,12 +302,12 @@ def _node(argv: Sequence[str], prog: str) -> int:
     )
     parser = _parser(prog, about, "client")
     parser.add_argument("what", choices=["list", "drain", "resume"], metavar="list|drain|resume")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a data server's --name; for drain and resume")
+    parser.add_argument("node", nargs="?", metavar="NAME", help="a data server's --name; for drain and resume")
     parser.add_argument("--no-wait", action="store_true", help="only ask for the drain")
     parser.add_argument("--timeout", metavar="TIME", help="end the watching of a drain, as 10m; the drain goes on")
     parser.add_argument("--json", action="store_true", help="list for programs")
     arguments = parser.parse_args(argv)
-    if (arguments.name is None) != (arguments.what == "list"):
+    if (arguments.node is None) != (arguments.what == "list"):
         parser.error("a NAME goes with drain and resume, and only with them")
     from . import nodes
     from .config import parse_duration
@@ -324,11 +324,11 @@ def _node(argv: Sequence[str], prog: str) -> int:
                 print(nodes.table(found))
             return EXIT_OK
         drain = arguments.what == "drain"
-        shards = nodes.request(link, arguments.name, drain)
+        shards = nodes.request(link, arguments.node, drain)
         if drain and not arguments.no_wait:
-            nodes.wait_drained(link, arguments.name, sys.stdout, timeout_s)
+            nodes.wait_drained(link, arguments.node, sys.stdout, timeout_s)
         else:
-            print(f"{arguments.name}: {'to be drained' if drain else 'takes its share'}, owns {shards:,} shards now")
+            print(f"{arguments.node}: {'to be drained' if drain else 'takes its share'}, owns {shards:,} shards now")
     return EXIT_OK
 
 

@@ -67,7 +67,7 @@ def wait_drained(
             except TransportError as exc:
                 if isinstance(exc, Refused) or clock() - heard > SILENCE_S:
                     raise
-                shown.show(f"{name}: no manager answers, trying again")
+                shown.show(f"{name}: no manager answers, trying again", urgent=True)
                 sleep(POLL_S)
                 continue
             heard = clock()
@@ -81,9 +81,8 @@ def wait_drained(
                 progress = Progress(name, shards_left(node), start)
             text = progress.text(found, node, heard)
             if node["drained"]:
-                shown.end(
-                    f"{name}: drained, {bytes_text(progress.copied)} copied in {heard - start:.1f} s; it may stop"
-                )
+                copied, took = bytes_text(progress.copied), heard - start
+                shown.end(f"{name}: drained, {copied} copied in {took:.1f} s; it may be stopped")
                 return
             if not node["draining"]:
                 raise SimmError(f"somebody has taken {name} back: it is not being drained any more")
@@ -147,12 +146,12 @@ class _Line:
         self._last = ""
         self._at = -LINE_S
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, *, urgent: bool = False) -> None:
         if self._rewrites:
             self._out.write("\r" + text.ljust(self._width))
             self._width = len(text)
             self._out.flush()
-        elif text != self._last and self._clock() - self._at >= LINE_S:
+        elif text != self._last and (urgent or self._clock() - self._at >= LINE_S):
             self._at = self._clock()
             self._out.write(text + "\n")
             self._out.flush()
