@@ -23,7 +23,8 @@ What can go wrong, and what stands against it
 * *Two owners accept mutations.* N accepts after P's answer to FREEZE, or after P could not be reached, and then
   without fall-back. A worker that was cut off and comes back with an old map stays frozen: FROZEN carries
   the epoch that froze it, and an older map cannot undo that, nor can a mover with an older map have the answer
-  that it may adopt.
+  that it may adopt. FREEZE leaves that mark where P has nothing, too: P may be about to become the owner by a map
+  of before, in which its own previous owner was forgotten (found by tests/slotmodel).
 * *A superseded value is read at P.* One-sided readers take a FROZEN word for "not here"; only who was sent by N
   reads on, and N sends nobody after a key that was mutated here. Before it has adopted the shard N sends everybody
   to P (:meth:`ShardWords.status_of_miss`): nobody else can have accepted anything since N's map. A reader that is told
@@ -203,20 +204,22 @@ class ShardWords:
     def freeze(self, epoch: int, shards: Iterable[int]) -> list[int] | None:
         """A new owner takes these over by the map of ``epoch``; those that are here, now frozen.
 
+        The others are frozen too: a map of before, which we have not got yet, may make one of them ours.
         None when a word is newer than that: the asker's map is old, and nothing has changed.
         """
         if not 0 < epoch <= EPOCH_MASK:
             raise UsageError(f"no map has epoch {epoch}")
-        asked = [shard for shard in shards if self.words[shard]]
+        asked = list(shards)
         for shard in asked:
             word = self.words[shard]
             held = word & EPOCH_MASK
             if held > epoch or (held == epoch and word < FROZEN):
                 return None
+        here = [shard for shard in asked if self.words[shard]]
         for shard in asked:
             self.words[shard] = FROZEN | epoch
         self._recount()
-        return asked
+        return here
 
     def adopt(self, epoch: int, shards: Iterable[int], fallback: Iterable[int]) -> int:
         """Take over those of ``shards`` that wait for it; how many of them are ours now.
