@@ -79,6 +79,9 @@ def table(found: dict[str, Any]) -> str:
     """For people."""
     moved = f", {found['shards_without_owner']:,} without an owner" if found["shards_without_owner"] else ""
     lines = [f"cluster {found['cluster']}, epoch {found['epoch']}, {found['shards']:,} shards{moved}"]
+    own = found["manager"]
+    if own.get("leader"):
+        lines.append(f"led by the manager at {own['leader']}, term {own['term']}")
     if found["rebuilding"]:
         lines.append("the manager has lost its state and is collecting the map from the servers")
     moves = moves_text(found)

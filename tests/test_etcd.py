@@ -23,10 +23,13 @@ from coordination.model import Broken, play
 from coordination.server import MISSING, PROGRAM, EtcdServer, free_port
 
 from simm import coordinator as coordinator_module
+from simm import messages as M
+from simm.cluster import Cluster, Timing
 from simm.config import Settings, load, parse_coordinator
 from simm.coordinator import CHUNK_BYTES, Coordinator, NotLeader, connect
 from simm.errors import ConfigError, CorruptionError
 from simm.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
+from simm.messages import WorkerInfo
 
 WAIT_S = 20.0
 needs_etcd = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
@@ -446,14 +449,15 @@ def test_one_leader_and_its_state_long() -> None:
         play(seed)
 
 
-def _broken(seeds: range) -> list[str]:
-    found = []
-    for seed in seeds:
+def _breaks(seeds: int, *signs: str) -> bool:
+    """Whether one of the first worlds breaks, and in this way."""
+    for seed in range(seeds):
         try:
             play(seed)
         except (Broken, CorruptionError) as exc:
-            found.append(str(exc))
-    return found
+            if any(sign in str(exc) for sign in signs):
+                return True
+    return False
 
 
 def _no_condition(key: bytes, _revision: int) -> dict[str, Any]:
@@ -466,11 +470,11 @@ class TestControls:
 
     def test_without_the_leases_time_two_lead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Coordinator, "term", property(lambda self: self._held.term))
-        assert any("two lead" in why for why in _broken(range(5)))
+        assert _breaks(10, "two lead")
 
     def test_counting_from_the_answer_instead_of_the_question(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Coordinator, "_until", lambda self, _sent, ttl_s: self._clock() + ttl_s)
-        assert any("two lead" in why for why in _broken(range(30)))
+        assert _breaks(100, "two lead")
 
     def test_a_leadership_that_is_extended_after_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def hold(self: Coordinator, before: Any, until: float) -> bool:
@@ -478,17 +482,33 @@ class TestControls:
             return True
 
         monkeypatch.setattr(Coordinator, "_hold", hold)
-        assert any("is back" in why or "two lead" in why for why in _broken(range(30)))
+        assert _breaks(100, "is back", "two lead")
 
     def test_without_the_condition_of_the_term_a_deposed_leader_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             coordinator_module, "created", lambda key, at: _no_condition(key, at) if at else created(key, at)
         )
-        assert any("is stored after" in why for why in _broken(range(60)))
+        assert _breaks(200, "is stored after")
 
     def test_without_the_condition_of_the_state_an_older_one_comes_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coordinator_module, "modified", _no_condition)
-        assert any("is stored after" in why for why in _broken(range(30)))
+        assert _breaks(100, "is stored after")
+
+
+@pytest.mark.parametrize("return_s", [0.0, 8.0])
+def test_a_new_leader_gives_servers_time_to_find_it(return_s: float) -> None:
+    """With short heartbeats too: a server is dead after five of them, but not before it can have come back."""
+    timing = Timing(heartbeat_s=0.2, return_s=return_s)
+    cluster = Cluster(1, 0.0, timing)
+    cluster.join(0.0, M.Join(5, 0, "a", [WorkerInfo(0, 0, 1, 5, 1 << 30, "", "/run/w", "127.0.0.1", 4000)]))
+    cluster.heartbeat(0.0, "a", 5, 0, [])
+    follower = Cluster.from_state(cluster.to_state(), 100.0, timing, 1000)
+    died_at = next(
+        now for now in (step / 10 for step in range(1, 200))
+        if follower.tick(100.0 + now) and follower.status(100.0 + now)["nodes"][0]["state"] == "dead"
+    )  # fmt: skip
+    assert died_at == pytest.approx(max(return_s, 1.0), abs=0.3)
+    assert all(node["silent_s"] >= 0 for node in follower.status(100.0 + died_at)["nodes"])
 
 
 # --- on etcd ------------------------------------------------------------------------------------
