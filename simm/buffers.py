@@ -87,7 +87,11 @@ class Span:
 
 
 def view_of(buffer: Any) -> memoryview:
-    """The buffer's bytes, flat. Raises UsageError when it has none or is not contiguous."""
+    """The buffer's bytes, flat. Raises UsageError when it has none or is not contiguous.
+
+    Always a view of our own, also of a memoryview: whoever releases theirs meanwhile shall not pull the memory from
+    under a copy.
+    """
     if isinstance(buffer, np.ndarray) and buffer.dtype != np.uint8:
         # Types that the buffer protocol has no name for (bfloat16, datetime64, complex) are bytes to us all the same.
         if not buffer.flags.c_contiguous:

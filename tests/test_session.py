@@ -370,11 +370,12 @@ def test_no_large_grant_is_kept_where_it_is_much_of_what_all_may_hold(monkeypatc
         session.close()
 
 
+@pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize("size", [700, 64 << 10, 300_000, MIB, 5 * MIB])
-def test_batches_of_any_size_are_stored_and_leave_no_grant_unknown(size: int) -> None:
+def test_batches_of_any_size_are_stored_and_leave_no_grant_unknown(size: int, ring: bool) -> None:
     """More than the session may hold at once, so that grants run out in the middle."""
     with WorkerThread(96 * MIB) as worker:
-        session = worker.session()
+        session = worker.session(ring=ring)
         path = ShmPut(buffers.Copier(1), checksum=True)
         count = min(40, 48 * MIB // size)
         for turn in range(3):
