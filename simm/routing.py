@@ -390,7 +390,7 @@ class Again:
         """
         routes = self._routes
         router = routes.router
-        if router is None or time.monotonic() >= self.until:
+        if router is None or routes.closed or time.monotonic() >= self.until:
             return False
         epoch = router.epoch
         if any(routes.target(digest) is not target for digest, target in digests):

@@ -237,6 +237,10 @@ class Subscription:
         self._closed = True
         self.why = self.why or "closed"
         self._kick()
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_RDWR)  # the thread may be waiting for an answer
         if self._thread is None:
             channel, self._channel = self._channel, None
             if channel is not None:
