@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from slotmodel import move
 from slotmodel.packed import Batch, Collision, Found, Layout, Model, Step, _hash, explore
 from slotmodel.slot import PLANTS, SlotModel, planted
 
@@ -93,6 +94,45 @@ def successors(model: Model, fields: dict[str, int]) -> dict[str, list[dict[str,
             for row in range(len(after)):
                 found.setdefault(name, []).append(model.layout.unpack([int(column[row]) for column in after.words]))
     return found
+
+
+# --- a moving shard ---------------------------------------------------------------------------
+
+
+def search_moves(title: str, model: move.MoveModel) -> move.Found:
+    found = move.explore(model)
+    print(title)
+    print("\n".join(found.lines(model.describe)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{"epochs": 3}, {"epochs": 4, "losses": False}])
+def test_a_shard_moves(options: dict[str, int]) -> None:
+    """The real shard words under every order of events."""
+    found = search_moves(str(options), move.MoveModel(**options))  # type: ignore[arg-type]
+    assert found.complete and not found.trace
+    assert found.states > 10_000
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "not_heard")) for name in move.PLANTS]
+)
+def test_a_fault_planted_in_a_move_is_found(name: str) -> None:
+    model = move.MoveModel((name,), **move.SMALLEST[name])
+    found = search_moves(f"{name}: {move.PLANTS[name]}", model)
+    assert found.trace and found.fault
+    assert found.trace[0][1] == model.initial()
+    for (_, before), (event, after) in zip(found.trace, found.trace[1:]):
+        assert (event, after) in [(name, model.canonical(state)) for name, state, _ in model.successors(before)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"epochs": 4, "puts": 1}, {"epochs": 5, "losses": False}, {"workers": 3, "epochs": 3}]
+)
+def test_longer_moves(options: dict[str, int]) -> None:
+    found = search_moves(str(options), move.MoveModel(**options))  # type: ignore[arg-type]
+    assert found.complete and not found.trace
 
 
 # --- the search itself --------------------------------------------------------------------------
