@@ -42,11 +42,11 @@ What can go wrong, and what we chose
 
 What it costs
 -------------
-etcd gets a request a second from each standby and one per third of the lease from the leader, and a transaction of the
-packed state for each change of the cluster, which keeps the manager's loop for some ms (40 at 1,500 workers); with
-etcd silent, at most ``SAVE_S``, every other second until the lease's time is over. A killed leader is followed after its lease's time and a second; one that stops
-cleanly gives the lease back and is followed within the second. etcd keeps what was overwritten until it is
-compacted: see docs/operations.md.
+etcd gets a request a second from each standby and one per third of the lease from the leader, and a transaction of
+the packed state for each change of the cluster, which keeps the manager's loop for some ms (40 at 1,500 workers); with
+etcd silent, at most ``SAVE_S``, every other second until the lease's time is over. A killed leader is followed
+after its lease's time and a second; one that stops cleanly gives the lease back and is followed within the second. etcd
+keeps what was overwritten until it is compacted: see docs/operations.md.
 """
 
 from __future__ import annotations
