@@ -115,7 +115,7 @@ def test_grow_and_drain_again_and_again(make_fleet: Callable[..., Fleet]) -> Non
 
 
 def test_mover_and_worker_killed_in_the_middle(make_fleet: Callable[..., Fleet]) -> None:
-    """A mover that dies is replaced and loses nothing; with the worker the rest of what moves is lost, and that only."""
+    """A mover that dies is replaced and loses nothing; with the worker goes what was still to come, and that only."""
     fleet = make_fleet(1, server_arguments=("--move-mib-s", "1"))
     with Client(fleet.manager.address) as client:
         keys = 500
