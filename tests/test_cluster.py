@@ -920,8 +920,11 @@ class Picture:
         return self.codes.get((name, number), -1)
 
 
-def check_step(before: Picture, after: Picture, serving: set[str], limit: int) -> None:
-    """What must hold of two maps, one event apart, whatever the event."""
+def check_step(before: Picture, after: Picture, serving: set[str], limit: int, free: Iterable[int] = ()) -> None:
+    """What must hold of two maps, one event apart, whatever the event.
+
+    ``free``: shards whose move has ended with the event, so that they may go on with the next.
+    """
     assert after.epoch >= before.epoch
     if after.epoch == before.epoch:
         assert after == before, "one epoch, two maps"
@@ -941,6 +944,7 @@ def check_step(before: Picture, after: Picture, serving: set[str], limit: int) -
         assert (after.owners != 0).all()
     # A shard on its way stays there while its owner is in the map, and its previous owner serves.
     was_moving = lives[before.previous]
+    was_moving[list(free)] = False
     there = listed[before.owners]
     assert not (changed & was_moving & there).any()
     assert ((after.previous == before.previous) | (after.previous == 0) | changed)[was_moving].all()
@@ -976,6 +980,7 @@ def test_storm_against_the_twin(seed: int) -> None:
         ])  # fmt: skip
         known = instances.get(name)
         cold = ""
+        free: list[int] = []
         if event in ("join", "new"):
             instance = rng.getrandbits(64) if event == "new" or known is None else known
             capacities = tuple(rng.choice([GIB, GIB, 3 * GIB]) for _ in range(rng.choice([1, 1, 2])))
@@ -986,8 +991,11 @@ def test_storm_against_the_twin(seed: int) -> None:
             )
             assert answer(cluster.join(now, msg))[0] is expected
             if expected is Status.OK:
-                cold = name if known not in (None, instance) and not warm else ""
                 instances[name] = instance
+                if known not in (None, instance):
+                    cold = "" if warm else name
+                    numbers = [code for (node, _), code in codes.items() if node == name]
+                    free = np.flatnonzero(np.isin(before.owners, numbers) | np.isin(before.previous, numbers)).tolist()
         elif event == "leave" and known is not None:
             member, warm = twin.member(name, known), rng.random() < 0.5
             status = answer(cluster.leave(now, name, known, warm))[0]
@@ -1018,7 +1026,7 @@ def test_storm_against_the_twin(seed: int) -> None:
             if twin.member(name, known):
                 code = before.code(name, number)
                 known_to_it = (before.owners == code) & (before.previous != 0) & (before.since <= max(epoch, 0))
-                arrived = [shard for shard in shards if known_to_it[shard]]
+                arrived = free = [shard for shard in shards if known_to_it[shard]]
                 assert (status, message) == (Status.OK, Done(len(arrived)))
                 # It may have had to move on at once.
                 assert all(cluster.previous(shard) in (None, (name, number)) for shard in arrived)
@@ -1040,7 +1048,7 @@ def test_storm_against_the_twin(seed: int) -> None:
                     check_step(before, after, twin.serving(), timing.moves_at_once)
                     before = after
         after = Picture(cluster, codes)
-        check_step(before, after, twin.serving(), timing.moves_at_once)
+        check_step(before, after, twin.serving(), timing.moves_at_once, free)
         cluster.check()
         if cold:
             mine = np.isin(after.owners, [code for (node, _), code in codes.items() if node == cold])
