@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from simm import rails, shm, topology
+from simm import pages, rails, shm, topology
 from simm.errors import SimmError
 
 Status = Literal["ok", "warn", "fail"]
@@ -169,7 +169,7 @@ def check_populate(sys_root: str = "/") -> Finding:
     """Whether the kernel can fault pages in without touching them, and has memfd."""
     name = "populate"
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        populate = shm.populate_read(page)
+        populate = pages.populate_read(page)
     missing = [] if populate else ["MADV_POPULATE (Linux 5.14)"]
     if not hasattr(os, "memfd_create"):
         missing.append("memfd_create")

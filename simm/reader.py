@@ -21,8 +21,9 @@ from .constants import SET_BYTES, SHARD_COUNT
 from .errors import SegmentError
 from .hashing import SHARD_BITS, SHARD_MASK, split
 from .layout import HEADER_BYTES, SLOT_BODY, SLOT_WORDS, Geometry, State, Word
+from .pages import populate_read
 from .shards import FROZEN
-from .shm import AttachedSegment, populate_read
+from .shm import AttachedSegment
 
 #: The protocol relies on x86's order of loads and stores; elsewhere clients use TCP.
 ONE_SIDED: Final = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"

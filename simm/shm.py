@@ -39,16 +39,6 @@ machine have left, and `OwnedSegment.populate` faults pages in with ``MADV_POPUL
 full tmpfs (EFAULT) where a store would be a signal. On kernels before 5.14 ``posix_fallocate`` does so
 (ENOSPC). A cgroup limit reached in between still means the OOM killer; no call can ask in advance.
 
-**Addresses and the GIL.** ``mmap.madvise`` holds the GIL, for 60 ms per 256 MiB when it populates; a
-client's background thread would stall the engine. ctypes releases it. The address comes through the buffer
-protocol, which read-only maps have too, and the export keeps the map from being closed meanwhile.
-
-**Forks and MADV_DONTFORK.** A client's map is not inherited by the engine's children (their views would
-outlive what protects them). The trap: the *address range* is free in the child, malloc or a library maps
-something there, and when the child drops the inherited Python mmap object its ``munmap`` takes that other
-memory away. So a fork hook puts an inaccessible reservation on the range first; if the range is taken
-already, the object gets an export that is never released, and so never unmaps.
-
 An `OwnedSegment`'s map *is* inherited, but its page tables are not: the kernel leaves a shared file
 mapping to be faulted again. The worker populates what it writes once more, which finds the pages there.
 
@@ -60,7 +50,6 @@ map read-write whatever the first map said; clients that only read should open w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -71,8 +60,7 @@ import stat
 import struct
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -80,25 +68,17 @@ from typing import Any
 from simm import topology
 from simm.constants import HUGE_PAGE_BYTES, PAGE_BYTES
 from simm.errors import CorruptionError, SegmentError, UsageError
-from simm.topology import huge_pages_allowed, memory_limit_bytes
+from simm.pages import address_of, ask_for_huge_pages, keep_from_forks, page_range, populate_write
+from simm.topology import memory_limit_bytes
 
 _SYSTEM_SHM_DIR = "/dev/shm"
 #: Where segments are files. Another tmpfs works as well; tests point it at one of their own.
 SHM_DIR = _SYSTEM_SHM_DIR
 
-#: How much one madvise call populates: long enough to be efficient, short enough to leave soon on an error.
-POPULATE_STEP_BYTES = 256 << 20
 #: How long a creator waits for a remover, or another creator of the same name, that locked its new file.
 CREATE_WAIT_S = 5.0
 #: Share of the memory at hand that a default arena takes.
 DEFAULT_ARENA_PERCENT = 80
-
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
-_MAP_FIXED_NOREPLACE = 0x10_0000
-_MAP_NORESERVE = 0x4000
 
 _OWNER_BYTE = 0
 _WRITER_BYTE = 1
@@ -108,11 +88,6 @@ assert _FLOCK.size == 32
 _F_OFD_GETLK = getattr(fcntl, "F_OFD_GETLK", 36)
 _F_OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -208,90 +183,6 @@ def owner_locked(name: str) -> bool:
 def writer_locked(name: str) -> bool:
     """Whether some live process holds the writer lock of the segment."""
     return _held_by_name(name, _WRITER_BYTE, 1)
-
-
-# ------------------------------------------------------------------------------- addresses and madvise
-
-
-class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer, the same in 3.10 to 3.13 (and part of the stable ABI since 3.11)."""
-
-    _fields_ = [
-        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-_GET_BUFFER = ctypes.pythonapi.PyObject_GetBuffer
-_GET_BUFFER.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_RELEASE_BUFFER = ctypes.pythonapi.PyBuffer_Release
-_RELEASE_BUFFER.argtypes = (ctypes.POINTER(_PyBuffer),)
-_RELEASE_BUFFER.restype = None
-
-
-@contextlib.contextmanager
-def address_of(mm: mmap.mmap) -> Iterator[int]:
-    """The address at which a map begins, read-only maps included; the map cannot be closed inside the block.
-
-    UsageError when it is closed already.
-    """
-    view = _PyBuffer()
-    try:
-        _GET_BUFFER(mm, ctypes.byref(view), 0)
-    except ValueError as error:
-        raise UsageError("the map is closed") from error
-    try:
-        yield int(view.buf or 0)
-    finally:
-        _RELEASE_BUFFER(ctypes.byref(view))
-
-
-def _madvise(address: int, length: int, advice: int) -> int:
-    """madvise(2) with the GIL released; 0 or the errno. EAGAIN and EINTR (kernel short of pages) are retried."""
-    for _ in range(3):
-        if _LIBC.madvise(address, length, advice) == 0:
-            return 0
-        number = ctypes.get_errno()
-        if number not in (errno.EAGAIN, errno.EINTR):
-            break
-    return number
-
-
-def _page_range(offset: int, length: int | None, size: int) -> tuple[int, int]:
-    """The pages that hold bytes offset .. offset+length of a map, as (start, stop)."""
-    end = size if length is None else offset + length
-    if offset < 0 or end > size or end < offset:
-        raise UsageError(f"bytes {offset} to {end} are not within a segment of {size} bytes")
-    return offset // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
-
-
-def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    while start < stop:
-        length = min(POPULATE_STEP_BYTES - start % POPULATE_STEP_BYTES, stop - start)
-        yield start, length
-        start += length
-
-
-def populate_read(mm: mmap.mmap, offset: int = 0, length: int | None = None) -> bool:
-    """Fault pages of a map in for reading, with the GIL released, so that the first copy runs at full speed.
-
-    offset, length in bytes. Returns False when the kernel has no MADV_POPULATE_READ (before 5.14); nothing
-    is lost then but speed. Raises SegmentError when pages cannot be had (where a load would be a SIGBUS).
-    """
-    with address_of(mm) as base:
-        start, stop = _page_range(offset, length, len(mm))
-        for at, count in _steps(start, stop):
-            number = _madvise(base + at, count, _MADV_POPULATE_READ)
-            if number == errno.EINVAL:
-                return False
-            if number:
-                raise SegmentError(
-                    f"cannot fault in bytes {at} to {at + count} of a map for reading: {os.strerror(number)}; "
-                    "the segment was cut short or /dev/shm is full"
-                )
-    return True
 
 
 # ----------------------------------------------------------------------------- memory that may be used
@@ -543,17 +434,16 @@ class OwnedSegment:
 
         Raises SegmentError saying what is missing; pages had until then stay until the segment is removed.
         """
-        start, stop = _page_range(offset, length, self.size)
-        with address_of(self.mm) as base:
-            if node is not None and topology.bind_memory(base + start, stop - start, node):
-                self._require_on_node(node, stop - start)
-            asked = huge and huge_pages_allowed() and _madvise(base + start, stop - start, _MADV_HUGEPAGE) == 0
-            for at, count in _steps(start, stop):
-                number = _madvise(base + at, count, _MADV_POPULATE_WRITE)
-                if number == errno.EINVAL:
-                    number = self._populate_by_fallocate(at, count)
-                if number:
-                    raise self._short_of_memory(number, stop - at)
+        start, stop = page_range(offset, length, self.size)
+        if node is not None:
+            with address_of(self.mm) as base:
+                if topology.bind_memory(base + start, stop - start, node):
+                    self._require_on_node(node, stop - start)
+        asked = huge and ask_for_huge_pages(self.mm, start, stop)
+        failed = populate_write(self.mm, start, stop, self._populate_by_fallocate)
+        if failed is not None:
+            number, at = failed
+            raise self._short_of_memory(number, stop - at)
         return asked
 
     def _require_on_node(self, node: int, wanted: int) -> None:
@@ -684,29 +574,6 @@ class OwnedSegment:
 
 # ----------------------------------------------------------------------------------- attached segments
 
-#: Maps under MADV_DONTFORK: id -> (map, address, length). See the essay on forks.
-_DONTFORK: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
-
-
-def _reserve_in_child() -> None:
-    """After a fork: keep the address ranges of maps that were not inherited from being used for anything else."""
-    for reference, address, length in list(_DONTFORK.values()):
-        mm = reference()
-        if mm is None or mm.closed:
-            continue
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
-        got = _LIBC.mmap(address, length, 0, flags, -1, 0)
-        if got != address:
-            if got not in (None, ctypes.c_void_p(-1).value):  # a kernel before 4.17 took the address for a hint
-                _LIBC.munmap(got, length)
-            # An export that is never released: neither close() nor deallocation can unmap the range.
-            _GET_BUFFER(mm, ctypes.byref(_PyBuffer()), 0)
-    _DONTFORK.clear()
-
-
-os.register_at_fork(after_in_child=_reserve_in_child)
-
-
 class AttachedSegment:
     """A segment that another process owns. Nothing here can remove it.
 
@@ -780,13 +647,10 @@ class AttachedSegment:
                 f"cannot map {_mib(length)} of segment {self.name}: {error}; see ulimit -v and vm.max_map_count"
             ) from error
         if dontfork:
-            with address_of(mm) as address:
-                number = _madvise(address, length, _MADV_DONTFORK)
+            number = keep_from_forks(mm)
             if number:
                 mm.close()
                 raise SegmentError(f"cannot keep a map of segment {self.name} from forks: {os.strerror(number)}")
-            key = id(mm)
-            _DONTFORK[key] = (weakref.ref(mm, lambda _: _DONTFORK.pop(key, None)), address, length)
         self._maps.append(mm)
         return mm
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from simm import doctor, shm
+from simm import doctor, pages, shm
 from simm.doctor import Finding
 
 GIB = 1 << 30
@@ -123,10 +123,10 @@ def test_huge_pages(tmp_path: Path, switch: str | None, status: str) -> None:
 
 
 def test_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "populate_read", lambda _: True)
+    monkeypatch.setattr(pages, "populate_read", lambda _: True)
     monkeypatch.setattr(os, "memfd_create", lambda *_: -1, raising=False)
     judged(doctor.check_populate(), "ok", platform.release())
-    monkeypatch.setattr(shm, "populate_read", lambda _: False)
+    monkeypatch.setattr(pages, "populate_read", lambda _: False)
     monkeypatch.delattr(os, "memfd_create")
     judged(doctor.check_populate(), "warn", "MADV_POPULATE", "memfd_create")
 

@@ -16,12 +16,12 @@ PACKAGE = Path(simm.__file__).parent
 LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
-        "codec", "messages", "layout", "config", "startup", "topology", "hashing", "shm", "buffers", "console",
+        "codec", "messages", "layout", "config", "startup", "topology", "hashing", "pages", "shm", "buffers", "console",
         "statefile", "greeting", "rails",
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
-        "deal", "pages", "members", "arenas", "clusterstate", "clusterstatus", "placement",
+        "deal", "members", "arenas", "clusterstate", "clusterstatus", "placement",
     },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {

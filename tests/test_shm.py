@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from simm import shm, topology
+from simm import pages, shm, topology
 from simm.errors import CorruptionError, SegmentError, UsageError
 
 REPO = Path(__file__).resolve().parent.parent
@@ -375,18 +375,18 @@ def test_a_full_dev_shm_itself() -> None:
 
 def without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the kernel look like one before 5.14."""
-    real = shm._madvise
+    real = pages._madvise
 
     def old(address: int, length: int, advice: int) -> int:
         return errno.EINVAL if advice in (22, 23) else real(address, length, advice)
 
-    monkeypatch.setattr(shm, "_madvise", old)
+    monkeypatch.setattr(pages, "_madvise", old)
 
 
 def test_populate_takes_the_pages_and_keeps_the_bytes(
     segment: shm.OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "POPULATE_STEP_BYTES", 256 << 10)  # several steps
+    monkeypatch.setattr(pages, "POPULATE_STEP_BYTES", 256 << 10)  # several steps
     segment.buf[5000:5004] = b"kept"
     assert segment.populate() is topology.huge_pages_allowed()
     assert os.fstat(segment.fd).st_blocks * 512 == SIZE
@@ -409,7 +409,7 @@ def test_populate_on_an_old_kernel(segment: shm.OwnedSegment, monkeypatch: pytes
     segment.populate()
     assert os.fstat(segment.fd).st_blocks * 512 == SIZE
     assert bytes(segment.buf[5000:5004]) == b"kept"
-    assert shm.populate_read(segment.mm) is False
+    assert pages.populate_read(segment.mm) is False
 
 
 def test_a_full_numa_node_is_asked_before_it_is_bound_to_death(
@@ -426,20 +426,20 @@ def test_a_full_numa_node_is_asked_before_it_is_bound_to_death(
 def test_populate_read(segment: shm.OwnedSegment) -> None:
     with shm.AttachedSegment.open(segment.name) as attached:
         mm = attached.map(0, SIZE, writable=False)
-        if not shm.populate_read(mm):
+        if not pages.populate_read(mm):
             pytest.skip("this kernel has no MADV_POPULATE_READ")
         assert os.fstat(segment.fd).st_blocks * 512 == SIZE
-        assert shm.populate_read(mm, 4096, 1) is True
+        assert pages.populate_read(mm, 4096, 1) is True
         for offset, length in ((-1, 1), (0, SIZE + 1), (SIZE, 1)):
             with pytest.raises(UsageError):
-                shm.populate_read(mm, offset, length)
+                pages.populate_read(mm, offset, length)
         beyond = attached.map(0, SIZE, writable=False)
         os.ftruncate(segment.fd, 4096)  # nobody does this; a populate must still not be a SIGBUS
         with pytest.raises(SegmentError, match="cut short"):
-            shm.populate_read(beyond)
+            pages.populate_read(beyond)
         os.ftruncate(segment.fd, SIZE)
     with pytest.raises(UsageError, match="closed"):
-        shm.populate_read(mm)
+        pages.populate_read(mm)
 
 
 def test_a_map_cannot_be_closed_while_it_is_populated(
@@ -447,17 +447,17 @@ def test_a_map_cannot_be_closed_while_it_is_populated(
 ) -> None:
     """The foreign call runs without the GIL; a close by another thread must not pull the pages from under it."""
     inside, leave = threading.Event(), threading.Event()
-    real = shm._madvise
+    real = pages._madvise
 
     def slow(address: int, length: int, advice: int) -> int:
         inside.set()
         assert leave.wait(30)
         return real(address, length, advice)
 
-    monkeypatch.setattr(shm, "_madvise", slow)
+    monkeypatch.setattr(pages, "_madvise", slow)
     attached = shm.AttachedSegment.open(segment.name)
     mm = attached.map(0, 8192, writable=False, dontfork=False)
-    thread = threading.Thread(target=shm.populate_read, args=(mm,))
+    thread = threading.Thread(target=pages.populate_read, args=(mm,))
     thread.start()
     assert inside.wait(30)
     attached.close()
@@ -691,7 +691,7 @@ def test_a_read_only_map_is_read_only(segment: shm.OwnedSegment) -> None:
 
         def store() -> None:
             expect_segv()
-            with shm.address_of(mm) as address:
+            with pages.address_of(mm) as address:
                 libc = ctypes.CDLL(None, use_errno=True)
                 if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), 3) != -1:
                     os._exit(3)
@@ -862,7 +862,7 @@ def test_a_forked_child_has_no_map_and_gives_nobody_elses_memory_away(segment: s
     attached = shm.AttachedSegment.open(segment.name)
     mm = attached.map(0, SIZE, writable=False)
     kept = attached.map(0, 4096, writable=False, dontfork=False)
-    with shm.address_of(mm) as address:
+    with pages.address_of(mm) as address:
         pass
 
     def range_is_reserved() -> int:
@@ -890,38 +890,38 @@ def test_a_range_taken_before_the_hook_is_never_unmapped(
     """Something allocated between fork and hook sits in the range: closing the inherited map must spare it."""
     attached = shm.AttachedSegment.open(segment.name)
     mm = attached.map(0, SIZE, writable=False)
-    with shm.address_of(mm) as address:
+    with pages.address_of(mm) as address:
         pass
-    saved = dict(shm._DONTFORK)
-    shm._DONTFORK.clear()  # the real hook finds nothing, and the test calls it late
+    saved = dict(pages._DONTFORK)
+    pages._DONTFORK.clear()  # the real hook finds nothing, and the test calls it late
 
     def late() -> int:
         nonlocal mm
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shm._MAP_FIXED_NOREPLACE
-        if shm._LIBC.mmap(address + 8192, 4096, 3, flags, -1, 0) != address + 8192:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages._MAP_FIXED_NOREPLACE
+        if pages._LIBC.mmap(address + 8192, 4096, 3, flags, -1, 0) != address + 8192:
             return 1
         ctypes.memset(address + 8192, 0x66, 4096)
-        shm._DONTFORK.update(saved)
-        shm._reserve_in_child()
+        pages._DONTFORK.update(saved)
+        pages._reserve_in_child()
         attached.close()
         del mm
         gc.collect()
         return 0 if ctypes.string_at(address + 8192, 4096) == b"\x66" * 4096 else 2
 
     assert status_of(child(late)) == 0
-    shm._DONTFORK.update(saved)
+    pages._DONTFORK.update(saved)
     attached.close()
 
 
 def test_the_register_of_maps_does_not_grow(segment: shm.OwnedSegment) -> None:
     gc.collect()
-    before = len(shm._DONTFORK)
+    before = len(pages._DONTFORK)
     with shm.AttachedSegment.open(segment.name) as attached:
         for _ in range(10):
             attached.map(0, 4096, writable=False)
-        assert len(shm._DONTFORK) == before + 10
+        assert len(pages._DONTFORK) == before + 10
     gc.collect()
-    assert len(shm._DONTFORK) == before
+    assert len(pages._DONTFORK) == before
 
 
 # ------------------------------------------------------------------------------------------------ leftovers
