@@ -219,7 +219,11 @@ class Locate(NamedTuple):
 
 @message(0x19, "*BHIIQQ")
 class Located(NamedTuple):
-    """(status, entry flags, length, crc32, offset in the segment, pin id or 0)."""
+    """(status, entry flags, length, crc32, offset in the segment, pin id or 0).
+
+    With status PREVIOUS the offset is the epoch since which the shard is this worker's: the previous owner that
+    is meant is the one of a map that says the same.
+    """
 
     entries: list[tuple[int, int, int, int, int, int]]
 
@@ -345,7 +349,10 @@ class Fetch(NamedTuple):
 
 @message(0x41, "*BHII")
 class Fetched(NamedTuple):
-    """(status, entry flags, length, crc32) a key; the hits' bytes follow bare, in order, then a VERDICT frame."""
+    """(status, entry flags, length, crc32) a key; the hits' bytes follow bare, in order, then a VERDICT frame.
+
+    With status PREVIOUS length and crc32 are the lower and the upper half of the epoch that LOCATED has then.
+    """
 
     entries: list[tuple[int, int, int, int]]
 

@@ -27,9 +27,11 @@ What can go wrong, and what stands against it
   of before, in which its own previous owner was forgotten (found by tests/slotmodel).
 * *A superseded value is read at P.* One-sided readers take a FROZEN word for "not here"; only who was sent by N
   reads on, and N sends nobody after a key that was mutated here. Before it has adopted the shard N sends everybody
-  to P (:meth:`ShardWords.status_of_miss`): nobody else can have accepted anything since N's map. A reader that is told
-  WRONG_OWNER must not go to P by a map of its own: that map may be old, and P may not know yet that it has been
-  released; P's values may then be older than what N has accepted, passed on and forgotten.
+  to P (:meth:`ShardWords.status_of_miss`): nobody else can have accepted anything since N's map.
+* *A reader goes to another P than N meant.* N says which move it speaks of (:meth:`ShardWords.moved_since`), and the
+  reader goes only by a map that says the same. By an older map it would come to an owner of long ago, which may not
+  know yet that it has been released, and whose values are older than what N has accepted, passed on and forgotten.
+  For the same reason nobody who is told WRONG_OWNER may go to P by a map that may be old.
 * *A deleted key is copied in again.* The mover's puts are put-if-absent, and N remembers the digests that left its
   table while their shard was moving (deleted, or evicted after an overwrite): they are neither copied
   nor looked for at P. Those still in the table need no memory. If there are more than ``DROPPED_MAX``, the fall-back
@@ -44,8 +46,9 @@ What can go wrong, and what stands against it
   in any shard until the next map. So is every successor of a worker that died, as it cannot know.
   Mutations look at :attr:`ShardWords.accepting`, which is then not the words but zeros: the fence costs nothing.
 
-What this file cannot see, and the manager must: that P ever took the shard over, and not only by a map that it never
-got. It may name P as previous only when P has said that it holds the map that made it owner, or a later one.
+What this file cannot see, and the manager must: what a worker has not heard of. One that missed the time in which
+another had its shard still takes its old values for good. So the manager may name as the next owner, or as the
+previous one, only who has said that it holds a map at least as new as the shard's last change of owner.
 
 Each store of a word is one aligned store of 8 bytes.
 """
@@ -284,6 +287,12 @@ class ShardWords:
             return Status.PREVIOUS
         return Status.NOT_FOUND
 
+    def moved_since(self, digest: bytes) -> int:
+        """Since which epoch the digest's shard is ours, where :meth:`status_of_miss` is PREVIOUS: the previous owner
+        that is meant is that of a map which says the same."""
+        shard = shard_of(digest)
+        return self.words[shard] & EPOCH_MASK or int(self.since[shard])
+
     def finished(self) -> list[int]:
         """Shards that the map calls moving in and that are wholly here: to be told to the manager."""
         words = self._array()
@@ -293,16 +302,15 @@ class ShardWords:
 
     def check(self) -> None:
         """Raise CorruptionError unless the invariants hold. O(shards + dropped)."""
-        moving = 0
-        for shard in range(SHARD_COUNT):
-            word = self.words[shard]
-            if word & FROZEN and word & MOVING:
-                raise CorruptionError(f"shard {shard} is frozen and moving in at once")
-            if word and not word & EPOCH_MASK:
-                raise CorruptionError(f"shard {shard} has a word without an epoch")
-            moving += bool(word & MOVING)
-        if moving != self.moving:
-            raise CorruptionError(f"{moving} shards are moving, {self.moving} counted")
+        words = self._array()
+        frozen, moving = words >= np.uint64(FROZEN), (words & np.uint64(MOVING)) != 0
+        if bool((frozen & moving).any()):
+            raise CorruptionError(f"shard {int(np.flatnonzero(frozen & moving)[0])} is frozen and moving in at once")
+        bare = (words != 0) & (words & np.uint64(EPOCH_MASK) == 0)
+        if bool(bare.any()):
+            raise CorruptionError(f"shard {int(np.flatnonzero(bare)[0])} has a word without an epoch")
+        if int(moving.sum()) != self.moving:
+            raise CorruptionError(f"{int(moving.sum())} shards are moving, {self.moving} counted")
         if len(self.dropped) > DROPPED_MAX:
             raise CorruptionError(f"{len(self.dropped)} digests are remembered, {DROPPED_MAX} are allowed")
         if any(not self.words[shard_of(digest)] & MOVING for digest in self.dropped):

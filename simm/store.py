@@ -388,21 +388,20 @@ class Store(Holder):
     ) -> list[tuple[int, int, int, int, int, int]]:
         """(status, flags, length, crc, offset, pin id) for each; with a session, each hit is pinned for it.
 
-        A miss has the status that :meth:`exists` gives. ``how`` with LOCATE_PREVIOUS: who asks was sent to us as a
-        previous owner, so entries of frozen shards are hits.
+        A miss has the status that :meth:`exists` gives, and with PREVIOUS the offset is the epoch since which the shard
+        is ours: the previous owner that is meant is that of a map which says the same. ``how`` with LOCATE_PREVIOUS:
+        who asks was sent to us as a previous owner, so entries of frozen shards are hits.
         """
         self.settle()
-        words = self.shard_words
         found: list[tuple[int, int, int, int, int, int]] = []
         for digest in digests:
             word = self.shards[shard_of(digest)]
             if not 0 < word < _FROZEN and not (word and how & LOCATE_PREVIOUS):
-                found.append((int(words.status_of_miss(digest)), 0, 0, 0, 0, 0))
+                found.append(self._miss(digest))
                 continue
             slot = self.table.lookup(digest)
             if slot < 0:
-                status = _NOT_FOUND if word >= _FROZEN else int(words.status_of_miss(digest))
-                found.append((status, 0, 0, 0, 0, 0))
+                found.append((_NOT_FOUND, 0, 0, 0, 0, 0) if word >= _FROZEN else self._miss(digest))
                 continue
             entry = self.table.entry(slot)
             pin = 0
@@ -414,6 +413,12 @@ class Store(Holder):
             self.visited[slot] = 1
             found.append((_OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
         return found
+
+    def _miss(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
+        """What :meth:`locate` says of a miss."""
+        status = self.shard_words.status_of_miss(digest)
+        since = self.shard_words.moved_since(digest) if status == Status.PREVIOUS else 0
+        return int(status), 0, 0, 0, since, 0
 
     def exists(self, digests: Sequence[bytes]) -> list[int]:
         """OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER for each."""

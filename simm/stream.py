@@ -15,7 +15,7 @@ MOVE   A new owner's mover says FREEZE, which goes on to the worker, then LIST (
        FETCH_PREVIOUS: a FETCH in which the values of frozen shards count too.
 
 What a miss means only the worker can say where a shard is moving in, or has not been adopted yet: it alone
-remembers what was deleted since. So those digests, and no others, cost an EXISTS.
+remembers what was deleted since. So those digests, and no others, cost a LOCATE.
 
 Nothing a client sends blocks the loop. Exchanges with the worker do, for microseconds; a worker
 that does not answer costs ``WORKER_DEADLINE_S`` once, then the session counts as down and is
@@ -175,9 +175,9 @@ class Stream(Service):
         entries: list[tuple[int, int, int, int]] = []
         todo: list[tuple[int, bytes, Located, memoryview]] = []
         total = 0
-        for position, ((digest, most), (status, found)) in enumerate(zip(msg.keys, looked)):
+        for position, ((digest, most), (status, since, found)) in enumerate(zip(msg.keys, looked)):
             if found is None or reader is None:
-                entries.append((status, 0, 0, 0))
+                entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
             elif found.length > most:
                 entries.append((int(Status.TOO_LARGE), found.flags, found.length, found.crc))
             else:
@@ -204,19 +204,20 @@ class Stream(Service):
 
     def _look(
         self, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool
-    ) -> list[tuple[int, Located | None]]:
-        """(status, where it lies) for each digest; the worker is asked together about those that only it can tell."""
+    ) -> list[tuple[int, int, Located | None]]:
+        """(status, epoch with PREVIOUS, where it lies) for each digest; the worker is asked together about those that
+        only it can tell."""
         if reader is None:
-            return [(int(Status.UNAVAILABLE), None)] * len(digests)
+            return [(int(Status.UNAVAILABLE), 0, None)] * len(digests)
         looked = [_locate(reader, digest, previous) for digest in digests]
-        asked = [position for position, (status, _) in enumerate(looked) if status == _ASK]
+        asked = [position for position, (status, _, _) in enumerate(looked) if status == _ASK]
         if asked:
-            statuses = self.upstream.statuses(M.Exists([digests[position] for position in asked]))
-            for position, status in zip(asked, statuses):
-                looked[position] = (status, None)
+            answers = self.upstream.meanings([digests[position] for position in asked])
+            for position, (status, since) in zip(asked, answers):
+                looked[position] = (status, since, None)
                 if status == _OK:  # copied in between the two looks
-                    again, found = _locate(reader, digests[position], previous)
-                    looked[position] = (_NOT_FOUND if again == _ASK else again, found)
+                    again, _, found = _locate(reader, digests[position], previous)
+                    looked[position] = (_NOT_FOUND if again == _ASK else again, 0, found)
         return looked
 
     def _judge(self, sending: Sending, position: int, digest: bytes, found: Located) -> None:
@@ -306,8 +307,8 @@ class Stream(Service):
         }
 
 
-def _locate(reader: ArenaReader, digest: bytes, previous: bool) -> tuple[int, Located | None]:
-    """(status, where it lies); the status is _ASK where only the worker can say what the miss means."""
+def _locate(reader: ArenaReader, digest: bytes, previous: bool) -> tuple[int, int, Located | None]:
+    """(status, 0, where it lies); the status is _ASK where only the worker can say what the miss means."""
     for _ in range(4):
         try:
             found = reader.locate(digest)
@@ -317,14 +318,14 @@ def _locate(reader: ArenaReader, digest: bytes, previous: bool) -> tuple[int, Lo
         word = reader.shard_word(digest)
         if previous:
             if not word:
-                return _WRONG_OWNER, None
+                return _WRONG_OWNER, 0, None
             if found is None:
-                return _NOT_FOUND, None
+                return _NOT_FOUND, 0, None
         elif found is None or not 0 < word < FROZEN:
-            return _meaning_of_miss(word), None
+            return _meaning_of_miss(word), 0, None
         reader.touch(found.slot)
-        return _OK, found
-    return int(Status.BUSY), None
+        return _OK, 0, found
+    return int(Status.BUSY), 0, None
 
 
 def _meaning_of_miss(word: int) -> int:

@@ -25,6 +25,8 @@ log = logging.getLogger("simm.stream")
 
 WORKER_DEADLINE_S: Final = 0.5
 RETRY_S: Final = (0.05, 1.0)
+#: Keys of one LOCATE: its answer has 31 bytes for each.
+LOCATE_KEYS: Final = 4096
 
 
 class Upstream:
@@ -102,6 +104,23 @@ class Upstream:
             log.error("the worker answered %s with %s", type(msg).__name__, type(answer).__name__)
             return [int(Status.UNAVAILABLE)] * len(msg.digests)
         return answer.statuses
+
+    def meanings(self, digests: list[bytes]) -> list[tuple[int, int]]:
+        """What misses mean: (status, epoch with PREVIOUS) for each; UNAVAILABLE where the worker cannot be asked."""
+        found: list[tuple[int, int]] = []
+        for start in range(0, len(digests), LOCATE_KEYS):
+            asked = digests[start : start + LOCATE_KEYS]
+            status = int(Status.UNAVAILABLE)
+            try:
+                answer = self.exchange(M.Locate(0, asked))
+                if isinstance(answer, M.Located) and len(answer.entries) == len(asked):
+                    found += [(entry[0], entry[4] if entry[0] == Status.PREVIOUS else 0) for entry in answer.entries]
+                    continue
+                log.error("the worker answered LOCATE with %s", type(answer).__name__)
+            except Refused as exc:
+                status = exc.status
+            found += [(status, 0)] * len(asked)
+        return found
 
     def lister(self) -> Lister:
         """Lists the worker's arena. Raises Refused when the worker is down, SegmentError when its arena is gone."""
