@@ -943,7 +943,7 @@ def check_step(before: Picture, after: Picture, serving: set[str], limit: int, f
     if serving:
         assert (after.owners != 0).all()
     # A shard on its way stays there while its owner is in the map, and its previous owner serves.
-    was_moving = lives[before.previous]
+    was_moving = (lives & listed)[before.previous]
     was_moving[list(free)] = False
     there = listed[before.owners]
     assert not (changed & was_moving & there).any()
