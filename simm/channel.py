@@ -26,6 +26,7 @@ from .errors import RemoteProtocolError, TransportError
 from .rpc import Connection, Flag, Frame, decode, encode
 
 _TIMEVAL: Final = struct.Struct("@ll")
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
 _RECV_BYTES: Final = 64 << 10
 #: The kernel's timeouts are set anew where they are off by more than this.
 _SLACK_S: Final = 0.01
@@ -276,7 +277,14 @@ class Channel:
         raise TransportError(reason)
 
     def close(self) -> None:
-        """Close the socket. Twice is harmless."""
+        """Close the socket. Twice is harmless.
+
+        One that is broken is reset: what it has not sent yet, or sent in vain, the kernel would go on sending, for
+        minutes. A put that the caller was told has failed, and has put again, would arrive after that one.
+        """
+        if self.broken and self.sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.broken = self.broken or "closed"
         with contextlib.suppress(OSError):
             self.sock.close()

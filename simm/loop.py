@@ -32,6 +32,7 @@ import heapq
 import itertools
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -54,6 +55,8 @@ OUT_TOTAL_BYTES: Final = 64 << 20
 STALL_S: Final = 30.0
 OUT_LEAST_BYTES: Final = 32 << 10
 SWEEP_S: Final = 5.0
+#: What is served so much later than it came may be from a peer that has given up meanwhile.
+LAG_S: Final = 0.1
 _FDS_MAX: Final = 4
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
@@ -208,6 +211,18 @@ class Peer:
             forget_at_close(self.sock)
             self.close(reason)
 
+    def gave_up(self, since: float) -> bool:
+        """Has the peer hung up on a request that came after ``since`` (``loop.now``) and was kept waiting by us?
+
+        A caller that times out closes its connection, and then tries again elsewhere. What it sent before must not be
+        carried out late, on top of that. Looked at only where there was a wait at all: a system call.
+        """
+        if not self.loop.lagged and self.loop.clock() - since <= LAG_S:
+            return False
+        poller = select.poll()
+        poller.register(self.sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def held_back(self) -> bool:
         """Does so much output wait that we take no more requests? Those of others count for it too."""
         return self.out_bytes > (OUT_PAUSE_BYTES if self.loop.owed_bytes <= OUT_TOTAL_BYTES else 0)
@@ -324,6 +339,9 @@ class Loop:
         self.peers: set[Peer] = set()
         self.protocol_errors = 0
         self.handler_errors = 0
+        #: What is handled in this turn may have waited for longer than LAG_S: we were stopped, or busy.
+        self.lagged = False
+        self._turned_at = self.now
         #: Bytes of answers and pushes in all peers' queues.
         self.owed_bytes = 0
         #: Peers closed because they stood still.
@@ -401,8 +419,12 @@ class Loop:
             until = max(0.0, self._timers[0][0] - now)
             timeout = until if timeout is None or until < timeout else timeout
         events = self.selector.select(timeout)
+        lag = now - self._turned_at
         if timeout:
             self.now = self.clock()
+            lag = max(lag, self.now - now - timeout)
+        self.lagged = lag > LAG_S
+        self._turned_at = self.now
         for key, mask in events:
             target = key.data
             if type(target) is Peer:

@@ -36,9 +36,14 @@ _SCRATCH: Final = memoryview(bytearray(256 << 10))
 class Receiving:
     """A STORE under way."""
 
-    __slots__ = ("at", "copying", "entries", "flying", "grant", "ready", "request_id", "session", "statuses", "target")
+    __slots__ = (
+        "at", "copying", "entries", "flying", "grant", "peer", "ready", "request_id", "session", "since", "statuses",
+        "target",
+    )  # fmt: skip
 
-    def __init__(self, request_id: int, entries: list[tuple[bytes, int, int, int, int]]) -> None:
+    def __init__(self, peer: Peer, request_id: int, entries: list[tuple[bytes, int, int, int, int]]) -> None:
+        self.peer = peer
+        self.since = peer.loop.now
         self.request_id = request_id
         self.entries = entries
         self.statuses: list[int] = []
@@ -48,8 +53,8 @@ class Receiving:
         self.target: memoryview | None = None
         #: The session whose chunk ``target`` is.
         self.copying: WorkerSession | None = None
-        #: (position, commit entry) of values that lie whole in their chunks.
-        self.ready: list[tuple[int, tuple[bytes, int, int, int, int, int]]] = []
+        #: (position, commit entry, its grant) of values that lie whole in their chunks.
+        self.ready: list[tuple[int, tuple[bytes, int, int, int, int, int], GrantTuple]] = []
         #: Commits sent and not yet answered: (ticket, positions).
         self.flying: list[tuple[int, list[int]]] = []
 
@@ -79,7 +84,7 @@ class Receiver:
                 raise RemoteProtocolError(f"a value of {length} bytes in a STORE")
         if self.upstream.session is not None:
             self.upstream.session.wake()
-        receiving = Receiving(request_id, msg.entries)
+        receiving = Receiving(peer, request_id, msg.entries)
         link.receiving = receiving
         peer.bulk = True
         self._open_target(receiving)
@@ -179,7 +184,8 @@ class Receiver:
             receiving.statuses.append(int(Status.NO_SPACE if self.upstream.session is not None else Status.UNAVAILABLE))
         else:
             receiving.statuses.append(int(Status.UNAVAILABLE))  # until the commit says otherwise
-            receiving.ready.append((position, (digest, receiving.grant[0], length, crc, flags, 0)))
+            entry = (digest, receiving.grant[0], length, crc, flags, 0)
+            receiving.ready.append((position, entry, receiving.grant))
             receiving.grant = None
         self._close_target(receiving)
         if len(receiving.statuses) < len(receiving.entries):
@@ -196,13 +202,19 @@ class Receiver:
         peer.pause(False)
 
     def _commit(self, receiving: Receiving) -> None:
-        """Send what lies whole in its chunks to the worker; the answers are met in :meth:`_collect`."""
+        """Send what lies whole in its chunks to the worker; the answers are met in :meth:`_collect`.
+
+        Not of a client that gave up while it was kept waiting: it may have put newer values elsewhere since.
+        """
         session, ready = receiving.session, receiving.ready
-        receiving.ready = []
         if session is None or not ready:
             return
-        entries = [entry for _, entry in ready]
-        positions = [position for position, _ in ready]
+        if receiving.peer.gave_up(receiving.since):
+            self._give_back(receiving)
+            return
+        receiving.ready = []
+        entries = [entry for _, entry, _ in ready]
+        positions = [position for position, _, _ in ready]
         length = entries[-1][2]
         keep = ahead(chunk_bytes_for(length))
         wants = [(length, min(len(entries), keep))] if keep else []
@@ -227,13 +239,23 @@ class Receiver:
             log.warning("answers to %d commits: %s", len(flying), exc)
 
     def abandon(self, receiving: Receiving) -> None:
-        """The client went away in the middle: whole values are committed, the chunk of the cut one goes back."""
+        """The client went away in the middle, perhaps long ago: nothing more is committed, the chunks go back."""
         self._close_target(receiving)
         if receiving.session is not None and not receiving.session.broken:
             if receiving.grant is not None:
                 receiving.session.untake(receiving.grant)
-            self._commit(receiving)
+                receiving.grant = None
+            self._give_back(receiving)
             self._collect(receiving)
+
+    @staticmethod
+    def _give_back(receiving: Receiving) -> None:
+        """The chunks of values that are not to be committed."""
+        session, ready = receiving.session, receiving.ready
+        receiving.ready = []
+        if session is not None and not session.broken:
+            for _, _, grant in ready:
+                session.untake(grant)
 
 
 def _low_water(sock: socket.socket, size: int) -> None:

@@ -135,7 +135,8 @@ class TcpPath:
                     continue
                 raise
             except BaseException:
-                channel.close()  # interrupted in the middle: nobody knows what is still on its way
+                channel.broken = channel.broken or "interrupted"  # in the middle: who knows what is still on its way
+                channel.close()
                 raise
             self._give(channel)
             return result

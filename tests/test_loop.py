@@ -316,6 +316,49 @@ def test_the_kernel_holds_nothing_for_one_who_did_not_take_it(bench: Bench) -> N
             pass
 
 
+def test_who_gave_up_while_we_kept_him_waiting(bench: Bench) -> None:
+    """Looked at after a pause only: in a handler, between two turns, and while we waited for events."""
+    end, peer = bench.connect()
+    asked: list[tuple[bool, bool]] = []
+
+    def on(peer: Peer, frame: Frame) -> None:
+        bench.clock.now += decode(frame).cookie / 1000
+        asked.append((bench.loop.lagged, peer.gave_up(bench.loop.now)))
+
+    bench.service.on = on
+    end.send(encode(M.Ping(0), 1))
+    bench.turn()
+    assert asked.pop() == (False, False)
+    end.send(encode(M.Ping(500), 1))
+    bench.turn()
+    assert asked.pop() == (False, False), "kept waiting, and still there"
+    end.send(encode(M.Ping(0), 1))
+    bench.turn()
+    assert asked.pop() == (True, False), "the turn before was long"
+    end.send(encode(M.Ping(0), 1))
+    bench.turn()
+    assert asked.pop() == (False, False)
+    # Stopped (SIGSTOP) in the middle of a wait.
+    real = bench.loop.selector.select
+
+    def stopped(timeout: float | None = None) -> Any:
+        bench.clock.now += 7.0
+        return real(0)
+
+    end.send(encode(M.Ping(0), 1))
+    bench.loop.selector.select = stopped  # type: ignore[method-assign]
+    bench.loop.run_once(1.0)
+    bench.loop.selector.select = real  # type: ignore[method-assign]
+    assert asked.pop() == (True, False)
+    # The same, and the caller has hung up behind his request.
+    for late in (0, 500):
+        end, _ = bench.connect()
+        end.send(encode(M.Ping(late), 1))
+        end.close()
+        bench.turn()
+        assert asked.pop() == (False, late > 0), "unless kept waiting we do not look"
+
+
 def test_half_a_frame_for_ever_is_closed_by_the_stall_clock(bench: Bench) -> None:
     end, peer = bench.connect()
     end.send(encode(M.Ping(1))[:20])
