@@ -15,6 +15,8 @@ from typing import Final
 from .loop import Loop, Peer
 
 _PR_SET_PDEATHSIG: Final = 1
+#: Ends of the pairs that signals write into. They stay open for life: a signal may come while a process ends.
+_WAKES: Final[list[socket.socket]] = []
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
@@ -28,12 +30,12 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
     wake_write.setblocking(False)
+    _WAKES.extend((wake_read, wake_write))
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, (lambda *_: loop.stop()) if interrupt else signal.SIG_IGN)
 
     def woken(_mask: int) -> None:
-        assert wake_write.fileno() >= 0  # keeps the writing end alive as long as this callback
         with contextlib.suppress(BlockingIOError):
             wake_read.recv(64)
 
