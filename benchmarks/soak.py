@@ -23,8 +23,8 @@ import time
 import psutil
 
 from simm.client import Client
-from simm.config import parse_bytes
 from simm.local import LocalCluster
+from simm.quantities import parse_bytes
 
 SIZES = (4096, 5000, 16 << 10, 64 << 10, 300_000, 1 << 20, 4 << 20)
 SAMPLE_S = 10.0

@@ -51,13 +51,14 @@ from .bench_report import (
     rows,
     size_text,
 )
-from .config import Settings, add_arguments, load_command, parse_bytes, parse_duration
+from .config import Settings, add_arguments, load_command
 from .connect import client_arguments, manager_client
 from .console import Parser, end_cleanly_on_sigterm, guarded
 from .constants import VALUE_BYTES_MAX
 from .errors import SimmError, UsageError
 from .local import LocalCluster
 from .process import die_with_parent
+from .quantities import parse_bytes, parse_duration
 from .startup import set_up_logging
 
 OPS: Final = ("put", "get", "exists", "mput", "mget", "mexists", "view")

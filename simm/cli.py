@@ -226,7 +226,8 @@ def _local(argv: Sequence[str], prog: str) -> int:
 
 def server_flags(settings: Settings) -> dict[str, list[str]]:
     """Command-line flags of a local cluster's manager and data server, for all that was not left to its default."""
-    from .config import MANAGER, SERVER, SETTINGS, Address, format_value
+    from .config import MANAGER, SERVER, SETTINGS, format_value
+    from .quantities import Address
 
     flags: dict[str, list[str]] = {MANAGER: [], SERVER: []}
     for name, setting in SETTINGS.items():
@@ -310,8 +311,8 @@ def _node(argv: Sequence[str], prog: str) -> int:
     if (arguments.node is None) != (arguments.what == "list"):
         parser.error("a NAME goes with drain and resume, and only with them")
     from . import nodes
-    from .config import parse_duration
     from .connect import manager_client
+    from .quantities import parse_duration
 
     timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else None
     settings = _settings("client", arguments)

@@ -56,13 +56,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .buffers import DEFAULT_COPY_THREADS, Copier, Span, address_of, tensor_span, view_of
-from .config import parse_addresses
 from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, VALUE_BYTES_MAX
 from .errors import RemoteProtocolError, TransportError, UsageError
 from .gets import DOWN, MISS, SMALL, Gets, session_failed
 from .hashing import SHARD_MASK, Hasher
 from .messages import Status
 from .puts import Puts
+from .quantities import parse_addresses
 from .replicas import Replicas
 from .routing import Router, Routes
 from .shards import MOVING

@@ -26,7 +26,6 @@ import argparse
 import dataclasses
 import difflib
 import importlib
-import ipaddress
 import json
 import os
 import re
@@ -34,243 +33,14 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, NAMESPACE_BYTES_MAX, SHARD_COUNT
+from . import quantities as q
+from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, SHARD_COUNT
 from .errors import ConfigError
+from .quantities import Address, CoordinatorUrl, parse_address, parse_bytes
 
 ENV_PREFIX: Final = "SIMM_"
-NAME_BYTES_MAX: Final = 128
-
-
-# --- values -----------------------------------------------------------------------------------
-
-
-class Address(NamedTuple):
-    """Host and port of a TCP endpoint; ``str()`` gives the form that :func:`parse_address` reads."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach it. A name other than ``localhost`` counts as outside."""
-        try:
-            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-
-def parse_address(text: str, default_port: int | None = None) -> Address:
-    """``host:port``, ``[v6]:port``, or ``host`` where there is a default port. Raises ConfigError."""
-    text = text.strip()
-    if "://" in text:
-        raise ConfigError(f"{text!r} is a URL; write HOST:PORT, as 127.0.0.1:{DEFAULT_MANAGER_PORT}")
-    if text.startswith("["):
-        host, closed, rest = text[1:].partition("]")
-        if not closed or (rest and not rest.startswith(":")):
-            raise ConfigError(f"{text!r} is no address; an IPv6 one is written [::1]:{DEFAULT_MANAGER_PORT}")
-        try:
-            ipaddress.IPv6Address(host)
-        except ValueError:
-            raise ConfigError(f"{host!r} is no IPv6 address (brackets are for those only)") from None
-        port = rest[1:] if rest else None
-    else:
-        host, colon, rest = text.partition(":")
-        if ":" in rest:
-            raise ConfigError(f"{text!r} has several colons; put an IPv6 address in brackets, as [::1]:5")
-        port = rest if colon else None
-    if not host:
-        raise ConfigError(f"{text!r} names no host; 0.0.0.0 stands for every interface")
-    if not re.fullmatch(r"[A-Za-z0-9._:%-]+", host):
-        raise ConfigError(f"{host!r} is no host name")
-    if port is None:
-        if default_port is None:
-            raise ConfigError(f"{text!r} names no port; write HOST:PORT")
-        return Address(host, default_port)
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{port!r} in {text!r} is no port (0 to 65535)")
-    return Address(host, int(port))
-
-
-def parse_addresses(text: str, default_port: int | None = None) -> tuple[Address, ...]:
-    """One or more addresses separated by commas, each once. Raises ConfigError."""
-    found = [parse_address(part, default_port) for part in text.split(",") if part.strip()]
-    if not found:
-        raise ConfigError("no address given")
-    return tuple(dict.fromkeys(found))
-
-
-@dataclasses.dataclass(frozen=True)
-class CoordinatorUrl:
-    """Where several managers agree on who leads; ``str()`` gives the form that :func:`parse_coordinator` reads."""
-
-    tls: bool
-    endpoints: tuple[Address, ...]
-    #: Of our keys, as ``/simm``: what several clusters on one etcd differ in.
-    prefix: str
-
-    def __str__(self) -> str:
-        return f"etcd{'s' if self.tls else ''}://{','.join(map(str, self.endpoints))}{self.prefix}"
-
-
-def parse_coordinator(text: str) -> CoordinatorUrl:
-    """``etcd://HOST[:PORT][,HOST[:PORT]...][/PREFIX]``; ``etcds`` for https. Raises ConfigError."""
-    scheme, separator, rest = text.strip().partition("://")
-    if not separator or scheme not in ("etcd", "etcds"):
-        raise ConfigError(f"{text!r} is no coordinator; write etcd://HOST:{_ETCD_PORT}/PREFIX, or etcds:// for https")
-    hosts, _, prefix = rest.partition("/")
-    if "@" in hosts:
-        raise ConfigError("everybody on this machine can read a password in there; use --coordinator-login FILE")
-    prefix = "/" + (prefix.strip("/") or "simm")
-    if not re.fullmatch(r"[A-Za-z0-9._/-]{1,200}", prefix) or "//" in prefix:
-        raise ConfigError(f"{prefix!r} is no prefix of keys; letters, digits and ._-/ make one")
-    return CoordinatorUrl(scheme == "etcds", parse_addresses(hosts, _ETCD_PORT), prefix)
-
-
-_ETCD_PORT: Final = 2379
-_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE | re.ASCII)
-_BYTE_UNITS: Final = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from ``8G``, ``512MiB``, ``1.5g`` or a plain number; K to T are powers of 1024. Raises ConfigError."""
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise ConfigError(f"{text!r} is no size; write it as 8G or 512M")
-    if isinstance(text, int):
-        if text < 0:
-            raise ConfigError(f"{text} is no size: it is negative")
-        return text
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is no size; write a number and K, M, G or T (powers of 1024), as 8G or 512M")
-    number, unit = match.groups()
-    scale = _BYTE_UNITS[unit.upper() if unit else None]
-    if "." not in number:
-        return int(number) * scale
-    if scale == 1:
-        raise ConfigError(f"{text!r} is no whole number of bytes")
-    return int(float(number) * scale)
-
-
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?", re.ASCII)
-_DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def parse_duration(text: str | int | float, unit: str | None = None) -> float:
-    """Seconds from ``250ms``, ``5s``, ``2m``. A bare number needs ``unit``, the caller's. Raises ConfigError."""
-    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-        raise ConfigError(f"{text!r} is no duration; write it as 250ms or 5s")
-    match = _DURATION.fullmatch(str(text).strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is no duration; write a number and us, ms, s, m or h, as 250ms or 5s")
-    number, given = match.groups()
-    given = given or unit
-    if given is None:
-        raise ConfigError(f"{text!r} has no unit; write {number}s or {number}ms")
-    # Divide for the small units: 250 * 1e-3 is not always 0.25's neighbour, 250 / 1000 is.
-    scale = _DURATION_UNITS[given]
-    return float(number) / round(1 / scale) if scale < 1 else float(number) * scale
-
-
-def _duration_in(unit: str, least: int = 0) -> Callable[[Any], int]:
-    """Parser of a whole number of ``unit``, at least ``least``."""
-
-    def parse(value: Any) -> int:
-        amount = parse_duration(value, unit) / _DURATION_UNITS[unit]
-        if amount < least or abs(amount - round(amount)) > 1e-9 * max(1000.0, amount):
-            raise ConfigError(f"{value!r} must be a whole number of {unit}, {least} or more")
-        return round(amount)
-
-    return parse
-
-
-def _integer(least: int, most: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(f"{value!r} must be a whole number from {least} to {most}")
-        return value
-
-    return parse
-
-
-_BOOLEANS: Final = {
-    "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
-}
-
-
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    found = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
-    if found is None:
-        raise ConfigError(f"{value!r} is neither true nor false (also: yes/no, on/off, 1/0)")
-    return found
-
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{value!r} must be text")
-    return value
-
-
-def _choice(*choices: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if not isinstance(value, str) or value.lower() not in choices:
-            raise ConfigError(f"{value!r} must be one of {', '.join(choices)}{_nearest(value, choices)}")
-        return value.lower()
-
-    return parse
-
-
-def _optional(parse: Callable[[Any], Any], empty: str = "") -> Callable[[Any], Any]:
-    """Parser whose ``empty`` word (and the empty text) means None."""
-    return lambda value: None if value is None or value in ("", empty) else parse(value)
-
-
-def _path(value: Any) -> Path:
-    return Path(_string(value)).expanduser()
-
-
-def _utf8_bytes(text: str) -> int:
-    """Length in UTF-8; a command line's undecodable bytes have none. Raises ConfigError."""
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:
-        raise ConfigError(f"{text!r} is not UTF-8") from None
-
-
-def _name(value: Any) -> str:
-    text = _string(value).strip()
-    if not text or _utf8_bytes(text) > NAME_BYTES_MAX or not re.fullmatch(r"[^\s/\x00-\x1f\x7f]+", text):
-        raise ConfigError(f"{value!r} must be 1 to {NAME_BYTES_MAX} bytes without spaces and slashes")
-    return text
-
-
-def _namespace(value: Any) -> str:
-    text = _string(value)
-    if not 1 <= _utf8_bytes(text) <= NAMESPACE_BYTES_MAX:
-        raise ConfigError(f"{value!r} must be 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8")
-    return text
-
-
-def _address(value: Any) -> Address:
-    return parse_address(_string(value), None)
-
-
-def _coordinator(value: Any) -> CoordinatorUrl:
-    return parse_coordinator(_string(value))
-
-
-def _managers(value: Any) -> tuple[Address, ...]:
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        value = ",".join(value)
-    return parse_addresses(_string(value), DEFAULT_MANAGER_PORT)
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -318,12 +88,12 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether the flag stands alone (``--warm``, ``--no-warm``)."""
-        return self.parse is _boolean
+        return self.parse is q.boolean
 
 
 def _default_name(env: Mapping[str, str]) -> tuple[str, str]:
     if env.get("POD_NAME"):
-        return _name(env["POD_NAME"]), "environment POD_NAME"
+        return q.node_name(env["POD_NAME"]), "environment POD_NAME"
     return socket.gethostname() or "localhost", "default (host name)"
 
 
@@ -360,123 +130,123 @@ class Settings:
     """Every setting, typed. Built by :func:`load`; in tests directly: ``Settings(poll_us=0)``."""
 
     manager: tuple[Address, ...] = _setting(
-        _managers, "where the manager listens; several, by commas, are tried in turn", SERVER, CLIENT,
+        q.managers, "where the manager listens; several, by commas, are tried in turn", SERVER, CLIENT,
         default=(_LOOPBACK_MANAGER,), metavar="HOST:PORT", env_aliases=("SIMM_CLUSTER_MANAGER",),
     )
     listen: Address = _setting(
-        lambda value: parse_address(_string(value), 0), "address to listen on; port 0 is any free one",
+        lambda value: parse_address(q.string(value), 0), "address to listen on; port 0 is any free one",
         MANAGER, SERVER, default=Address("127.0.0.1", 0), metavar="HOST:PORT",
         by_command={"manager": _LOOPBACK_MANAGER, "local": _LOOPBACK_MANAGER},
     )
     numa: str = _setting(
-        _string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",
+        q.string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",
     )
     memory: int | None = _setting(
-        _optional(parse_bytes, "auto"), "arena of each worker, as 8G; auto: 80 %% of what this machine allows",
+        q.optional(parse_bytes, "auto"), "arena of each worker, as 8G; auto: 80 %% of what this machine allows",
         SERVER, metavar="BYTES",
     )
     name: str = _setting(
-        _name, "this node's name in the cluster; its shards follow the name",
+        q.node_name, "this node's name in the cluster; its shards follow the name",
         SERVER, metavar="NAME", computed=_default_name,
     )
     state_dir: Path | None = _setting(
-        _optional(_path), "folder for what outlives a restart; empty: nothing does", MANAGER, metavar="DIR",
+        q.optional(q.path_of), "folder for what outlives a restart; empty: nothing does", MANAGER, metavar="DIR",
     )
     coordinator: CoordinatorUrl | None = _setting(
-        _optional(_coordinator), "etcd in which several managers agree who leads and keep their state; empty: none",
+        q.optional(q.coordinator), "etcd in which several managers agree who leads and keep their state; empty: none",
         MANAGER, metavar="etcd://HOST:PORT/PREFIX",
     )
     coordinator_ttl_ms: int = _setting(
-        _duration_in("ms", 2000), "after how long a leader that says nothing is replaced; whole seconds",
+        q.duration_in("ms", 2000), "after how long a leader that says nothing is replaced; whole seconds",
         MANAGER, default=5000, metavar="MS",
     )
     coordinator_ca: Path | None = _setting(
-        _optional(_path), "PEM file of the authority that signed etcd's certificate; empty: the system's",
+        q.optional(q.path_of), "PEM file of the authority that signed etcd's certificate; empty: the system's",
         MANAGER, metavar="FILE",
     )
     coordinator_cert: Path | None = _setting(
-        _optional(_path), "PEM file with our certificate for etcd and its key", MANAGER, metavar="FILE",
+        q.optional(q.path_of), "PEM file with our certificate for etcd and its key", MANAGER, metavar="FILE",
     )
     coordinator_login: Path | None = _setting(
-        _optional(_path), "file with USER:PASSWORD for etcd, mode 0600", MANAGER, metavar="FILE",
+        q.optional(q.path_of), "file with USER:PASSWORD for etcd, mode 0600", MANAGER, metavar="FILE",
     )
     runtime_dir: Path = _setting(
-        _path, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=_default_runtime_dir,
+        q.path_of, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=_default_runtime_dir,
     )
     policy: str = _setting(
-        _choice("sieve", "fifo", "lru"), "eviction policy: sieve, fifo or lru",
+        q.choice("sieve", "fifo", "lru"), "eviction policy: sieve, fifo or lru",
         SERVER, default="sieve", metavar="NAME",
     )
     poll_us: int = _setting(
-        _duration_in("us"), "how long a worker polls its commit rings after its last work; 0: never",
+        q.duration_in("us"), "how long a worker polls its commit rings after its last work; 0: never",
         SERVER, CLIENT, default=50, metavar="US",
     )
-    streams: int = _setting(_integer(0, 256), "TCP bulk processes of each worker", SERVER, default=1, metavar="N")
+    streams: int = _setting(q.integer(0, 256), "TCP bulk processes of each worker", SERVER, default=1, metavar="N")
     slots: int = _setting(
-        _integer(0, 1 << 31), "entries that a worker's table can hold; 0: by its memory",
+        q.integer(0, 1 << 31), "entries that a worker's table can hold; 0: by its memory",
         SERVER, default=0, metavar="N",
     )
-    huge_pages: bool = _setting(_boolean, "use huge pages where the system offers them", SERVER, default=True)
+    huge_pages: bool = _setting(q.boolean, "use huge pages where the system offers them", SERVER, default=True)
     group: str | None = _setting(
-        _optional(_string), "group whose members may map the segments (0660); empty: the owner only",
+        q.optional(q.string), "group whose members may map the segments (0660); empty: the owner only",
         SERVER, metavar="GROUP",
     )
-    insecure: bool = _setting(_boolean, "listen beyond this machine without a token", MANAGER, SERVER, default=False)
+    insecure: bool = _setting(q.boolean, "listen beyond this machine without a token", MANAGER, SERVER, default=False)
     token_file: Path | None = _setting(
-        _optional(_path), "file with one token a line (two while they rotate)",
+        q.optional(q.path_of), "file with one token a line (two while they rotate)",
         MANAGER, SERVER, CLIENT, metavar="FILE",
     )
     heartbeat_ms: int = _setting(
-        _duration_in("ms", 10), "between two heartbeats of a data server", MANAGER, default=1000, metavar="MS",
+        q.duration_in("ms", 10), "between two heartbeats of a data server", MANAGER, default=1000, metavar="MS",
     )
     suspect_after: int = _setting(
-        _integer(1, 10_000), "missed heartbeats that make a node suspect", MANAGER, default=3, metavar="N",
+        q.integer(1, 10_000), "missed heartbeats that make a node suspect", MANAGER, default=3, metavar="N",
     )
     dead_after: int = _setting(
-        _integer(1, 10_000), "missed heartbeats that make it dead", MANAGER, default=5, metavar="N",
+        q.integer(1, 10_000), "missed heartbeats that make it dead", MANAGER, default=5, metavar="N",
     )
     grace_ms: int = _setting(
-        _duration_in("ms"), "how long a dead node's shards wait for its return before others own them",
+        q.duration_in("ms"), "how long a dead node's shards wait for its return before others own them",
         MANAGER, default=0, metavar="MS",
     )
     restart_grace_ms: int = _setting(
-        _duration_in("ms"), "how long the shards of a server that stopped with --warm wait for its return",
+        q.duration_in("ms"), "how long the shards of a server that stopped with --warm wait for its return",
         MANAGER, default=30_000, metavar="MS",
     )
     moves_at_once: int = _setting(
-        _integer(1, SHARD_COUNT), "shards that move into one worker at a time", MANAGER, default=2048, metavar="N",
+        q.integer(1, SHARD_COUNT), "shards that move into one worker at a time", MANAGER, default=2048, metavar="N",
     )
     deadline_ms: int = _setting(
-        _duration_in("ms", 1), "longest that one call may take", CLIENT, default=3000, metavar="MS",
+        q.duration_in("ms", 1), "longest that one call may take", CLIENT, default=3000, metavar="MS",
     )
     namespace: str = _setting(
-        _namespace, "namespace of the keys", CLIENT, default=DEFAULT_NAMESPACE, metavar="NAME",
+        q.namespace_name, "namespace of the keys", CLIENT, default=DEFAULT_NAMESPACE, metavar="NAME",
     )
     path: str = _setting(
-        _choice("auto", "shm", "tcp"), "data path: auto, shm or tcp", CLIENT, default="auto", metavar="PATH",
+        q.choice("auto", "shm", "tcp"), "data path: auto, shm or tcp", CLIENT, default="auto", metavar="PATH",
     )
-    checksum: bool = _setting(_boolean, "store and verify a crc32 of each value", CLIENT, default=False)
+    checksum: bool = _setting(q.boolean, "store and verify a crc32 of each value", CLIENT, default=False)
     replicas: int = _setting(
-        _integer(1, 2), "copies of each value, on different nodes; 2 makes the namespace put-once",
+        q.integer(1, 2), "copies of each value, on different nodes; 2 makes the namespace put-once",
         CLIENT, default=1, metavar="N",
     )
     copy_threads: int = _setting(
-        _integer(0, 256), "threads that share a large copy; 0: by the machine", CLIENT, default=0, metavar="N",
+        q.integer(0, 256), "threads that share a large copy; 0: by the machine", CLIENT, default=0, metavar="N",
     )
     log_level: str = _setting(
-        _choice("debug", "info", "warning", "error"), "debug, info, warning or error",
+        q.choice("debug", "info", "warning", "error"), "debug, info, warning or error",
         MANAGER, SERVER, CLIENT, default="info", metavar="LEVEL",
     )
     log_file: Path | None = _setting(
-        _optional(_path), "file to log to; empty: stderr", MANAGER, SERVER, CLIENT, metavar="FILE",
+        q.optional(q.path_of), "file to log to; empty: stderr", MANAGER, SERVER, CLIENT, metavar="FILE",
     )
-    warm: bool = _setting(_boolean, "keep the arena over a clean stop and start on it again", SERVER, default=False)
+    warm: bool = _setting(q.boolean, "keep the arena over a clean stop and start on it again", SERVER, default=False)
     move_mib_s: int = _setting(
-        _integer(0, 1 << 20), "most MiB a second that a worker copies from previous owners of its shards; 0: no limit",
+        q.integer(0, 1 << 20), "most MiB a second that a worker copies from previous owners of its shards; 0: no limit",
         SERVER, default=1024, metavar="MIB",
     )
     http: Address | None = _setting(
-        _optional(_address), "address of /metrics, /healthz and the status page; empty: none",
+        q.optional(q.address), "address of /metrics, /healthz and the status page; empty: none",
         MANAGER, SERVER, metavar="HOST:PORT",
     )
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -522,11 +292,6 @@ def format_value(value: Any) -> str:
 
 
 # --- sources ----------------------------------------------------------------------------------
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.3)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _unknown(what: str, name: str, known: Mapping[str, Any] | list[str]) -> ConfigError:

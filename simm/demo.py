@@ -35,10 +35,10 @@ import numpy as np
 from .bench_floor import Area, memmove
 from .bench_report import machine_line
 from .client import Client
-from .config import parse_bytes
 from .console import Parser, end_cleanly_on_sigterm, guarded
 from .errors import CorruptionError, SimmError, TransportError, UsageError
 from .local import LocalCluster
+from .quantities import parse_bytes
 
 LAYERS: Final = 32
 PAGE_TOKENS: Final = 16

@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from . import config
+from . import config, quantities
 from .blocks import Block, BlockView, MrExt, complain, complain_no_more, deregister_mr, register_mr
 from .buffers import DEFAULT_COPY_THREADS, Span
 from .client import DOWN, MISS, SMALL, Client
@@ -78,7 +78,7 @@ def _host(text: str) -> str:
         raise ConfigError(f"{text!r} is a host and a port: set the port by cm_primary_node_port")
     if ":" in text and not text.startswith("["):
         text = f"[{text}]"  # IPv6, as the parser wants it
-    return config.parse_address(text, DEFAULT_MANAGER_PORT).host
+    return quantities.parse_address(text, DEFAULT_MANAGER_PORT).host
 
 
 def _number(least: int, most: int) -> Callable[[str], int]:
@@ -182,10 +182,10 @@ def _settings() -> config.Settings:
         given["log_file"] = Path(_flags["clnt_log_file"]).expanduser()
     host, port = _flags.get("cm_primary_node_ip"), _flags.get("cm_rpc_inter_port")
     if host:
-        given["manager"] = (config.Address(host, port or DEFAULT_MANAGER_PORT),)
+        given["manager"] = (quantities.Address(host, port or DEFAULT_MANAGER_PORT),)
     settings = config.load("client", given)
     if not host and port and settings.origin("manager") == "default":
-        settings = config.load("client", {**given, "manager": (config.Address("127.0.0.1", port),)})
+        settings = config.load("client", {**given, "manager": (quantities.Address("127.0.0.1", port),)})
     return settings
 
 

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from .config import parse_bytes
 from .errors import SimmError
+from .quantities import parse_bytes
 
 START_S: Final = 60.0
 STOP_S: Final = 5.0

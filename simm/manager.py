@@ -52,7 +52,7 @@ from typing import Any, Final, Protocol
 from . import __version__
 from . import messages as M
 from .cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
-from .config import Address, Settings, add_arguments, load_command
+from .config import Settings, add_arguments, load_command
 from .coordinator import Coordinator, NotLeader, connect
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
 from .greeting import agreed_protocol, token_fits
@@ -60,6 +60,7 @@ from .loop import Loop, Peer, Service, listen_tcp
 from .manager_pages import ManagerPages
 from .messages import Status
 from .process import end_with, stop_on_signals
+from .quantities import Address
 from .rpc import Flag, Frame, decode, encode
 from .startup import check_exposure, read_tokens, set_up_logging
 from .statefile import StateFile

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from . import topology
-from .config import Address, Settings, ensure_runtime_dir
+from .config import Settings, ensure_runtime_dir
 from .errors import ConfigError
 from .membership import JOIN_TIMEOUT_S
+from .quantities import Address
 from .startup import check_exposure, read_tokens
 
 MIB: Final = 1 << 20

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .config import Address, Settings
+from .config import Settings
 from .errors import ConfigError
+from .quantities import Address
 
 log = logging.getLogger("simm.startup")
 

@@ -18,19 +18,15 @@ from simm import config
 from simm.config import (
     COMMANDS,
     SETTINGS,
-    Address,
     Settings,
     add_arguments,
     ensure_runtime_dir,
     format_value,
     load,
     load_command,
-    parse_address,
-    parse_addresses,
-    parse_bytes,
-    parse_duration,
 )
 from simm.errors import ConfigError
+from simm.quantities import Address, parse_address, parse_addresses, parse_bytes, parse_duration
 
 
 def write(path: Path, content: Any) -> Path:

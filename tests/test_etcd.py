@@ -25,11 +25,12 @@ from coordination.server import MISSING, PROGRAM, EtcdServer, free_port
 from simm import coordinator as coordinator_module
 from simm import messages as M
 from simm.cluster import Cluster, Timing
-from simm.config import Settings, load, parse_coordinator
+from simm.config import Settings, load
 from simm.coordinator import CHUNK_BYTES, Coordinator, NotLeader, connect
 from simm.errors import ConfigError, CorruptionError
 from simm.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
 from simm.messages import WorkerInfo
+from simm.quantities import parse_coordinator
 
 WAIT_S = 20.0
 needs_etcd = pytest.mark.skipif(PROGRAM is None, reason=MISSING)

@@ -16,8 +16,8 @@ PACKAGE = Path(simm.__file__).parent
 LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
-        "codec", "messages", "layout", "config", "startup", "topology", "hashing", "pages", "shm", "buffers", "console",
-        "statefile", "greeting", "rails",
+        "codec", "messages", "layout", "config", "quantities", "startup", "topology", "hashing", "pages", "shm",
+        "buffers", "console", "statefile", "greeting", "rails",
     },
     "structures": {
         "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
@@ -32,8 +32,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
-        "kv", "blocks", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor", "bench_load",
-        "bench_report", "simulate", "sim", "nodes", "topo",
+        "kv", "blocks", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor",
+        "bench_load", "bench_report", "simulate", "sim", "nodes", "topo",
     },
 }  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}

@@ -28,13 +28,13 @@ from simm import manager as manager_module
 from simm import messages as M
 from simm.channel import Refused
 from simm.cluster import Timing
-from simm.config import Address, parse_address
 from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.errors import ConfigError, CorruptionError, SimmError, TransportError, UsageError
 from simm.loop import Loop
 from simm.manager import EPOCHS_RESERVED, Manager, check_exposure
 from simm.manager_link import ManagerClient
 from simm.messages import MapReply, Status, WorkerInfo, WorkerLoad
+from simm.quantities import Address, parse_address
 from simm.rpc import Connection, Flag, decode, encode
 from simm.shardmap import ShardMap
 from simm.statefile import StateFile

@@ -14,10 +14,10 @@ import pytest
 
 from simm import cli, nodes, status
 from simm.channel import Refused
-from simm.config import parse_addresses
 from simm.errors import SimmError, TransportError, UsageError
 from simm.manager_link import ManagerClient
 from simm.messages import Status, WorkerInfo, WorkerLoad
+from simm.quantities import parse_addresses
 from simm.shardmap import ShardMap
 
 GIB = 1 << 30
