@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-
 #: Shortest wait: the rest of a fraction of a byte would otherwise be waited for again and again.
 _NAP_S = 1e-3
 
