@@ -16,7 +16,7 @@ from typing import Final
 
 from .layout import SEQ_BITS, Geometry
 from .ledger import HoldKind, Ledger
-from .slab import chunk_bytes_for
+from .sizes import chunk_bytes_for
 from .space import Space
 
 _GRANT: Final = int(HoldKind.GRANT)

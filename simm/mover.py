@@ -70,7 +70,7 @@ from .rpc import Connection, Flag, decode, encode
 from .session import WorkerSession
 from .shardmap import ShardMap
 from .shards import EPOCH_MASK, bitmap_of
-from .slab import chunk_bytes_for
+from .sizes import chunk_bytes_for
 
 log = logging.getLogger("simm.mover")
 

@@ -33,7 +33,7 @@ from .errors import RemoteProtocolError, SegmentError, TransportError
 from .reader import ArenaReader
 from .ring import COMING, COMING_MAX_NS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .rpc import Frame, committed_one_of, encode, encode_commit_one
-from .slab import chunk_bytes_for
+from .sizes import chunk_bytes_for
 from .topology import current_cpu
 
 log = logging.getLogger("simm.session")

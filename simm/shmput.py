@@ -33,7 +33,7 @@ from .layout import EntryFlag
 from .messages import Status
 from .ring import SLOTS
 from .session import EXPECT_BYTES, GrantTuple, WorkerSession, ahead
-from .slab import chunk_bytes_for
+from .sizes import chunk_bytes_for
 
 _NO_SPACE: Final = int(Status.NO_SPACE)
 _CRC: Final = int(EntryFlag.CRC)

@@ -47,21 +47,8 @@ from simm.constants import NO_SLOT, SLAB_BYTES
 from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.evict import Policy, make_policy
-from simm.slab import (
-    CHUNK_SIZES,
-    CHUNKS_PER_SLAB,
-    FREE,
-    GROUPS,
-    LARGE,
-    LARGE_GROUP,
-    SLAB,
-    SLOTS_MAX,
-    Allocator,
-    ClassStats,
-    Span,
-    chunk_bytes_for,
-    class_of,
-)
+from simm.sizes import CHUNK_SIZES, CHUNKS_PER_SLAB, GROUPS, LARGE_GROUP, chunk_bytes_for, class_of
+from simm.slab import FREE, LARGE, SLAB, SLOTS_MAX, Allocator, ClassStats, Span
 
 #: How many times as old another group's victim must be for that group to give up room.
 COLDER: Final = 2

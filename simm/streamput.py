@@ -19,7 +19,7 @@ from .loop import Peer
 from .messages import Status
 from .session import GrantTuple, WorkerSession, ahead
 from .shmput import collect
-from .slab import chunk_bytes_for
+from .sizes import chunk_bytes_for
 from .upstream import Upstream
 
 log = logging.getLogger("simm.stream")

@@ -25,7 +25,7 @@ from simm.ring import HEAD, SLOTS, TAIL, Ring
 from simm.rpc import encode, parse_commit_one
 from simm.session import WorkerSession
 from simm.shm import OwnedSegment
-from simm.slab import chunk_bytes_for
+from simm.sizes import chunk_bytes_for
 from simm.space import Space
 from simm.store import Store
 from simm.table import Table

@@ -20,8 +20,8 @@ LAYERS: dict[str, set[str]] = {
         "buffers", "console", "statefile", "greeting", "rails",
     },
     "structures": {
-        "slab", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing", "shardmap",
-        "deal", "members", "arenas", "clusterstate", "clusterstatus", "placement",
+        "slab", "sizes", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing",
+        "shardmap", "deal", "members", "arenas", "clusterstate", "clusterstatus", "placement",
     },
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
@@ -39,8 +39,8 @@ LAYERS: dict[str, set[str]] = {
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
 
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
-PURE = {"codec", "slab", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards", "grants",
-        "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus",
+PURE = {"codec", "slab", "sizes", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
+        "grants", "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus",
         "placement"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip

@@ -11,19 +11,8 @@ import pytest
 
 from simm.constants import NO_SLOT, PAGE_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
-from simm.slab import (
-    CHUNK_SIZES,
-    CHUNKS_PER_SLAB,
-    FREE,
-    GROUPS,
-    LARGE,
-    LARGE_GROUP,
-    SLAB,
-    SLOTS_MAX,
-    Allocator,
-    chunk_bytes_for,
-    class_of,
-)
+from simm.sizes import CHUNK_SIZES, CHUNKS_PER_SLAB, GROUPS, LARGE_GROUP, chunk_bytes_for, class_of
+from simm.slab import FREE, LARGE, SLAB, SLOTS_MAX, Allocator
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 
 from simm.constants import NO_SLOT, PAGE_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
-from simm.slab import chunk_bytes_for, class_of
+from simm.sizes import chunk_bytes_for, class_of
 from simm.space import LAST_RESORT, OWN, REASSIGNED, Space
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from simm.messages import ShardRole, Status
 from simm.reader import ArenaReader, Unsettled
 from simm.shards import EPOCH_MASK, shards_in
 from simm.shm import OwnedSegment
-from simm.slab import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
+from simm.sizes import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
 from simm.store import Store
 
 ALL_SHARDS = b"\xff" * (SHARD_COUNT // 8)
