@@ -1,0 +1,221 @@
+"""A manager: ``cluster.py`` with a loop, a disk and subscribers, as ``manager.py`` drives it.
+
+Restated here: what is collected before it is stored and pushed, the epochs that the file reserves, who is told what when.
+A crash loses everything that is not on the disk; a lost disk, that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
+from ..messages import Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
+from ..shardmap import ShardMap
+from .net import Net, Process
+
+SETTLE_S: Final = 0.02
+TICK_S: Final = 0.25
+
+
+class ManagerHost:
+    """See the module's docstring. ``links``: who has a connection, by process."""
+
+    HOST: Final = "manager"
+
+    def __init__(self, net: Net, timing: Timing) -> None:
+        self.net = net
+        self.timing = timing
+        self.process = Process(net, self.HOST, "manager")
+        self.disk: dict[str, Any] | None = None
+        self.cluster = Cluster(1, 0.0, timing)
+        #: Its clock is not the simulation's: it may jump.
+        self.skew = 0.0
+        self.reserved = 0
+        self.links: dict[Process, tuple[int, Any]] = {}
+        self.subscribers: dict[Process, int] = {}
+        self.waiting: list[tuple[Process, int, Any]] = []
+        self.settling = self.unsaved = False
+        self.told = 0
+        self.messages = 0
+        self.epochs: list[int] = []
+        self.newest: MapReply | None = None
+        self.map_bytes = 0
+        #: (name, from, to) with the time, for the report.
+        self.turns: list[tuple[float, str, NodeState]] = []
+        #: A planted fault: a manager that forgets which epochs it has reserved.
+        self.reuses_epochs = False
+
+    # -- its life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """From what the disk has."""
+        self.process.start()
+        self.links.clear()
+        self.subscribers.clear()
+        self.waiting.clear()
+        self.settling = False
+        self.unsaved = True
+        if self.disk is None:
+            self.cluster = Cluster(self.net.random.getrandbits(63) | 1, self._clock(), self.timing)
+            self.reserved = 0
+        else:
+            reserved = 0 if self.reuses_epochs else int(self.disk["epochs_reserved"])
+            self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved)
+            self.reserved = reserved
+        self.told = self.cluster.epoch
+        self.net.say(f"manager starts, {self.cluster!r}")
+        self._tick()
+
+    def crash(self, *, lose_disk: bool = False) -> None:
+        """kill -9: the kernel closes its connections."""
+        self.net.say(f"manager dies{' and its disk is lost' if lose_disk else ''}")
+        self.process.die()
+        if lose_disk:
+            self.disk = None
+        links, self.links = self.links, {}
+        for process, (life, closed) in links.items():
+            if self.net.reaches(self.HOST, process.host):
+                self.net.at(self.net.now + self.net.delay(self.HOST, process.host), process.take, life, closed, ())
+
+    def _clock(self) -> float:
+        return self.net.now + self.skew
+
+    def _tick(self) -> None:
+        self._apply(self.cluster.tick(self._clock()))
+        self._tell()
+        self.process.later(TICK_S, self._tick)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def connect(self, process: Process, closed: Any) -> bool:
+        """A connection from a process; ``closed`` is called there when it breaks. False where nobody listens."""
+        reaches = self.net.reaches
+        up = self.process.running and reaches(process.host, self.HOST) and reaches(self.HOST, process.host)
+        if up:
+            self.links[process] = (process.life, closed)
+        return up
+
+    def closed(self, process: Process, name: str = "", instance: int = 0) -> None:
+        """A process on the other side has gone."""
+        self.links.pop(process, None)
+        self.subscribers.pop(process, None)
+        if name:
+            self._apply(self.cluster.link_lost(self._clock(), name, instance))
+
+    def request(self, process: Process, msg: Any, answer: Any) -> None:
+        """A request from a process; ``answer(message, status)`` is called there."""
+        self.messages += 1
+        now = self._clock()
+        if process not in self.links:
+            return
+        if isinstance(msg, Heartbeat):
+            self._reply(process, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads), answer)
+        elif isinstance(msg, Join):
+            self._reply(process, self.cluster.join(now, msg), answer)
+        elif isinstance(msg, Leave):
+            self._reply(process, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), answer)
+        elif isinstance(msg, Moved):
+            self._reply(process, self.cluster.moved(now, msg), answer)
+        elif isinstance(msg, MapOffer):
+            self._reply(process, self.cluster.offer(now, msg), answer)
+        elif isinstance(msg, MapGet):
+            self.subscribers[process] = process.life
+            self.cluster.noticed(now, msg.known_epoch)
+            self.waiting.append((process, process.life, answer))
+            self._tell()
+        else:
+            raise TypeError(type(msg).__name__)
+
+    def drain(self, name: str, on: bool) -> None:
+        """An operator's wish."""
+        if self.process.running and not self.process.paused:
+            self._apply(self.cluster.drain(self._clock(), name, on))
+
+    def _reply(self, process: Process, actions: Sequence[Action], answer: Any) -> None:
+        said = actions[0]
+        assert isinstance(said, Answer)
+        self._apply(actions)
+        if self.cluster.epoch >= self.reserved:
+            self.unsaved = True
+            self.save()
+        self._answer(process, process.life, answer, said.message, said.status)
+
+    def _answer(self, process: Process, life: int, answer: Any, message: Any, status: Status) -> None:
+        self.messages += 1
+        if process.life == life:
+            self.net.send(self.process, process, answer, message, status)
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, NodeChanged):
+                self.net.say(f"manager: {action.name} is {action.after.value}: {action.why}")
+                self.turns.append((self.net.now, action.name, action.after))
+            elif isinstance(action, MapChanged):
+                self.net.say(f"manager: epoch {action.epoch}, {self.cluster.moves} moved")
+            else:
+                continue
+            self.unsaved = True
+            if not self.settling:
+                self.settling = True
+                self.process.later(SETTLE_S, self._settled)
+
+    def _settled(self) -> None:
+        self.settling = False
+        self.save()
+        if not self.cluster.rebuilding:
+            self._tell()
+            self._push()
+
+    def save(self) -> None:
+        """To the disk."""
+        if self.unsaved:
+            self.reserved = self.cluster.epoch + EPOCHS_RESERVED
+            self.disk = {"cluster": self.cluster.to_state(), "epochs_reserved": self.reserved}
+            self.unsaved = False
+
+    def _tell(self) -> None:
+        if not self.waiting or self.cluster.rebuilding or self.settling:
+            return
+        reply = self._map()
+        waiting, self.waiting = self.waiting, []
+        for process, life, answer in waiting:
+            self._answer(process, life, answer, reply, Status.OK)
+
+    def _push(self) -> None:
+        reply = self._map()
+        if reply.epoch == self.told:
+            return
+        self.told = reply.epoch
+        for process, life in self.subscribers.items():
+            self.messages += 1
+            if process.life == life:
+                self.net.send(self.process, process, process.on_push, reply, Status.OK)
+
+    def _map(self) -> MapReply:
+        """The current map, noted for who checks."""
+        reply = self.cluster.map_reply()
+        if reply is not self.newest:
+            self.newest = reply
+            self.epochs.append(reply.epoch)
+            # What it takes on the wire: workers, owners, previous owners, epochs.
+            texts = sum(44 + len(info.node) + len(info.uds) + len(info.host) for info in reply.workers)
+            self.map_bytes = 40 + texts + len(reply.owners) + 4 * len(reply.previous) + len(reply.since)
+        return reply
+
+
+#: Decoded maps, by identity of the message: a thousand servers take the same one.
+_DECODED: list[tuple[MapReply, ShardMap]] = []
+
+
+def decoded(msg: MapReply) -> ShardMap:
+    """A message's ShardMap; they are immutable, so all may have the same."""
+    for known, shard_map in _DECODED:
+        if known is msg:
+            return shard_map
+    shard_map = ShardMap(msg)
+    _DECODED.append((msg, shard_map))
+    del _DECODED[:-8]
+    return shard_map

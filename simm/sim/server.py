@@ -1,0 +1,665 @@
+"""A data server: supervisor, worker, stream and mover, with the real ``Member`` and ``ShardWords``.
+
+Restated here, from the files named: the session with the manager (``membership.py``), what a mutation asks of the shard
+words (``store.py``), the mover's exchanges (``mover.py``). The arena is a dict of digests with version numbers, which
+a new worker on the same arena finds again, and a warm start too; a cold one begins a new arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ..constants import SHARD_COUNT
+from ..hashing import shard_of
+from ..member import FENCE, Member
+from ..messages import (
+    Error,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Joined,
+    Leave,
+    MapGet,
+    MapReply,
+    ShardRole,
+    Shards,
+    Status,
+    WorkerInfo,
+    WorkerLoad,
+)
+from ..shards import FROZEN, ShardWords
+from .manager import decoded
+from .net import Process
+
+if TYPE_CHECKING:
+    from .world import World
+
+#: membership.py.
+RECONNECT_S: Final = 0.5
+CONNECT_S: Final = 1.0
+SILENT_S: Final = 3.0
+MOVED_S: Final = 0.25
+#: mover.py.
+FREEZE_S: Final = 2.0
+GIVE_UP_S: Final = 10.0
+RETRY_S: Final = (0.02, 0.2)
+REPLAN_S: Final = 1.0
+GROUP_SHARDS: Final = 256
+BATCH_KEYS: Final = 64
+#: An exchange of a mover that nobody answers.
+EXCHANGE_S: Final = 1.0
+#: From a worker's death to its successor's first look at the arena.
+REFORK_S: Final = 0.3
+
+Answer = Callable[..., None]
+
+
+class Arena:
+    """What lies in a worker's segment: shard words and entries. Survives the worker."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.memory = bytearray(8 * SHARD_COUNT)
+        self.words = memoryview(self.memory).cast("Q")
+        #: digest -> version, oldest first.
+        self.entries: dict[bytes, int] = {}
+        #: Highest epoch acted on.
+        self.epoch = 0
+        self.closed = False
+
+    def hit(self, digest: bytes, *, frozen_too: bool = False) -> int:
+        """What a reader finds: the version, or 0."""
+        word = self.words[shard_of(digest)]
+        if 0 < word < FROZEN or (word and frozen_too):
+            return self.entries.get(digest, 0)
+        return 0
+
+
+class Worker:
+    """One worker process; see ``store.py`` for what each method restates."""
+
+    def __init__(self, server: Server, number: int, arena: Arena) -> None:
+        self.server = server
+        self.number = number
+        self.arena = arena
+        self.process = Process(server.net, server.host, f"{server.name}/{number}")
+        self.shards = ShardWords(arena.words)
+        self.most = server.world.options.entries
+        self.evictions = 0
+
+    def start(self, *, recover: bool) -> None:
+        """On its arena."""
+        self.process.start()
+        self.shards = ShardWords(self.arena.words)
+        if recover:
+            self.shards.recover()
+            self._drop_lost()
+        self._accepting()
+
+    def _accepting(self) -> None:
+        self.server.world.oracle.accepting(self)
+
+    def order(self, msg: Shards) -> None:
+        """SHARDS from the supervisor."""
+        if msg.epoch == 0:
+            self.shards.fence()
+            return
+        roles, since = msg.roles, msg.since
+        if "no_freeze" in self.server.world.plants:
+            roles, since = self._unfrozen(roles, since)
+        if self.shards.retire(msg.epoch, since, roles):
+            self._drop_lost()
+        self.shards.take()
+        self.arena.epoch = max(self.arena.epoch, msg.epoch)
+        self._accepting()
+        self.server.ordered(self.number)
+
+    def _unfrozen(self, roles: bytes, since: bytes) -> tuple[bytes, bytes]:
+        """A planted fault: what leaves is kept as if it did not."""
+        parts = np.frombuffer(roles, np.uint8).copy()
+        epochs = np.frombuffer(since, np.uint64).copy()
+        words = np.frombuffer(self.arena.words, np.uint64)
+        keeps = (parts == ShardRole.OUTGOING) & (words != 0)
+        parts[keeps], epochs[keeps] = ShardRole.OWNER, words[keeps]
+        return parts.tobytes(), epochs.tobytes()
+
+    def _drop_lost(self) -> None:
+        words, entries = self.arena.words, self.arena.entries
+        for digest in [digest for digest in entries if not words[shard_of(digest)]]:
+            del entries[digest]
+
+    def _drop(self, digest: bytes) -> None:
+        if self.shards.moving:
+            self.shards.note_dropped(digest)
+        del self.arena.entries[digest]
+
+    def _store(self, digest: bytes, version: int) -> None:
+        entries = self.arena.entries
+        entries.pop(digest, None)
+        if len(entries) >= self.most:
+            victim = next((each for each in entries if self.arena.words[shard_of(each)] < FROZEN), None)
+            victim = victim if victim is not None else next(iter(entries))
+            self._drop(victim)
+            self.evictions += 1
+        entries[digest] = version
+
+    def put(self, digest: bytes, version: int) -> Status:
+        """A COMMIT."""
+        if not self.shards.accepts(shard_of(digest)):
+            return Status.WRONG_OWNER
+        self._store(digest, version)
+        self.server.world.oracle.stored(self, digest, version)
+        return Status.OK
+
+    def delete(self, digest: bytes, version: int) -> Status:
+        """A DELETE."""
+        if not self.shards.accepts(shard_of(digest)):
+            return Status.WRONG_OWNER
+        if digest in self.arena.entries:
+            self._drop(digest)
+        elif self.shards.moving and self.shards.status_of_miss(digest) == Status.PREVIOUS:
+            self.shards.note_dropped(digest)
+        self.server.world.oracle.stored(self, digest, version)
+        return Status.OK
+
+    def exists(self, digest: bytes) -> Status:
+        """What the stream or a client asks where the word is not plain."""
+        return Status.OK if self.arena.hit(digest) else self.shards.status_of_miss(digest)
+
+    def freeze(self, epoch: int, shards: list[int]) -> list[int] | None:
+        """FREEZE from a new owner's mover."""
+        if "no_freeze" in self.server.world.plants:
+            return [shard for shard in shards if self.arena.words[shard]]
+        return self.shards.freeze(epoch, shards)
+
+    def adopt(self, epoch: int, shards: list[int], fallback: list[int]) -> None:
+        """ADOPT from our mover."""
+        self.shards.adopt(epoch, shards, fallback)
+        self._accepting()
+
+    def finish(self, epoch: int, shards: list[int]) -> None:
+        """FINISH from our mover."""
+        self.shards.finish(shards, epoch)
+
+    def copy(self, epoch: int, values: list[tuple[bytes, int]]) -> int:
+        """COMMIT with ABSENT from our mover; how many were stored."""
+        stored = 0
+        for digest, version in values:
+            if digest not in self.arena.entries and self.shards.may_copy(digest, epoch):
+                self._store(digest, version)
+                stored += 1
+        return stored
+
+
+class Server:
+    """One logical node: its host, its processes, what survives them."""
+
+    def __init__(self, world: World, name: str, workers: int = 1, capacity: int = 1 << 30) -> None:
+        self.world = world
+        self.net = world.net
+        self.name = name
+        self.host = name
+        self.capacity = capacity
+        self.count = workers
+        self.supervisor = Process(self.net, self.host, name)
+        self.supervisor.on_push = self._on_map
+        self.stream = Process(self.net, self.host, f"{name}/stream")
+        self.instance = 0
+        self.member = Member(name, 0, range(workers))
+        self.workers: list[Worker] = []
+        self.movers: dict[int, Mover] = {}
+        self.linked = self.joined = False
+        #: Has this life ever joined?
+        self.was_joined = False
+        self.warm = False
+        self.leaving = False
+        self.heartbeat_s = world.options.heartbeat_s
+        self._asked_at = 0.0
+        self._waits = 0
+        self._moved_at = 0.0
+        self._chain = 0
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        return self.supervisor.running
+
+    def start(self, *, warm: bool = False) -> None:
+        """Supervisor, workers and stream; ``warm``: on the arenas that are there."""
+        self.net.say(f"{self.name} starts{' warm' if warm else ''}")
+        self.instance = self.net.random.getrandbits(60) | 1
+        self.member = Member(self.name, self.instance, range(self.count))
+        self.linked = self.joined = self.was_joined = self.leaving = False
+        self.warm = warm and bool(self.workers)
+        self.supervisor.start()
+        self.stream.start()
+        if not self.warm:
+            for worker in self.workers:
+                worker.arena.closed = True
+            self.workers = [Worker(self, number, Arena(self.world.number())) for number in range(self.count)]
+        for worker in self.workers:
+            worker.start(recover=self.warm)
+        self.movers = {}
+        self.supervisor.later(0.05, self._connect)
+        self._beat()
+
+    def crash(self) -> None:
+        """kill -9 of all, or the power."""
+        self.net.say(f"{self.name} dies")
+        self._end()
+
+    def _end(self) -> None:
+        joined = self.linked
+        self.linked = self.joined = False
+        for process in self.processes():
+            process.die()
+        self.movers = {}
+        if joined:
+            manager = self.world.manager
+            if manager.process.running and self.net.reaches(self.host, manager.HOST):
+                delay = self.net.delay(self.host, manager.HOST)
+                details = (self.supervisor, self.name, self.instance)
+                self.net.at(self.net.now + delay, manager.process.take, manager.process.life, manager.closed, details)
+
+    def processes(self) -> list[Process]:
+        """All that run here."""
+        movers = [mover.process for mover in self.movers.values()]
+        return [self.supervisor, self.stream, *(worker.process for worker in self.workers), *movers]
+
+    def stop(self, *, warm: bool) -> None:
+        """A clean stop: the workers end first if they are to be found again as they are, else when others have taken
+        over, or half a second later."""
+        if not self.up or self.supervisor.paused:
+            return
+        self.net.say(f"{self.name} stops{' warm' if warm else ''}")
+        self.leaving = True
+        if warm:
+            for worker in self.workers:
+                worker.process.die()
+            self.stream.die()
+        if self.joined:
+            self._request(Leave(self.instance, self.name, int(warm)), _ignore)
+        self.supervisor.later(0.2 if warm else 0.8, self._end)
+
+    def worker_dies(self, number: int) -> None:
+        """kill -9 of a worker; its supervisor forks another."""
+        worker = self.workers[number]
+        if not self.up or not worker.process.running or self.leaving:
+            return
+        self.net.say(f"{worker.process.name} dies")
+        worker.process.die()
+        self._end_mover(number)
+        self.supervisor.later(REFORK_S, self._refork, worker)
+
+    def _refork(self, worker: Worker) -> None:
+        if self.leaving:
+            return
+        worker.start(recover=True)
+        self.net.say(f"{worker.process.name} is back")
+        self._order(worker)
+
+    # -- the manager --------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self.linked or self.leaving:
+            return
+        if self.world.manager.connect(self.supervisor, self._lost):
+            self.linked = True
+            self._asked_at = self.net.now
+            self._waits = 0
+            self._join()
+            self._watch(self.supervisor.life)
+        else:
+            self._lost()
+
+    def _lost(self) -> None:
+        """The link is gone: serve on, try again."""
+        self.linked = self.joined = False
+        self._waits = 0
+        if not self.leaving:
+            self.supervisor.later(RECONNECT_S * self.net.random.uniform(0.7, 1.3), self._connect)
+
+    def _watch(self, _life: int) -> None:
+        patience = max(SILENT_S, 3 * self.heartbeat_s)
+        if not self.linked:
+            return
+        if self._waits and self.net.now - self._asked_at > patience:
+            manager = self.world.manager
+            manager.process.take(manager.process.life, manager.closed, (self.supervisor, self.name, self.instance))
+            self._lost()
+            return
+        self.supervisor.later(patience / 4, self._watch, _life)
+
+    def _request(self, msg: Any, answer: Answer) -> None:
+        if not self.linked:
+            return
+        if not self._waits:
+            self._asked_at = self.net.now
+        self._waits += 1
+        manager = self.world.manager
+
+        def answered(message: Any, status: Status) -> None:
+            self._waits = max(0, self._waits - 1)
+            self._asked_at = self.net.now
+            answer(message, status)
+
+        self.net.send(self.supervisor, manager.process, manager.request, self.supervisor, msg, answered)
+
+    def infos(self) -> list[WorkerInfo]:
+        """As the map names us."""
+        return [
+            WorkerInfo(worker.number, 0, 1, self.instance, self.capacity, self.name, "", self.host, 1)
+            for worker in self.workers
+        ]
+
+    def _join(self) -> None:
+        if not self.linked or self.joined or self.leaving:
+            return
+        warm = int(self.warm and not self.was_joined)
+        known = max(self.member.epoch, max((worker.arena.epoch for worker in self.workers), default=0))
+        self._request(Join(self.instance, warm, self.name, self.infos(), known), self._on_joined)
+
+    def _on_joined(self, msg: Any, status: Status) -> None:
+        if isinstance(msg, Error):
+            # A name that is taken is tried again; another refusal breaks the link.
+            self.supervisor.later(1.0, self._join)
+            return
+        if not isinstance(msg, Joined) or self.joined:
+            return
+        self.joined = self.was_joined = True
+        if msg.wants_map and (offer := self.member.offer()) is not None:
+            self.net.say(f"{self.name} offers its map of epoch {offer.epoch}")
+            self._request(offer, _ignore)
+        self._ask_map()
+
+    def _beat(self) -> None:
+        self.supervisor.later(self.heartbeat_s * self.net.random.uniform(0.8, 1.0), self._beat)
+        if self.joined and not self.leaving:
+            loads = [WorkerLoad(0, 0, 0, 0)] * self.count
+            self._request(Heartbeat(self.instance, self.member.epoch, self.name, loads), self._on_ack)
+            self.report()
+
+    def report(self) -> None:
+        """MOVED, for what stands finished in the words."""
+        if self.joined and self.net.now - self._moved_at >= MOVED_S and self.member.map is not None:
+            self._moved_at = self.net.now
+            for worker in self.workers:
+                if worker.number in self.movers or self.world.moving(self.member):
+                    moved = self.member.moved(worker.number, worker.arena.words)
+                    if moved is not None:
+                        self._request(moved, self._on_ack)
+
+    def _on_ack(self, msg: Any, status: Status) -> None:
+        if status in (Status.UNKNOWN_NODE, Status.NAME_TAKEN):
+            if not self.joined or self.leaving:
+                return
+            self.net.say(f"{self.name} is not known (any more): fenced, joins again")
+            self.joined = False
+            self.member.fence()
+            self._order_all()
+            self._join()
+        elif isinstance(msg, HeartbeatAck) and msg.epoch > self.member.epoch:
+            self._ask_map()
+
+    def _ask_map(self) -> None:
+        self._request(MapGet(self.member.epoch, 1), self._on_map)
+
+    def _on_map(self, msg: Any, _status: Status) -> None:
+        if not isinstance(msg, MapReply) or not self.joined:
+            return
+        member = self.member
+        if msg.epoch == member.epoch and not member.fenced:
+            return
+        self.world.oracle.told(msg)
+        shard_map = decoded(msg)
+        if member.map is not None and not member.fenced and msg.epoch > member.epoch:
+            if not self.world.concerns(self, member.epoch, msg):
+                # Not a word about us: taking it would change nothing but the epoch.
+                member.map = shard_map
+                return
+        if member.take_map(shard_map) is not None:
+            self._order_all()
+
+    # -- workers --------------------------------------------------------------------------------------
+
+    def _order_all(self) -> None:
+        for worker in self.workers:
+            self._order(worker)
+
+    def _order(self, worker: Worker) -> None:
+        order = self.member.order(worker.number)
+        if order is FENCE and self.member.map is None:
+            return
+        self.net.send(self.supervisor, worker.process, worker.order, order)
+
+    def ordered(self, number: int) -> None:
+        """A worker has taken a map: is there something to move in?"""
+        mover = self.movers.get(number)
+        if mover is None:
+            if not self.member.moving(number, self.workers[number].arena.words):
+                return
+            mover = self.movers[number] = Mover(self, self.workers[number])
+        mover.replan()
+
+    def _end_mover(self, number: int) -> None:
+        mover = self.movers.pop(number, None)
+        if mover is not None:
+            mover.process.die()
+
+    def mover_dies(self, number: int) -> None:
+        """kill -9 of a mover; its supervisor forks another."""
+        if number in self.movers:
+            self.net.say(f"{self.name}: mover {number} dies")
+            self._end_mover(number)
+            self.supervisor.later(REFORK_S, self.ordered, number)
+
+
+class Mover:
+    """Brings what moved to one worker; see ``mover.py``."""
+
+    def __init__(self, server: Server, worker: Worker) -> None:
+        self.server = server
+        self.worker = worker
+        self.net = server.net
+        self.process = Process(self.net, server.host, f"{server.name}/mover{worker.number}")
+        self.process.start()
+        self.taken: dict[int, int] = {}
+        self._replanning = False
+
+    def _still(self, since: dict[int, int]) -> list[int]:
+        """Those that the newest map still gives us by the same epoch, and that are not here yet."""
+        member = self.server.member
+        if member.map is None:
+            return []
+        moving = set(member.moving(self.worker.number, self.worker.arena.words))
+        known = member.map.since
+        return [shard for shard, epoch in since.items() if shard in moving and known[shard] == epoch]
+
+    def replan(self) -> None:
+        """Start on what the map wants and nobody works on."""
+        member = self.server.member
+        if member.map is None or not self.process.running:
+            return
+        known = member.map.since
+        moving = member.moving(self.worker.number, self.worker.arena.words)
+        wanted = {shard: known[shard] for shard in moving}
+        if not wanted:
+            self.server.report()
+            return
+        for info, shards in member.tasks(self.worker.number):
+            fresh = {
+                shard: wanted[shard] for shard in shards if shard in wanted and self.taken.get(shard) != wanted[shard]
+            }
+            if fresh:
+                self.taken.update(fresh)
+                self._freeze(info, member.epoch, fresh, self.net.now + FREEZE_S)
+        if not self._replanning:
+            self._replanning = True
+            self.process.later(REPLAN_S, self._again)
+
+    def _again(self) -> None:
+        self._replanning = False
+        self.replan()
+
+    def _call(self, target: Process | None, act: Answer, details: tuple[Any, ...], done: Answer) -> None:
+        """An exchange: ``done(answer)``, or ``done(None)`` when there is none; once."""
+        state = {"open": True}
+
+        def finish(answer: Any, ok: bool) -> None:
+            if state["open"]:
+                state["open"] = False
+                done(answer, ok)
+
+        def there() -> None:
+            answer = act(*details)
+            if target is not None:
+                self.net.send(target, self.process, finish, answer, True)
+
+        if target is None or not self.net.send(self.process, target, there):
+            self.process.later(0.01 if target is None or not target.running else EXCHANGE_S, finish, None, False)
+            return
+        self.process.later(EXCHANGE_S, finish, None, False)
+
+    def _peer(self, info: WorkerInfo) -> Server | None:
+        """The server that a map names, if it is still that instance."""
+        server = self.server.world.servers.get(info.node)
+        return server if server is not None and server.instance == info.instance and server.up else None
+
+    def _freeze(self, info: WorkerInfo, epoch: int, since: dict[int, int], until: float) -> None:
+        if not self._still(since):
+            self._put_back(since)
+            return
+        peer = self._peer(info)
+        worker = peer.workers[info.worker] if peer is not None else None
+
+        def frozen(answer: list[int] | None, ok: bool) -> None:
+            if ok and answer is None:
+                self.net.say(f"{self.process.name}: {info.node} has a newer map than {epoch}")
+                self._put_back(since)
+            elif ok:
+                assert answer is not None
+                self._adopt(info, since, set(answer))
+            elif self.net.now > until:
+                self.net.say(f"{self.process.name}: {info.node} cannot be reached, {len(since)} shards without it")
+                self._adopt(info, since, set())
+            else:
+                self.process.later(self.net.random.uniform(*RETRY_S), self._freeze, info, epoch, since, until)
+
+        shards = list(since)
+        if worker is None:
+            self._call(None, _ignore, (), frozen)
+        else:
+            self._call(worker.process, worker.freeze, (epoch, shards), frozen)
+
+    def _put_back(self, since: dict[int, int]) -> None:
+        for shard, epoch in since.items():
+            if self.taken.get(shard) == epoch:
+                del self.taken[shard]
+
+    def _adopt(self, info: WorkerInfo, since: dict[int, int], frozen: set[int]) -> None:
+        here = self._still(since)
+        behind = [shard for shard in here if shard in frozen]
+        plain = [shard for shard in here if shard not in frozen]
+        epoch = self.server.member.epoch
+
+        def adopted(_answer: Any, ok: bool) -> None:
+            if not ok:
+                self._put_back(since)
+                return
+            self.net.say(f"{self.process.name}: adopts {len(here)} shards of {info.node}, {len(behind)} to be copied")
+            words = self.worker.arena.words
+            ours = {shard for shard in here if words[shard] & (FROZEN >> 1) - 1 == since[shard]}
+            self._put_back({shard: since[shard] for shard in since if shard not in ours})
+            self._finish(epoch, [shard for shard in plain if shard in ours])
+            group = [shard for shard in behind if shard in ours]
+            if group:
+                self._list(info, epoch, {shard: since[shard] for shard in group}, self.net.now)
+
+        self._call(self.worker.process, self.worker.adopt, (epoch, here, behind), adopted)
+
+    def _finish(self, epoch: int, shards: list[int]) -> None:
+        def finished(_answer: Any, _ok: bool) -> None:
+            self.replan()
+
+        self._call(self.worker.process, self.worker.finish, (epoch, shards), finished)
+
+    def _give_up(self, info: WorkerInfo, epoch: int, since: dict[int, int]) -> None:
+        self.net.say(f"{self.process.name}: what {info.node} still has is given up")
+        self._finish(epoch, self._still(since))
+
+    def _list(self, info: WorkerInfo, epoch: int, since: dict[int, int], progress: float) -> None:
+        """All digests that the previous owner has of these shards, read off its arena by its stream."""
+        if not self._still(since):
+            self._put_back(since)
+            return
+        peer = self._peer(info)
+
+        def listed(answer: list[bytes] | None, ok: bool) -> None:
+            if ok and answer is not None:
+                self._copy(info, epoch, since, answer, self.net.now)
+            elif self.net.now > progress + GIVE_UP_S:
+                self._give_up(info, epoch, since)
+            else:
+                self.process.later(self.net.random.uniform(*RETRY_S), self._list, info, epoch, since, progress)
+
+        if peer is None:
+            self._call(None, _ignore, (), listed)
+        else:
+            arena = peer.workers[info.worker].arena
+            self._call(peer.stream, _list, (arena, frozenset(since)), listed)
+
+    def _copy(
+        self, info: WorkerInfo, epoch: int, since: dict[int, int], digests: list[bytes], progress: float
+    ) -> None:
+        """Batch after batch, what is not here; then FINISH."""
+        left = [digest for digest in digests if digest not in self.worker.arena.entries]
+        still = set(self._still(since))
+        left = [digest for digest in left if shard_of(digest) in still]
+        if not left:
+            self._finish(epoch, list(still))
+            return
+        batch, rest = left[:BATCH_KEYS], left[BATCH_KEYS:]
+        peer = self._peer(info)
+        options = self.server.world.options
+
+        def fetched(values: list[tuple[bytes, int]] | None, ok: bool) -> None:
+            if ok and values is not None:
+                allowed = set(self._still(since))
+                wanted = [value for value in values if shard_of(value[0]) in allowed]
+                count = len(values) * options.value_bytes * options.sampling
+                self.server.world.moved_bytes += count
+                seconds = count / options.move_bytes_s
+
+                def committed(_answer: Any, done: bool) -> None:
+                    if done:
+                        self.process.later(seconds, self._copy, info, epoch, since, rest, self.net.now)
+
+                self._call(self.worker.process, self.worker.copy, (self.server.member.epoch, wanted), committed)
+            elif self.net.now > progress + GIVE_UP_S:
+                self._give_up(info, epoch, since)
+            else:
+                pause = self.net.random.uniform(*RETRY_S)
+                self.process.later(pause, self._copy, info, epoch, since, left, progress)
+
+        if peer is None:
+            self._call(None, _ignore, (), fetched)
+        else:
+            self._call(peer.stream, _fetch, (peer.workers[info.worker].arena, batch), fetched)
+
+
+def _list(arena: Arena, shards: frozenset[int]) -> list[bytes]:
+    words = arena.words
+    return [digest for digest in arena.entries if shard_of(digest) in shards and words[shard_of(digest)] >= FROZEN]
+
+
+def _fetch(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:
+    found = [(digest, arena.hit(digest, frozen_too=True)) for digest in digests]
+    return [(digest, version) for digest, version in found if version]
+
+
+def _ignore(*_details: Any) -> None:
+    pass

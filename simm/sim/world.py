@@ -1,0 +1,407 @@
+"""All of it together: a cluster, its load, its faults; a run, and what came of it.
+
+A *scenario* is a small cluster for a minute with everything that can go wrong, drawn from a seed. A *simulation* is a large
+one for hours; there a client stands for many, and a value for ``sampling`` values (the report says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+
+from ..cluster import NodeState, Timing
+from ..constants import NO_OWNER, SHARD_COUNT
+from ..member import Member
+from ..messages import MapReply, Status
+from ..shards import FROZEN
+from .client import Client
+from .faults import FAULTS, Plan
+from .manager import ManagerHost, decoded
+from .net import Net
+from .oracle import Key, Oracle, SimFailure
+from .server import Server
+
+#: Everything must serve again so long after the last fault.
+HEALED_S: Final = 10.0
+#: What one of a cluster's clients does is done by this many of them at most; each stands for the others.
+CLIENTS_MOST: Final = 200
+
+
+@dataclass
+class Options:
+    """Of a run. ``faults``: kinds, see faults.py. ``fault_s``: mean time between two."""
+
+    nodes: int = 4
+    clients: int = 5
+    seconds: float = 40.0
+    seed: int = 7
+    faults: Sequence[str] = tuple(FAULTS)
+    fault_s: float = 4.0
+    fault_lasts_s: tuple[float, float] = (0.1, 12.0)
+    keys: int = 60
+    #: A client's mean time between two operations.
+    op_s: float = 0.15
+    deadline_s: float = 1.0
+    heartbeat_s: float = 1.0
+    entries: int = 400
+    value_bytes: int = 1 << 20
+    move_bytes_s: float = 200 << 20
+    #: Values that one simulated value stands for, when bytes are counted.
+    sampling: int = 1
+    latency_s: float = 0.0004
+    moves_at_once: int = 2048
+    plants: frozenset[str] = frozenset()
+    verbose: bool = False
+
+
+@dataclass
+class Report:
+    """What came of a run. Times are simulated seconds."""
+
+    options: Options
+    failure: str = ""
+    trace: str = ""
+    last: list[tuple[float, str]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class World:
+    """See the module's docstring."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plants = options.plants
+        self.net = Net(options.seed, options.latency_s)
+        self.net.verbose = options.verbose
+        self._numbers = 0
+        timing = Timing(
+            heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once
+        )
+        self.oracle = Oracle(self)
+        self.manager = ManagerHost(self.net, timing)
+        self.manager.reuses_epochs = "reuses_epochs" in self.plants
+        self.servers: dict[str, Server] = {}
+        self.clients: list[Client] = []
+        self.keys: list[Key] = []
+        self.mine: dict[int, list[int]] = {}
+        self.plan = Plan(self, options.faults)
+        self.moved_bytes = 0
+        self.exact = options.nodes <= 64
+        self.stopping = False
+        #: Chain of maps: epoch -> (the one before, instances that it concerns).
+        self._chain: dict[int, tuple[int, frozenset[tuple[str, int]]]] = {}
+        self._last: tuple[MapReply, Any, Any, Any] | None = None
+        self._instances: dict[tuple[str, int, int], int] = {}
+        #: Of crashed servers: when they died, until the map does without them.
+        self.died: dict[str, float] = {}
+        self.detected: list[float] = []
+
+    def number(self) -> int:
+        """One that nobody has had."""
+        self._numbers += 1
+        return self._numbers
+
+    # -- setting up -----------------------------------------------------------------------------------
+
+    def add_server(self) -> Server:
+        name = f"node{len(self.servers):04d}"
+        server = self.servers[name] = Server(self, name)
+        return server
+
+    def build(self) -> None:
+        """Manager, servers, clients, keys."""
+        options, rng = self.options, self.net.random
+        self.manager.start()
+        for _ in range(options.nodes):
+            server = self.add_server()
+            self.net.at(rng.uniform(0.0, 0.5), server.start)
+        count = min(options.clients, CLIENTS_MOST)
+        names = list(self.servers)
+        for number in range(count):
+            host = names[number % len(names)] if number % 2 else f"engine{number}"
+            client = Client(self, number, host)
+            self.clients.append(client)
+            self.net.at(1.0 + rng.uniform(0.0, 0.5), client.start)
+            self.net.at(2.5 + rng.uniform(0.0, 1.0), self._work, client)
+            self.mine[number] = []
+        for number in range(options.keys):
+            self._new_key(number % count)
+
+    def _new_key(self, writer: int) -> Key:
+        number = len(self.keys)
+        digest = blake2b(b"%d-%d" % (self.options.seed, number), digest_size=16).digest()
+        key = Key(number, digest, writer)
+        self.keys.append(key)
+        self.oracle.by_digest[digest] = key
+        self.mine[writer].append(number)
+        return key
+
+    # -- maps, for many servers -----------------------------------------------------------------------------
+
+    def moving(self, member: Member) -> bool:
+        """Does the map move anything?"""
+        return member.map is not None and bool(member.map.previous)
+
+    def concerns(self, server: Server, epoch: int, reply: MapReply) -> bool:
+        """Does anything between the map of ``epoch`` and this one concern a server? Always, in a small cluster."""
+        if self.exact:
+            return True
+        self._note(reply)
+        at, us = reply.epoch, (server.name, server.instance)
+        while at > epoch:
+            link = self._chain.get(at)
+            if link is None or us in link[1]:
+                return True
+            at = link[0]
+        return at != epoch
+
+    def _note(self, reply: MapReply) -> None:
+        """Which instances a new map concerns, beside the one before."""
+        if self._last is not None and self._last[0].epoch >= reply.epoch:
+            return
+        found = decoded(reply)
+        numbers = self._instances
+        table = np.zeros(NO_OWNER + 1, np.int64)
+        for position, info in enumerate(found.workers):
+            table[position] = numbers.setdefault((info.node, info.instance, info.worker), len(numbers) + 1)
+        owners = table[np.frombuffer(found.owners, np.uint16)]
+        previous = np.zeros(SHARD_COUNT, np.int64)
+        for shard, position in found.previous.items():
+            previous[shard] = table[position]
+        since = np.frombuffer(found.since, np.uint64)
+        if self._last is not None:
+            last, old_owners, old_previous, old_since = self._last
+            changed = (owners != old_owners) | (previous != old_previous) | (since != old_since)
+            touched = {
+                *owners[changed].tolist(), *previous[changed].tolist(), *old_owners[changed].tolist(),
+                *old_previous[changed].tolist(),
+            }  # fmt: skip
+            names = list(numbers)
+            concerned = frozenset(names[number - 1][:2] for number in touched if number)
+            self._chain[reply.epoch] = (last.epoch, concerned)
+        self._last = (reply, owners, previous, since)
+
+    # -- load -----------------------------------------------------------------------------------------
+
+    def _work(self, client: Client) -> None:
+        """One operation, and the next one later."""
+        if self.stopping:
+            return
+        rng = self.net.random
+        if rng.random() < 0.35 and self.mine[client.number]:
+            number = rng.choice(self.mine[client.number])
+            self.mutate(client, self.keys[number], delete=rng.random() < 0.15)
+        else:
+            key = self.keys[rng.randrange(len(self.keys))]
+            self.get(client, key)
+        client.process.later(rng.expovariate(1 / self.options.op_s), self._work, client)
+
+    def get(self, client: Client, key: Key, done: Any = None) -> None:
+        """A read, judged."""
+        floor = key.floor
+
+        def ended(result: tuple[int, str] | None, seconds: float) -> None:
+            version, node = result if result is not None else (0, "")
+            client.counts["gets"] += 1
+            client.counts["hits" if version else "misses"] += 1
+            client.counts["late"] += result is None
+            self._in_time(client, seconds)
+            self.oracle.read(client, key, floor, version, node)
+            if self.options.verbose:
+                self.net.say(f"{client.name} get {key.number}: {version} at {node or '-'}")
+            if done is not None:
+                done(version)
+
+        client.run(client.get(key.digest), ended)
+
+    def mutate(self, client: Client, key: Key, *, delete: bool = False, done: Any = None) -> None:
+        """A put or delete of the key's only writer."""
+        if key.started > key.done:  # one of this key is under way
+            return
+        key.started += 1
+        version = key.started
+        if delete:
+            key.deleted.add(version)
+
+        def ended(status: Status | None, seconds: float) -> None:
+            client.counts["puts"] += 1
+            self._in_time(client, seconds)
+            if status == Status.OK:
+                key.done = version
+            else:
+                client.counts["failed"] += 1
+                # Perhaps it was carried out, perhaps it will be: the key is read on, and written no more.
+                mine = self.mine[client.number]
+                if key.number in mine:
+                    mine.remove(key.number)
+                    self._new_key(client.number)
+            if self.options.verbose:
+                what = "delete" if delete else "put"
+                self.net.say(f"{client.name} {what} {key.number} v{version}: {getattr(status, 'name', 'no answer')}")
+            if done is not None:
+                done(status)
+
+        client.run(client.mutate("delete" if delete else "put", key.digest, version), ended)
+
+    def _in_time(self, client: Client, seconds: float) -> None:
+        if seconds > self.options.deadline_s + 0.05 and client.process.running:
+            self.oracle.fail(f"{client.name} waited {seconds:.3f} s for an answer")
+
+    # -- faults ---------------------------------------------------------------------------------------
+
+    def resume(self, name: str) -> None:
+        """Of a drain; said again until the manager hears it."""
+        manager = self.manager
+        if manager.process.running and not manager.process.paused and not manager.cluster.rebuilding:
+            manager.drain(name, False)
+        else:
+            self.net.at(self.net.now + 0.5, self.resume, name)
+
+    def _next_fault(self, until: float) -> None:
+        options, rng = self.options, self.net.random
+        if self.net.now >= until or not options.faults:
+            return
+        shortest, longest = options.fault_lasts_s
+        seconds = min(shortest + (longest - shortest) * rng.random() ** 2, until - self.net.now)
+        self.plan.begin(rng.choice(list(options.faults)), seconds)
+        self.net.at(self.net.now + rng.expovariate(1 / options.fault_s), self._next_fault, until)
+
+    # -- a run ------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Load and faults, healing, full service; what came of it."""
+        report = Report(self.options)
+        try:
+            self.build()
+            until = self.options.seconds
+            self.net.at(4.0, self._next_fault, until)
+            self.net.at(1.0, self._look_around)
+            self.net.run(until)
+            self.net.say("all that is broken is mended")
+            self.plan.heal()
+            self.net.run(until + HEALED_S)
+            self._full_service()
+            self.stopping = True
+        except SimFailure as failure:
+            report.failure = str(failure)
+        except Exception as exc:
+            self.net.say(f"FAILURE: {type(exc).__name__}: {exc}")
+            report.failure = f"{type(exc).__name__}: {exc}"
+            if self.options.verbose:
+                raise
+        report.trace = self.net.trace
+        report.last = list(self.net.said)
+        report.figures = self.figures()
+        return report
+
+    def _look_around(self) -> None:
+        """Invariants that cost too much to look at with every event."""
+        if self.manager.process.running:
+            self.manager.cluster.check(settled=False)
+        for server in self.servers.values():
+            if self.exact:
+                for worker in server.workers:
+                    worker.shards.check()
+        self.net.at(self.net.now + (1.0 if self.exact else 30.0), self._look_around)
+
+    def _full_service(self) -> None:
+        """Ten seconds after the last fault: every shard has an owner that knows it, every client can put and get."""
+        cluster = self.manager.cluster
+        if cluster.rebuilding:
+            self.oracle.fail(f"the manager still listens for maps {HEALED_S:g} s after the last fault")
+        owned = np.zeros(SHARD_COUNT, bool)
+        for name, server in self.servers.items():
+            node = cluster.nodes.get(name)
+            if server.up and not server.leaving and (node is None or node.state is not NodeState.RUNNING):
+                state = "unknown" if node is None else node.state.value
+                self.oracle.fail(f"{name} is {state} {HEALED_S:g} s after the last fault")
+            for worker in server.workers:
+                words = np.frombuffer(worker.arena.words, np.uint64)
+                if worker.process.running and not worker.shards.fenced:
+                    accepts = words - np.uint64(1) < np.uint64(FROZEN - 1)
+                    if (owned & accepts).any():
+                        shard = int(np.flatnonzero(owned & accepts)[0])
+                        self.oracle.fail(f"shard {shard} is accepted twice {HEALED_S:g} s after the last fault")
+                    owned |= accepts
+        if not owned.all():
+            lacking = int((~owned).sum())
+            self.oracle.fail(f"{lacking} shards have no owner that accepts {HEALED_S:g} s after the last fault")
+        self.stopping = True
+        pending = {"left": 0}
+        for client in self.clients:
+            for _ in range(6 if self.exact else 1):
+                pending["left"] += 1
+                self._probe(client, self._new_key(client.number), pending)
+        self.net.run(self.net.now + 2 * self.options.deadline_s + 0.2)
+        if pending["left"]:
+            self.oracle.fail(f"{pending['left']} operations had no answer within their deadline")
+
+    def _probe(self, client: Client, key: Key, pending: dict[str, int]) -> None:
+        def read(version: int) -> None:
+            pending["left"] -= 1
+            if version != 1:
+                self.oracle.fail(f"{client.name} did not find key {key.number} after it was put, nothing being wrong")
+
+        def put(status: Status | None) -> None:
+            if status != Status.OK:
+                name = getattr(status, "name", "no answer")
+                self.oracle.fail(f"{client.name} could not put key {key.number} ({name}), nothing being wrong")
+            self.get(client, key, read)
+
+        self.mutate(client, key, done=put)
+
+    # -- figures ----------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """For the report."""
+        counts: dict[str, int] = {}
+        for client in self.clients:
+            for name, value in client.counts.items():
+                counts[name] = counts.get(name, 0) + value
+        manager = self.manager
+        deaths = [when for when, _, state in manager.turns if state is NodeState.DEAD]
+        return {
+            "simulated_s": round(self.net.now, 3),
+            "events": self.net.events,
+            "messages": self.net.messages,
+            "manager_messages": manager.messages,
+            "epochs": len(set(manager.epochs)),
+            "epoch": manager.cluster.epoch,
+            "map_bytes": manager.map_bytes,
+            "moves": manager.cluster.moves,
+            "moved_bytes": self.moved_bytes,
+            "deaths": len(deaths),
+            "slowest_op_s": round(max((client.slowest_s for client in self.clients), default=0.0), 4),
+            "checks": self.oracle.checks,
+            "exempt_reads": self.oracle.exempt_reads,
+            "split_writes": self.oracle.split_writes,
+            "faults": dict(sorted(self.plan.counts.items())),
+            **counts,
+        }
+
+
+def scenario(seed: int, **changes: Any) -> Options:
+    """A small cluster, drawn from a seed."""
+    import random
+
+    rng = random.Random(seed * 2654435761 % (1 << 32))
+    options = Options(
+        nodes=rng.choice([1, 2, 3, 3, 4, 5]), clients=rng.choice([2, 3, 5]), seconds=rng.choice([15.0, 20.0, 30.0]),
+        seed=seed, fault_s=rng.choice([1.5, 3.0, 5.0]), entries=rng.choice([12, 40, 400]),
+        move_bytes_s=rng.choice([4 << 20, 50 << 20, 1 << 30]), moves_at_once=rng.choice([256, 2048, 2048]),
+    )  # fmt: skip
+    kinds = list(FAULTS)
+    if rng.random() < 0.5:
+        options.faults = tuple(rng.sample(kinds, rng.randrange(2, 6)))
+    for name, value in changes.items():
+        setattr(options, name, value)
+    return options
+
+
+def run_scenario(seed: int, **changes: Any) -> Report:
+    """One scenario, from its seed."""
+    return World(scenario(seed, **changes)).run()
