@@ -43,7 +43,7 @@ from .messages import Status
 from .process import stop_on_signals
 from .reader import ArenaReader, Located, Unsettled
 from .rpc import Frame, decode, reply
-from .shards import FROZEN, MOVING
+from .shards import EPOCH_MASK, FROZEN, MOVING, shards_in
 from .streamput import Link as PutLink
 from .streamput import Receiver
 from .upstream import Upstream
@@ -279,6 +279,9 @@ class Stream(Service):
         """What a new owner's mover asks of us, the previous owner."""
         try:
             if isinstance(msg, M.Freeze):
+                shards_in(msg.shards)  # what the worker would close its session with us for
+                if not 0 < msg.epoch <= EPOCH_MASK:
+                    raise UsageError(f"no map has epoch {msg.epoch}")
                 answer = self.upstream.exchange(msg)
             else:
                 answer = self.upstream.lister().page(msg.shards, msg.cursor, msg.most)

@@ -16,10 +16,11 @@ from types import TracebackType
 
 from simm import messages as M
 from simm.channel import Channel
-from simm.loop import Loop, listen_unix
+from simm.loop import Loop, listen_tcp, listen_unix
 from simm.session import WorkerSession
 from simm.shm import OwnedSegment
 from simm.store import Store
+from simm.stream import Stream
 from simm.worker import Worker, WorkerSettings
 
 from .world import ALL_SHARDS, new_segment, owned, remove_segment
@@ -114,8 +115,44 @@ class WorkerThread:
         """A bare connection, without HELLO."""
         return Channel.unix(self.path, WAIT_S)
 
-    def hello(self) -> tuple[Channel, M.Welcome]:
+    def hello(self, role: M.Role = M.Role.CLIENT, namespace: str = "default") -> tuple[Channel, M.Welcome]:
         """A connection with a session, for tests that speak the protocol themselves."""
         channel = self.channel()
-        welcome = channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "default", "", []))
+        welcome = channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, 0, namespace, "", []))
         return channel, welcome
+
+
+class StreamThread:
+    """A real stream in a thread of this process, for a worker that need not live; a context manager."""
+
+    def __init__(self, path: str, *, tokens: tuple[str, ...] = ()) -> None:
+        self.loop = Loop()
+        self.stream = Stream(self.loop, path, tokens)
+        self.listener = listen_tcp("127.0.0.1", 0)
+        self.address = self.listener.getsockname()[:2]
+        self.loop.listen(self.listener, self.stream)
+        self._stop, far = socket.socketpair()
+        self._far = far
+        self.loop.watch(far, lambda _mask: self.loop.stop())
+        self.thread = threading.Thread(target=self.loop.run, name="test-stream", daemon=True)
+        self.thread.start()
+
+    def __enter__(self) -> StreamThread:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.send(b"x")
+        self.thread.join(WAIT_S)
+        if self.thread.is_alive():
+            raise AssertionError("the stream is stuck")
+        self.loop.close()
+        self.stream.upstream.close()
+        self._stop.close()
+        self._far.close()
+
+    def channel(self, role: M.Role = M.Role.CLIENT, *, hello: bool = True) -> Channel:
+        """A connection, which has said HELLO."""
+        channel = Channel(socket.create_connection(self.address), WAIT_S)
+        if hello:
+            channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, 0, "default", "", []))
+        return channel
