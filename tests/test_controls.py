@@ -6,11 +6,14 @@ Every interleaving is scripted. ``test_all_is_well_with_all_checks`` runs the sa
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import test_crash_points as crash
+import test_store_moves as scripted
+from storm import moves
 from storm.deaths import A, B, C, Cut, die_everywhere, read_a_lost_shard, read_everywhere, reuse_of_a_chunk, small
 from storm.inproc import WorkerThread
 from storm.world import Pin, Player, World, digest_of, is_value, new_segment, remove_segment
@@ -24,6 +27,7 @@ from simm.reader import ArenaReader
 from simm.ring import HEAD, SLOTS, TAIL, Ring
 from simm.rpc import encode, parse_commit_one
 from simm.session import WorkerSession
+from simm.shards import EPOCH_MASK, ShardWords
 from simm.shm import OwnedSegment
 from simm.sizes import chunk_bytes_for
 from simm.space import Space
@@ -202,6 +206,41 @@ def copy_that_comes_late(_segment: OwnedSegment) -> None:
         second.close()
 
 
+@functools.cache
+def _places() -> list[OwnedSegment]:
+    return [new_segment(8 * MIB) for _ in range(3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_places_left() -> Iterator[None]:
+    yield
+    if _places.cache_info().currsize:
+        for made in _places():
+            remove_segment(made)
+        _places.cache_clear()
+
+
+def moving_shards(_segment: OwnedSegment) -> None:
+    """Shards move between three stores, everybody lags, workers die."""
+    for seed in range(12):
+        moves.play(_places(), seed)
+
+
+def late_mover(_segment: OwnedSegment) -> None:
+    """A mover goes on by an old map, and a client reads by one."""
+    scripted.late_mover(_places())
+
+
+def unheard_owner(_segment: OwnedSegment) -> None:
+    """A server has never heard that it was owner for a while."""
+    scripted.unheard_owner(_places())
+
+
+def old_map(_segment: OwnedSegment) -> None:
+    """A client's map names a previous owner of long ago."""
+    scripted.old_map(_places())
+
+
 # -- controls: what is taken away ----------------------------------------------------------------------
 
 
@@ -290,6 +329,54 @@ def no_pidfd_no_quarantine(patch: Patch) -> None:
     patch.setattr(Worker, "on_close", on_close)
 
 
+def no_freeze(patch: Patch) -> None:
+    patch.setattr(ShardWords, "freeze", lambda self, epoch, shards: [shard for shard in shards if self.words[shard]])
+
+
+def no_memory_of_what_was_dropped(patch: Patch) -> None:
+    patch.setattr(ShardWords, "note_dropped", lambda self, digest: None)
+
+
+def no_put_if_absent(patch: Patch) -> None:
+    patch.setattr(Store, "_refuse", lambda self, session, digest, options: 0)
+
+
+def no_end_of_fall_back_at_recovery(patch: Patch) -> None:
+    patch.setattr(ShardWords, "recover", lambda self: self._recount())
+
+
+def no_look_at_frozen(patch: Patch) -> None:
+    patch.setattr(ArenaReader, "confirm", ArenaReader.confirm_previous)
+
+
+def no_drop_of_foreign(patch: Patch) -> None:
+    patch.setattr(Store, "drop_foreign", lambda self: 0)
+
+
+def no_refusal_of_old_movers(patch: Patch) -> None:
+    real = ShardWords.freeze
+    patch.setattr(ShardWords, "freeze", lambda self, epoch, shards: real(self, EPOCH_MASK, shards))
+
+
+def no_epoch_of_movers(patch: Patch) -> None:
+    adopt, finish, may_copy = ShardWords.adopt, ShardWords.finish, ShardWords.may_copy
+    patch.setattr(ShardWords, "adopt", lambda self, epoch, *rest: adopt(self, EPOCH_MASK, *rest))
+    patch.setattr(ShardWords, "finish", lambda self, shards, epoch=0: finish(self, shards))
+    patch.setattr(ShardWords, "may_copy", lambda self, digest, epoch=0: may_copy(self, digest))
+
+
+def no_comparison_of_moves(patch: Patch) -> None:
+    patch.setattr(moves.Moves, "same_move", lambda self, since, mapped: True)
+
+
+def no_need_of_a_newest_map(patch: Patch) -> None:
+    patch.setattr(moves.Moves, "follows", lambda self, told: True)
+
+
+def no_need_to_have_heard(patch: Patch) -> None:
+    patch.setattr(moves.Moves, "heard", lambda self, place, shard: True)
+
+
 CONTROLS: list[tuple[Callable[[Patch], None], Callable[[OwnedSegment], None]]] = [
     (no_recheck, stopped_reader),
     (no_shard_check, stale_shard),
@@ -303,6 +390,17 @@ CONTROLS: list[tuple[Callable[[Patch], None], Callable[[OwnedSegment], None]]] =
     (no_look_at_copies, guest_copy),
     (no_pidfd_no_quarantine, guest_copy),
     (no_look_at_the_end, copy_that_comes_late),
+    (no_freeze, moving_shards),
+    (no_memory_of_what_was_dropped, moving_shards),
+    (no_put_if_absent, moving_shards),
+    (no_end_of_fall_back_at_recovery, moving_shards),
+    (no_look_at_frozen, moving_shards),
+    (no_drop_of_foreign, moving_shards),
+    (no_refusal_of_old_movers, moving_shards),
+    (no_epoch_of_movers, late_mover),
+    (no_comparison_of_moves, late_mover),
+    (no_need_of_a_newest_map, old_map),
+    (no_need_to_have_heard, unheard_owner),
 ]
 
 
