@@ -60,6 +60,7 @@ LAG_S: Final = 0.1
 _FDS_MAX: Final = 4
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
 _UCRED: Final = struct.Struct("3i")
+_TCP_NOTSENT_LOWAT: Final = 25
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 _ACCEPT_PASSING: Final = frozenset(
     (
@@ -75,6 +76,9 @@ class Service:
     #: Most bytes of one read while frames are parsed. Where bulk follows a frame, little: what comes along with
     #: the frame is copied twice more than what ``on_bulk`` reads.
     read_bytes: int = READ_BYTES
+    #: Most bytes of a TCP connection that the kernel takes from us ahead of what it can send (TCP_NOTSENT_LOWAT); 0
+    #: leaves it megabytes, which fast transfers need, and which a peer that does not read holds on nobody's account.
+    unsent_bytes: int = 128 << 10
 
     def on_connect(self, peer: Peer) -> None:
         """A connection was accepted or adopted."""
@@ -488,7 +492,7 @@ class Loop:
                 sock.close()
                 continue
             if sock.family != socket.AF_UNIX:
-                tune(sock)
+                tune(sock, service.unsent_bytes)
                 name = f"{address[0]}:{address[1]}"
             else:
                 name = f"unix#{sock.fileno()}"
@@ -550,8 +554,8 @@ def forget_at_close(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
-def tune(sock: socket.socket) -> None:
-    """Options of a server's TCP connection: no delay, and an end when its other end has gone."""
+def tune(sock: socket.socket, unsent_bytes: int) -> None:
+    """Options of a server's TCP connection: no delay, few bytes ahead, and an end when its other end has gone."""
     seconds = max(1, int(STALL_S))
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -560,6 +564,7 @@ def tune(sock: socket.socket) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 3)),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000),
+        *([(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)] if unsent_bytes else ()),
     ):
         sock.setsockopt(level, option, value)
 

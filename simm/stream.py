@@ -94,6 +94,7 @@ class Stream(Service):
     """Serves one worker's values by TCP."""
 
     read_bytes = 4096
+    unsent_bytes = 0
 
     def __init__(self, loop: Loop, uds: str, tokens: tuple[str, ...] = ()) -> None:
         self.loop = loop

@@ -295,6 +295,7 @@ def test_a_connection_ends_when_its_other_end_has_gone(bench: Bench) -> None:
         (socket.TCP_USER_TIMEOUT, 30_000),
     ):  # fmt: skip
         assert sock.getsockopt(socket.IPPROTO_TCP, option) == value
+    assert sock.getsockopt(socket.IPPROTO_TCP, 25) == bench.service.unsent_bytes == 128 << 10
 
 
 def test_the_kernel_holds_nothing_for_one_who_did_not_take_it(bench: Bench) -> None:
