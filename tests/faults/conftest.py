@@ -29,8 +29,15 @@ def make_fleet(nothing_is_left: Path) -> Iterator[Callable[..., Fleet]]:
         )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet(nothing_is_left: Path) -> Iterator[Fleet]:
-    """Three data servers for a module's tests, which leave it as they found it."""
+    """Three data servers for all tests that leave them as they found them. A dead one is declared so after 1.5 s."""
+    with Fleet(Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left)), 3, heartbeat_ms=300) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real_fleet(nothing_is_left: Path) -> Iterator[Fleet]:
+    """The same with default heartbeats, for the long doses: what they measure is what operators see."""
     with Fleet(Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left)), 3) as running:
         yield running

@@ -32,7 +32,7 @@ class Slow:
         self.web = kind == "web"
         self.request = encode(M.Ping(0), 3)
         if kind == "manager":
-            self.sock.sendall(encode(M.MapGet(0, 1), 1) * 40)
+            self.sock.sendall(encode(M.MapGet(0, 1), 1) * 10)
         elif kind == "stream":
             hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "default", "", [])
             self.sock.sendall(encode(hello, 1))

@@ -31,7 +31,8 @@ def failed_puts_end(records: Records, begin: float, end: float) -> float:
     return records.between(begin, end).of(FAILED, kind=PUT).last_end(begin) - begin
 
 
-def test_data_server_killed_and_back(fleet: Fleet) -> None:
+def killed_and_back(fleet: Fleet) -> None:
+    """kill -9, gone until others own its shards, and back."""
     server = fleet.servers[1]
     with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
         time.sleep(1.0)
@@ -73,6 +74,15 @@ def test_data_server_killed_and_back(fleet: Fleet) -> None:
     assert returned.count(FAILED, OUTAGE) == 0, returned.summary()
     assert gone.count(OK, kind=GET) > 100 and gone.count(OK, kind=PUT) > 100, "the others serve on"
     fleet.assert_no_traceback()
+
+
+def test_data_server_killed_and_back(fleet: Fleet) -> None:
+    killed_and_back(fleet)
+
+
+@pytest.mark.slow
+def test_data_server_killed_and_back_with_default_heartbeats(real_fleet: Fleet) -> None:
+    killed_and_back(real_fleet)
 
 
 def test_data_server_stopped_cleanly_comes_back_warm(fleet: Fleet) -> None:
@@ -145,5 +155,5 @@ def test_rolling_restart(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_rolling_restart_five_rounds(fleet: Fleet) -> None:
-    rolling_restart(fleet, 5)
+def test_rolling_restart_five_rounds(real_fleet: Fleet) -> None:
+    rolling_restart(real_fleet, 5)
