@@ -69,9 +69,9 @@ def broken(hosts: Hosts, fleet: Fleet, what: str, breaks: Callable[[], object], 
             deadline_s=DEADLINE_S, keys=30,
         ) as clients:  # fmt: skip
             time.sleep(0.5)
-            began = time.monotonic()
             try:
                 breaks()
+                began = time.monotonic()
                 time.sleep(seconds)
             finally:
                 hosts.heal()
