@@ -13,9 +13,9 @@ What can go wrong, and what stands against it
 * *A superseded value is read at the previous owner.* Nobody goes there by the map alone, but only when the owner has
   said that this key was not mutated since its map gave it the shard. Who the previous owner is the map says, and it
   must be the map of that same move: the owner's and the previous owner's names are taken from one map together, and
-  the epoch in the owner's word is compared with the map's. Where there is none to compare (before the shard is taken
-  over, and by TCP) the answer counts only while a new map would reach us: a client that is cut off from the manager
-  does not follow an old map to an old owner.
+  the epoch that comes with the owner's answer is compared with the map's, which may be late. An owner that has not taken
+  the shard over yet (by TCP it does not say) may be behind itself; its answer counts only while a new map would
+  reach us: a client that is cut off from the manager does not follow an old map to an old owner.
 * *The map changes under the read.* Then it starts over at the new owner, ``HOPS`` times at most; a miss after that.
 * *An entry changes all the time.* After some attempts the worker is asked, which pins it.
 
@@ -40,7 +40,7 @@ from .messages import Status
 from .reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
 from .routing import Routes
 from .session import WorkerSession
-from .shards import EPOCH_MASK, FROZEN, MOVING
+from .shards import FROZEN, MOVING
 from .target import Target
 from .tcppath import TcpPath, Want
 from .view import View
@@ -87,16 +87,16 @@ class Batch:
 class Astray:
     """Positions of a batch that their owner has not, though it does not say that they are misses.
 
-    Each with an epoch out of the owner's word, 0 where it is not known.
+    With whether the owner has surely taken the shard over, and those behind with the epoch since which it is its own.
     """
 
     __slots__ = ("asking", "behind", "wrong")
 
     def __init__(self) -> None:
         #: Moving in, or not here (yet): the owner must be asked.
-        self.asking: list[tuple[int, int]] = []
+        self.asking: list[tuple[int, bool]] = []
         #: The owner says that it may be at the previous one.
-        self.behind: list[tuple[int, int]] = []
+        self.behind: list[tuple[int, int, bool]] = []
         #: Not its own.
         self.wrong: list[int] = []
 
@@ -105,22 +105,22 @@ class Astray:
 
     def positions(self) -> list[int]:
         """All of them."""
-        return [position for position, _ in self.asking + self.behind] + self.wrong
+        return [each[0] for each in (*self.asking, *self.behind)] + self.wrong
 
     def by_word(self, position: int, word: int) -> bool:
         """Note a key whose shard's word is not plain; False if it is, and the key a miss."""
         if 0 < word < _MOVING:
             return False
         if word < _FROZEN:
-            self.asking.append((position, word & EPOCH_MASK))
+            self.asking.append((position, word > 0))
         else:
             self.wrong.append(position)
         return True
 
-    def by_status(self, position: int, status: int) -> bool:
-        """The same by what a server answered."""
+    def by_status(self, position: int, status: int, since: int, *, taken: bool = False) -> bool:
+        """The same by what a server answered; ``since`` goes with PREVIOUS."""
         if status == _PREVIOUS:
-            self.behind.append((position, 0))
+            self.behind.append((position, since, taken))
         elif status == _WRONG_OWNER:
             self.wrong.append(position)
         else:
@@ -329,13 +329,13 @@ class Gets:
             owner = places.owner(shard_of(batch.digests[position]))
             if owner is not None and owner is not target:
                 elsewhere.setdefault(owner, []).append(position)
-        for position, epoch in astray.behind:
+        for position, since, taken in astray.behind:
             shard = shard_of(batch.digests[position])
             owner, previous = places.owner(shard), places.previous(shard)
             if owner is not target:
                 if owner is not None:
                     elsewhere.setdefault(owner, []).append(position)
-            elif previous is not None and self._same_move(epoch, places.since(shard)):
+            elif previous is not None and self._same_move(since, places.since(shard), taken):
                 behind.setdefault(previous, []).append(position)
             else:
                 self._routes.refresh()
@@ -347,9 +347,9 @@ class Gets:
             for owner, positions in elsewhere.items():
                 self._start_over(owner, positions, batch, hops - 1)
 
-    def _same_move(self, epoch: int, since: int) -> bool:
-        """Is the owner's answer (``epoch`` from its word, 0 where that is not known) about the move in our map?"""
-        return epoch == since if epoch and since else self._routes.fresh()
+    def _same_move(self, said: int, since: int, taken: bool) -> bool:
+        """Is the owner's answer about the move in our map?"""
+        return said == since and (taken or self._routes.fresh())
 
     def _ask(self, target: Target, batch: Batch, astray: Astray) -> list[int]:
         """Ask the owner what its words do not say: fills ``astray``; those that it has by now."""
@@ -359,19 +359,15 @@ class Gets:
         if session is None:
             self.counters["outages"] += len(asking)
             return here
-        statuses: list[int] = []
+        entries: list[tuple[int, int, int, int, int, int]] = []
         try:
             for start in range(0, len(asking), CALL_KEYS):
                 digests = [batch.digests[position] for position, _ in asking[start : start + CALL_KEYS]]
-                statuses += session.exchange(M.Exists(digests)).statuses
+                entries += session.exchange(M.Locate(0, digests)).entries
         except (TransportError, RemoteProtocolError) as exc:
             session_failed(self._routes, target, session, exc)
-        for (position, epoch), status in zip(asking, statuses):
-            if status == _PREVIOUS:
-                astray.behind.append((position, epoch))
-            elif status == _WRONG_OWNER:
-                astray.wrong.append(position)
-            elif status == _OK:
+        for (position, taken), (status, _flags, _length, _crc, since, _pin) in zip(asking, entries):
+            if not astray.by_status(position, status, since, taken=taken) and status == _OK:
                 here.append(position)
         return here
 
@@ -476,7 +472,7 @@ class Gets:
                     results[position] = bytes(data) if sink is None else length
             elif status == _TOO_LARGE:
                 results[position] = SMALL
-            elif previous or not astray.by_status(position, status):
+            elif previous or not astray.by_status(position, status, length | crc << 32):
                 results[position] = DOWN if status == _UNAVAILABLE else MISS
         return astray
 
@@ -523,9 +519,18 @@ class Gets:
                     if not hit and not 0 < (word := shard_word(digests[position])) < _MOVING:
                         astray.by_word(position, word)
         elif (tcp := target.tcp) is not None:
+            asking: list[int] = []
             for position, status in zip(positions, self._tcp(target, tcp, tcp.exists, wanted)):
                 results[position] = int(status == _OK)
-                astray.by_status(position, status)
+                if status == _PREVIOUS:  # of which move only a FETCHED says
+                    asking.append(position)
+                else:
+                    astray.by_status(position, status, 0)
+            wanted = [digests[position] for position in asking]
+            meanings = self._tcp(target, tcp, tcp.meanings, wanted) if asking else []
+            for position, (status, since) in zip(asking, meanings):
+                results[position] = int(status == _OK)
+                astray.by_status(position, status, since)
         else:
             self.counters["outages"] += len(positions)
         return astray

@@ -240,10 +240,17 @@ class TcpPath:
         return self._statuses(M.Exists, digests)
 
     def exists_previous(self, digests: Sequence[bytes]) -> list[int]:
-        """OK for those that a previous owner has, whatever else for the others: it is asked for them, and not one byte
-        is taken."""
+        """OK for those that a previous owner has, whatever else for the others."""
+        found = self.meanings(digests, previous=True)
+        return [status if status == _OK else int(Status.NOT_FOUND) for status, _ in found]
+
+    def meanings(self, digests: Sequence[bytes], *, previous: bool = False) -> list[tuple[int, int]]:
+        """(status, epoch with PREVIOUS) for each: they are asked for, and not one byte is taken."""
         wants: list[Want] = [(digest, 0, _no_room) for digest in digests]
-        return [_OK if got[0] == _TOO_LARGE else int(Status.NOT_FOUND) for got in self.fetch(wants, previous=True)]
+        return [
+            (_OK, 0) if status == _TOO_LARGE else (status, length | crc << 32)
+            for status, length, crc, _flags in self.fetch(wants, previous=previous)
+        ]
 
     def delete(self, digests: Sequence[bytes]) -> list[int]:
         """A Status for each."""
