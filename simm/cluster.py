@@ -172,7 +172,7 @@ class Cluster:
     def heartbeat(
         self, now: float, name: str, instance: int, epoch: int = 0, loads: Sequence[WorkerLoad] = ()
     ) -> list[Action]:
-        """A node lives and holds the map of ``epoch``."""
+        """A node lives, and all its workers hold the map of ``epoch``, or a newer one."""
         self._advance(now)
         node = self._current(name, instance)
         if node is None:
@@ -184,14 +184,15 @@ class Cluster:
             return [refusal(Status.UNKNOWN_NODE, f"{name!r} has map {epoch}, which is not known here: join again")]
         node.heard = self._observed
         node.linked = node.present = True
-        node.map_epoch = epoch
+        caught_up, node.map_epoch = epoch > node.map_epoch, max(node.map_epoch, epoch)
         node.loads = list(loads[: len(node.workers)])
         actions: list[Action] = []
         state = NodeState.DRAINING if node.draining else NodeState.RUNNING
         if node.state is not state:
             self._turn(node, state, "heartbeat", actions)
-            if self.waiting:
-                self._remap(actions)
+            caught_up = True
+        if caught_up and self.waiting:
+            self._remap(actions)
         if self.rebuilding:
             self._heard_of = max(self._heard_of, epoch if epoch <= EPOCH_MAX else 0)
         elif foreign and epoch > self.epoch:
@@ -470,8 +471,11 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
-            renewed = self._placement.replace(node, bool(msg.warm))
+            renewed = self._placement.replace(node, msg.epoch if msg.warm else 0)
             node.asked = False
+        if before is None or node.instance != msg.instance:
+            # Nothing in its arenas is older than that: new ones are empty, warm ones say how far they came.
+            node.map_epoch = msg.epoch if msg.warm else self.epoch
         node.instance = msg.instance
         node.workers = workers
         node.loads = []

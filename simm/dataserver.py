@@ -98,8 +98,10 @@ class WorkerSlot:
         #: The worker has taken over a shard map, ever; the newest one.
         self.sharded = False
         self.current = False
-        #: Request id of the last SHARDS sent.
+        #: Request id of the last SHARDS sent, and the epoch of its map; that of the newest one taken over.
         self.order_id = _SHARDS_ID
+        self.order_epoch = 0
+        self.taken = 0
         self.restarts: list[float] = []
         self.stats: dict[str, Any] = {}
         self.data_bytes = 0
@@ -358,6 +360,8 @@ class DataServer:
             slot.current = True
             if not self.member.fenced:
                 slot.sharded = True
+                slot.taken = slot.order_epoch
+                self.membership.caught_up()
                 self._announce()
                 self._feed_mover(slot)
 
@@ -372,6 +376,7 @@ class DataServer:
     def _tell(self, slot: WorkerSlot) -> None:
         assert slot.child is not None and slot.child.peer is not None
         slot.order_id += 1
+        slot.order_epoch = self.member.epoch
         slot.current = False
         slot.child.peer.send(encode(self.member.order(slot.number), slot.order_id))
 
@@ -415,6 +420,10 @@ class DataServer:
         if isinstance(msg, M.MoveProgress):
             slot.progress = msg
             self.membership.report()
+
+    def taken(self) -> int:
+        """Epoch of the newest map that all workers have taken over; 0 for none."""
+        return min(slot.taken for slot in self.slots)
 
     def moved(self) -> list[M.Moved]:
         """What has moved in and stands in the map as moving."""

@@ -15,6 +15,10 @@ What can go wrong, and what we chose
   shards that must move anyway go home first, and who has to give some gives guests first.
 * *A worker that is not heard from* may be dead in a second. It keeps its shards and its share, but nothing is
   moved from it or to it meanwhile.
+* *A worker that missed a map* may still hold values of a shard by a word from before somebody else's tenure, and would
+  show them to all who come by the newest map. So a shard is given only to a worker, and taken with its values only
+  from one, that has said it holds a map at least as new as the shard's last change of owner: its word for the
+  shard is then either that of its own tenure or 0. What has just changed hands waits for the next heartbeat.
 
 A deal is done in one go: dealing again changes nothing (``Cluster.check`` relies on it). O(shards + workers log
 workers), some tenths of a millisecond where nothing moves and some milliseconds where much does.
@@ -96,7 +100,7 @@ class Tables:
 
 
 class Dealt(NamedTuple):
-    """The shards that changed owner, ascending, and how many more have to move later."""
+    """The shards that changed owner, ascending, and how many more have to move, or to find an owner, later."""
 
     changed: NDArray[np.int64]
     waiting: int
@@ -122,19 +126,23 @@ def apportion(weights: Sequence[int], held: Sequence[int], shards: int = SHARD_C
     return numbers
 
 
-def deal(tables: Tables, weights: Sequence[int], standing: Sequence[Standing], limit: int) -> Dealt:
+def deal(
+    tables: Tables, weights: Sequence[int], standing: Sequence[Standing], limit: int, heard: Sequence[int] | None = None
+) -> Dealt:
     """Take the step that is due, in place: owners, homes and previous owners. ``since`` is the caller's.
 
     Args:
         weights: of each worker; 0 for one that is to own nothing. Those GONE and KEPT must have 0.
         standing: of each worker.
         limit: shards that may move into one worker at a time; those that are moving already count.
+        heard: epoch of the newest map that each worker is known to hold; None: all have the newest.
 
     What those KEPT have is theirs; the others' shares are of the rest. A shard whose owner is GONE (or that never had
     one) goes, where there is too little, to its previous owner, else home, else to whoever it is; nobody
     gets it while all weights are 0. A shard that is taken from a worker names it as previous.
     """
     count = len(weights)
+    known = [1 << 62] * count if heard is None else list(heard)
     owners, homes, previous = tables.owners, tables.homes, tables.previous
     before = owners.copy()
     state = np.append(np.asarray(standing, np.uint8), np.uint8(Standing.GONE))[np.minimum(owners, count)]
@@ -144,48 +152,59 @@ def deal(tables: Tables, weights: Sequence[int], standing: Sequence[Standing], l
     surplus = [max(0, have - target) for target, have in zip(targets, held)]
 
     orphans = np.flatnonzero(state == Standing.GONE)
+    unplaced = 0
     if len(orphans):
-        _adopt_out(tables, orphans, lacking)
+        unplaced = _adopt_out(tables, orphans, lacking, known)
     moves = 0
     into = np.bincount(owners[previous != _NONE], minlength=count).tolist()
     ready = [each is Standing.READY for each in standing]
     quota = [min(lack, max(0, limit - has)) if able else 0 for lack, has, able in zip(lacking, into, ready)]
     spare = [more if able else 0 for more, able in zip(surplus, ready)]
     if any(quota) and any(spare):
-        moves = _move(tables, quota, spare)
+        moves = _move(tables, quota, spare, known)
     homes[homes == _NONE] = owners[homes == _NONE]
-    return Dealt(np.flatnonzero(owners != before), sum(surplus) - moves)
+    return Dealt(np.flatnonzero(owners != before), sum(surplus) - moves + unplaced)
 
 
-def _adopt_out(tables: Tables, orphans: NDArray[np.int64], lacking: list[int]) -> None:
-    """Give orphans to those who lack some; ``lacking`` goes down with it."""
+def _adopt_out(tables: Tables, orphans: NDArray[np.int64], lacking: list[int], heard: list[int]) -> int:
+    """Give orphans to those who lack some, ``lacking`` going down with it; for how many nobody is fit who should."""
     rest = []
     for shard in orphans.tolist():
+        since = int(tables.since[shard])
         for place in (int(tables.previous[shard]), int(tables.homes[shard])):
-            if place != NO_OWNER and lacking[place]:
+            if place != NO_OWNER and lacking[place] and heard[place] >= since:
                 lacking[place] -= 1
                 tables.owners[shard] = place
                 break
         else:
             rest.append(shard)
     tables.previous[orphans] = _NONE
-    takers = np.repeat(np.arange(len(lacking), dtype=np.uint16), lacking)[: len(rest)]
-    tables.owners[rest] = _NONE
-    tables.owners[rest[: len(takers)]] = takers
-    for at, taken in enumerate(np.bincount(takers, minlength=len(lacking)).tolist()):
-        lacking[at] -= taken
+    left = np.asarray(rest, np.int64)
+    tables.owners[left] = _NONE
+    for place, lack in enumerate(lacking):
+        if lack and len(left):
+            taken = left[tables.since[left] <= np.uint64(heard[place])][:lack]
+            tables.owners[taken] = place
+            lacking[place] -= len(taken)
+            left = np.setdiff1d(left, taken, assume_unique=True)
+    return len(left) if any(lacking) else 0
 
 
-def _move(tables: Tables, quota: list[int], spare: list[int]) -> int:
+def _move(tables: Tables, quota: list[int], spare: list[int], heard: list[int]) -> int:
     """Move shards from those who can spare some to those who may take some; how many. Both lists go down with it."""
     owners, homes, previous = tables.owners, tables.homes, tables.previous
-    able = np.append(np.asarray(spare, np.int64), 0)[np.minimum(owners, len(spare))] > 0
+    places = np.minimum(owners, len(spare))
+    able = np.append(np.asarray(spare, np.int64), 0)[places] > 0
+    able &= np.append(np.asarray(heard, np.uint64), np.uint64(0))[places] >= tables.since
+    takers = [place for place, room in enumerate(quota) if room]
     moves = 0
 
     def move(shard: int, owner: int, to: int) -> None:
         nonlocal moves
         spare[owner] -= 1
         quota[to] -= 1
+        if not quota[to]:
+            takers.remove(to)
         owners[shard] = to
         previous[shard] = owner
         moves += 1
@@ -195,19 +214,20 @@ def _move(tables: Tables, quota: list[int], spare: list[int]) -> int:
         owner, home = int(owners[shard]), int(homes[shard])
         if home == owner:
             residents.append(shard)
-        elif spare[owner] and home != NO_OWNER and quota[home]:
+        elif spare[owner] and home != NO_OWNER and quota[home] and heard[home] >= tables.since[shard]:
             move(shard, owner, home)
         else:
             guests.append(shard)
-    to = 0
     for shard in chain(guests, residents):
         owner = int(owners[shard])
+        if not takers:
+            break
         if not spare[owner]:
             continue
-        while to < len(quota) and not quota[to]:
-            to += 1
-        if to == len(quota):
-            break
+        since = int(tables.since[shard])
+        to = next((place for place in takers if heard[place] >= since), NO_OWNER)
+        if to == NO_OWNER:
+            continue
         if homes[shard] == owner:
             homes[shard] = to  # it leaves its home by plan, so the next one is its home
         move(shard, owner, to)

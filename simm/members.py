@@ -90,6 +90,7 @@ class Node:
         #: Its shards have gone to others: the map does without it.
         self.released = False
         self.loads: list[WorkerLoad] = []
+        #: Of the newest map that all its workers are known to hold; nothing that it has is older than that allows.
         self.map_epoch = 0
 
     def __repr__(self) -> str:

@@ -65,6 +65,9 @@ class Household(Protocol):
     def moved(self) -> list[M.Moved]:
         """What has moved in and stands in the map as moving."""
 
+    def taken(self) -> int:
+        """Epoch of the newest map that all workers have taken over; 0 for none."""
+
     def on_map(self) -> None:
         """``member`` has taken a map, or has been fenced: tell the workers."""
 
@@ -121,6 +124,10 @@ class Membership(Service):
         self._leaving = False
         self._started = loop.clock()
         self._moved_at = 0.0
+        #: When the last heartbeat went out, what it said that all workers have taken, and is another due for that?
+        self._spoke_at = 0.0
+        self._told = 0
+        self._catching_up = False
 
     def __repr__(self) -> str:
         state = "joined" if self.joined else "linked" if self.peer is not None else "alone"
@@ -306,9 +313,27 @@ class Membership(Service):
     def _beat(self) -> None:
         """One heartbeat, with jitter so that a thousand servers do not speak at once."""
         self.loop.call_later(self.heartbeat_s * random.uniform(0.8, 1.0), self._beat)
+        self._speak()
+
+    def caught_up(self) -> None:
+        """All workers have taken a newer map: said soon and not with the next heartbeat, as shards that have just
+        changed hands go on only then. Not more often than every MOVED_S."""
+        if not self._catching_up:
+            self._catching_up = True
+            wait = max(0.0, self._spoke_at + MOVED_S - self.loop.clock())
+            self.loop.call_later(wait * random.uniform(1.0, 1.2), self._say_caught_up)
+
+    def _say_caught_up(self) -> None:
+        self._catching_up = False
+        if self.household.taken() != self._told:
+            self._speak()
+
+    def _speak(self) -> None:
         if self.joined and not self._leaving:
+            self._spoke_at = self.loop.clock()
             member = self.member
-            beat = M.Heartbeat(member.instance, member.epoch, member.name, self.household.loads())
+            self._told = self.household.taken()
+            beat = M.Heartbeat(member.instance, self._told, member.name, self.household.loads())
             self.request(beat, self._on_ack)
             self.report()
 

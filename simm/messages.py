@@ -469,7 +469,7 @@ class Joined(NamedTuple):
 
 @message(0x62, "Q Q s [WorkerLoad]")
 class Heartbeat(NamedTuple):
-    """I live and hold the map of ``epoch``; one load a worker. Answer: HEARTBEAT_ACK."""
+    """I live, and all my workers have taken over the map of ``epoch``; one load a worker. Answer: HEARTBEAT_ACK."""
 
     instance: int
     epoch: int

@@ -88,12 +88,16 @@ class Placement:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def replace(self, node: Node, warm: bool) -> Shards:
-        """A node's instance is gone and its successor is here; the shards that begin anew with it."""
+    def replace(self, node: Node, epoch: int) -> Shards:
+        """A node's instance is gone and its successor is here; the shards that begin anew with it.
+
+        ``epoch``: the newest that its arenas have acted on; 0 if they are new. What it owns since a later one another
+        arena has had, one that ended while nobody could tell us (found by the simulator).
+        """
         places = self.places_of(node)
         mine = np.isin(self.tables.owners, places)
         self.tables.previous[mine | np.isin(self.tables.previous, places)] = NO_OWNER
-        return NOTHING if warm else np.flatnonzero(mine)
+        return np.flatnonzero(mine & (self.tables.since > np.uint64(epoch)))
 
     def arrived(self, key: Key, shards: Sequence[int], epoch: int) -> int:
         """A worker has all of these shards that it got up to ``epoch``; how many of them were moving."""
@@ -109,12 +113,12 @@ class Placement:
         new = [key for key in _keys(node for node in nodes.values() if not node.released) if key not in self.places]
         if new:
             self.name(self.keys + new)
-        weights, standing = self._roles(nodes)
+        weights, standing, heard = self._roles(nodes)
         lost = _below(standing, Standing.QUIET, self.tables.previous)
         self.tables.previous[lost] = NO_OWNER
         if not dealing:
             return bool(lost.any()), NOTHING
-        dealt = deal(self.tables, weights, standing, limit)
+        dealt = deal(self.tables, weights, standing, limit, heard)
         self.waiting = dealt.waiting
         return bool(lost.any()), dealt.changed
 
@@ -127,8 +131,9 @@ class Placement:
             self.tables.renumber([position.get(key, NO_OWNER) for key in self.keys])
             self.name(keep)
 
-    def _roles(self, nodes: Mapping[str, Node]) -> tuple[list[int], list[Standing]]:
-        """Weight and standing of each place."""
+    def _roles(self, nodes: Mapping[str, Node]) -> tuple[list[int], list[Standing], list[int]]:
+        """Of each place the weight, the standing, and the newest map it holds."""
+        heard = [0] * len(self.keys)
         weights, spare = [0] * len(self.keys), [0] * len(self.keys)
         standing = [Standing.GONE] * len(self.keys)
         for node in nodes.values():
@@ -139,10 +144,11 @@ class Placement:
                 place = self.places.get((node.name, info.worker))
                 if place is not None:
                     standing[place] = role
+                    heard[place] = node.map_epoch
                     if role is not Standing.KEPT:
                         (spare if node.draining else weights)[place] = info.capacity
         # With nobody else left those that should be empty must do.
-        return (weights if any(weights) else spare), standing
+        return (weights if any(weights) else spare), standing, heard
 
     def check(self, nodes: Mapping[str, Node], epoch: int, limit: int | None, *, dealing: bool) -> None:
         """Raise CorruptionError unless the tables fit the nodes. O(shards + workers).
@@ -161,7 +167,7 @@ class Placement:
         tables = self.tables
         tables.check(len(self.keys))
         must(bool((tables.since <= epoch).all()), "a shard has an owner since an epoch to come")
-        weights, standing = self._roles(nodes)
+        weights, standing, heard = self._roles(nodes)
         for held, least, text in (
             (tables.owners, Standing.KEPT, "has an owner that is gone"),
             (tables.previous, Standing.QUIET, "has a previous owner that does not serve"),
@@ -169,8 +175,9 @@ class Placement:
             bad = _below(standing, least, held)
             must(not bad.any() or (least is Standing.KEPT and not dealing), f"shard {int(bad.argmax())} {text}")
         if limit is not None:
-            must(not any(weights) or bool((tables.owners != NO_OWNER).all()), "a shard has no owner")
-            dealt = deal(tables.copy(), weights, standing, limit)
+            unowned = int((tables.owners == NO_OWNER).sum())
+            must(not any(weights) or unowned <= self.waiting, "a shard has no owner, and waits for nobody")
+            dealt = deal(tables.copy(), weights, standing, limit, heard)
             must(not len(dealt.changed), f"{len(dealt.changed)} shards should have moved")
             must(dealt.waiting == self.waiting, f"{dealt.waiting} shards wait, not {self.waiting}")
 

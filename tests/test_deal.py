@@ -51,7 +51,11 @@ def fewest_moves(held: list[int], weights: list[int], shards: int) -> int:
 class Twin:
     """The rules of deal.py's essay in lists and loops: who is short takes, one shard at a time."""
 
-    def __init__(self, tables: Tables, weights: list[int], standing: list[Standing], limit: int) -> None:
+    def __init__(
+        self, tables: Tables, weights: list[int], standing: list[Standing], limit: int, heard: list[int]
+    ) -> None:
+        self.since: list[int] = tables.since.tolist()
+        self.heard = heard
         self.owners: list[int] = tables.owners.tolist()
         self.homes: list[int] = tables.homes.tolist()
         self.previous: list[int] = tables.previous.tolist()
@@ -64,11 +68,14 @@ class Twin:
     def stands(self, worker: int) -> Standing:
         return GONE if worker == NOBODY else self.standing[worker]
 
+    def fits(self, shard: int, worker: int) -> bool:
+        return self.heard[worker] >= self.since[shard]
+
     def coming(self, worker: int) -> int:
         return sum(o == worker and p != NOBODY for o, p in zip(self.owners, self.previous))
 
-    def may_take(self, worker: int) -> bool:
-        able = self.stands(worker) is READY and self.short[worker] > 0
+    def may_take(self, shard: int, worker: int) -> bool:
+        able = self.stands(worker) is READY and self.short[worker] > 0 and self.fits(shard, worker)
         return able and self.coming(worker) < self.limit
 
     def run(self) -> Twin:
@@ -79,20 +86,22 @@ class Twin:
         for shard in orphans:
             wish = [self.previous[shard], self.homes[shard]]
             self.owners[shard] = self.previous[shard] = NOBODY
-            takers = [worker for worker in wish if worker != NOBODY and self.short[worker] > 0]
+            takers = [w for w in wish if w != NOBODY and self.short[w] > 0 and self.fits(shard, w)]
             if takers:
                 self.give(shard, takers[0])
             else:
                 later.append(shard)
         for shard in later:
-            takers = [worker for worker in workers if self.short[worker] > 0]
+            takers = [worker for worker in workers if self.short[worker] > 0 and self.fits(shard, worker)]
             if takers:
                 self.give(shard, takers[0])
+        left = [shard for shard in later if self.owners[shard] == NOBODY]
+        self.unplaced = len(left) if any(short > 0 for short in self.short) else 0
         for goes in (self.goes_home, self.is_guest, self.is_resident):
             for shard in shards:
                 owner = self.owners[shard]
                 movable = self.previous[shard] == NOBODY and self.stands(owner) is READY
-                if movable and self.short[owner] < 0 and (to := goes(shard)) is not None:
+                if movable and self.fits(shard, owner) and self.short[owner] < 0 and (to := goes(shard)) is not None:
                     self.short[owner] += 1
                     self.previous[shard] = owner
                     if self.homes[shard] == owner:
@@ -109,19 +118,19 @@ class Twin:
 
     def goes_home(self, shard: int) -> int | None:
         home = self.homes[shard]
-        return home if home != NOBODY and self.may_take(home) else None
+        return home if home != NOBODY and self.may_take(shard, home) else None
 
     def is_guest(self, shard: int) -> int | None:
-        return self.anyone() if self.homes[shard] != self.owners[shard] else None
+        return self.anyone(shard) if self.homes[shard] != self.owners[shard] else None
 
     def is_resident(self, shard: int) -> int | None:
-        return self.anyone()
+        return self.anyone(shard)
 
-    def anyone(self) -> int | None:
-        return next((worker for worker in range(len(self.short)) if self.may_take(worker)), None)
+    def anyone(self, shard: int) -> int | None:
+        return next((worker for worker in range(len(self.short)) if self.may_take(shard, worker)), None)
 
 
-def picture(rng: random.Random) -> tuple[Tables, list[int], list[Standing], int]:
+def picture(rng: random.Random) -> tuple[Tables, list[int], list[Standing], int, list[int]]:
     """Anything that the cluster could ask."""
     count, shards = rng.randint(1, 6), rng.randint(1, 40)
     standing = [rng.choice([GONE, KEPT, QUIET, READY, READY, READY]) for _ in range(count)]
@@ -133,22 +142,26 @@ def picture(rng: random.Random) -> tuple[Tables, list[int], list[Standing], int]
         rng.choice([NOBODY, NOBODY, *(place for place in places if place != owner)]) if owner != NOBODY else NOBODY
         for owner in owners
     ]
-    return tables_of(owners, homes, previous), weights, standing, rng.choice([1, 2, 5, 100])
+    tables = tables_of(owners, homes, previous)
+    heard = [rng.randint(1, 5) for _ in range(count)]
+    if rng.random() < 0.5:
+        tables.since[:] = [rng.randint(1, 4) for _ in range(shards)]
+    return tables, weights, standing, rng.choice([1, 2, 5, 100]), heard
 
 
 @pytest.mark.parametrize("seed", range(400))
 def test_deal_like_the_twin(seed: int) -> None:
-    tables, weights, standing, limit = picture(random.Random(seed))
+    tables, weights, standing, limit, heard = picture(random.Random(seed))
     before = tables.owners.tolist()
-    twin = Twin(tables, weights, standing, limit).run()
-    dealt = deal(tables, weights, standing, limit)
+    twin = Twin(tables, weights, standing, limit, heard).run()
+    dealt = deal(tables, weights, standing, limit, heard)
     assert tables.owners.tolist() == twin.owners
     assert tables.previous.tolist() == twin.previous
     assert tables.homes.tolist() == twin.homes
     assert dealt.changed.tolist() == [at for at, old in enumerate(before) if old != twin.owners[at]]
-    assert dealt.waiting == sum(-short for short in twin.short if short < 0)
+    assert dealt.waiting == sum(-short for short in twin.short if short < 0) + twin.unplaced
     again = tables.copy()
-    repeated = deal(again, weights, standing, limit)
+    repeated = deal(again, weights, standing, limit, heard)
     assert not len(repeated.changed) and repeated.waiting == dealt.waiting, "one deal is the whole step"
     assert again.owners.tolist() == twin.owners and again.previous.tolist() == twin.previous
 
@@ -232,6 +245,26 @@ def test_nothing_moves_from_or_to_who_is_not_heard(quiet: int) -> None:
     assert sorted(tables.owners.tolist()) == [0] * 5 + [1] * 5
 
 
+def test_who_missed_a_map_neither_gives_nor_takes_what_changed_hands_since() -> None:
+    """Its arena may still have a word, and values, from before somebody else's tenure."""
+    def recent() -> Tables:
+        tables = tables_of([0] * 10)
+        tables.since[:5] = 7
+        return tables
+
+    tables = recent()
+    assert deal(tables, [0, 1], [READY, READY], 100, [7, 6]).waiting == 5, "1 has not heard of the shards of epoch 7"
+    assert tables.owners.tolist() == [0] * 5 + [1] * 5
+    tables = recent()
+    assert deal(tables, [0, 1], [READY, READY], 100, [6, 7]).waiting == 5, "nor can 0 be their previous owner"
+    assert tables.owners.tolist() == [0] * 5 + [1] * 5
+    tables = recent()
+    dealt = deal(tables, [0, 1, 0], [GONE, READY, QUIET], 100, [9, 6, 9])
+    assert dealt.waiting == 5 and tables.owners.tolist() == [NOBODY] * 5 + [1] * 5, "an owner's death hurries nobody"
+    assert deal(tables, [0, 1, 0], [GONE, READY, QUIET], 100, [9, 7, 9]).waiting == 0
+    assert tables.owners.tolist() == [1] * 10
+
+
 def test_who_is_kept_keeps_and_gets_nothing() -> None:
     tables = tables_of([0] * 6 + [NOBODY] * 4, [0] * 6 + [0] * 4)
     deal(tables, [0, 1], [KEPT, READY], 100)
@@ -288,8 +321,8 @@ def test_control_a_deal_that_forgets_the_limit_is_found(monkeypatch: pytest.Monk
     """Without the limit in ``_move``, the step-by-step test must fail."""
     real = deal_module._move
 
-    def greedy(tables: Tables, quota: list[int], spare: list[int]) -> int:
-        return real(tables, [9 if each else 0 for each in quota], spare)
+    def greedy(tables: Tables, quota: list[int], spare: list[int], heard: list[int]) -> int:
+        return real(tables, [9 if each else 0 for each in quota], spare, heard)
 
     monkeypatch.setattr(deal_module, "_move", greedy)
     with pytest.raises(AssertionError):

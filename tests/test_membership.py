@@ -103,6 +103,9 @@ class House:
     def infos(self) -> list[WorkerInfo] | None:
         return [INFO] if self.up else None
 
+    def taken(self) -> int:
+        return self.member.epoch
+
     def loads(self) -> list[M.WorkerLoad]:
         return [M.WorkerLoad(1, 2, 3, 4)]
 

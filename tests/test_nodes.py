@@ -66,9 +66,10 @@ def test_list_drain_and_resume(manager: str, capsys: pytest.CaptureFixture[str])
     with linked(manager) as link:
         for name in ("alpha", "beta"):
             join(link, name)
-            while deliver(link, name):
-                pass
-            link.heartbeat(1, name, 0, [WorkerLoad(3 << 20, 5, 5, 0)])
+        for _ in range(20):
+            for name in ("alpha", "beta"):
+                link.heartbeat(1, name, link.get_map().epoch, [WorkerLoad(3 << 20, 5, 5, 0)])
+                deliver(link, name)
         code, out, _ = run(capsys, "node", "list", *there)
         lines = [line.split() for line in out.splitlines()]
         assert lines[0][:4] == ["NAME", "STATE", "WORKERS", "SHARDS"] and lines[1][:4] == [
