@@ -11,7 +11,7 @@ import os
 import socket
 
 from .errors import SegmentError, SimmError
-from .layout import HEADER_BYTES, State, Word
+from .layout import HEADER_BYTES, SHARDS_BYTES, State, Word
 from .shm import AttachedSegment, OwnedSegment, leftovers, remove_leftovers
 
 log = logging.getLogger("simm.dataserver")
@@ -80,10 +80,16 @@ def epoch_of(segment: OwnedSegment) -> int:
 
 
 def store_closed(name: str) -> None:
-    """Say *closed* in a segment that nobody writes, so that readers which still map it look elsewhere."""
+    """Say *closed* in a segment that nobody writes, so that readers which still map it look elsewhere.
+
+    Shard words go too: a reader looks at the state now and then, but at those with each value.
+    """
     with AttachedSegment.open(name, writable=True) as segment:
-        if segment.size < HEADER_BYTES:
+        size = HEADER_BYTES + SHARDS_BYTES
+        if segment.size < size:
             return
-        mapped = segment.map(0, HEADER_BYTES, writable=True)
+        mapped = segment.map(0, size, writable=True)
         with memoryview(mapped).cast("Q") as words:
-            words[Word.STATE] = State.CLOSED
+            if words[Word.MAGIC]:
+                words[Word.STATE] = State.CLOSED
+                words[HEADER_BYTES // 8 :] = memoryview(bytes(SHARDS_BYTES)).cast("Q")

@@ -13,7 +13,9 @@ the backlog instead of being refused; and it forks a successor on the same segme
 Ends
 ----
 SIGTERM, SIGINT: leave the cluster, stop streams, then workers, store *closed*, remove segments and
-sockets; with ``--warm`` the segments stay, marked *suspended*, for the next start under this name.
+sockets; with ``--warm`` the segments stay, marked *suspended*, for the next start under this name. Without it the
+workers give their shards up before the manager hears LEAVE: the next owners get them by that, and may
+accept mutations while a reader with an old map still looks here.
 kill -9: the kernel ends the children; segments stay as leftovers and are removed at the next start.
 """
 
@@ -36,7 +38,7 @@ from typing import Any, Final
 from . import arenas, topology
 from . import messages as M
 from .config import add_arguments, load_command
-from .constants import NO_OWNER, SLAB_BYTES
+from .constants import NO_OWNER, SHARD_COUNT, SLAB_BYTES
 from .errors import ConfigError, SimmError
 from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word
 from .loop import Loop, Peer, Service, listen_tcp, listen_unix
@@ -74,6 +76,8 @@ HAND_OVER_S: Final = 0.5
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
+#: No shard is ours.
+_GIVE_UP: Final = M.Shards(1, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT))
 #: A name that has not been resolved by then is tried again later.
 RESOLVE_S: Final = 5
 
@@ -168,6 +172,8 @@ class DataServer:
         #: The newest map as a frame for movers, and its epoch.
         self._map_frame = (0, b"")
         self._stopping = False
+        #: The workers are told to give all shards up, whatever the map says.
+        self._retiring = False
         self._resolvers: list[int] = []
         self._shared: list[socket.socket] = []
         self._web: Web | None = None
@@ -378,7 +384,8 @@ class DataServer:
         slot.order_id += 1
         slot.order_epoch = self.member.epoch
         slot.current = False
-        slot.child.peer.send(encode(self.member.order(slot.number), slot.order_id))
+        order = _GIVE_UP._replace(epoch=max(1, self.member.epoch)) if self._retiring else self.member.order(slot.number)
+        slot.child.peer.send(encode(order, slot.order_id))
 
     def _feed_mover(self, slot: WorkerSlot) -> None:
         """Hand the worker's mover the map that the worker has taken; start one if there is something to move.
@@ -536,8 +543,11 @@ class DataServer:
         if self._stopping:
             return
         self._stopping = True
+        retired = False
         try:
-            self._hand_over()
+            retired = self.options.warm or not self.membership.joined or self._retire()
+            if retired:
+                self._hand_over()
         except Exception:  # whatever it was, nothing is left behind
             log.exception("handing over failed")
         movers = [slot.mover for slot in self.slots if slot.mover is not None]
@@ -556,11 +566,21 @@ class DataServer:
             if slot.listener is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(slot.uds)
+        if not retired:  # now nobody finds a shard here any more
+            self.membership.leave(warm=False)
+            self._serve_until(lambda: self.membership.said_all, HAND_OVER_S)
         for sock in self._shared:
             sock.close()
         if self._web is not None:
             self._web.close()
         self.loop.close()
+
+    def _retire(self) -> bool:
+        """Have the workers give all shards up; False if one of them does not answer."""
+        self._retiring = True
+        self.on_map()
+        self._serve_until(lambda: all(slot.current for slot in self.slots), HAND_OVER_S)
+        return all(slot.current for slot in self.slots)
 
     def _hand_over(self) -> None:
         """Say goodbye. Without ``--warm``: serve until our shards are others', and a little longer, so that writers

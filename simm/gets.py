@@ -13,8 +13,8 @@ What can go wrong, and what stands against it
 * *A superseded value is read at the previous owner.* Nobody goes there by the map alone, but only when the owner has
   said that this key was not mutated since its map gave it the shard. Who the previous owner is the map says, and it
   must be the map of that same move: the owner's and the previous owner's names are taken from one map together, and
-  the epoch that comes with the owner's answer is compared with the map's, which may be late. An owner that has not taken
-  the shard over yet (by TCP it does not say) may be behind itself; its answer counts only while a new map would
+  the epoch that comes with the owner's answer is compared with the map's, which may be late. An owner that has not
+  taken the shard over yet (by TCP it does not say) may be behind itself; its answer counts only while a new map would
   reach us: a client that is cut off from the manager does not follow an old map to an old owner.
 * *The map changes under the read.* Then it starts over at the new owner, ``HOPS`` times at most; a miss after that.
 * *An entry changes all the time.* After some attempts the worker is asked, which pins it.

@@ -3,9 +3,14 @@ that stands in its test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
+from faults.fleet import Fleet, stopped
 from moving import wait_for
 from storm.inproc import WAIT_S
 from town import ALL, Node, Town
@@ -13,6 +18,7 @@ from town import ALL, Node, Town
 from simm import messages as M
 from simm.client import Client
 from simm.session import WorkerSession
+from simm.target import Target
 
 OLD, NEW = b"old" * 500, b"new" * 500
 
@@ -35,6 +41,13 @@ def put_at(node: Node, digest: bytes, value: bytes) -> int:
 def digest_of(client: Client, key: str) -> bytes:
     """The key's digest, as the client has it."""
     return client._digest(key)
+
+
+def owner_of(client: Client, key: str) -> Target:
+    """By the client's map."""
+    target = client._routes.target(digest_of(client, key))
+    assert target is not None
+    return target
 
 
 # --- whose previous owner -----------------------------------------------------------------------
@@ -63,7 +76,7 @@ def test_previous_of_a_later_move_is_not_looked_for_at_that_of_an_earlier_one(pa
         town.publish()
         n.adopt(town.epoch, ALL)
         epoch = town.epoch
-        wait_for(lambda: client._routes.router.epoch == epoch, "the client has the first map")
+        wait_for(lambda: client.stats()["epoch"] == epoch, "the client has the first map")
         assert client.get("k") == OLD, "it is still at the previous owner"
         n.finish(town.epoch, ALL)
         town.forget_previous()
@@ -78,5 +91,34 @@ def test_previous_of_a_later_move_is_not_looked_for_at_that_of_an_earlier_one(pa
         assert ASKS[ask](client) is None
         town.publish()
         late = town.epoch
-        wait_for(lambda: client._routes.router.epoch == late, "the client has the newest map")
+        wait_for(lambda: client.stats()["epoch"] == late, "the client has the newest map")
         assert ASKS[ask](client) in (NEW, True)
+
+
+# --- the end of a server ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_servers(nothing_is_left: Path) -> Iterator[Fleet]:
+    folder = Path(tempfile.mkdtemp(prefix="a", dir=nothing_is_left))
+    with Fleet(folder, 2, heartbeat_ms=200) as fleet:
+        yield fleet
+
+
+def test_who_leaves_has_given_up_its_shards_before_others_get_them(two_servers: Fleet) -> None:
+    """A's worker is stopped, then A is asked to end: it says goodbye, B gets the shards and accepts a put. Whoever has
+    not got that map yet must not find the old value in A's arena."""
+    leaver = two_servers.servers[0]
+    with Client(two_servers.manager.address) as late, Client(two_servers.manager.address) as client:
+        key = next(key for key in map(str, range(1000)) if owner_of(late, key).info.node == leaver.name)
+        assert client.put(key, OLD) and late.get(key) == OLD
+        late._router.subscription.close()  # type: ignore[union-attr]
+        epoch = client.stats()["epoch"]
+        with stopped(psutil.Process(leaver.worker_pid())):
+            leaver.signal(signal.SIGTERM)
+            wait_for(lambda: client.stats()["epoch"] > epoch, "the map without the leaver")
+            wait_for(lambda: client.put(key, NEW), "the next owner takes it")
+            assert late.get(key) in (None, NEW)
+            assert late.stats()["epoch"] == epoch
+        assert leaver.end() < 5.0
+        assert client.get(key) == NEW
