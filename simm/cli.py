@@ -418,6 +418,13 @@ def _demo(argv: Sequence[str], prog: str) -> int:
     return run(argv, prog)
 
 
+def _simulate(argv: Sequence[str], prog: str) -> int:
+    """simulate a cluster of any size, with faults, from a seed"""
+    from .simulate import main as run
+
+    return run(argv, prog)
+
+
 def _print_json(value: Any) -> None:
     import json
 
@@ -443,6 +450,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "config": _config,
     "topo": _topo,
     "doctor": _doctor,
+    "simulate": _simulate,
     "version": _version,
 }
 

@@ -72,11 +72,12 @@ class Client:
         self.process = Process(self.net, host, self.name)
         self.process.on_push = self._on_map
         self.map: ShardMap | None = None
-        self.linked = False
+        #: Number of the connection with the manager, or 0.
+        self.linked = 0
         self._retry_s = RETRY_S[0]
         self._asked_at = -1.0
-        #: instance -> when it may be tried again, and the pause after the next failure.
-        self.down: dict[int, tuple[float, float]] = {}
+        #: Instances whose breaker is open -> the pause between two tries.
+        self.down: dict[int, float] = {}
         self._awaiting: list[tuple[int, Any]] = []
         self.counts = dict.fromkeys(("gets", "hits", "misses", "puts", "failed", "late"), 0)
         self.slowest_s = 0.0
@@ -92,17 +93,22 @@ class Client:
     # -- following the manager ------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        manager = self.world.manager
-        if manager.connect(self.process, self._lost):
-            self.linked = True
+        if self.linked:
+            return
+        self.linked = self.world.manager.connect(self.process, self._broken)
+        if self.linked:
             self._retry_s = RETRY_S[0]
             self._ask()
             self._ping()
         else:
             self._lost()
 
+    def _broken(self) -> None:
+        if self.linked:
+            self._lost()
+
     def _lost(self) -> None:
-        self.linked = False
+        self.linked = 0
         self.process.later(self._retry_s * self.net.random.uniform(0.5, 1.0), self._connect)
         self._retry_s = min(RETRY_S[1], self._retry_s * 2)
 
@@ -110,7 +116,7 @@ class Client:
         """Is the manager there? Half the time that it may take, so that a silence is noticed in time."""
         if not self.linked:
             return
-        manager = self.world.manager
+        manager, link = self.world.manager, self.linked
         state = {"answered": False}
 
         def pong(*_details: Any) -> None:
@@ -120,12 +126,12 @@ class Client:
             self.net.send(manager.process, self.process, pong)
 
         def look() -> None:
-            if not self.linked:
+            if self.linked != link:
                 return
             if state["answered"]:
                 self.process.later(self.net.random.uniform(2.0, 4.0), self._ping)
             else:
-                manager.process.take(manager.process.life, manager.closed, (self.process,))
+                self.net.send(self.process, manager.process, manager.closed, link)
                 self._lost()
 
         self.net.send(self.process, manager.process, ping)
@@ -135,7 +141,7 @@ class Client:
         manager = self.world.manager
         self._asked_at = self.net.now
         self.net.send(
-            self.process, manager.process, manager.request, self.process, MapGet(self.epoch, 1), self._on_map
+            self.process, manager.process, manager.request, self.linked, MapGet(self.epoch, 1), self._on_map
         )
 
     def refresh(self) -> None:
@@ -224,29 +230,45 @@ class Client:
         self.net.send(self.process, target, there)
 
     def _available(self, info: WorkerInfo) -> bool:
-        return self.net.now >= self.down.get(info.instance, (0.0, 0.0))[0]
+        return info.instance not in self.down
 
     def _failed(self, info: WorkerInfo) -> None:
-        """The breaker opens; each failure in a row doubles its pause."""
-        _, pause = self.down.get(info.instance, (0.0, PROBE_S[0]))
-        jitter = self.net.random.uniform(0.5, 1.0)
-        self.down[info.instance] = (self.net.now + pause * jitter, min(PROBE_S[1], pause * 2))
+        """The breaker opens: all fails at once until the server answers the one that knocks in the background."""
+        if info.instance not in self.down:
+            self._knock_later(info, PROBE_S[0])
+
+    def _knock_later(self, info: WorkerInfo, pause: float) -> None:
+        self.down[info.instance] = pause
+        self.process.later(pause * self.net.random.uniform(0.5, 1.0), self._knock, info, pause)
+
+    def _knock(self, info: WorkerInfo, pause: float) -> None:
+        server = self.world.servers.get(info.node)
+        if server is None or server.instance != info.instance:
+            return  # no map will name it for long
+        state = {"open": True}
+
+        def answered(value: Any) -> None:
+            if state["open"]:
+                state["open"] = False
+                if value is None:
+                    self._knock_later(info, min(PROBE_S[1], 2 * pause))
+                else:
+                    self.down.pop(info.instance, None)
+
+        self._exchange(Ask(info, "ping", bytes(16)), answered)
+        self.process.later(self.world.options.deadline_s, answered, None)
 
     def _ask_at(self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0) -> Steps:
-        """An exchange behind the breaker. A server that does not answer at all costs the deadline once."""
+        """An exchange behind the breaker."""
         if not self._available(info):
             return None
-        # Until it answers, the others that want it fail at once.
-        before = self.down.get(info.instance)
-        half = self.world.options.deadline_s / 2
-        self.down[info.instance] = (self.net.now + half, before[1] if before else PROBE_S[0])
-        if before is None:
-            del self.down[info.instance]
-        answer = yield Ask(info, kind, digest, version)
+        try:
+            answer = yield Ask(info, kind, digest, version)
+        except GeneratorExit:
+            self._failed(info)  # it costs somebody the deadline once
+            raise
         if answer is None:
             self._failed(info)
-        else:
-            self.down.pop(info.instance, None)
         return answer
 
     def place(self, shard: int) -> tuple[WorkerInfo | None, WorkerInfo | None, int]:
@@ -282,7 +304,7 @@ class Client:
             if status == Status.OK:
                 continue
             if status == Status.PREVIOUS:
-                same = epoch == since if epoch else self.linked
+                same = epoch == since if epoch else bool(self.linked)
                 if previous is not None and same:
                     found = yield from self._ask_at(previous, "look previous", digest)
                     return (found.version, previous.node) if found is not None and found.version else (0, "")
@@ -336,6 +358,8 @@ def _act(worker: Worker, ask: Ask) -> Any:
         return _look(worker.arena, ask.digest, False)
     if ask.kind == "look previous":
         return _look(worker.arena, ask.digest, True)
+    if ask.kind == "ping":
+        return Status.OK
     if ask.kind == "exists":
         return worker.exists(ask.digest)
     if ask.kind == "put":

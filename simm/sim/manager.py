@@ -32,12 +32,17 @@ class ManagerHost:
         #: Its clock is not the simulation's: it may jump.
         self.skew = 0.0
         self.reserved = 0
-        self.links: dict[Process, tuple[int, Any]] = {}
-        self.subscribers: dict[Process, int] = {}
-        self.waiting: list[tuple[Process, int, Any]] = []
+        #: Open connections by number: whose, of which life, and what is called there when it breaks.
+        self.links: dict[int, tuple[Process, int, Any]] = {}
+        self.subscribers: set[int] = set()
+        self.waiting: list[tuple[int, Any]] = []
+        self._numbers = 0
         self.settling = self.unsaved = False
         self.told = 0
         self.messages = 0
+        self.client_messages = 0
+        #: Called with a node's name and its new state.
+        self.on_turn: Any = lambda _name, _state: None
         self.epochs: list[int] = []
         self.newest: MapReply | None = None
         self.map_bytes = 0
@@ -74,7 +79,7 @@ class ManagerHost:
         if lose_disk:
             self.disk = None
         links, self.links = self.links, {}
-        for process, (life, closed) in links.items():
+        for process, life, closed in links.values():
             if self.net.reaches(self.HOST, process.host):
                 self.net.at(self.net.now + self.net.delay(self.HOST, process.host), process.take, life, closed, ())
 
@@ -88,62 +93,68 @@ class ManagerHost:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def connect(self, process: Process, closed: Any) -> bool:
-        """A connection from a process; ``closed`` is called there when it breaks. False where nobody listens."""
+    def connect(self, process: Process, closed: Any) -> int:
+        """A connection from a process, by its number; ``closed`` is called there when it breaks. 0: nobody listens."""
         reaches = self.net.reaches
-        up = self.process.running and reaches(process.host, self.HOST) and reaches(self.HOST, process.host)
-        if up:
-            self.links[process] = (process.life, closed)
-        return up
+        if not (self.process.running and reaches(process.host, self.HOST) and reaches(self.HOST, process.host)):
+            return 0
+        self._numbers += 1
+        self.links[self._numbers] = (process, process.life, closed)
+        return self._numbers
 
-    def closed(self, process: Process, name: str = "", instance: int = 0) -> None:
-        """A process on the other side has gone."""
-        self.links.pop(process, None)
-        self.subscribers.pop(process, None)
+    def closed(self, link: int, name: str = "", instance: int = 0) -> None:
+        """The other side has gone, or has closed it."""
+        self.links.pop(link, None)
+        self.subscribers.discard(link)
         if name:
             self._apply(self.cluster.link_lost(self._clock(), name, instance))
 
-    def request(self, process: Process, msg: Any, answer: Any) -> None:
-        """A request from a process; ``answer(message, status)`` is called there."""
-        self.messages += 1
+    def request(self, link: int, msg: Any, answer: Any) -> None:
+        """A request; ``answer(message, status)`` is called at the other side."""
         now = self._clock()
-        if process not in self.links:
+        if link not in self.links:
             return
+        self._count(self.links[link][0])
         if isinstance(msg, Heartbeat):
-            self._reply(process, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads), answer)
+            self._reply(link, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads), answer)
         elif isinstance(msg, Join):
-            self._reply(process, self.cluster.join(now, msg), answer)
+            self._reply(link, self.cluster.join(now, msg), answer)
         elif isinstance(msg, Leave):
-            self._reply(process, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), answer)
+            self._reply(link, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), answer)
         elif isinstance(msg, Moved):
-            self._reply(process, self.cluster.moved(now, msg), answer)
+            self._reply(link, self.cluster.moved(now, msg), answer)
         elif isinstance(msg, MapOffer):
-            self._reply(process, self.cluster.offer(now, msg), answer)
+            self._reply(link, self.cluster.offer(now, msg), answer)
         elif isinstance(msg, MapGet):
-            self.subscribers[process] = process.life
+            self.subscribers.add(link)
             self.cluster.noticed(now, msg.known_epoch)
-            self.waiting.append((process, process.life, answer))
+            self.waiting.append((link, answer))
             self._tell()
         else:
             raise TypeError(type(msg).__name__)
+
+    def _count(self, process: Process) -> None:
+        self.messages += 1
+        self.client_messages += process.name.startswith("client")
 
     def drain(self, name: str, on: bool) -> None:
         """An operator's wish."""
         if self.process.running and not self.process.paused:
             self._apply(self.cluster.drain(self._clock(), name, on))
 
-    def _reply(self, process: Process, actions: Sequence[Action], answer: Any) -> None:
+    def _reply(self, link: int, actions: Sequence[Action], answer: Any) -> None:
         said = actions[0]
         assert isinstance(said, Answer)
         self._apply(actions)
         if self.cluster.epoch >= self.reserved:
             self.unsaved = True
             self.save()
-        self._answer(process, process.life, answer, said.message, said.status)
+        self._answer(link, answer, said.message, said.status)
 
-    def _answer(self, process: Process, life: int, answer: Any, message: Any, status: Status) -> None:
-        self.messages += 1
+    def _answer(self, link: int, answer: Any, message: Any, status: Status) -> None:
+        process, life, _ = self.links.get(link, (self.process, 0, None))
         if process.life == life:
+            self._count(process)
             self.net.send(self.process, process, answer, message, status)
 
     # -- changes ----------------------------------------------------------------------------------
@@ -153,6 +164,7 @@ class ManagerHost:
             if isinstance(action, NodeChanged):
                 self.net.say(f"manager: {action.name} is {action.after.value}: {action.why}")
                 self.turns.append((self.net.now, action.name, action.after))
+                self.on_turn(action.name, action.after)
             elif isinstance(action, MapChanged):
                 self.net.say(f"manager: epoch {action.epoch}, {self.cluster.moves} moved")
             else:
@@ -181,18 +193,16 @@ class ManagerHost:
             return
         reply = self._map()
         waiting, self.waiting = self.waiting, []
-        for process, life, answer in waiting:
-            self._answer(process, life, answer, reply, Status.OK)
+        for link, answer in waiting:
+            self._answer(link, answer, reply, Status.OK)
 
     def _push(self) -> None:
         reply = self._map()
         if reply.epoch == self.told:
             return
         self.told = reply.epoch
-        for process, life in self.subscribers.items():
-            self.messages += 1
-            if process.life == life:
-                self.net.send(self.process, process, process.on_push, reply, Status.OK)
+        for link in sorted(self.subscribers):
+            self._answer(link, self.links[link][0].on_push, reply, Status.OK)
 
     def _map(self) -> MapReply:
         """The current map, noted for who checks."""

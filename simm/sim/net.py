@@ -153,7 +153,7 @@ class Net:
         """Of the next message, seconds."""
         rng = self.random.random
         if source == target:
-            return 0.00002
+            return 0.00002  # in order, as through a socket of the host's own
         seconds = self.latency_s * (0.5 + rng())
         if self.slow:
             seconds *= self.slow.get(source, 1.0) * self.slow.get(target, 1.0)
@@ -172,7 +172,7 @@ class Net:
             return False
         when = self.now + self.delay(source.host, target.host)
         self.at(when, self._arrive, source.host, target, target.life, act, details)
-        if self.duplicates and self.random.random() < self.duplicates:
+        if self.duplicates and source.host != target.host and self.random.random() < self.duplicates:
             self.at(when + 0.05 * self.random.random(), self._arrive, source.host, target, target.life, act, details)
         return True
 

@@ -68,6 +68,7 @@ class Oracle:
         self.by_digest: dict[bytes, Key] = {}
         self._epoch = np.zeros(SHARD_COUNT, np.uint64)
         self._owner = np.full(SHARD_COUNT, -1, np.int64)
+        self._clusters: set[int] = set()
         self._maps: dict[tuple[int, int], int] = {}
         self._observed: dict[str, tuple[int, int]] = {}
         self._last: MapReply | None = None
@@ -102,6 +103,11 @@ class Oracle:
         if reply is self._last:
             return
         self._last = reply
+        if reply.cluster not in self._clusters:
+            # Everything was lost, and it begins anew: its epochs have nothing to do with those of before.
+            self._clusters.add(reply.cluster)
+            self._epoch[:] = 0
+            self._owner[:] = -1
         content = zlib.crc32(repr((reply.workers, sorted(reply.previous))).encode() + reply.owners)
         content = zlib.crc32(decoded(reply).since.tobytes(), content)
         known = self._maps.setdefault((reply.cluster, reply.epoch), content)

@@ -211,7 +211,9 @@ class Server:
         self.member = Member(name, 0, range(workers))
         self.workers: list[Worker] = []
         self.movers: dict[int, Mover] = {}
-        self.linked = self.joined = False
+        #: Number of the connection with the manager, or 0.
+        self.linked = 0
+        self.joined = False
         #: Has this life ever joined?
         self.was_joined = False
         self.warm = False
@@ -233,7 +235,8 @@ class Server:
         self.net.say(f"{self.name} starts{' warm' if warm else ''}")
         self.instance = self.net.random.getrandbits(60) | 1
         self.member = Member(self.name, self.instance, range(self.count))
-        self.linked = self.joined = self.was_joined = self.leaving = False
+        self.linked = 0
+        self.joined = self.was_joined = self.leaving = False
         self.warm = warm and bool(self.workers)
         self.supervisor.start()
         self.stream.start()
@@ -250,19 +253,19 @@ class Server:
     def crash(self) -> None:
         """kill -9 of all, or the power."""
         self.net.say(f"{self.name} dies")
+        self.world.died.setdefault(self.name, self.net.now)
         self._end()
 
     def _end(self) -> None:
-        joined = self.linked
-        self.linked = self.joined = False
+        linked, self.linked, self.joined = self.linked, 0, False
         for process in self.processes():
             process.die()
         self.movers = {}
-        if joined:
+        if linked:
             manager = self.world.manager
             if manager.process.running and self.net.reaches(self.host, manager.HOST):
                 delay = self.net.delay(self.host, manager.HOST)
-                details = (self.supervisor, self.name, self.instance)
+                details = (linked, self.name, self.instance)
                 self.net.at(self.net.now + delay, manager.process.take, manager.process.life, manager.closed, details)
 
     def processes(self) -> list[Process]:
@@ -307,32 +310,37 @@ class Server:
     def _connect(self) -> None:
         if self.linked or self.leaving:
             return
-        if self.world.manager.connect(self.supervisor, self._lost):
-            self.linked = True
+        self.linked = self.world.manager.connect(self.supervisor, self._broken)
+        if self.linked:
             self._asked_at = self.net.now
             self._waits = 0
             self._join()
-            self._watch(self.supervisor.life)
+            self._watch(self.linked)
         else:
+            self._lost()
+
+    def _broken(self) -> None:
+        """The manager's kernel has closed a connection of ours."""
+        if self.linked:
             self._lost()
 
     def _lost(self) -> None:
         """The link is gone: serve on, try again."""
-        self.linked = self.joined = False
+        self.linked, self.joined = 0, False
         self._waits = 0
         if not self.leaving:
             self.supervisor.later(RECONNECT_S * self.net.random.uniform(0.7, 1.3), self._connect)
 
-    def _watch(self, _life: int) -> None:
+    def _watch(self, link: int) -> None:
         patience = max(SILENT_S, 3 * self.heartbeat_s)
-        if not self.linked:
+        if self.linked != link:
             return
         if self._waits and self.net.now - self._asked_at > patience:
             manager = self.world.manager
-            manager.process.take(manager.process.life, manager.closed, (self.supervisor, self.name, self.instance))
+            self.net.send(self.supervisor, manager.process, manager.closed, link, self.name, self.instance)
             self._lost()
             return
-        self.supervisor.later(patience / 4, self._watch, _life)
+        self.supervisor.later(patience / 4, self._watch, link)
 
     def _request(self, msg: Any, answer: Answer) -> None:
         if not self.linked:
@@ -340,14 +348,16 @@ class Server:
         if not self._waits:
             self._asked_at = self.net.now
         self._waits += 1
-        manager = self.world.manager
+        manager, link = self.world.manager, self.linked
 
         def answered(message: Any, status: Status) -> None:
+            if self.linked != link:
+                return
             self._waits = max(0, self._waits - 1)
             self._asked_at = self.net.now
             answer(message, status)
 
-        self.net.send(self.supervisor, manager.process, manager.request, self.supervisor, msg, answered)
+        self.net.send(self.supervisor, manager.process, manager.request, link, msg, answered)
 
     def infos(self) -> list[WorkerInfo]:
         """As the map names us."""
