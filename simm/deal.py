@@ -18,7 +18,9 @@ What can go wrong, and what we chose
 * *A worker that missed a map* may still hold values of a shard by a word from before somebody else's tenure, and would
   show them to all who come by the newest map. So a shard is given only to a worker, and taken with its values only
   from one, that has said it holds a map at least as new as the shard's last change of owner: its word for the
-  shard is then either that of its own tenure or 0. What has just changed hands waits for the next heartbeat.
+  shard is then either that of its own tenure or 0. What has just changed hands waits for the next heartbeat. But an
+  orphan that all who lack some are unfit for goes above the share of one who is fit: one who lacks some may never
+  catch up, as its worker is stopped, and until then nobody could put anything.
 
 A deal is done in one go: dealing again changes nothing (``Cluster.check`` relies on it). O(shards + workers log
 workers), some tenths of a millisecond where nothing moves and some milliseconds where much does.
@@ -145,16 +147,23 @@ def deal(
     known = [1 << 62] * count if heard is None else list(heard)
     owners, homes, previous = tables.owners, tables.homes, tables.previous
     before = owners.copy()
-    state = np.append(np.asarray(standing, np.uint8), np.uint8(Standing.GONE))[np.minimum(owners, count)]
-    held = np.bincount(owners[state >= Standing.QUIET], minlength=count).tolist()
-    targets = apportion(weights, held, len(owners) - int((state == Standing.KEPT).sum()))
-    lacking = [max(0, target - have) for target, have in zip(targets, held)]
-    surplus = [max(0, have - target) for target, have in zip(targets, held)]
+    stands = np.append(np.asarray(standing, np.uint8), np.uint8(Standing.GONE))
 
-    orphans = np.flatnonzero(state == Standing.GONE)
-    unplaced = 0
+    def shares() -> tuple[list[int], list[int]]:
+        state = stands[np.minimum(owners, count)]
+        held = np.bincount(owners[state >= Standing.QUIET], minlength=count).tolist()
+        targets = apportion(weights, held, len(owners) - int((state == Standing.KEPT).sum()))
+        differences = [target - have for target, have in zip(targets, held)]
+        return [max(0, more) for more in differences], [max(0, -more) for more in differences]
+
+    lacking, surplus = shares()
+    orphans = np.flatnonzero(stands[np.minimum(owners, count)] == Standing.GONE)
+    left = orphans[:0]
     if len(orphans):
-        unplaced = _adopt_out(tables, orphans, lacking, known)
+        left = _adopt_out(tables, orphans, lacking, known)
+    if len(left) and any(weights):
+        left = _burden(tables, left, [place for place, weight in enumerate(weights) if weight], known)
+        lacking, surplus = shares()
     moves = 0
     into = np.bincount(owners[previous != _NONE], minlength=count).tolist()
     ready = [each is Standing.READY for each in standing]
@@ -163,11 +172,11 @@ def deal(
     if any(quota) and any(spare):
         moves = _move(tables, quota, spare, known)
     homes[homes == _NONE] = owners[homes == _NONE]
-    return Dealt(np.flatnonzero(owners != before), sum(surplus) - moves + unplaced)
+    return Dealt(np.flatnonzero(owners != before), sum(surplus) - moves + (len(left) if any(weights) else 0))
 
 
-def _adopt_out(tables: Tables, orphans: NDArray[np.int64], lacking: list[int], heard: list[int]) -> int:
-    """Give orphans to those who lack some, ``lacking`` going down with it; for how many nobody is fit who should."""
+def _adopt_out(tables: Tables, orphans: NDArray[np.int64], lacking: list[int], heard: list[int]) -> NDArray[np.int64]:
+    """Give orphans to those who lack some, ``lacking`` going down with it; those for which none of them is fit."""
     rest = []
     for shard in orphans.tolist():
         since = int(tables.since[shard])
@@ -181,13 +190,25 @@ def _adopt_out(tables: Tables, orphans: NDArray[np.int64], lacking: list[int], h
     tables.previous[orphans] = _NONE
     left = np.asarray(rest, np.int64)
     tables.owners[left] = _NONE
-    for place, lack in enumerate(lacking):
-        if lack and len(left):
-            taken = left[tables.since[left] <= np.uint64(heard[place])][:lack]
+    # First those who are fit for the fewest.
+    for place in sorted((place for place, lack in enumerate(lacking) if lack), key=lambda place: (heard[place], place)):
+        if len(left):
+            taken = left[tables.since[left] <= np.uint64(heard[place])][: lacking[place]]
             tables.owners[taken] = place
             lacking[place] -= len(taken)
             left = np.setdiff1d(left, taken, assume_unique=True)
-    return len(left) if any(lacking) else 0
+    return left
+
+
+def _burden(tables: Tables, orphans: NDArray[np.int64], places: Sequence[int], heard: list[int]) -> NDArray[np.int64]:
+    """Give orphans to those of ``places`` who are fit, all alike, whatever their shares; those for which nobody is."""
+    for since in np.unique(tables.since[orphans]).tolist():
+        fit = [place for place in places if heard[place] >= since]
+        if fit:
+            shards = orphans[tables.since[orphans] == np.uint64(since)]
+            tables.owners[shards] = np.resize(np.asarray(fit, np.uint16), len(shards))
+    unplaced: NDArray[np.int64] = orphans[tables.owners[orphans] == _NONE]
+    return unplaced
 
 
 def _move(tables: Tables, quota: list[int], spare: list[int], heard: list[int]) -> int:

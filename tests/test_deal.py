@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -59,11 +60,15 @@ class Twin:
         self.owners: list[int] = tables.owners.tolist()
         self.homes: list[int] = tables.homes.tolist()
         self.previous: list[int] = tables.previous.tolist()
-        self.standing, self.limit = standing, limit
+        self.standing, self.limit, self.weights = standing, limit, weights
+        self.share()
+
+    def share(self) -> None:
         shares = [owner for owner in self.owners if self.stands(owner) in (QUIET, READY)]
         kept = sum(self.stands(owner) is KEPT for owner in self.owners)
-        held = [shares.count(worker) for worker in range(len(weights))]
-        self.short = [target - have for target, have in zip(apportion(weights, held, len(self.owners) - kept), held)]
+        held = [shares.count(worker) for worker in range(len(self.weights))]
+        targets = apportion(self.weights, held, len(self.owners) - kept)
+        self.short = [target - have for target, have in zip(targets, held)]
 
     def stands(self, worker: int) -> Standing:
         return GONE if worker == NOBODY else self.standing[worker]
@@ -91,12 +96,21 @@ class Twin:
                 self.give(shard, takers[0])
             else:
                 later.append(shard)
+        picky = sorted(workers, key=lambda worker: self.heard[worker])
         for shard in later:
-            takers = [worker for worker in workers if self.short[worker] > 0 and self.fits(shard, worker)]
+            takers = [worker for worker in picky if self.short[worker] > 0 and self.fits(shard, worker)]
             if takers:
                 self.give(shard, takers[0])
-        left = [shard for shard in later if self.owners[shard] == NOBODY]
-        self.unplaced = len(left) if any(short > 0 for short in self.short) else 0
+        alike: Counter[int] = Counter()
+        left = [shard for shard in later if self.owners[shard] == NOBODY and any(self.weights)]
+        for shard in left:
+            takers = [worker for worker in workers if self.weights[worker] and self.fits(shard, worker)]
+            if takers:
+                self.give(shard, takers[alike[self.since[shard]] % len(takers)])
+                alike[self.since[shard]] += 1
+        if left:
+            self.share()
+        self.unplaced = sum(self.owners[shard] == NOBODY for shard in left)
         for goes in (self.goes_home, self.is_guest, self.is_resident):
             for shard in shards:
                 owner = self.owners[shard]

@@ -17,6 +17,7 @@ from town import ALL, Node, Town
 
 from simm import messages as M
 from simm.client import Client
+from simm.cluster import Cluster, Timing
 from simm.session import WorkerSession
 from simm.target import Target
 
@@ -122,3 +123,45 @@ def test_who_leaves_has_given_up_its_shards_before_others_get_them(two_servers: 
             assert late.stats()["epoch"] == epoch
         assert leaver.end() < 5.0
         assert client.get(key) == NEW
+
+
+# --- what the manager deals ---------------------------------------------------------------------
+
+
+def join(name: str, instance: int, epoch: int = 0, *, warm: bool = False, workers: int = 1) -> M.Join:
+    infos = [M.WorkerInfo(number, 0, 1, 0, 1 << 30, "", f"/{name}", "h", 1) for number in range(workers)]
+    return M.Join(instance, int(warm), name, infos, epoch)
+
+
+def unowned(cluster: Cluster) -> int:
+    return sum(cluster.owner(shard) is None for shard in ALL)
+
+
+def test_no_shard_waits_for_a_server_that_never_catches_up() -> None:
+    """d's worker is stopped: its server lives, and says that it holds an old map. a dies, then b: what b got from a may
+    not go to d, which has missed that, and so c gets more than its share of it."""
+    cluster = Cluster(1, 0.0, Timing(moves_at_once=len(ALL)))
+    now = 0.0
+
+    def beats(*names: str) -> None:
+        for name in names:
+            cluster.heartbeat(now, name, 1, epoch=stuck if name == "d" else cluster.epoch)
+
+    stuck = 0
+    for name in "abcd":
+        cluster.join(now, join(name, 1))
+        for shard in ALL:
+            if cluster.previous(shard):
+                owner = cluster.owner(shard)
+                assert owner is not None
+                cluster.moved(now, M.Moved(1, cluster.epoch, owner[0], 0, b"\xff" * (len(ALL) // 8)))
+        stuck = cluster.epoch
+        beats(*"abcd"["abcd".index("a") : "abcd".index(name) + 1])
+    for victims in ("a", "ab"):
+        for _ in range(12):
+            now += 0.5
+            beats(*(name for name in "abcd" if name not in victims))
+            cluster.tick(now)
+        assert cluster.nodes[victims[-1]].state.value == "dead"
+        assert not unowned(cluster), f"{unowned(cluster)} shards wait for d"
+        cluster.check()
