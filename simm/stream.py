@@ -167,11 +167,8 @@ class Stream(Service):
     def _fetch(self, peer: Peer, link: Link, request_id: int, msg: M.Fetch | M.FetchPrevious) -> None:
         if len(msg.keys) > BATCH_KEYS_MAX:
             raise RemoteProtocolError(f"{len(msg.keys)} keys in a FETCH, at most {BATCH_KEYS_MAX}")
-        session = self.upstream.session
-        if session is None:
-            session = self.upstream.worker()
         previous = isinstance(msg, M.FetchPrevious)
-        reader = session.reader if session is not None else None
+        reader = self.upstream.arena()
         looked = self._look(reader, [digest for digest, _ in msg.keys], previous)
         entries: list[tuple[int, int, int, int]] = []
         todo: list[tuple[int, bytes, Located, memoryview]] = []
@@ -222,9 +219,8 @@ class Stream(Service):
         return looked
 
     def _judge(self, sending: Sending, position: int, digest: bytes, found: Located) -> None:
-        session = self.upstream.session
-        if session is not None:
-            reader = session.reader
+        reader = self.upstream.reader
+        if reader is not None:
             confirm = reader.confirm_previous if sending.previous else reader.confirm
             if confirm(digest, found.slot, found.seq):
                 return
@@ -259,10 +255,9 @@ class Stream(Service):
     # -- the rest -----------------------------------------------------------------------------------
 
     def _exists(self, digests: list[bytes]) -> list[int]:
-        session = self.upstream.session or self.upstream.worker()
-        if session is None:
+        reader = self.upstream.arena()
+        if reader is None:
             return [int(Status.UNAVAILABLE)] * len(digests)
-        reader = session.reader
         statuses = [_OK if hit else _NOT_FOUND for hit in reader.contains_many(digests)]
         asked = []
         for position, status in enumerate(statuses):

@@ -1,7 +1,9 @@
-"""A stream's session with its worker: made when there is none, retried in the background.
+"""A stream's session with its worker, and the arena that it reads.
 
 Exchanges block the stream's loop, for microseconds. A worker that does not answer costs ``WORKER_DEADLINE_S`` once;
-then the session counts as down and is retried while reads go on.
+then the session counts as down, and a thread tries to make another: a worker that is stopped accepts connections and
+answers none of them, and in the loop each try would cost all clients that long. Reads need no session and go on
+meanwhile: the worker's successor has the same arena, and where that is closed so are we.
 """
 
 from __future__ import annotations
@@ -30,47 +32,73 @@ LOCATE_KEYS: Final = 4096
 
 
 class Upstream:
-    """The session with the worker at ``uds``, if there is one now: ``session``."""
+    """The session with the worker at ``uds``, if there is one now: ``session``. For one thread, the loop's."""
 
     def __init__(self, uds: str) -> None:
         self.uds = uds
         self.session: WorkerSession | None = None
+        #: The arena, from the first session on.
+        self.reader: ArenaReader | None = None
+        self._made: WorkerSession | None = None
+        self._maker: threading.Thread | None = None
         self._retry_at = 0.0
         self._retry_s = RETRY_S[0]
         self._lister: Lister | None = None
 
     def worker(self) -> WorkerSession | None:
-        """The session with the worker, or None while it is down."""
+        """The session with the worker, or None while it is down. Waits for the very first one only."""
         session = self.session
         if session is not None and not session.broken:
             return session
         if session is not None:
-            self._bury(session)
+            session.close(clean=False)
+            self.session = None
         now = time.monotonic()
-        if now < self._retry_at:
-            return None
-        try:
-            # Without a ring: a worker that polls for us would take a core from the transfers it waits for.
-            self.session = WorkerSession(self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False)
-        except (TransportError, SegmentError) as exc:
+        if self._maker is not None:
+            if self._maker.is_alive():
+                return None
+            self._maker = None
             self._retry_at = now + self._retry_s * random.uniform(0.5, 1.0)
             self._retry_s = min(RETRY_S[1], self._retry_s * 2)
-            log.warning("worker at %s: %s", self.uds, exc)
+        elif self._made is None and now >= self._retry_at:
+            if self.reader is None:
+                self._make()
+                self._retry_at = time.monotonic() + RETRY_S[1]
+            else:
+                self._maker = threading.Thread(target=self._make, name="simm-worker-session", daemon=True)
+                self._maker.start()
+                return None
+        made, self._made = self._made, None
+        if made is None or made.broken:
             return None
         # Page faults in the middle of transfers cost half their speed; they are taken ahead, with the GIL released.
-        threading.Thread(target=_populate, args=(self.session.reader,), name="simm-populate", daemon=True).start()
+        threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
+        self.session, self.reader = made, made.reader
         self._retry_s = RETRY_S[0]
-        return self.session
+        self._retry_at = 0.0
+        return made
 
-    def _bury(self, session: WorkerSession) -> None:
-        session.close(clean=False)
-        self.session = None
-        self._lister = None
+    def _make(self) -> None:
+        """Body of the thread: a session to be found in ``_made``, or not."""
+        try:
+            # Without a ring: a worker that polls for us would take a core from the transfers it waits for.
+            self._made = WorkerSession(self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False)
+        except (TransportError, SegmentError) as exc:
+            log.warning("worker at %s: %s", self.uds, exc)
+
+    def arena(self) -> ArenaReader | None:
+        """The arena to read, whether its worker answers or not; None before there was a first session."""
+        if self.reader is None:
+            self.worker()
+        return self.reader
 
     def close(self) -> None:
         """End the session."""
-        if self.session is not None:
-            self.session.close()
+        if self._maker is not None:
+            self._maker.join(2 * WORKER_DEADLINE_S)
+        for session in (self.session, self._made):
+            if session is not None:
+                session.close()
 
     def tend(self) -> None:
         """Look after the session: call it about ten times a second."""
@@ -124,11 +152,11 @@ class Upstream:
 
     def lister(self) -> Lister:
         """Lists the worker's arena. Raises Refused when the worker is down, SegmentError when its arena is gone."""
-        session = self.worker()
-        if session is None:
+        reader = self.arena()
+        if reader is None:
             raise Refused(int(Status.UNAVAILABLE), "the worker is down")
-        if self._lister is None or self._lister.reader is not session.reader:
-            self._lister = Lister(session.reader)
+        if self._lister is None or self._lister.reader is not reader:
+            self._lister = Lister(reader)
         return self._lister
 
 
