@@ -474,8 +474,9 @@ class Cluster:
             renewed = self._placement.replace(node, msg.epoch if msg.warm else 0)
             node.asked = False
         if before is None or node.instance != msg.instance:
-            # Nothing in its arenas is older than that: new ones are empty, warm ones say how far they came.
-            node.map_epoch = msg.epoch if msg.warm else self.epoch
+            # Nothing in its arenas is older than that: new ones are empty, warm ones say how far they came. Of some
+            # that are old and some that are new nothing is known until it has taken a map.
+            node.map_epoch = msg.epoch if msg.warm else 0 if msg.epoch else self.epoch
         node.instance = msg.instance
         node.workers = workers
         node.loads = []

@@ -196,8 +196,9 @@ class DataServer:
         self.loop.call_every(0.05, self._reap)
         arenas.check_name_is_free(options.runtime_dir, options.name)
         warm = arenas.suspended(self.prefix, len(options.nodes)) if options.warm else {}
-        self.membership.warm = len(warm) == len(options.nodes)
-        self.membership.warm_epoch = max((arenas.epoch_of(segment) for segment in warm.values()), default=0)
+        epochs = {arenas.epoch_of(segment) for segment in warm.values()}
+        self.membership.warm = len(warm) == len(options.nodes) and len(epochs) == 1  # JOIN has one epoch for all arenas
+        self.membership.warm_epoch = max(epochs, default=0)
         for name in arenas.remove_old(self.prefix):
             log.warning("removed %s, left by a data server that died", name)
         size = (options.memory or default_arena_bytes(len(options.nodes))) // SLAB_BYTES * SLAB_BYTES
@@ -507,9 +508,7 @@ class DataServer:
             moves["left"] = len(self.member.moving(slot.number, slot.words()))
             moves["rate"] = slot.progress.rate
             rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves))
-        return metrics(
-            rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch
-        )
+        return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
 
     def _announce(self) -> None:
         """READY, once: every worker serves, the cluster knows us, and the shards are ours."""
@@ -592,7 +591,10 @@ class DataServer:
         def given_away() -> bool:
             return not any(map(member.owned, member.workers)) and all(slot.current for slot in self.slots)
 
-        self._serve_until(lambda: self.membership.said_all and (warm or given_away()), HAND_OVER_S)
+        def all_current() -> bool:
+            return all(slot.current for slot in self.slots)
+
+        self._serve_until(lambda: self.membership.said_all and (all_current() if warm else given_away()), HAND_OVER_S)
         if not warm and given_away() and member.map is not None and any(at != NO_OWNER for at in member.map.owners):
             self._serve_until(lambda: False, LINGER_S)
 

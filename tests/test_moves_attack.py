@@ -121,7 +121,8 @@ def test_who_leaves_has_given_up_its_shards_before_others_get_them(two_servers: 
             wait_for(lambda: client.put(key, NEW), "the next owner takes it")
             assert late.get(key) in (None, NEW)
             assert late.stats()["epoch"] == epoch
-        assert leaver.end() < 5.0
+        process = leaver.process
+        assert process is not None and process.wait(5.0) == 0
         assert client.get(key) == NEW
 
 
@@ -165,3 +166,26 @@ def test_no_shard_waits_for_a_server_that_never_catches_up() -> None:
         assert cluster.nodes[victims[-1]].state.value == "dead"
         assert not unowned(cluster), f"{unowned(cluster)} shards wait for d"
         cluster.check()
+
+
+def test_half_a_warm_start_is_given_nothing_before_it_has_caught_up() -> None:
+    """m stops warm and stays away too long: its shards are n's. It comes back with a worker more, so not warm, but with
+    the arena that it had, whose words still say that the shards are its own, and whose values are older than n's."""
+    cluster = Cluster(1, 0.0, Timing(restart_grace_s=1.0, moves_at_once=len(ALL)))
+    cluster.join(0.0, join("m", 1))
+    before = cluster.epoch
+    cluster.heartbeat(0.0, "m", 1, epoch=before)
+    cluster.leave(0.0, "m", 1, warm=True)
+    cluster.join(0.0, join("n", 1))
+    now = 0.0
+    for _ in range(4):
+        now += 0.5
+        cluster.heartbeat(now, "n", 1, epoch=cluster.epoch)
+        cluster.tick(now)
+    assert set(cluster.shards_held().values()) == {len(ALL)}, "n has them"
+    cluster.join(now, join("m", 2, epoch=before, workers=2))
+    assert not any(cluster.previous(shard) for shard in ALL), "nothing is moved to who does not know what it lost"
+    assert sum(cluster.shards_held().values()) == len(ALL) == cluster.shards_held()["n", 0]
+    cluster.heartbeat(now, "m", 2, epoch=cluster.epoch)
+    assert cluster.shards_held()["m", 0] > 5000, "and now it is"
+    cluster.check()
