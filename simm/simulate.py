@@ -15,14 +15,16 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from .errors import UsageError
 from .sim.faults import FAULTS
 from .sim.world import CLIENTS_MOST, Options, Report, World, run_scenario
 
 #: Of a failure, so many events are printed.
-LAST: int = 60
+LAST: Final = 60
+#: What goes wrong in a large cluster, when nobody says otherwise.
+_LARGE: Final = ("crash", "warm", "pause", "worker", "manager", "partition", "drain", "join")
 
 
 def main(argv: Sequence[str], prog: str = "simm simulate") -> int:
@@ -35,8 +37,8 @@ def main(argv: Sequence[str], prog: str = "simm simulate") -> int:
     parser.add_argument("--clients", type=int, default=1000, metavar="N", help="clients (%(default)s)")
     parser.add_argument("--hours", type=float, default=0.25, metavar="H", help="simulated hours (%(default)s)")
     parser.add_argument("--seed", type=int, default=7, metavar="S", help="of everything random (%(default)s)")
-    parser.add_argument("--faults", metavar="KINDS", help="comma-separated; default: all, and for a large cluster "
-                        "crash, warm, pause, worker, manager, partition, drain, join; `none` for none")  # fmt: skip
+    parser.add_argument("--faults", metavar="KINDS", help="comma-separated, or `none`; default: all but old-file, "
+                        "for a large cluster " + ", ".join(_LARGE))  # fmt: skip
     parser.add_argument("--fault-s", type=float, default=60.0, metavar="S", help="mean time between two (%(default)s)")
     parser.add_argument("--seeds", metavar="A:B", help="run the small scenarios of these seeds instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes for --seeds")
@@ -122,8 +124,6 @@ def run_seeds(seeds: Sequence[int], jobs: int, changes: dict[str, Any]) -> int:
 
 
 # --- a large one -------------------------------------------------------------------------------------
-
-_LARGE = ("crash", "warm", "pause", "worker", "manager", "partition", "drain", "join")
 
 
 def large_options(nodes: int, clients: int, hours: float, seed: int, **changes: Any) -> Options:

@@ -1,9 +1,9 @@
 """A client: where it looks for a value, where it stores one, what it does when it is told no.
 
-Restated here from ``gets.py``, ``puts.py``, ``routing.py`` and ``subscription.py``: the order of questions, when the map is
-asked for, the breaker of each server. An operation is a generator that yields what it waits for, so that it
-reads like the code it restates. Some clients live on a server's host: their reads look into the arena themselves, whatever
-the server's processes do.
+Restated here from ``gets.py``, ``puts.py``, ``routing.py`` and ``subscription.py``: the order of questions, when the
+map is asked for, the breaker of each server. An operation is a generator that yields what it waits for, so that it
+reads like the code it restates. Some clients live on a server's host: their reads look into the arena themselves,
+whatever the server's processes do.
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ class Client:
         if self.linked:
             self._lost()
 
+    def _reset(self, link: int) -> None:
+        if self.linked == link:
+            self._lost()
+
     def _lost(self) -> None:
         self.linked = 0
         self.process.later(self._retry_s * self.net.random.uniform(0.5, 1.0), self._connect)
@@ -119,11 +123,17 @@ class Client:
         manager, link = self.world.manager, self.linked
         state = {"answered": False}
 
-        def pong(*_details: Any) -> None:
+        def pong(epoch: int) -> None:
             state["answered"] = True
+            # What was swallowed on its way here TCP sends again, sooner or later.
+            if self.linked == link and epoch > self.epoch:
+                self._ask()
 
         def ping() -> None:
-            self.net.send(manager.process, self.process, pong)
+            if link in manager.links:
+                self.net.send(manager.process, self.process, pong, manager.told)
+            else:  # another life of the manager: its kernel knows no such connection
+                self.net.send(manager.process, self.process, self._reset, link)
 
         def look() -> None:
             if self.linked != link:
@@ -140,9 +150,7 @@ class Client:
     def _ask(self) -> None:
         manager = self.world.manager
         self._asked_at = self.net.now
-        self.net.send(
-            self.process, manager.process, manager.request, self.linked, MapGet(self.epoch, 1), self._on_map
-        )
+        self.net.send(self.process, manager.process, manager.request, self.linked, MapGet(self.epoch, 1), self._on_map)
 
     def refresh(self) -> None:
         """Somebody said that our map is old."""
@@ -157,9 +165,9 @@ class Client:
         shard_map = decoded(msg)
         if known is not None and known.cluster == shard_map.cluster and shard_map.epoch < known.epoch:
             return
-        if known is not None and known.cluster != shard_map.cluster:
-            if all(owner == NO_OWNER for owner in shard_map.owners):
-                return  # it has just come up with nothing
+        another = known is not None and known.cluster != shard_map.cluster
+        if another and all(owner == NO_OWNER for owner in shard_map.owners):
+            return  # it has just come up with nothing
         self.world.oracle.observed(self.name, shard_map.cluster, shard_map.epoch)
         self.map = shard_map
         awaiting, self._awaiting = self._awaiting, []
@@ -227,7 +235,7 @@ class Client:
         def there() -> None:
             self.net.send(target, self.process, wake, _act(worker, ask))
 
-        self.net.send(self.process, target, there)
+        self.net.send(self.process, target, there, once=True)
 
     def _available(self, info: WorkerInfo) -> bool:
         return info.instance not in self.down

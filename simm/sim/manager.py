@@ -1,11 +1,12 @@
 """A manager: ``cluster.py`` with a loop, a disk and subscribers, as ``manager.py`` drives it.
 
-Restated here: what is collected before it is stored and pushed, the epochs that the file reserves, who is told what when.
-A crash loses everything that is not on the disk; a lost disk, that too.
+Restated here: what is collected before it is stored and pushed, the epochs that the file reserves, who is told what
+when. A crash loses everything that is not on the disk; a lost disk, that too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ class ManagerHost:
         self._numbers = 0
         self.settling = self.unsaved = False
         self.told = 0
+        #: Changes of owner in earlier lives.
+        self.moves = 0
         self.messages = 0
         self.client_messages = 0
         #: Called with a node's name and its new state.
@@ -48,14 +51,15 @@ class ManagerHost:
         self.map_bytes = 0
         #: (name, from, to) with the time, for the report.
         self.turns: list[tuple[float, str, NodeState]] = []
-        #: A planted fault: a manager that forgets which epochs it has reserved.
-        self.reuses_epochs = False
+        #: What was on the disk before, oldest first: somebody may restore it.
+        self.backups: deque[dict[str, Any]] = deque(maxlen=20)
 
     # -- its life -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """From what the disk has."""
         self.process.start()
+        self.moves += self.cluster.moves
         self.links.clear()
         self.subscribers.clear()
         self.waiting.clear()
@@ -65,19 +69,22 @@ class ManagerHost:
             self.cluster = Cluster(self.net.random.getrandbits(63) | 1, self._clock(), self.timing)
             self.reserved = 0
         else:
-            reserved = 0 if self.reuses_epochs else int(self.disk["epochs_reserved"])
+            reserved = int(self.disk["epochs_reserved"])
             self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved)
             self.reserved = reserved
         self.told = self.cluster.epoch
         self.net.say(f"manager starts, {self.cluster!r}")
         self._tick()
 
-    def crash(self, *, lose_disk: bool = False) -> None:
-        """kill -9: the kernel closes its connections."""
-        self.net.say(f"manager dies{' and its disk is lost' if lose_disk else ''}")
+    def crash(self, *, lose_disk: bool = False, old_disk: bool = False) -> None:
+        """kill -9: the kernel closes its connections. ``old_disk``: somebody restores an old state file."""
+        about = " and its disk is lost" if lose_disk else " and an old state file is restored" if old_disk else ""
+        self.net.say(f"manager dies{about}")
         self.process.die()
         if lose_disk:
             self.disk = None
+        elif old_disk and self.backups:
+            self.disk = self.net.random.choice(list(self.backups))
         links, self.links = self.links, {}
         for process, life, closed in links.values():
             if self.net.reaches(self.HOST, process.host):
@@ -185,6 +192,8 @@ class ManagerHost:
         """To the disk."""
         if self.unsaved:
             self.reserved = self.cluster.epoch + EPOCHS_RESERVED
+            if self.disk is not None:
+                self.backups.append(self.disk)
             self.disk = {"cluster": self.cluster.to_state(), "epochs_reserved": self.reserved}
             self.unsaved = False
 

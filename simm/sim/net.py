@@ -163,8 +163,9 @@ class Net:
             seconds += 0.05 * rng()
         return seconds
 
-    def send(self, source: Process, target: Process, act: Act, *details: Any) -> bool:
-        """A message to a life of a process that runs now; whether it is on its way."""
+    def send(self, source: Process, target: Process, act: Act, *details: Any, once: bool = False) -> bool:
+        """A message to a life of a process that runs now; whether it is on its way. ``once``: never twice, as by one
+        TCP connection; others may come again by a connection that replaces the first."""
         self.messages += 1
         if not self.reaches(source.host, target.host):
             return False
@@ -172,7 +173,7 @@ class Net:
             return False
         when = self.now + self.delay(source.host, target.host)
         self.at(when, self._arrive, source.host, target, target.life, act, details)
-        if self.duplicates and source.host != target.host and self.random.random() < self.duplicates:
+        if self.duplicates and not once and source.host != target.host and self.random.random() < self.duplicates:
             self.at(when + 0.05 * self.random.random(), self._arrive, source.host, target, target.life, act, details)
         return True
 

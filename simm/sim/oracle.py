@@ -1,14 +1,14 @@
 """What must never happen, looked at while it would.
 
-* *Versions.* Each key has one writer, so its puts and deletes have an order. A read that began after an answered mutation,
-  or after a read that saw it, yields that version, a later one, or a miss.
+* *Versions.* Each key has one writer, so its puts and deletes have an order. A read that began after an answered
+  mutation, or after a read that saw it, yields that version, a later one, or a miss.
 * *Two owners.* Of two workers that accept mutations of a shard by words of one epoch one is wrong; for ever, not only
   while both do. Two by different epochs: the older one is behind, and what it accepts is *split off*.
 * *Epochs.* No epoch names two maps. Nobody's epoch goes back.
-* *Split off.* The documented exception (DESIGN, section 7): a server that is cut off from the manager, and serves clients that
-  are cut off with it, may give them a superseded value, and what is stored there is lost. For a read both must have been
-  out of touch, for a mutation the server, within the time that a broken link takes to be noticed and mended
-  (``TOUCH_S``). A key that was written there is not looked at any more.
+* *Split off.* The documented exception: a server that is cut off from the manager, and serves clients that are cut off
+  with it, may give them a superseded value, and what is stored there is lost. For a read both must have been out of
+  touch, for a mutation the server, within the time that a broken link takes to be noticed and mended (``TOUCH_S``). A
+  key that was written there is not looked at any more.
 """
 
 from __future__ import annotations

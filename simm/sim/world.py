@@ -1,7 +1,7 @@
 """All of it together: a cluster, its load, its faults; a run, and what came of it.
 
-A *scenario* is a small cluster for a minute with everything that can go wrong, drawn from a seed. A *simulation* is a large
-one for hours; there a client stands for many, and a value for ``sampling`` values (the report says so).
+A *scenario* is a small cluster for half a minute with everything that can go wrong, drawn from a seed. A *simulation*
+is a large one for hours; there a client stands for many, and a value for ``sampling`` values (the report says so).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..member import Member
 from ..messages import MapReply, Status
 from ..shards import FROZEN
 from .client import Client
-from .faults import FAULTS, Plan
+from .faults import DEFAULT, Plan
 from .manager import ManagerHost, decoded
 from .net import Net
 from .oracle import Key, Oracle, SimFailure
@@ -39,7 +39,7 @@ class Options:
     clients: int = 5
     seconds: float = 40.0
     seed: int = 7
-    faults: Sequence[str] = tuple(FAULTS)
+    faults: Sequence[str] = DEFAULT
     fault_s: float = 4.0
     fault_lasts_s: tuple[float, float] = (0.1, 12.0)
     keys: int = 60
@@ -78,12 +78,9 @@ class World:
         self.net = Net(options.seed, options.latency_s)
         self.net.verbose = options.verbose
         self._numbers = 0
-        timing = Timing(
-            heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once
-        )
+        timing = Timing(heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once)
         self.oracle = Oracle(self)
         self.manager = ManagerHost(self.net, timing)
-        self.manager.reuses_epochs = "reuses_epochs" in self.plants
         self.servers: dict[str, Server] = {}
         self.clients: list[Client] = []
         self.keys: list[Key] = []
@@ -385,7 +382,7 @@ class World:
             "epochs": len(set(manager.epochs)),
             "epoch": manager.cluster.epoch,
             "map_bytes": manager.map_bytes,
-            "moves": manager.cluster.moves,
+            "moves": manager.moves + manager.cluster.moves,
             "moved_bytes": self.moved_bytes,
             "deaths": len(deaths),
             "slowest_op_s": round(max((client.slowest_s for client in self.clients), default=0.0), 4),
@@ -408,7 +405,7 @@ def scenario(seed: int, **changes: Any) -> Options:
         move_bytes_s=rng.choice([4 << 20, 50 << 20, 1 << 30]), moves_at_once=rng.choice([1024, 4096, 16384, 16384]),
         keys=40,
     )  # fmt: skip
-    kinds = list(FAULTS)
+    kinds = list(DEFAULT)
     if rng.random() < 0.5:
         options.faults = tuple(rng.sample(kinds, rng.randrange(2, 6)))
     for name, value in changes.items():
