@@ -76,6 +76,8 @@ HAND_OVER_S: Final = 0.5
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
+#: After a fork that failed.
+FORK_AGAIN_S: Final = 0.5
 #: No shard is ours.
 _GIVE_UP: Final = M.Shards(1, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT))
 #: A name that has not been resolved by then is tried again later.
@@ -240,11 +242,19 @@ class DataServer:
     def _fork(
         self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedSegment | None = None
     ) -> Child:
-        """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other."""
+        """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other.
+
+        Raises OSError when the system has no process, memory or descriptor to spare.
+        """
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid:
             theirs.close()
             return Child(pid, ours)
@@ -323,14 +333,24 @@ class DataServer:
                 slot.mover.lost()
                 slot.mover = None
                 slot.mover_ended()
-                self.loop.call_later(MOVER_PAUSE_S, partial(self._feed_mover, slot))
+                self.loop.call_later(MOVER_PAUSE_S, partial(self._or_later, partial(self._feed_mover, slot)))
             for position, stream in enumerate(slot.streams):
                 if stream is not None and stream.ended():
                     stream.lost()
                     slot.streams[position] = None
                     if not self._stopping:
                         log.error("stream of worker %d (process %d) died: restarting", slot.number, stream.pid)
-                        self._start_stream(slot, position)
+                        self._or_later(partial(self._start_stream, slot, position))
+
+    def _or_later(self, start: Callable[[], None]) -> None:
+        """Start a child; again and again where the system has no process or memory to spare just now."""
+        if self._stopping:
+            return
+        try:
+            start()
+        except OSError as exc:
+            log.error("cannot start a process: %s; trying again", exc)
+            self.loop.call_later(FORK_AGAIN_S, partial(self._or_later, start))
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
         child.lost()
@@ -345,7 +365,7 @@ class DataServer:
             self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s")
             return
         log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
-        self._start_worker(slot)
+        self._or_later(partial(self._start_worker, slot))
 
     def _poll_stats(self) -> None:
         """Ask the workers for their counters, as often as there are heartbeats."""
@@ -370,7 +390,7 @@ class DataServer:
                 slot.taken = slot.order_epoch
                 self.membership.caught_up()
                 self._announce()
-                self._feed_mover(slot)
+                self._or_later(partial(self._feed_mover, slot))
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -484,7 +504,12 @@ class DataServer:
                     sock.sendall(str(found[0][4][0]).encode())
                     return
 
-        child = self._fork(body, [])
+        try:
+            child = self._fork(body, [])
+        except OSError as exc:
+            log.error("cannot start a process: %s", exc)
+            callback("")
+            return
 
         def answered(_mask: int) -> None:
             address = child.sock.recv(256).decode()

@@ -3,6 +3,8 @@ that stands in its test."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults.fleet import Fleet, stopped
+from faults.fleet import Fleet, Server, stopped
 from moving import wait_for
 from storm.inproc import WAIT_S
 from town import ALL, Node, Town
@@ -189,3 +191,28 @@ def test_half_a_warm_start_is_given_nothing_before_it_has_caught_up() -> None:
     cluster.heartbeat(now, "m", 2, epoch=cluster.epoch)
     assert cluster.shards_held()["m", 0] > 5000, "and now it is"
     cluster.check()
+
+
+# --- a supervisor without means -----------------------------------------------------------------
+
+
+def test_a_fork_that_fails_ends_no_server(nothing_is_left: Path) -> None:
+    """The mover cannot be forked, then the stream and the worker, when they have died: EAGAIN, as in a full cgroup. Out
+    of a timer that ended the data server with all that it held; out of a worker's answer, that worker."""
+    folder = Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left))
+    with Fleet(folder, 1, heartbeat_ms=200) as fleet, Client(fleet.manager.address) as client:
+        assert all(client.put(str(number), OLD) for number in range(50))
+        first = fleet.servers[0]
+        more = Server(fleet, "dataserver", f"{fleet.prefix}x", first.place, first.arguments)
+        more.arguments[more.arguments.index("--name") + 1] = more.name
+        more.patches = ("forks=2",)
+        fleet.servers.append(more)
+        more.start()
+        fleet.wait_settled()
+        for pid in (more.worker_pid(), *(child.pid for child in psutil.Process(more.pid).children())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: all(client.get(str(number)) == OLD for number in range(50)), "all values are there")
+        wait_for(lambda: all(client.put(str(number), NEW) for number in range(50)), "and can be replaced")
+        assert "cannot start a process" in more.log.read_text()
+        fleet.assert_no_traceback()

@@ -4,12 +4,15 @@
                    now and in all children; the file is mapped, so it can be changed at any moment
     stall=SECONDS  how long a peer may stand still (simm.loop.STALL_S)
     sweep=SECONDS  how often the loop looks for those (simm.loop.SWEEP_S)
+    forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     files=NUMBER   the soft limit of open files, as most systems set it
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import os
 import resource
 import runpy
 import struct
@@ -30,6 +33,16 @@ def patch(switch: str) -> None:
 
         time.time = lambda: real() + offset()
         time.time_ns = lambda: real_ns() + int(offset() * 1e9)
+    elif name == "forks":
+        fork, number = os.fork, itertools.count(1)
+
+        def sometimes() -> int:
+            after = next(number) - int(value)
+            if after > 0 and after % 2:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+
+        os.fork = sometimes
     elif name == "files":
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(value), hard))
