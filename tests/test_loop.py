@@ -319,7 +319,7 @@ def test_the_kernel_holds_nothing_for_one_who_did_not_take_it(bench: Bench) -> N
 
 def test_who_gave_up_while_we_kept_him_waiting(bench: Bench) -> None:
     """Looked at after a pause only: in a handler, between two turns, and while we waited for events."""
-    end, peer = bench.connect()
+    end, _peer = bench.connect()
     asked: list[tuple[bool, bool]] = []
 
     def on(peer: Peer, frame: Frame) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import wait_until
+from clusters import wait_until
 from storm.inproc import StreamThread, WorkerThread
 from storm.world import ALL_SHARDS, owned
 from test_rpc import sample

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Cluster, _folder, wait_until
+from clusters import Cluster, new_folder, wait_until
 
 from simm import kv
 from simm.client import Client
@@ -87,8 +87,8 @@ def test_either_copy_comes_first_by_chance_and_the_other_candidates_follow() -> 
 @pytest.fixture(scope="module")
 def pair(nothing_is_left: Path) -> Iterator[tuple[Cluster, Cluster]]:
     """A manager with a data server, and a second data server."""
-    with Cluster(_folder(), memory="64M", heartbeat_ms=200) as first:
-        second_one = Cluster(_folder(), memory="64M")
+    with Cluster(new_folder(), memory="64M", heartbeat_ms=200) as first:
+        second_one = Cluster(new_folder(), memory="64M")
         second_one.manager = first.manager
         try:
             second_one.start_server()
@@ -242,7 +242,7 @@ def test_other_numbers_are_refused(pair: tuple[Cluster, Cluster], replicas: Any)
 
 def test_one_server_is_killed_and_every_key_is_still_a_hit(make_cluster: Any) -> None:
     first = make_cluster(memory="64M", heartbeat_ms=200)
-    other = Cluster(_folder(), memory="64M")
+    other = Cluster(new_folder(), memory="64M")
     other.manager = first.manager
     try:
         other.start_server()

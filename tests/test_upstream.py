@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from storm.inproc import WorkerThread
 
 from simm import messages as M
 from simm import upstream as upstream_module
@@ -16,7 +17,6 @@ from simm.hashing import Hasher
 from simm.messages import Status
 from simm.session import WorkerSession
 from simm.upstream import Upstream
-from tests.storm.inproc import WorkerThread
 
 WAIT_S = 20.0
 DIGEST = Hasher("default")("key")
