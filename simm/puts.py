@@ -2,9 +2,10 @@
 
 A worker takes a mutation only of a shard that is its own. WRONG_OWNER has changed nothing, so the key is tried again
 where the map then says, or at the same worker some milliseconds later (it may be about to take the shard over), until
-the deadline, counted from the beginning of the call. A shard that moves, or a server that stops cleanly, so costs a put
-milliseconds. A server that has died fails at once: what became of the mutation is not known, and the caller has a
-cache to do without.
+the deadline, counted from the beginning of the call. A shard that moves, or a server that stops cleanly, so costs a
+put milliseconds. So is one tried again whose shard nobody has while there are servers: of two that stop together the
+second may have got it from the first, and the third is given it once it has heard of that. A server that has died
+fails at once: what became of the mutation is not known, and the caller has a cache to do without.
 
 Of a key that comes twice in a batch only the last value is tried again, or the earlier one could come after it.
 """
@@ -94,6 +95,10 @@ class Puts:
         asked: dict[int, Target | None] = {}
         for target, positions in self._routes.group(digests):
             if target is None:
+                if self._routes.peopled:
+                    asked.update(dict.fromkeys(positions))
+                    for position in positions:
+                        statuses[position] = _WRONG_OWNER
                 continue
             act(target, positions)
             if _WRONG_OWNER in statuses:
@@ -118,11 +123,15 @@ class Puts:
             self.counters["redirects"] += len(todo)
             asked = {}
             for target, positions in self._routes.group(digests, todo):
+                waits = target is None and self._routes.peopled
                 for position in positions:
-                    statuses[position] = _UNAVAILABLE
+                    statuses[position] = _WRONG_OWNER if waits else _UNAVAILABLE
                     asked[position] = target
                 if target is not None:
                     act(target, positions)
+        for position, target in asked.items():
+            if target is None:  # to the end
+                statuses[position] = _UNAVAILABLE
         for position in refused:  # overwritten by a later one of the same batch
             statuses[position] = statuses[last[digests[position]]]
 

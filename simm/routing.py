@@ -326,6 +326,12 @@ class Routes:
         router = self.router
         return _NOWHERE if router is None else router.places
 
+    @property
+    def peopled(self) -> bool:
+        """Are there servers, and would a map reach us that gives them the shards which nobody has?"""
+        router = self.router
+        return router is not None and bool(router.targets) and router.subscription.linked
+
     def fresh(self) -> bool:
         """Would a new map reach us?"""
         router = self.router

@@ -7,6 +7,9 @@ import contextlib
 import os
 import signal
 import tempfile
+import threading
+import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from town import ALL, Node, Town
 from simm import messages as M
 from simm.client import Client
 from simm.cluster import Cluster, Timing
+from simm.constants import NO_OWNER
 from simm.session import WorkerSession
 from simm.target import Target
 
@@ -216,3 +220,35 @@ def test_a_fork_that_fails_ends_no_server(nothing_is_left: Path) -> None:
         wait_for(lambda: all(client.put(str(number), NEW) for number in range(50)), "and can be replaced")
         assert "cannot start a process" in more.log.read_text()
         fleet.assert_no_traceback()
+
+
+# --- nobody's for a moment ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_a_put_waits_for_a_shard_that_nobody_has_for_a_moment(path: str) -> None:
+    """Two of three servers stop together: what the second one had from the first is nobody's until the third has said
+    that it knows of that. With no server at all a put fails at once."""
+    with Town(2) as town:
+        town.settled({0: ALL})
+        client = town.client(path)
+        assert client.put("k", OLD)
+        town.own({0: ()})
+        town.owners[:] = array("H", [NO_OWNER]) * len(ALL)
+        town.instruct()
+        town.publish()
+        nobodys = town.epoch
+        wait_for(lambda: client.stats()["epoch"] == nobodys, "the map in which nobody has anything")
+        timer = threading.Timer(0.2, lambda: town.settled({1: ALL}))
+        timer.start()
+        assert client.put("k", NEW) and client.put_many(["a", "b"], [OLD, NEW]) == [True, True]
+        assert client.get("k") == NEW
+        timer.join()
+        town.own({0: ()})
+        town.owners[:] = array("H", [NO_OWNER]) * len(ALL)
+        town.manager.publish(town.map()._replace(workers=[]))
+        empty = town.epoch
+        wait_for(lambda: client.stats()["epoch"] == empty, "the map without servers")
+        began = time.monotonic()
+        assert not client.put("k", OLD)
+        assert time.monotonic() - began < client.deadline_s / 2
