@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from . import arenas, topology
+from . import arenas, mover, topology
 from . import messages as M
 from .config import add_arguments, load_command
 from .constants import NO_OWNER, SHARD_COUNT, SLAB_BYTES
@@ -113,6 +113,8 @@ class WorkerSlot:
         self.data_bytes = 0
         self.incarnation = 0
         self.mover: Child | None = None
+        #: When it was last heard of.
+        self.mover_heard = 0.0
         #: What the mover said last, and what its predecessors copied: of this move, and ever.
         self.progress = M.MoveProgress(0, 0, 0, 0, 0)
         self.moving = False
@@ -329,6 +331,11 @@ class DataServer:
         for slot in self.slots:
             if slot.child is not None and slot.child.ended():
                 self._worker_died(slot, slot.child)
+            if slot.mover is not None and time.monotonic() - slot.mover_heard > mover.SILENT_S:
+                # Stopped, or it hangs: without one writers wait for ever. The next begins where the words say.
+                log.error("mover of worker %d (process %d) says nothing: ending it", slot.number, slot.mover.pid)
+                slot.mover_heard = time.monotonic()
+                os.kill(slot.mover.pid, signal.SIGKILL)
             if slot.mover is not None and slot.mover.ended():
                 slot.mover.lost()
                 slot.mover = None
@@ -440,6 +447,7 @@ class DataServer:
             run_mover(settings, supervisor)
 
         slot.mover = child = self._fork(body, [])
+        slot.mover_heard = time.monotonic()
         child.peer = self.loop.adopt(child.sock, self._mover_link, f"mover of worker {slot.number}")
         child.peer.context = slot
         log.info("mover of worker %d is process %d: %d shards", slot.number, child.pid, left)
@@ -447,6 +455,7 @@ class DataServer:
     def _on_mover(self, slot: WorkerSlot, msg: Any, _request_id: int) -> None:
         if isinstance(msg, M.MoveProgress):
             slot.progress = msg
+            slot.mover_heard = time.monotonic()
             self.membership.report()
 
     def taken(self) -> int:

@@ -92,6 +92,8 @@ IN_FLIGHT_BYTES: Final = 32 << 20
 #: Tries of a value that no chunk was to be had for, or that changed at P under way.
 ATTEMPTS: Final = 3
 PROGRESS_S: Final = 0.25
+#: A mover that has said nothing for so long is of no use any more, its supervisor finds.
+SILENT_S = 10.0
 TURN_S: Final = 0.02
 #: With nothing left, we wait so long for the next map: a cluster that grows moves shards in several steps.
 LINGER_S: Final = 1.0

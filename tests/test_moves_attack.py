@@ -252,3 +252,23 @@ def test_a_put_waits_for_a_shard_that_nobody_has_for_a_moment(path: str) -> None
         began = time.monotonic()
         assert not client.put("k", OLD)
         assert time.monotonic() - began < client.deadline_s / 2
+
+
+def test_a_mover_that_stops_is_replaced(nothing_is_left: Path) -> None:
+    """Stopped in the middle of its copies, or before it has taken over what the others wait for."""
+    folder = Path(tempfile.mkdtemp(prefix="s", dir=nothing_is_left))
+    with Fleet(folder, 1, heartbeat_ms=200) as fleet, Client(fleet.manager.address) as client:
+        value = bytes(100_000)
+        assert all(client.put(str(number), value) for number in range(160))
+        first = fleet.servers[0]
+        more = Server(fleet, "dataserver", f"{fleet.prefix}x", first.place, [*first.arguments, "--move-mib-s", "4"])
+        more.arguments[more.arguments.index("--name") + 1] = more.name
+        more.patches = ("mover=1",)
+        fleet.servers.append(more)
+        more.start()
+        wait_for(lambda: "mover of worker 0 is process" in more.log.read_text(), "a mover runs")
+        pid = int(more.log.read_text().partition("mover of worker 0 is process ")[2].partition(":")[0])
+        os.kill(pid, signal.SIGSTOP)
+        fleet.wait_settled()
+        assert "says nothing: ending it" in more.log.read_text()
+        assert all(client.get(str(number)) == value for number in range(160)), "and nothing is lost"

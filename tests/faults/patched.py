@@ -3,6 +3,7 @@
     clock=FILE     the wall clock (time.time, time.time_ns) is off by as many seconds as FILE's first double says,
                    now and in all children; the file is mapped, so it can be changed at any moment
     stall=SECONDS  how long a peer may stand still (simm.loop.STALL_S)
+    mover=SECONDS  how long a mover may say nothing (simm.mover.SILENT_S)
     sweep=SECONDS  how often the loop looks for those (simm.loop.SWEEP_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     files=NUMBER   the soft limit of open files, as most systems set it
@@ -46,6 +47,10 @@ def patch(switch: str) -> None:
     elif name == "files":
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(value), hard))
+    elif name == "mover":
+        import simm.mover
+
+        simm.mover.SILENT_S = float(value)
     elif name in ("stall", "sweep"):
         import simm.loop
 
