@@ -90,8 +90,9 @@ class Previous:
 
     def drop_connections(self) -> None:
         """Those that wait may be broken as one was."""
-        while self._idle:
-            self._idle.pop().close()
+        with contextlib.suppress(IndexError):  # other threads take from it meanwhile
+            while True:
+                self._idle.pop().close()
 
     def freeze(self, epoch: int, shards: Sequence[int]) -> list[int]:
         """Those of the shards that are frozen there and may have values."""

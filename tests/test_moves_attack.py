@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from simm import messages as M
 from simm.client import Client
 from simm.cluster import Cluster, Timing
 from simm.constants import NO_OWNER
+from simm.previous import Previous
 from simm.session import WorkerSession
 from simm.target import Target
 
@@ -272,3 +274,16 @@ def test_a_mover_that_stops_is_replaced(nothing_is_left: Path) -> None:
         fleet.wait_settled()
         assert "says nothing: ending it" in more.log.read_text()
         assert all(client.get(str(number)) == value for number in range(160)), "and nothing is lost"
+
+
+def test_connections_to_a_previous_owner_are_dropped_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look and the taking another thread takes the last one: that ended the mover."""
+    info = M.WorkerInfo(0, 0, 1, 1, 1, "p", "", "127.0.0.1", 1)
+
+    class Racing(list[Any]):
+        def __bool__(self) -> bool:
+            return True  # as it was a moment ago
+
+    previous = Previous(info, "")
+    monkeypatch.setattr(previous, "_idle", Racing())
+    previous.drop_connections()
