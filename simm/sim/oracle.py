@@ -17,6 +17,7 @@ import zlib
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..constants import SHARD_COUNT
 from ..hashing import shard_of
@@ -66,9 +67,8 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.by_digest: dict[bytes, Key] = {}
-        self._epoch = np.zeros(SHARD_COUNT, np.uint64)
-        self._owner = np.full(SHARD_COUNT, -1, np.int64)
-        self._clusters: set[int] = set()
+        #: By cluster, as epochs of two are not compared: the highest epoch at which each shard was accepted, and where.
+        self._accepted: dict[int, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}
         self._maps: dict[tuple[int, int], int] = {}
         self._observed: dict[str, tuple[int, int]] = {}
         self._last: MapReply | None = None
@@ -103,11 +103,6 @@ class Oracle:
         if reply is self._last:
             return
         self._last = reply
-        if reply.cluster not in self._clusters:
-            # Everything was lost, and it begins anew: its epochs have nothing to do with those of before.
-            self._clusters.add(reply.cluster)
-            self._epoch[:] = 0
-            self._owner[:] = -1
         content = zlib.crc32(repr((reply.workers, sorted(reply.previous))).encode() + reply.owners)
         content = zlib.crc32(decoded(reply).since.tobytes(), content)
         known = self._maps.setdefault((reply.cluster, reply.epoch), content)
@@ -130,16 +125,25 @@ class Oracle:
         if worker.shards.fenced:
             return
         epochs = words & np.uint64(EPOCH_MASK)
-        same = accepts & (epochs == self._epoch) & (self._owner != worker.arena.number)
+        highest, where = self._tables(worker)
+        same = accepts & (epochs == highest) & (where != worker.arena.number)
         if same.any():
             shard = int(np.flatnonzero(same)[0])
             self.fail(
                 f"shard {shard} is accepted at epoch {int(epochs[shard])} by {worker.process.name} (arena "
-                f"{worker.arena.number}) and by arena {int(self._owner[shard])}"
+                f"{worker.arena.number}) and by arena {int(where[shard])}"
             )
-        newer = accepts & (epochs > self._epoch)
-        self._epoch[newer] = epochs[newer]
-        self._owner[newer] = worker.arena.number
+        newer = accepts & (epochs > highest)
+        highest[newer] = epochs[newer]
+        where[newer] = worker.arena.number
+
+    def _tables(self, worker: Worker) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Of the cluster whose map its server has."""
+        found = worker.server.member.map
+        cluster = 0 if found is None else found.cluster
+        if cluster not in self._accepted:
+            self._accepted[cluster] = np.zeros(SHARD_COUNT, np.uint64), np.full(SHARD_COUNT, -1, np.int64)
+        return self._accepted[cluster]
 
     # -- versions -----------------------------------------------------------------------------------------
 
@@ -148,7 +152,8 @@ class Oracle:
         self.checks += 1
         shard = shard_of(digest)
         epoch = worker.arena.words[shard] & EPOCH_MASK
-        if int(self._epoch[shard]) <= epoch:
+        newest = int(self._tables(worker)[0][shard])
+        if newest <= epoch:
             return
         key = self.by_digest.get(digest)
         if key is None or key.lost:
@@ -156,7 +161,7 @@ class Oracle:
         if self.in_touch(worker.server.host):
             self.fail(
                 f"{worker.process.name} took a mutation of key {key.number} at epoch {epoch}, shard {shard} has been "
-                f"accepted at {int(self._epoch[shard])}; it was not cut off"
+                f"accepted at {newest}; it was not cut off"
             )
         key.lost = True
         self.split_writes += 1
