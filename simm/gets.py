@@ -167,6 +167,10 @@ class Gets:
                 got: Any = bytes(reader.value(found))
             elif (got := found.length) > len(sink):
                 return SMALL
+            elif got < RELEASE_BYTES and type(sink) is memoryview:
+                # _copy_out's commonest case in place: 0.2 us of 5.
+                start = found.offset - reader.data_offset
+                sink[:got] = reader.data[start : start + got]
             else:
                 self._copy_out(reader, found, sink)
             if reader.confirm(digest, found.slot, found.seq):

@@ -54,6 +54,9 @@ class Located(NamedTuple):
     flags: int
 
 
+_located: Final = tuple.__new__
+
+
 class Unsettled(Exception):
     """An entry changed at every attempt, or its slot stays odd: ask the worker."""
 
@@ -174,7 +177,7 @@ class ArenaReader:
                 continue
             if found != digest:
                 continue  # replaced between find and seq: look again
-            return Located(slot, seq, offset, length, crc, flags)
+            return _located(Located, (slot, seq, offset, length, crc, flags))  # Located(...) takes 0.2 us more
         raise Unsettled
 
     def _find_slow(self, digest: bytes, first: int, second: int) -> int:
