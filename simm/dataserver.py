@@ -40,7 +40,7 @@ from . import messages as M
 from .config import add_arguments, load_command
 from .constants import NO_OWNER, SHARD_COUNT, SLAB_BYTES
 from .errors import ConfigError, SimmError
-from .layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word
+from .layout import HEADER_BYTES, Geometry, State, Word
 from .loop import Loop, Peer, Service, listen_tcp, listen_unix
 from .member import Member
 from .membership import Membership
@@ -55,6 +55,7 @@ from .process import (
     reaped,
     stop_on_signals,
 )
+from .quantities import Address
 from .rpc import Flag, Frame, decode, encode
 from .server_options import DataServerOptions, options_from
 from .server_pages import Row, healthz, metrics
@@ -64,6 +65,7 @@ from .store import Store
 from .stream import run_stream
 from .web import Page, Web
 from .worker import WorkerSettings, run_worker
+from .worker_slot import STATS_ID, WorkerSlot
 
 log = logging.getLogger("simm.dataserver")
 
@@ -83,67 +85,8 @@ _GIVE_UP: Final = M.Shards(1, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT))
 #: A name that has not been resolved by then is tried again later.
 RESOLVE_S: Final = 5
 
-#: Request ids on a worker's socket pair: STATS, and SHARDS from there on.
-_STATS_ID: Final = 1
-_SHARDS_ID: Final = 2
-
-
-class WorkerSlot:
-    """One worker's place: what outlives the process."""
-
-    def __init__(self, number: int, node: int, segment: OwnedSegment, uds: str) -> None:
-        self.number = number
-        self.node = node
-        self.segment = segment
-        self.uds = uds
-        self.listener: socket.socket | None = None
-        self.tcp: socket.socket | None = None
-        self.child: Child | None = None
-        self.streams: list[Child | None] = []
-        self.ready = False
-        #: The worker has taken over a shard map, ever; the newest one.
-        self.sharded = False
-        self.current = False
-        #: Request id of the last SHARDS sent, and the epoch of its map; that of the newest one taken over.
-        self.order_id = _SHARDS_ID
-        self.order_epoch = 0
-        self.taken = 0
-        self.restarts: list[float] = []
-        self.stats: dict[str, Any] = {}
-        self.data_bytes = 0
-        self.incarnation = 0
-        self.mover: Child | None = None
-        #: When it was last heard of.
-        self.mover_heard = 0.0
-        #: What the mover said last, and what its predecessors copied: of this move, and ever.
-        self.progress = M.MoveProgress(0, 0, 0, 0, 0)
-        self.moving = False
-        self.moved_before = 0
-        self.moved_ever = {"bytes": 0, "values": 0, "lost": 0}
-
-    def words(self) -> bytes:
-        """The arena's shard words, now."""
-        whole: bytes = self.segment.mm[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES]
-        return whole
-
-    def load(self, moves_left: int) -> M.WorkerLoad:
-        """For a heartbeat."""
-        stats = self.stats
-        if not stats:
-            return M.WorkerLoad(0, 0, 0, 0, moves_left)
-        used = stats["data_bytes"] - stats["free_bytes"]
-        evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
-        moved = self.moved_before + self.progress.bytes
-        rate = self.progress.rate if moves_left else 0
-        return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)
-
-    def mover_ended(self) -> None:
-        """Add up what it did."""
-        done = self.progress
-        self.moved_before += done.bytes
-        for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
-            self.moved_ever[key] += count
-        self.progress = M.MoveProgress(0, 0, 0, 0, 0)
+#: A worker that has answered nothing for so long hangs, or is stopped.
+SILENT_S: Final = 5.0
 
 
 class _ChildLink(Service):
@@ -181,6 +124,8 @@ class DataServer:
         self._resolvers: list[int] = []
         self._shared: list[socket.socket] = []
         self._web: Web | None = None
+        #: Its address, for the READY line.
+        self._http = ""
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -231,7 +176,9 @@ class DataServer:
         if options.http is not None:
             routes = {"/metrics": self._metrics, "/healthz": self._healthz}
             tokens = () if options.http.loopback else options.tokens
-            self._web = Web(self.loop, listen_tcp(*options.http), routes, tokens)
+            listener = listen_tcp(*options.http)
+            self._http = " http=" + str(Address(*listener.getsockname()[:2]))
+            self._web = Web(self.loop, listener, routes, tokens)
         for slot in self.slots:
             self._start_worker(slot)
             for position in range(options.streams):
@@ -310,7 +257,7 @@ class DataServer:
         slot.child = child = self._fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
         child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
         child.peer.context = slot
-        child.peer.send(encode(M.Stats(0), _STATS_ID))
+        child.peer.send(encode(M.Stats(0), STATS_ID))
         if self.member.map is not None:  # without one it takes no mutation, by itself
             self._tell(slot)
         log.info("worker %d is process %d", slot.number, child.pid)
@@ -379,12 +326,13 @@ class DataServer:
         self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
         for slot in self.slots:
             if slot.child is not None and slot.child.peer is not None and not slot.child.peer.closed:
-                slot.child.peer.send(encode(M.Stats(0), _STATS_ID))
+                slot.child.peer.send(encode(M.Stats(0), STATS_ID))
 
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
         """A worker answered: it is up, and its counters are these; or it has taken the map."""
         if isinstance(msg, M.StatsReply):
             slot.stats = stats = json.loads(msg.json)
+            slot.heard = self.loop.clock()
             slot.data_bytes = stats["data_bytes"]
             slot.incarnation = stats["incarnation"]
             if not slot.ready:
@@ -533,7 +481,9 @@ class DataServer:
 
     def _healthz(self) -> Page:
         down = [slot.number for slot in self.slots if not slot.ready]
-        return healthz(down, self.membership.joined, self.member.fenced)
+        now = self.loop.clock()
+        silent = [slot.number for slot in self.slots if slot.ready and now - slot.heard > SILENT_S]
+        return healthz(down, silent, self.membership.joined, self.member.fenced)
 
     def _metrics(self) -> Page:
         rows = []
@@ -541,7 +491,8 @@ class DataServer:
             moves = {key: count + getattr(slot.progress, key) for key, count in slot.moved_ever.items()}
             moves["left"] = len(self.member.moving(slot.number, slot.words()))
             moves["rate"] = slot.progress.rate
-            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves))
+            silent_s = self.loop.clock() - slot.heard if slot.ready else 0.0
+            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s))
         return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
 
     def _announce(self) -> None:
@@ -553,7 +504,7 @@ class DataServer:
         memory = sum(slot.segment.size for slot in self.slots)
         print(
             f"READY dataserver {self.options.name} {self.options.listen_host}:{ports} workers={len(self.slots)} "
-            f"memory={memory >> 20}M",
+            f"memory={memory >> 20}M{self._http}",
             flush=True,
         )
 

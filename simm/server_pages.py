@@ -48,12 +48,19 @@ class Row:
     stats: Mapping[str, Any]
     restarts: int
     moves: Mapping[str, int] = field(default_factory=dict)
+    #: Since it answered the supervisor, seconds.
+    silent_s: float = 0.0
 
 
-def healthz(down: Sequence[int], joined: bool, fenced: bool) -> Page:
-    """200 while every worker serves; without a manager too, as the data path needs none."""
+def healthz(down: Sequence[int], silent: Sequence[int], joined: bool, fenced: bool) -> Page:
+    """200 while every worker serves; without a manager too, as the data path needs none.
+
+    ``down``: workers that are being restarted. ``silent``: those that hang.
+    """
     if down:
         return Page(f"workers {list(down)} are restarting\n", status=503)
+    if silent:
+        return Page(f"workers {list(silent)} do not answer: stopped, or hung? kill -9 restarts one\n", status=503)
     if fenced:
         return Page("ok, but the manager does not know us: no puts until it does\n")
     return Page("ok\n" if joined else "ok, but no manager\n")
@@ -76,6 +83,10 @@ def metrics(rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int) -> P
         for reason, count in reasons.items():
             about = "entries evicted, by reason"
             samples.append(("simm_evictions_total", "counter", about, {**labels, "reason": reason}, float(count)))
+    samples += [
+        ("simm_worker_silent_seconds", "gauge", "since the worker answered its supervisor", labels, row.silent_s)
+        for labels, row in labelled
+    ]
     samples += [
         ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(row.restarts))
         for labels, row in labelled

@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "paths": {
         "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
-        "server_pages", "server_options", "manager_pages", "target", "view", "replicas", "gets", "puts",
+        "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",
         "subscription", "etcd", "coordinator",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
