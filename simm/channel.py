@@ -150,13 +150,24 @@ class Channel:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(left))
             self._receives_s = left
 
-    def take_bulk(self, target: memoryview) -> int:
-        """Move bare bytes that came along with a frame into ``target``; how many."""
-        if not self._conn.pending_bytes:
-            return 0
-        data = self._conn.take(len(target))
-        target[: len(data)] = data
-        return len(data)
+    def receive_bulk(self, target: memoryview) -> None:
+        """Fill ``target`` with bare bytes, first those that came along with a frame. Raises TransportError."""
+        at, size = 0, len(target)
+        if self._conn.pending_bytes:
+            data = self._conn.take(size)
+            at = len(data)
+            target[:at] = data
+        sock = self.sock
+        while at < size:
+            self.arm("receiving a value")
+            try:
+                # One call a value where the kernel can: it wakes us when all of it is there, or when the time is up.
+                got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
+            except OSError as exc:
+                self.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
+            if not got:
+                self.fail("the server closed the connection in the middle of a value")
+            at += got
 
     def send_raw(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send whole bytes. Raises TransportError, and the channel is broken then."""

@@ -275,7 +275,7 @@ class Client:
         """:meth:`put` for many; a key that comes twice gets the later value."""
         if len(keys) != len(values):
             raise UsageError(f"{len(keys)} keys and {len(values)} values")
-        digests = [self._digest(key) for key in keys]
+        digests = self._digest.many(keys)
         return [status == _OK for status in self.put_digests(digests, [source_of(value) for value in values])]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -286,7 +286,7 @@ class Client:
         """:meth:`get_into` for many. Raises UsageError if a buffer is too small for its value, after all others."""
         if len(keys) != len(buffers):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
-        digests = [self._digest(key) for key in keys]
+        digests = self._digest.many(keys)
         results = self.get_digests(digests, [sink_of(buffer) for buffer in buffers])
         for key, buffer, got in zip(keys, buffers, results):
             if got == SMALL:
@@ -295,12 +295,11 @@ class Client:
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`exists` for many."""
-        digest = self._digest
-        return self.exists_digests([digest(key) for key in keys])
+        return self.exists_digests(self._digest.many(keys))
 
     def delete_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`delete` for many."""
-        return [status == _OK for status in self.delete_digests([self._digest(key) for key in keys])]
+        return [status == _OK for status in self.delete_digests(self._digest.many(keys))]
 
     # -- by digest: what simm.kv and adapters stand on ----------------------------------------------
 

@@ -41,7 +41,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import secrets
 import socket
 import sys
@@ -59,7 +58,7 @@ from .greeting import agreed_protocol, token_fits
 from .loop import Loop, Peer, Service, listen_tcp
 from .manager_pages import ManagerPages
 from .messages import Status
-from .process import end_with, stop_on_signals
+from .process import end_with, raise_file_limit, stop_on_signals
 from .quantities import Address
 from .rpc import Flag, Frame, decode, encode
 from .startup import check_exposure, read_tokens, set_up_logging
@@ -517,10 +516,7 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
     check_exposure(settings.listen, tokens, settings.insecure, "--listen")
     if settings.http is not None:
         check_exposure(settings.http, tokens, settings.insecure, "--http")
-    with contextlib.suppress(OSError, ValueError):
-        # 10,000 connections do not fit the usual soft limit; the hard one is the administrator's say.
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
     timing = Timing(
         settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
         settings.restart_grace_ms / 1000, settings.moves_at_once, return_s=RETURN_S,

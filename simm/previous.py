@@ -134,7 +134,7 @@ class Previous:
             if status == _OK:
                 if length != len(target):
                     channel.fail(f"the previous owner sends {length} bytes of a value that has {len(target)}")
-                _receive(channel, target)
+                channel.receive_bulk(target)
         verdict = channel.result(channel.wait(number))
         if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
             channel.fail("the previous owner sent no verdict")
@@ -147,17 +147,3 @@ class Previous:
                 whole = _TORN
             answers.append((whole, crc, flags))
         return answers
-
-
-def _receive(channel: Channel, target: memoryview) -> None:
-    """Exactly these bytes, within the exchange's deadline. Raises TransportError."""
-    at = channel.take_bulk(target)
-    while at < len(target):
-        channel.arm("receiving a value")
-        try:
-            got = channel.sock.recv_into(target[at:], 0, socket.MSG_WAITALL)
-        except OSError as exc:
-            channel.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
-        if not got:
-            channel.fail("the previous owner closed the connection in the middle of a value")
-        at += got

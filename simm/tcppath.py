@@ -175,7 +175,7 @@ class TcpPath:
             if status == _OK:
                 if not 0 < length <= most:
                     channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
-                self._receive(channel, target(length))
+                channel.receive_bulk(target(length))
         verdict = channel.result(channel.wait(number))
         if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
             channel.fail("the server sent no verdict")
@@ -183,21 +183,6 @@ class TcpPath:
             (status or judged, length, crc, flags)
             for (status, flags, length, crc), judged in zip(fetched.entries, verdict.statuses)
         ]
-
-    def _receive(self, channel: Channel, target: memoryview) -> None:
-        at = channel.take_bulk(target)
-        size = len(target)
-        sock = channel.sock
-        while at < size:
-            channel.arm("receiving a value")
-            try:
-                # One call a value where the kernel can: it wakes us when all of it is there, or when the time is up.
-                got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
-            except OSError as exc:
-                channel.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
-            if not got:
-                channel.fail("the server closed the connection in the middle of a value")
-            at += got
 
     def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
         """Values out of the caller's memory: (digest, bytes, crc, flags); a Status for each."""
