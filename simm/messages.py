@@ -94,12 +94,15 @@ class Hello(NamedTuple):
 
 @message(0x02, "H H H H Q Q Q s")
 class Welcome(NamedTuple):
-    """Answer to HELLO. ``session`` names the session for life; ``segment`` is empty without a shm path."""
+    """Answer to HELLO. ``session`` names the session for life; ``segment`` is empty without a shm path.
+
+    ``rdma_port``: where on this host an RDMA lane is opened, 0 where none can be.
+    """
 
     proto: int
     namespace_id: int
     paths: int
-    reserved: int
+    rdma_port: int
     session: int
     incarnation: int
     grant_bytes_max: int
@@ -409,6 +412,105 @@ class Listed(NamedTuple):
     cursor: int
     entries: list[tuple[bytes, int, int, int]]
     namespaces: list[NamespaceName]
+
+
+# --- RDMA: the control connection of a lane --------------------------------------------------
+
+
+@structure("16s H H I s")
+class RdmaRail(NamedTuple):
+    """A rail of the server: its port's GID and LID (0 on Ethernet), its MTU in bytes, what it is called there."""
+
+    gid: bytes
+    lid: int
+    mtu: int
+    reads: int
+    name: str
+
+
+@structure("H H Q Q Q I")
+class RdmaRegion(NamedTuple):
+    """A piece of the arena, registered on a rail: segment bytes ``start`` to ``start + length`` lie at ``address``.
+
+    ``flags``: :data:`REGION_WRITABLE` where ``rkey`` allows WRITEs too. READs it always allows.
+    """
+
+    rail: int
+    flags: int
+    start: int
+    length: int
+    address: int
+    rkey: int
+
+
+#: Bit of RdmaRegion.flags.
+REGION_WRITABLE: Final = 1
+#: Bit of RdmaOpened.flags: chunks are written by the keys that come with their grants.
+RDMA_WINDOWS: Final = 1
+
+
+@message(0x50, "I")
+class RdmaOpen(NamedTuple):
+    """Client to endpoint, after HELLO: what is there? Answer: RDMA_OPENED, or ERROR with UNAVAILABLE and the reason."""
+
+    flags: int
+
+
+@message(0x51, "Q Q I [RdmaRail] [RdmaRegion]")
+class RdmaOpened(NamedTuple):
+    """Size of the segment and incarnation of its worker, the server's rails, and where the arena lies on each."""
+
+    size: int
+    incarnation: int
+    flags: int
+    rails: list[RdmaRail]
+    regions: list[RdmaRegion]
+
+
+@message(0x52, "H H 16s I I H H")
+class RdmaConnect(NamedTuple):
+    """Connect your rail ``rail`` to this end of mine. Answer: RDMA_CONNECTED, or ERROR."""
+
+    rail: int
+    lid: int
+    gid: bytes
+    qpn: int
+    psn: int
+    mtu: int
+    reads: int
+
+
+@message(0x53, "H H 16s I I H H")
+class RdmaConnected(NamedTuple):
+    """The server's end of link number ``link`` of this lane; it is ready to be read and written."""
+
+    link: int
+    lid: int
+    gid: bytes
+    qpn: int
+    psn: int
+    mtu: int
+    reads: int
+
+
+@message(0x54, "H")
+class RdmaDisconnect(NamedTuple):
+    """Link ``link`` is of no use: destroy your end. Answer: DONE, after which nothing it sent can arrive."""
+
+    link: int
+
+
+@message(0x55, "*B *QQI *I")
+class RdmaGranted(NamedTuple):
+    """Answer to COMMIT and GRANT: a status for each entry, and grants as in COMMITTED.
+
+    With :data:`RDMA_WINDOWS`, ``keys`` has for each grant one rkey a link, in the order of the links' numbers (0 for
+    one that was disconnected): it allows WRITEs to that chunk, and ends with the grant. Without, ``keys`` is empty.
+    """
+
+    statuses: list[int]
+    grants: list[tuple[int, int, int]]
+    keys: list[int]
 
 
 # --- manager -----------------------------------------------------------------------------------

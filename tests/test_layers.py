@@ -17,7 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
         "codec", "messages", "layout", "config", "quantities", "startup", "topology", "hashing", "pages", "shm",
-        "buffers", "console", "statefile", "greeting", "rails",
+        "buffers", "console", "statefile", "greeting", "rails", "fabric", "cuda",
     },
     "structures": {
         "slab", "sizes", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing",
@@ -26,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
         "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
+        "endpoint", "windows", "lane", "bounce", "registry", "rdmapath", "rdmaget", "rdmaput", "remote_arena", "gpu",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
         "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",
         "subscription", "etcd", "coordinator",
@@ -41,7 +42,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
 PURE = {"codec", "slab", "sizes", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
         "grants", "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus",
-        "placement"}
+        "placement", "fabric"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 
