@@ -14,7 +14,6 @@ finding, so that the others are still told.
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import platform
@@ -22,14 +21,12 @@ import re
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from simm import pages, rails, shm, topology
+from simm import pages, shm, topology
+from simm.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
 from simm.errors import SimmError
-
-Status = Literal["ok", "warn", "fail"]
+from simm.findings import Finding, entries, gib, limit, text
 
 #: What all names of SiMM's segments begin with, for the check on leftovers.
 SEGMENT_PREFIX = "simm"
@@ -41,39 +38,6 @@ OPEN_FILES_MIN = 4096
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 #: Users below this are system users, whose segments logind leaves alone.
 _FIRST_REGULAR_UID = 1000
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check. `detail` is what was seen, `remedy` a line that can be acted on (empty when ok)."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
-def _text(sys_root: str, path: str) -> str | None:
-    """Stripped content of a small file, None when it cannot be read."""
-    try:
-        return Path(sys_root, path).read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
-def _entries(sys_root: str, path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(Path(sys_root, path)))
-    except OSError:
-        return []
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.2f} GiB"
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
 # --------------------------------------------------------------------------------------------- memory
@@ -90,7 +54,7 @@ def check_shm_size(sys_root: str = "/") -> Finding:
         )
     total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
     memory = topology.meminfo_bytes("MemTotal", sys_root)
-    detail = f"/dev/shm: {_gib(free)} free of {_gib(total)}, memory: {_gib(memory) if memory else 'unknown'}"
+    detail = f"/dev/shm: {gib(free)} free of {gib(total)}, memory: {gib(memory) if memory else 'unknown'}"
     remedy = (
         "mount -o remount,size=80% /dev/shm (docker: --shm-size=64g; "
         "kubernetes: an emptyDir with medium: Memory on /dev/shm)"
@@ -108,20 +72,20 @@ def check_memory_limit(sys_root: str = "/") -> Finding:
     left = topology.memory_limit_bytes(sys_root)
     if left is None:
         return Finding(name, "ok", "no memory cgroup limits this process")
-    detail = f"the memory cgroup leaves {_gib(left)}"
+    detail = f"the memory cgroup leaves {gib(left)}"
     remedy = "raise the container's memory limit (docker: --memory; kubernetes: resources.limits.memory); arenas count"
     if left < SHM_BYTES_MIN:
         return Finding(name, "fail", detail, remedy)
     available = topology.meminfo_bytes("MemAvailable", sys_root)
     if available is not None and left < available // 2:
-        return Finding(name, "warn", f"{detail} of {_gib(available)} available on the host", remedy)
+        return Finding(name, "warn", f"{detail} of {gib(available)} available on the host", remedy)
     return Finding(name, "ok", detail)
 
 
 def check_overcommit(sys_root: str = "/") -> Finding:
     """Strict overcommit accounting refuses large mappings that other programs need."""
     name = "overcommit"
-    mode = _text(sys_root, "proc/sys/vm/overcommit_memory")
+    mode = text(sys_root, "proc/sys/vm/overcommit_memory")
     if mode == "2":
         return Finding(
             name,
@@ -132,27 +96,10 @@ def check_overcommit(sys_root: str = "/") -> Finding:
     return Finding(name, "ok", f"vm.overcommit_memory={mode or 'unknown'}")
 
 
-def check_memlock(sys_root: str = "/") -> Finding:
-    """RDMA pins what it registers, and pinned memory counts against RLIMIT_MEMLOCK."""
-    name = "memlock"
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    detail = f"locked memory: {_limit(soft)} bytes (hard limit {_limit(hard)})"
-    if soft == resource.RLIM_INFINITY:
-        return Finding(name, "ok", detail)
-    if not _entries(sys_root, "sys/class/infiniband"):
-        return Finding(name, "ok", f"{detail}; matters only with RDMA, and there is no device")
-    return Finding(
-        name,
-        "warn",
-        f"{detail}: RDMA cannot register an arena",
-        "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
-    )
-
-
 def check_huge_pages(sys_root: str = "/") -> Finding:
     """Transparent huge pages for shared memory."""
     name = "huge-pages"
-    switch = _text(sys_root, "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    switch = text(sys_root, "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     if switch is None:
         return Finding(name, "ok", "this kernel has no transparent huge pages for shared memory")
     if topology.huge_pages_allowed(sys_root):
@@ -199,7 +146,7 @@ def check_leftovers(sys_root: str = "/") -> Finding:
     return Finding(
         name,
         "warn",
-        f"{len(found)} segments of dead owners hold {_gib(held)}: {', '.join(found[:4])}{'...' if found[4:] else ''}",
+        f"{len(found)} segments of dead owners hold {gib(held)}: {', '.join(found[:4])}{'...' if found[4:] else ''}",
         f"start the data server again, which removes them, or: rm {shm.SHM_DIR}/{found[0]}",
     )
 
@@ -212,9 +159,9 @@ def check_remove_ipc(sys_root: str = "/") -> Finding:
     if os.geteuid() < _FIRST_REGULAR_UID:
         return Finding(name, "ok", f"uid {os.geteuid()} is a system user, whose segments logind leaves alone")
     setting = "yes"
-    files = [f"etc/systemd/logind.conf.d/{each}" for each in _entries(sys_root, "etc/systemd/logind.conf.d")]
+    files = [f"etc/systemd/logind.conf.d/{each}" for each in entries(sys_root, "etc/systemd/logind.conf.d")]
     for path in ("etc/systemd/logind.conf", *(each for each in files if each.endswith(".conf"))):
-        for value in re.findall(r"^\s*RemoveIPC\s*=\s*(\S+)", _text(sys_root, path) or "", re.M):
+        for value in re.findall(r"^\s*RemoveIPC\s*=\s*(\S+)", text(sys_root, path) or "", re.M):
             setting = value
     if setting.lower() in ("no", "false", "off", "0"):
         return Finding(name, "ok", "logind keeps /dev/shm files at logout (RemoveIPC=no)")
@@ -247,8 +194,8 @@ def check_numa(sys_root: str = "/") -> Finding:
     """NUMA nodes, and whether the kernel reclaims a node's cache before it looks at the next node."""
     name = "numa"
     found = topology.nodes(sys_root)
-    seen = "; ".join(f"node {each.id}: {len(each.cpus)} CPUs, {_gib(each.memory_bytes)}" for each in found)
-    mode = _text(sys_root, "proc/sys/vm/zone_reclaim_mode") or "0"
+    seen = "; ".join(f"node {each.id}: {len(each.cpus)} CPUs, {gib(each.memory_bytes)}" for each in found)
+    mode = text(sys_root, "proc/sys/vm/zone_reclaim_mode") or "0"
     if mode != "0" and len(found) > 1:
         return Finding(name, "warn", f"{seen}; vm.zone_reclaim_mode={mode}", "sysctl vm.zone_reclaim_mode=0")
     return Finding(name, "ok", seen)
@@ -268,45 +215,6 @@ def check_machine(sys_root: str = "/") -> Finding:
     return Finding(name, "ok", detail)
 
 
-# ----------------------------------------------------------------------------------------------- RDMA
-
-
-def check_rdma_devices(sys_root: str = "/") -> Finding:
-    """RDMA devices and the state of their ports."""
-    name = "rdma-devices"
-    known = rails.ports(sys_root)
-    if not known:
-        return Finding(name, "ok", "no RDMA device; other hosts are reached by TCP")
-    usable = [port.name for port in known if not port.trouble]
-    others = [f"{port.name} ({port.trouble})" for port in known if port.trouble]
-    detail = f"usable ports: {', '.join(usable) or 'none'}; others: {', '.join(others) or 'none'}"
-    if usable:
-        return Finding(name, "ok", detail)
-    return Finding(
-        name,
-        "warn",
-        detail,
-        "bring a port up (ip link set DEV up, an address, cable, subnet manager for InfiniBand); then see: simm topo",
-    )
-
-
-def check_pyverbs(sys_root: str = "/") -> Finding:
-    """Whether pyverbs is installed; it is not imported."""
-    name = "pyverbs"
-    there = importlib.util.find_spec("pyverbs") is not None
-    devices = _entries(sys_root, "sys/class/infiniband")
-    if there:
-        return Finding(name, "ok", "pyverbs is installed")
-    if not devices:
-        return Finding(name, "ok", "pyverbs is not installed, and there is no RDMA device to use it with")
-    return Finding(
-        name,
-        "warn",
-        f"{', '.join(devices)} cannot be used: this Python has no pyverbs",
-        f"install pyverbs for {sys.executable} (Debian: python3-pyverbs; or rdma-core's pyverbs built for it)",
-    )
-
-
 # ------------------------------------------------------------------------------------ process, container
 
 
@@ -314,7 +222,7 @@ def check_open_files(sys_root: str = "/") -> Finding:
     """RLIMIT_NOFILE."""
     name = "open-files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    detail = f"open files: {_limit(soft)} (hard limit {_limit(hard)})"
+    detail = f"open files: {limit(soft)} (hard limit {limit(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES_MIN:
         return Finding(name, "ok", detail)
     return Finding(
@@ -373,6 +281,8 @@ CHECKS: tuple[Callable[[str], Finding], ...] = (
     check_memlock,
     check_open_files,
     check_rdma_devices,
+    check_rdma_access,
+    check_rails,
     check_pyverbs,
     check_container,
     check_remove_ipc,

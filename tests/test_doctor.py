@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import platform
 import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,15 +101,6 @@ def test_overcommit(tmp_path: Path, mode: str, status: str) -> None:
     judged(doctor.check_overcommit(str(tmp_path)), status, f"vm.overcommit_memory={mode}")
 
 
-def test_memlock_matters_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, 65536, 65536)
-    judged(doctor.check_memlock(str(tmp_path)), "ok", "65,536")
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    judged(doctor.check_memlock(str(tmp_path)), "warn", "65,536", "ulimit -l unlimited")
-    limit(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    judged(doctor.check_memlock(str(tmp_path)), "ok", "unlimited")
-
-
 @pytest.mark.parametrize(
     ("switch", "status"),
     [(None, "ok"), ("always [advise] never", "ok"), ("always advise [never]", "warn"), ("[always] advise never", "ok")],
@@ -190,28 +179,6 @@ def test_machine(monkeypatch: pytest.MonkeyPatch, machine: str, order: str, stat
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(sys, "byteorder", order)
     judged(doctor.check_machine(), status, machine, order, "64 bits")
-
-
-def test_rdma_devices(tmp_path: Path) -> None:
-    judged(doctor.check_rdma_devices(str(tmp_path)), "ok", "no RDMA device")
-    write(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-    judged(doctor.check_rdma_devices(str(tmp_path)), "warn", "mlx5_0:1 (its state is DOWN)", "simm topo")
-    write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/state", "4: ACTIVE\n")
-    judged(doctor.check_rdma_devices(str(tmp_path)), "warn", "mlx5_1:1 (it has no GID", "simm topo")
-    write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/gids/0", "0000:0000:0000:0000:0000:ffff:0a00:0001\n")
-    write(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/gid_attrs/types/0", "RoCE v2\n")
-    judged(doctor.check_rdma_devices(str(tmp_path)), "ok", "usable ports: mlx5_1:1", "mlx5_0:1 (its state")
-
-
-def test_pyverbs_is_looked_for_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there: dict[str, Any] = {"pyverbs": None}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name])
-    judged(doctor.check_pyverbs(str(tmp_path)), "ok", "not installed")
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    judged(doctor.check_pyverbs(str(tmp_path)), "warn", "mlx5_0", sys.executable)
-    there["pyverbs"] = object()
-    judged(doctor.check_pyverbs(str(tmp_path)), "ok", "is installed")
-    assert "pyverbs" not in sys.modules
 
 
 @pytest.mark.parametrize(("soft", "status"), [(1024, "warn"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")])

@@ -33,8 +33,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {
-        "kv", "blocks", "connectors", "cli", "__main__", "doctor", "status", "demo", "bench", "bench_floor",
-        "bench_load", "bench_report", "simulate", "sim", "nodes", "topo",
+        "kv", "blocks", "connectors", "cli", "__main__", "doctor", "doctor_rdma", "findings", "status", "demo", "bench",
+        "bench_floor", "bench_load", "bench_report", "simulate", "sim", "nodes", "topo",
     },
 }  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for module in modules}
