@@ -361,6 +361,7 @@ def _topo(argv: Sequence[str], prog: str) -> int:
     parser = _parser(prog, "NUMA nodes, RDMA ports, which of them a worker on each node would use, and why.")
     parser.add_argument("--rdma-devices", metavar="LIST",
                         help="only these, as mlx5_0,mlx5_1:2 (default: SICL_NET_DEVICES, else all)")  # fmt: skip
+    parser.add_argument("--gids", action="store_true", help="with each port's whole GID table")
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_args(argv)
     from . import rails, topo
@@ -371,7 +372,7 @@ def _topo(argv: Sequence[str], prog: str) -> int:
     if arguments.json:
         _print_json(found)
     else:
-        print(topo.table(found, origin))
+        print(topo.table(found, origin, gids=arguments.gids))
     return EXIT_OK
 
 

@@ -31,8 +31,9 @@ from typing import Final
 
 from .errors import ConfigError
 
-#: The variable by which engines restrict the devices (KV API).
+#: The variable by which engines restrict the devices (KV API), and the one of our own setting.
 DEVICES_ENV: Final = "SICL_NET_DEVICES"
+OWN_ENV: Final = "SIMM_RDMA_DEVICES"
 #: A slower rail than the fastest by more than this factor is left out.
 RATE_SPREAD: Final = 4
 #: GIDs looked at per port; drivers have up to 256.
@@ -218,11 +219,17 @@ def parse_devices(spec: str, known: Sequence[Port]) -> list[Port]:
 
 
 def restriction(option: str | None, env: Mapping[str, str]) -> tuple[str, str]:
-    """What restricts the devices, and where that came from: the option before the engine's variable; or two empty."""
+    """What restricts the devices, and where that came from; two empty texts where nothing does.
+
+    The option goes before our own variable, and that one before the engine's.
+    """
     if option:
         return option, "--rdma-devices"
-    given = env.get(DEVICES_ENV, "").strip()
-    return (given, DEVICES_ENV) if given else ("", "")
+    for name in (OWN_ENV, DEVICES_ENV):
+        given = env.get(name, "").strip()
+        if given:
+            return given, name
+    return "", ""
 
 
 def choose(node: int, known: Sequence[Port], *, named: Sequence[Port] | None = None) -> list[Verdict]:

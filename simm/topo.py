@@ -1,17 +1,27 @@
-"""``simm topo``: NUMA nodes, RDMA ports, which rails a worker on each node would use, and why."""
+"""``simm topo``: NUMA nodes, RDMA ports, which rails a worker on each node would use, and why.
+
+All but two columns are read from sysfs. What one memory region may cover and how many memory windows there can be is
+known to the device alone, so these two need pyverbs and access to it; where they are missing the reason is told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import rails, topology
-from .rails import Port
-from .status import bytes_text
+from .fabric import Absence, Limits
+from .rails import Gid, Port
+from .status import bytes_text, columns
 
 
-def collect(named: Sequence[Port] | None, sys_root: str = "/") -> dict[str, Any]:
-    """The host as SiMM sees it, JSON-able. ``named``: the only RDMA ports allowed, or None."""
+def collect(
+    named: Sequence[Port] | None, sys_root: str = "/", limits: Mapping[str, Limits] | Absence | None = None
+) -> dict[str, Any]:
+    """The host as SiMM sees it, JSON-able.
+
+    ``named``: the only RDMA ports allowed, or None. ``limits``: of each port by its name, where devices were asked.
+    """
     known = rails.ports(sys_root)
     memlock = rails.memlock_bytes()
     nodes = []
@@ -28,19 +38,33 @@ def collect(named: Sequence[Port] | None, sys_root: str = "/") -> dict[str, Any]
                 ],
             }
         )
-    ports = [
-        {
-            "port": port.name,
-            "state": port.state,
-            "link_layer": port.link_layer,
-            "gbit_s": port.gbit,
-            "numa": port.numa,
-            "gid": None if port.gid is None else {"index": port.gid.index, "gid": port.gid.gid, "kind": port.gid.kind},
-            "gids": len(port.gids),
-        }
-        for port in known
-    ]
-    return {"nodes": nodes, "ports": ports, "memlock_bytes": memlock}
+    asked: Mapping[str, Limits] = limits if isinstance(limits, Mapping) else {}
+    ports = []
+    for port in known:
+        limit = asked.get(port.name)
+        ports.append(
+            {
+                "port": port.name,
+                "state": port.state,
+                "link_layer": port.link_layer,
+                "gbit_s": port.gbit,
+                "numa": port.numa,
+                "gid": None if port.gid is None else _gid(port.gid),
+                "gids": [_gid(gid) for gid in port.gids],
+                "max_mr_bytes": None if limit is None else limit.region_bytes,
+                "memory_windows": None if limit is None else limit.windows,
+            }
+        )
+    return {
+        "nodes": nodes,
+        "ports": ports,
+        "memlock_bytes": memlock,
+        "verbs": str(limits) if isinstance(limits, Absence) else "",
+    }
+
+
+def _gid(gid: Gid) -> dict[str, Any]:
+    return {"index": gid.index, "gid": gid.gid, "kind": gid.kind, "netdev": gid.netdev}
 
 
 def _ranges(cpus: Sequence[int]) -> str:
@@ -56,8 +80,8 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(parts) or "none"
 
 
-def table(found: dict[str, Any], restricted_by: str = "") -> str:
-    """For people."""
+def table(found: dict[str, Any], restricted_by: str = "", *, gids: bool = False) -> str:
+    """For people. ``gids``: with each port's whole GID table, the one in use marked."""
     lines = [
         f"node {node['node']}: CPUs {_ranges(node['cpus'])}, {bytes_text(node['memory_bytes'])} of memory"
         for node in found["nodes"]
@@ -66,24 +90,36 @@ def table(found: dict[str, Any], restricted_by: str = "") -> str:
     lines.append(f"memory that may be pinned: {'no limit' if memlock is None else bytes_text(memlock)}")
     if not found["ports"]:
         return "\n".join([*lines, "no RDMA device: other hosts are reached by TCP"])
+    if found["verbs"]:
+        lines.append(f"the devices were not asked for their limits: {found['verbs']}")
     if restricted_by:
         lines.append(f"RDMA devices restricted by {restricted_by}")
-    rows = [("PORT", "STATE", "LINK", "GBIT/S", "NODE", "GID", "OF")]
+    rows = [("PORT", "STATE", "LINK", "GBIT/S", "NODE", "REGION", "WINDOWS", "GID", "OF")]
     for port in found["ports"]:
-        gid = port["gid"]
-        shown = "none" if gid is None else f"{gid['index']}: {rails.Gid(**gid).text} ({gid['kind']})"
+        region, windows = port["max_mr_bytes"], port["memory_windows"]
         rows.append(
             (
                 port["port"], port["state"], port["link_layer"], f"{port['gbit_s']:g}",
-                "any" if port["numa"] < 0 else str(port["numa"]), shown, str(port["gids"]),
+                "any" if port["numa"] < 0 else str(port["numa"]), "?" if region is None else bytes_text(region),
+                "?" if windows is None else str(windows), _gid_text(port["gid"]), str(len(port["gids"])),
             )
         )  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines.append("")
-    lines += ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    lines += ["", *columns(rows, left=range(len(rows[0])))]
+    if gids:
+        for port in found["ports"]:
+            lines += ["", f"GIDs of {port['port']}"]
+            for gid in port["gids"]:
+                mark = "+" if gid == port["gid"] else " "
+                lines.append(f"  {mark} {_gid_text(gid)} {gid['netdev']}".rstrip())
+            if not port["gids"]:
+                lines.append("    none")
     for node in found["nodes"]:
         lines += ["", f"a worker on node {node['node']} uses {', '.join(node['rails']) or 'TCP'}"]
         lines += [
             f"  {'+' if verdict['used'] else '-'} {verdict['port']}: {verdict['why']}" for verdict in node["verdicts"]
         ]
     return "\n".join(lines)
+
+
+def _gid_text(gid: Mapping[str, Any] | None) -> str:
+    return "none" if gid is None else f"{gid['index']}: {Gid(**gid).text} ({gid['kind']})"

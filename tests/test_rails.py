@@ -9,6 +9,7 @@ import pytest
 
 from simm import rails, topo
 from simm.errors import ConfigError
+from simm.fabric import Absence, Limits
 
 V4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 GLOBAL = "2001:0db8:0000:0000:0000:0000:0000:0001"
@@ -162,7 +163,8 @@ def test_devices_by_name(tmp_path: Path) -> None:
 def test_the_option_goes_before_the_engines_variable() -> None:
     assert rails.restriction("a", {"SICL_NET_DEVICES": "b"}) == ("a", "--rdma-devices")
     assert rails.restriction(None, {"SICL_NET_DEVICES": "b"}) == ("b", "SICL_NET_DEVICES")
-    assert rails.restriction("", {"SICL_NET_DEVICES": " "}) == ("", "")
+    assert rails.restriction(None, {"SICL_NET_DEVICES": "b", "SIMM_RDMA_DEVICES": "c"}) == ("c", "SIMM_RDMA_DEVICES")
+    assert rails.restriction("", {"SICL_NET_DEVICES": " ", "SIMM_RDMA_DEVICES": ""}) == ("", "")
 
 
 def test_topo_shows_the_choice_and_the_reason(tmp_path: Path) -> None:
@@ -175,6 +177,38 @@ def test_topo_shows_the_choice_and_the_reason(tmp_path: Path) -> None:
     assert "node 0: CPUs 0-3, 1G of memory" in text and "restricted by SICL_NET_DEVICES" in text
     assert "a worker on node 0 uses mlx5_0:1\n  + mlx5_0:1: on node 0, RoCE v2 GID 0 10.0.0.1" in text
     assert "a worker on node 1 uses mlx5_0:1" in text and "- mlx5_1:1: it has no GID" in text
+
+
+def test_topo_shows_every_gid_and_marks_the_one_in_use(tmp_path: Path) -> None:
+    two_nodes(tmp_path)
+    device(tmp_path, "mlx5_0", [(LINK, V1), (LINK, V2), (V4, V1), (V4, V2)], numa=0)
+    write(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/3", "eth0")
+    device(tmp_path, "mlx5_1", [], numa=0)
+    found = topo.collect(None, str(tmp_path))
+    port = found["ports"][0]
+    assert [gid["index"] for gid in port["gids"]] == [0, 1, 2, 3] and port["gid"]["index"] == 3
+    lines = topo.table(found, gids=True).splitlines()
+    at = lines.index("GIDs of mlx5_0:1")
+    assert lines[at + 1 : at + 5] == [
+        "    0: fe80::202:c9ff:fe00:1 (RoCE v1)",
+        "    1: fe80::202:c9ff:fe00:1 (RoCE v2)",
+        "    2: 10.0.0.1 (RoCE v1)",
+        "  + 3: 10.0.0.1 (RoCE v2) eth0",
+    ]
+    assert lines[lines.index("GIDs of mlx5_1:1") + 1] == "    none"
+
+
+def test_topo_shows_what_the_devices_say_of_themselves(tmp_path: Path) -> None:
+    two_nodes(tmp_path)
+    device(tmp_path, "mlx5_0", [(V4, V2)], numa=0)
+    device(tmp_path, "mlx5_1", [], numa=0)
+    found = topo.collect(None, str(tmp_path), {"mlx5_0:1": Limits(1 << 36, 4096, 16, 1024)})
+    assert (found["ports"][0]["max_mr_bytes"], found["ports"][0]["memory_windows"]) == (1 << 36, 4096)
+    rows = [line.split() for line in topo.table(found).splitlines() if line.startswith("mlx5_")]
+    assert rows[0][4:7] == ["0", "64G", "4096"] and rows[1][4:7] == ["0", "?", "?"]
+    found = topo.collect(None, str(tmp_path), Absence("no pyverbs", "install it"))
+    assert json.loads(json.dumps(found))["verbs"] == "no pyverbs: install it"
+    assert "were not asked for their limits: no pyverbs: install it" in topo.table(found)
 
 
 def test_topo_without_rdma(tmp_path: Path) -> None:
