@@ -139,7 +139,9 @@ def _numa_of(root: Path, device: str) -> int:
     places = [base / "device/numa_node"]
     parent = _text(base / "parent")
     if parent and re.fullmatch(r"[^/\s]+", parent):
-        places.append(root / "sys/class/net" / parent / "device/numa_node")
+        netdev = root / "sys/class/net" / parent / "device"
+        # A virtio card is a device on a PCI function, which is the one that has a node.
+        places += [netdev / "numa_node", netdev / "../numa_node"]
     for place in places:
         found = _text(place)
         if re.fullmatch(r"-?[0-9]{1,6}", found) and int(found) >= 0:

@@ -107,7 +107,12 @@ def test_software_devices_take_their_network_devices_node(tmp_path: Path) -> Non
     device(tmp_path, "rxe1", [(V4, V2)], parent="veth0")
     device(tmp_path, "rxe2", [(V4, V2)], numa=-1)
     device(tmp_path, "rxe3", [(V4, V2)], parent="../../etc")
-    assert [port.numa for port in rails.ports(str(tmp_path))] == [1, -1, -1, -1]
+    write(tmp_path, "sys/devices/pci0/virtio0/vendor", "0x1af4")
+    write(tmp_path, "sys/devices/pci0/numa_node", "1")
+    (tmp_path / "sys/class/net/eth1").mkdir()
+    (tmp_path / "sys/class/net/eth1/device").symlink_to(tmp_path / "sys/devices/pci0/virtio0")
+    device(tmp_path, "rxe4", [(V4, V2)], parent="eth1")
+    assert [port.numa for port in rails.ports(str(tmp_path))] == [1, -1, -1, -1, 1]
 
 
 def test_rails_of_a_node(tmp_path: Path) -> None:
