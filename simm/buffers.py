@@ -60,6 +60,10 @@ _positive: Final = np.positive
 _ALL: Final[Any] = (ctypes.c_ubyte * (1 << 62)).from_address(0)
 
 
+class OnDevice(UsageError):
+    """The memory is a GPU's: no CPU can look at it. Where such memory is taken, ``gpu.py`` makes a span of it."""
+
+
 class Span:
     """A piece of memory by address, as engines name it. ``keep`` is kept alive with it."""
 
@@ -123,18 +127,25 @@ def _foreign(buffer: Any) -> memoryview:
     span = tensor_span(buffer)
     if span is not None:
         return span.view()
-    raise UsageError(f"a value is bytes-like, an array or a CPU tensor, not {type(buffer).__name__}")
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise OnDevice(f"the memory of this {type(buffer).__name__} is a GPU's")
+    raise UsageError(f"a value is bytes-like, an array or a tensor, not {type(buffer).__name__}")
 
 
 def tensor_span(tensor: Any) -> Span | None:
-    """The memory of a torch-like CPU tensor, without importing torch; None for anything else. Raises UsageError."""
+    """The memory of a torch-like CPU tensor, without importing torch; None for anything else.
+
+    Raises UsageError, OnDevice for a CUDA tensor.
+    """
     try:
         pointer, count, item = tensor.data_ptr(), tensor.numel(), tensor.element_size()
     except (AttributeError, TypeError):
         return None
     device = getattr(getattr(tensor, "device", None), "type", "cpu")
+    if device == "cuda":
+        raise OnDevice("the memory of this tensor is a GPU's")
     if device != "cpu":
-        raise UsageError(f"a tensor on {device} cannot be copied by the CPU: move it, or register it")
+        raise UsageError(f"a tensor on {device} cannot be copied: move it to the CPU or to a CUDA device")
     contiguous = getattr(tensor, "is_contiguous", None)
     if contiguous is not None and not contiguous():
         raise UsageError("the tensor is not contiguous: call .contiguous() first")

@@ -1,0 +1,381 @@
+"""The CUDA driver's C interface by ctypes: the little that copies between host and GPU memory need.
+
+Nothing here is loaded before somebody hands us GPU memory: a client without it never opens ``libcuda.so.1``, and
+SiMM needs neither a toolkit nor torch. The driver's library is the one that the engine in this process uses anyway;
+we share its *primary contexts* (one a GPU, the runtime's and torch's own), so that its pointers are good for us and
+ours for it. A context is retained once and kept until the process ends.
+
+What can go wrong, and what we chose
+------------------------------------
+* *Symbols.* Several functions exist twice, with and without ``_v2``: the plain one takes 32-bit sizes. The header
+  hides that by macros; we must name the ``_v2`` form ourselves.
+* *The current context* belongs to a thread and to whoever set it. We push ours and pop it again, so the engine finds
+  its own as it was (:class:`Driver.push`).
+* *Errors are sticky.* After a kernel of the engine's has failed, every call fails. There is one exception for all
+  (:class:`CudaError`, a TransportError): what it means for a get or put the paths decide.
+* *Forks.* The driver does not survive one: a child that calls it hangs or crashes. :func:`load` refuses in a child
+  whose parent had loaded it here, and a child's :class:`Driver` refuses each call (it costs one look at a flag).
+* *The GIL* is released by ``ctypes.CDLL`` for each call, also for those of 100 ns; what waits (synchronise, register)
+  would else stop the engine.
+
+Constants are those of ``cuda.h``; each has its name there beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from .errors import TransportError
+
+LIBRARY: Final = "libcuda.so.1"
+
+#: CUmemorytype
+MEMORY_HOST: Final = 1
+MEMORY_DEVICE: Final = 2
+MEMORY_UNIFIED: Final = 4
+
+#: CUdevice_attribute
+HOST_REGISTER_SUPPORTED: Final = 99
+READ_ONLY_HOST_REGISTER_SUPPORTED: Final = 113
+GPU_DIRECT_RDMA_SUPPORTED: Final = 116
+DMA_BUF_SUPPORTED: Final = 124
+
+#: CUstream values that are no handles: CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
+STREAM_LEGACY: Final = 1
+STREAM_PER_THREAD: Final = 2
+
+#: CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts; CU_MEMHOSTREGISTER_READ_ONLY: the device does not write it.
+REGISTER_PORTABLE: Final = 1
+REGISTER_READ_ONLY: Final = 8
+
+_POINTER_MEMORY_TYPE: Final = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_POINTER_SYNC_MEMOPS: Final = 6  # CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+_POINTER_DEVICE_ORDINAL: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_EVENT_DISABLE_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
+_DMA_BUF_FD: Final = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+
+_INVALID_VALUE: Final = 1  # CUDA_ERROR_INVALID_VALUE
+_NOT_SUPPORTED: Final = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+_int_p: Final = ctypes.POINTER(ctypes.c_int)
+_text_p: Final = ctypes.POINTER(ctypes.c_char_p)
+_handle_p: Final = ctypes.POINTER(ctypes.c_void_p)
+_address: Final = ctypes.c_uint64  # CUdeviceptr
+_size: Final = ctypes.c_size_t
+_handle: Final = ctypes.c_void_p
+_flags: Final = ctypes.c_uint
+_int: Final = ctypes.c_int
+
+#: Our name -> (symbol, parameter types). All return a CUresult.
+FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "init": ("cuInit", (_flags,)),
+    "error_name": ("cuGetErrorName", (_int, _text_p)),
+    "error_text": ("cuGetErrorString", (_int, _text_p)),
+    "device_count": ("cuDeviceGetCount", (_int_p,)),
+    "device_get": ("cuDeviceGet", (_int_p, _int)),
+    "device_name": ("cuDeviceGetName", (ctypes.c_char_p, _int, _int)),
+    "device_attribute": ("cuDeviceGetAttribute", (_int_p, _int, _int)),
+    "device_bus_id": ("cuDeviceGetPCIBusId", (ctypes.c_char_p, _int, _int)),
+    "retain": ("cuDevicePrimaryCtxRetain", (_handle_p, _int)),
+    "release": ("cuDevicePrimaryCtxRelease_v2", (_int,)),
+    "push": ("cuCtxPushCurrent_v2", (_handle,)),
+    "pop": ("cuCtxPopCurrent_v2", (_handle_p,)),
+    "context_synchronize": ("cuCtxSynchronize", ()),
+    "pointer_attribute": ("cuPointerGetAttribute", (ctypes.c_void_p, _int, _address)),
+    "set_pointer_attribute": ("cuPointerSetAttribute", (ctypes.c_void_p, _int, _address)),
+    "host_register": ("cuMemHostRegister_v2", (ctypes.c_void_p, _size, _flags)),
+    "host_unregister": ("cuMemHostUnregister", (ctypes.c_void_p,)),
+    "allocate": ("cuMemAlloc_v2", (ctypes.POINTER(_address), _size)),
+    "free": ("cuMemFree_v2", (_address,)),
+    "to_device": ("cuMemcpyHtoDAsync_v2", (_address, ctypes.c_void_p, _size, _handle)),
+    "to_host": ("cuMemcpyDtoHAsync_v2", (ctypes.c_void_p, _address, _size, _handle)),
+    "stream_create": ("cuStreamCreate", (_handle_p, _flags)),
+    "stream_destroy": ("cuStreamDestroy_v2", (_handle,)),
+    "stream_synchronize": ("cuStreamSynchronize", (_handle,)),
+    "stream_wait": ("cuStreamWaitEvent", (_handle, _handle, _flags)),
+    "event_create": ("cuEventCreate", (_handle_p, _flags)),
+    "event_destroy": ("cuEventDestroy_v2", (_handle,)),
+    "event_record": ("cuEventRecord", (_handle, _handle)),
+    "event_synchronize": ("cuEventSynchronize", (_handle,)),
+    "range_handle": ("cuMemGetHandleForAddressRange", (ctypes.c_void_p, _address, _size, _int, ctypes.c_ulonglong)),
+}
+#: Since CUDA 11.7; what uses it says that it is not there.
+_OPTIONAL: Final = {"range_handle"}
+
+
+class CudaError(TransportError):
+    """A call of the driver failed, or there is none. ``code`` is its CUresult, 0 where there was none."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Driver:
+    """The driver, initialised. Raises CudaError. Any thread may call it.
+
+    Args:
+        library: what has the functions of :data:`FUNCTIONS`: a ``ctypes.CDLL``, or a stand-in for tests.
+
+    Sizes and addresses are in bytes. Handles (streams, events, contexts) are ints.
+    """
+
+    def __init__(self, library: Any) -> None:
+        #: Set in the child after a fork: nothing may be called any more.
+        self.forked = False
+        self._lock = threading.Lock()
+        self._contexts: dict[int, int] = {}
+        self._calls: dict[str, Callable[..., int]] = {}
+        for name, (symbol, parameters) in FUNCTIONS.items():
+            try:
+                function = getattr(library, symbol)
+            except AttributeError:
+                if name in _OPTIONAL:
+                    continue
+                raise CudaError(f"{LIBRARY} has no {symbol}: it is older than CUDA 11.0, or not NVIDIA's") from None
+            if isinstance(library, ctypes.CDLL):
+                function.argtypes = parameters
+                function.restype = ctypes.c_int
+            self._calls[name] = function
+        self._library = library
+        # Bound once: a copy costs one attribute less.
+        self._to_device = self._calls["to_device"]
+        self._to_host = self._calls["to_host"]
+        self._stream_synchronize = self._calls["stream_synchronize"]
+        self._call("init", 0)
+        count = ctypes.c_int()
+        self._call("device_count", ctypes.byref(count))
+        self.devices = count.value
+
+    def __repr__(self) -> str:
+        return f"<CUDA driver, {self.devices} devices>"
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._own()
+        code = self._calls[name](*arguments)
+        if code:
+            raise self._error(name, code)
+
+    def _own(self) -> None:
+        if self.forked:
+            raise CudaError("the CUDA driver does not survive a fork: use spawn, or touch GPU memory in one process")
+
+    def _error(self, name: str, code: int) -> CudaError:
+        texts = []
+        for what in ("error_name", "error_text"):
+            text = ctypes.c_char_p()
+            known = self._calls[what](code, ctypes.byref(text)) == 0 and text.value
+            texts.append(text.value.decode("utf-8", "replace") if known and text.value else "")
+        return CudaError(f"{FUNCTIONS[name][0]}: {texts[0] or code}{texts[1] and f' ({texts[1]})'}", code)
+
+    # -- devices and contexts -------------------------------------------------------------------------
+
+    def device_name(self, device: int) -> str:
+        """As ``nvidia-smi`` says it."""
+        text = ctypes.create_string_buffer(256)
+        self._call("device_name", text, len(text), self._device(device))
+        return text.value.decode("utf-8", "replace")
+
+    def bus_id(self, device: int) -> str:
+        """The PCI address, ``0000:17:00.0``."""
+        text = ctypes.create_string_buffer(64)
+        self._call("device_bus_id", text, len(text), self._device(device))
+        return text.value.decode("ascii", "replace").lower()
+
+    def attribute(self, device: int, attribute: int) -> int:
+        """A device attribute; 0 where this driver does not know it."""
+        value = ctypes.c_int()
+        try:
+            self._call("device_attribute", ctypes.byref(value), attribute, self._device(device))
+        except CudaError as exc:
+            if exc.code in (_INVALID_VALUE, _NOT_SUPPORTED):
+                return 0
+            raise
+        return value.value
+
+    def _device(self, ordinal: int) -> int:
+        device = ctypes.c_int()
+        self._call("device_get", ctypes.byref(device), ordinal)
+        return device.value
+
+    def push(self, device: int) -> None:
+        """Make the device's primary context this thread's current one; :meth:`pop` it in the same thread."""
+        context = self._contexts.get(device)
+        if context is None:
+            context = self._retain(device)
+        self._call("push", context)
+
+    def pop(self) -> None:
+        """Give the thread back the context that it had."""
+        self._call("pop", ctypes.byref(ctypes.c_void_p()))
+
+    def _retain(self, device: int) -> int:
+        with self._lock:
+            context = self._contexts.get(device)
+            if context is None:
+                handle = ctypes.c_void_p()
+                self._call("retain", ctypes.byref(handle), self._device(device))
+                context = self._contexts[device] = handle.value or 0
+            return context
+
+    def close(self) -> None:
+        """Release the contexts: for tests and tools. Nothing of ours may be in use any more. Twice is harmless."""
+        with self._lock:
+            contexts, self._contexts = self._contexts, {}
+        for device in contexts:
+            self._call("release", self._device(device))
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def memory_at(self, address: int) -> tuple[int, int]:
+        """What lies at an address: (memory type, device). Raises CudaError for memory that the driver does not know."""
+        kind, device = ctypes.c_int(), ctypes.c_int()
+        self._call("pointer_attribute", ctypes.byref(kind), _POINTER_MEMORY_TYPE, address)
+        self._call("pointer_attribute", ctypes.byref(device), _POINTER_DEVICE_ORDINAL, address)
+        return kind.value, device.value
+
+    def host_register(self, address: int, size: int, *, read_only: bool = False) -> None:
+        """Pin host memory, for all contexts; takes the time of faulting it in. A context must be current."""
+        flags = REGISTER_PORTABLE | (REGISTER_READ_ONLY if read_only else 0)
+        self._call("host_register", address, size, flags)
+
+    def host_unregister(self, address: int) -> None:
+        """Undo it, before the memory goes."""
+        self._call("host_unregister", address)
+
+    def allocate(self, size: int) -> int:
+        """Memory of the current context's device: for benchmarks and tests."""
+        address = _address()
+        self._call("allocate", ctypes.byref(address), size)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free what :meth:`allocate` gave."""
+        self._call("free", address)
+
+    def sync_memops(self, address: int) -> None:
+        """Make the driver's own synchronous copies from and to this allocation really synchronous, as NVIDIA asks of
+        those who let other devices read and write it."""
+        self._call("set_pointer_attribute", ctypes.byref(ctypes.c_uint(1)), _POINTER_SYNC_MEMOPS, address)
+
+    def dma_buf(self, address: int, size: int) -> int:
+        """A new dma-buf descriptor of device memory, both page-aligned; the caller closes it."""
+        if "range_handle" not in self._calls:
+            raise CudaError("this driver is older than CUDA 11.7 and exports no dma-buf", _NOT_SUPPORTED)
+        fd = ctypes.c_int(-1)
+        self._call("range_handle", ctypes.byref(fd), address, size, _DMA_BUF_FD, 0)
+        return fd.value
+
+    # -- copies, streams, events; the device's context is current -----------------------------------------
+
+    def to_device(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin a copy from host memory."""
+        self._own()
+        code = self._to_device(target, source, size, stream)
+        if code:
+            raise self._error("to_device", code)
+
+    def to_host(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin a copy into host memory."""
+        self._own()
+        code = self._to_host(target, source, size, stream)
+        if code:
+            raise self._error("to_host", code)
+
+    def stream_create(self) -> int:
+        """A stream that, unlike a non-blocking one, keeps the order with the device's legacy default stream."""
+        return self._made("stream_create", 0)
+
+    def stream_destroy(self, stream: int) -> None:
+        """End a stream; what is on it goes on."""
+        self._call("stream_destroy", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait until all that was begun on the stream is done; the GIL is free meanwhile."""
+        self._own()
+        code = self._stream_synchronize(stream)
+        if code:
+            raise self._error("stream_synchronize", code)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """What is begun on the stream from now on waits for the event."""
+        self._call("stream_wait", stream, event, 0)
+
+    def context_synchronize(self) -> None:
+        """Wait until all that was begun in the current context is done."""
+        self._call("context_synchronize")
+
+    def event_create(self) -> int:
+        """An event, without a clock."""
+        return self._made("event_create", _EVENT_DISABLE_TIMING)
+
+    def event_destroy(self, event: int) -> None:
+        """Free it."""
+        self._call("event_destroy", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """The event is done when all that is on the stream now is."""
+        self._call("event_record", event, stream)
+
+    def event_synchronize(self, event: int) -> None:
+        """Wait for the event; the GIL is free meanwhile."""
+        self._call("event_synchronize", event)
+
+    def _made(self, name: str, flags: int) -> int:
+        handle = ctypes.c_void_p()
+        self._call(name, ctypes.byref(handle), flags)
+        return handle.value or 0
+
+
+_lock = threading.Lock()
+_driver: Driver | None = None
+_why = ""
+
+
+def load() -> Driver:
+    """This process's driver, loaded at the first call. Raises CudaError, later without trying again."""
+    global _driver, _why
+    driver = _driver
+    if driver is not None and not driver.forked:
+        return driver
+    with _lock:
+        if _driver is None and not _why:
+            try:
+                _driver = Driver(ctypes.CDLL(LIBRARY))
+            except OSError as exc:
+                _why = f"no CUDA driver: {exc}"
+            except CudaError as exc:
+                _why = f"the CUDA driver does not start: {exc}"
+        if _driver is None:
+            raise CudaError(_why)
+        _driver._own()
+        return _driver
+
+
+def use(driver: Driver | None) -> Driver | None:
+    """Take this one for the process's driver, None for whichever :func:`load` finds; the one before. For tests."""
+    global _driver, _why
+    with _lock:
+        before, _driver, _why = _driver, driver, ""
+        return before
+
+
+def loaded() -> Driver | None:
+    """The driver if it has been loaded: for who only has to clean up."""
+    return _driver
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    if _driver is not None:
+        _driver.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
