@@ -138,7 +138,7 @@ class FakeWindow:
             if self.open:
                 self.rail.fabric.touched()
                 if self.link is not None:
-                    self.link.settle()
+                    self.link.settle((self.rkey,))
                 self.unbind()
                 self.open = False
                 self.rail.windows.remove(self)
@@ -262,7 +262,7 @@ class FakeLink:
             if any(window.link is not self for window in own):
                 self.fail("a window that is not bound to this link was to be invalidated", "LOC_QP_OP_ERR")
                 raise FabricError(self.why, self.status)
-            self.settle()
+            self.settle({window.rkey for window in own})
             for window in own:
                 window.unbind()
             self._usable()
@@ -313,29 +313,32 @@ class FakeLink:
             self.network.rng.shuffle(choices)
             return any(choice(far) for choice in choices)
         except _Refused as refused:
-            # The peer's end has gone: nobody takes what is under way, and nobody answers.
-            self.landing.clear()
-            self.stray.clear()
-            self.fail("the peer's end does not answer", str(refused))
-            self.landing.clear()
-            self.stray.clear()
+            self.break_off(str(refused), "the peer's end does not answer")
             return True
 
-    def settle(self) -> None:
-        """Nothing that arrives at this end stays half done: it lands, or, unless it was acknowledged, is refused."""
+    def settle(self, keys: Container[int] | None = None) -> None:
+        """Nothing that arrives at this end by ``keys`` (None: at all) stays half done.
+
+        It lands, and what is ahead of it on the link does before; or it is refused, unless it was acknowledged.
+        """
         near = self.network.links.get(self.peer.qpn) if self.peer is not None else None
         if near is None or near.peer is None or near.peer.qpn != self.qpn:
             return
-        while near.landing:
+        while any(keys is None or flight.op[5] in keys for flight in near.landing):
             flight = near.landing[0]
-            if not flight.acked and self.network.rng.random() < 0.5:
-                near.landing.clear()
-                near.fail("the peer refused a WRITE", "REM_ACCESS_ERR")
-                self.fail("a WRITE of the peer was refused", "LOC_ACCESS_ERR")
-                near.landing.clear()
+            meant = keys is None or flight.op[5] in keys
+            if meant and not flight.acked and self.network.rng.random() < 0.5:
+                near.break_off("REM_ACCESS_ERR", "the peer refused a WRITE")
+                self.fail("refused a WRITE of the peer", "LOC_ACCESS_ERR")
                 return
             while near.landing and near.landing[0] is flight:
                 near._land_one(self)
+
+    def break_off(self, status: str, why: str) -> None:
+        """The peer takes nothing more of what this end has sent, and answers nothing."""
+        self.fail(why, status)
+        self.landing.clear()
+        self.stray.clear()
 
     # --- the steps ---
 
@@ -397,6 +400,7 @@ class FakeLink:
         try:
             self.rail.check_local(lkey, local, length, True)
         except _Refused as refused:
+            flight.pieces.clear()
             self.fail(f"{_NAMES[kind]} of {length} bytes: the local key does not allow it", str(refused))
             return True
         offset, size = flight.pieces.pop()
@@ -411,7 +415,7 @@ class FakeLink:
             self.rail.check_local(lkey, local, length, False)
         except _Refused as refused:
             self.fail(f"WRITE of {length} bytes: the local key does not allow it", str(refused))
-            return False
+            return True
         flight.data = ctypes.string_at(local, length)
         self.landing.append(flight)
         return True
@@ -443,9 +447,7 @@ class FakeLink:
     def _refused(self, flight: _Flight, far: FakeLink, refused: _Refused) -> None:
         kind, _, _, length, remote, _ = flight.op
         text = f"{_NAMES[kind]} of {length} bytes at {remote:#x}"
-        self.fail(f"the peer refused a {text}", str(refused))
-        self.landing.clear()
-        self.stray.clear()
+        self.break_off(str(refused), f"the peer refused a {text}")
         far.fail(f"refused a {text}", "LOC_ACCESS_ERR")
 
     def _finish(self, far: FakeLink) -> bool:
