@@ -102,6 +102,8 @@ class WorkerSession:
         self.pools: dict[int, tuple[list[GrantTuple], int]] = {}
         self.unpins: deque[int] = deque()
         self.recall_bytes = 0
+        #: All bytes that the worker has ever asked back.
+        self.recalled = 0
         #: Chunk bytes of the large value put last, and when.
         self._large = (0, 0.0)
         self.ring: Ring | None = None
@@ -161,6 +163,7 @@ class WorkerSession:
     def _on_push(self, msg: Any) -> None:
         if isinstance(msg, M.Recall):
             self.recall_bytes += msg.bytes
+            self.recalled += msg.bytes
 
     # -- exchanges; the caller holds the lock -------------------------------------------------
 

@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
         "endpoint", "windows", "lane", "bounce", "registry", "rdmapath", "rdmaget", "rdmaput", "remote_arena", "gpu",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
         "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",
-        "subscription", "etcd", "coordinator", "pinned",
+        "subscription", "etcd", "coordinator", "pinned", "arena_regions", "lane_end", "endpoints", "children",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
     "faces": {

@@ -1,0 +1,129 @@
+"""Memory windows over granted chunks: who has a grant can write there, by this link, and nowhere else.
+
+A window is bound to one link and one chunk when the chunk is granted, which makes a key, and invalidated before the
+chunk is published or given back, which ends the key: a WRITE that comes later is refused by the device, and breaks
+the link that it came by. So a late WRITE, of a client that was thought dead or that is mad, never reaches a chunk
+that is somebody else's by now.
+
+* Making a window is a call into the kernel; binding one is a few hundred ns of the device. They are pooled.
+* A window that was bound when its link was destroyed is in no state to be relied upon: it is freed, not pooled.
+* A window lies within one region. A chunk across the end of one (of a few MiB at a piece's end, one GiB apart) gets a
+  region of its own as long as it is granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from .arena_regions import Registration
+from .fabric import Access, Binding, FabricError, Link, Region, Window
+
+#: Idle windows kept, for each rail.
+IDLE_MAX: Final = 4096
+
+
+class Cover:
+    """A window over one chunk for one link. ``bridge``: the region of its own that it needed."""
+
+    __slots__ = ("binding", "bridge", "rail")
+
+    def __init__(self, rail: int, binding: Binding, bridge: Region | None) -> None:
+        self.rail = rail
+        self.binding = binding
+        self.bridge = bridge
+
+    @property
+    def key(self) -> int:
+        """What allows to WRITE, since :meth:`Windows.bind`."""
+        return self.binding.window.rkey
+
+
+class Windows:
+    """The windows of all rails."""
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        self._rails = registration.rails
+        self._idle: list[list[Window]] = [[] for _ in self._rails]
+        self._made = [0] * len(self._rails)
+
+    @property
+    def made(self) -> int:
+        """How many there are."""
+        return sum(self._made)
+
+    def prepare(self, rail: int, chunks: Sequence[tuple[int, int]]) -> list[Cover]:
+        """Windows, not yet bound, for chunks (offset in the segment, bytes).
+
+        Raises FabricError when there are not enough, and has taken none then.
+        """
+        covers: list[Cover] = []
+        try:
+            for offset, length in chunks:
+                covers.append(self._one(rail, offset, length))
+        except FabricError:
+            self.recycle(covers)
+            raise
+        return covers
+
+    def _one(self, rail: int, offset: int, length: int) -> Cover:
+        registration, place = self._registration, self._rails[rail]
+        address = registration.address_of(offset)
+        region = registration.region_of(rail, offset, length)
+        bridge = None
+        if region is None:
+            if length > place.limits.region_bytes:
+                raise FabricError(f"{place.name} has no region as long as a chunk of {length} bytes")
+            region = bridge = place.register(
+                address, length, Access.REMOTE_READ | Access.LOCAL_WRITE | Access.WINDOWS
+            )
+        idle = self._idle[rail]
+        if idle:
+            window = idle.pop()
+        else:
+            try:
+                if self._made[rail] >= place.limits.windows:
+                    raise FabricError(f"all {place.limits.windows} memory windows of {place.name} are in use")
+                window = place.window()
+            except FabricError:
+                if bridge is not None:
+                    bridge.close()
+                raise
+            self._made[rail] += 1
+        return Cover(rail, Binding(window, region, address, length), bridge)
+
+    def bind(self, link: Link, covers: Sequence[Cover]) -> None:
+        """Bind them to a link: their keys are good from now on. Raises FabricError: close the link then."""
+        for start in range(0, len(covers), link.depth):
+            link.bind([cover.binding for cover in covers[start : start + link.depth]])
+
+    def unbind(self, link: Link, covers: Sequence[Cover]) -> None:
+        """End what they allow: no WRITE by their keys is under way when this returns.
+
+        Raises FabricError: nothing is sure then until the link has been closed.
+        """
+        for start in range(0, len(covers), link.depth):
+            link.invalidate([cover.binding.window for cover in covers[start : start + link.depth]])
+
+    def recycle(self, covers: Iterable[Cover]) -> None:
+        """Keep windows that are not bound for the next."""
+        for cover in covers:
+            idle = self._idle[cover.rail]
+            if len(idle) < IDLE_MAX:
+                idle.append(cover.binding.window)
+            else:
+                self._close(cover)
+            if cover.bridge is not None:
+                cover.bridge.close()
+
+    def free(self, covers: Iterable[Cover]) -> None:
+        """Windows whose link has been closed while they were bound."""
+        for cover in covers:
+            self._close(cover)
+            if cover.bridge is not None:
+                cover.bridge.close()
+
+    def _close(self, cover: Cover) -> None:
+        cover.binding.window.close()
+        self._made[cover.rail] -= 1
