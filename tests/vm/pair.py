@@ -1,0 +1,28 @@
+"""python -m vm.pair PYTEST-ARGUMENTS: on the first of two cabled machines the tests, on the other what they ask for.
+
+The other one runs :mod:`vm.far` until the first is done with it, and ends with status 0: what pytest says counts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from . import far
+
+
+def main() -> int:
+    """Both machines run this."""
+    if os.environ["SIMM_TEST_VM"] != "0":
+        return far.serve()
+    try:
+        with far.connected():
+            return subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]]).returncode
+    except OSError as error:
+        print(f"the other machine does not answer: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
