@@ -245,6 +245,18 @@ class Settings:
         q.integer(0, 1 << 20), "most MiB a second that a worker copies from previous owners of its shards; 0: no limit",
         SERVER, default=1024, metavar="MIB",
     )
+    rdma: str = _setting(
+        q.choice("auto", "on", "off"), "serve by RDMA: auto (where there are devices), on (or do not start) or off",
+        SERVER, default="auto", metavar="WHEN",
+    )
+    rdma_devices: str = _setting(
+        q.string, "RDMA devices to use, as mlx5_0,mlx5_1:2; empty: those of SICL_NET_DEVICES, else of the NUMA node",
+        SERVER, CLIENT, default="", metavar="DEVICES",
+    )
+    rdma_windows: bool = _setting(
+        q.boolean, "let RDMA clients write only into the chunks that they hold, where the devices have memory windows",
+        SERVER, default=True,
+    )
     http: Address | None = _setting(
         q.optional(q.address), "address of /metrics, /healthz and the status page; empty: none",
         MANAGER, SERVER, metavar="HOST:PORT",

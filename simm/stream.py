@@ -96,9 +96,11 @@ class Stream(Service):
     read_bytes = 4096
     unsent_bytes = 0
 
-    def __init__(self, loop: Loop, uds: str, tokens: tuple[str, ...] = ()) -> None:
+    def __init__(self, loop: Loop, uds: str, tokens: tuple[str, ...] = (), rdma_port: int = 0) -> None:
         self.loop = loop
         self.tokens = tokens
+        #: Where the worker's endpoint listens, 0 without one.
+        self.rdma_port = rdma_port
         self.upstream = Upstream(uds)
         self.receiver = Receiver(self.upstream)
         self.fetched_bytes = 0
@@ -160,7 +162,9 @@ class Stream(Service):
             peer.close("unauthorized")
             return
         link.role = msg.role
-        peer.send_message(M.Welcome(proto, 0, M.PathBit.TCP, 0, 0, 0, 0, ""), request_id)
+        port = self.rdma_port if msg.role == M.Role.CLIENT else 0
+        paths = M.PathBit.TCP | (M.PathBit.RDMA if port else 0)
+        peer.send_message(M.Welcome(proto, 0, paths, port, 0, 0, 0, ""), request_id)
 
     # -- get --------------------------------------------------------------------------------------
 
@@ -334,10 +338,12 @@ def _meaning_of_miss(word: int) -> int:
     return _WRONG_OWNER if word >= FROZEN else _ASK
 
 
-def run_stream(listener: socket.socket, uds: str, supervisor: socket.socket, tokens: tuple[str, ...] = ()) -> None:
+def run_stream(
+    listener: socket.socket, uds: str, supervisor: socket.socket, tokens: tuple[str, ...] = (), rdma_port: int = 0
+) -> None:
     """Body of a stream process, after the fork: serve until SIGTERM or until the supervisor has gone."""
     loop = Loop()
-    stream = Stream(loop, uds, tokens)
+    stream = Stream(loop, uds, tokens, rdma_port)
     stop_on_signals(loop)
     loop.watch(supervisor, lambda _mask: loop.stop())
     loop.listen(listener, stream)
