@@ -17,8 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from .buffers import Span, tensor_span
+from .buffers import OnDevice, Span, tensor_span
 from .errors import UsageError
+from .gpu import DeviceSpan, device_span
 
 log = logging.getLogger("simm.kv")
 
@@ -67,8 +68,10 @@ def register_mr(tensor: Any, size: int | None = None) -> MrExt | None:
     """Register memory: ``register_mr(tensor)`` or ``register_mr(address, size)``.
 
     A tensor is anything with ``data_ptr()``, ``numel()`` and ``element_size()``, with the buffer protocol or
-    with an array interface; contiguous, on the CPU. Its memory stays alive as long as the MR or a view made
-    with it. None when that memory cannot be registered: the reason is logged. Raises TypeError for anything else.
+    with an array interface; contiguous, in host memory or an NVIDIA GPU's (a CUDA tensor, or an object with
+    ``__cuda_array_interface__``; a view of a piece of that needs the MR, as an address does not tell). Its memory
+    stays alive as long as the MR or a view made with it. None when that memory cannot be registered: the reason is
+    logged. Raises TypeError for anything else.
     """
     try:
         if size is None:
@@ -100,6 +103,8 @@ def _integer(value: Any, what: str) -> int:
 
 def span_of(thing: Any) -> Span:
     """The memory of a tensor, buffer or array. TypeError if it is none, UsageError if it cannot be used."""
+    if isinstance(thing, DeviceSpan):
+        return thing.piece(thing.address, thing.size)
     if isinstance(thing, Span):
         return Span(thing.address, thing.size, writable=thing.writable, keep=thing.keep)
     if isinstance(thing, (int, str)):
@@ -108,7 +113,11 @@ def span_of(thing: Any) -> Span:
         span = tensor_span(thing)
         if span is not None:
             return span
+        if hasattr(thing, "__cuda_array_interface__"):
+            return device_span(thing)
         array = np.asarray(thing) if hasattr(thing, "__array_interface__") else np.asarray(memoryview(thing))
+    except OnDevice:
+        return device_span(thing)
     except UsageError:
         raise
     except (TypeError, ValueError, AttributeError) as exc:
@@ -138,7 +147,8 @@ class BlockView:
     def from_tensor(cls, tensor: Any, mr: MrExt | None = None) -> BlockView:
         """A view of a whole tensor, buffer or array, as :func:`register_mr` takes it.
 
-        Raises TypeError for anything else, UsageError where it is not contiguous, not on the CPU, or empty.
+        Raises TypeError for anything else, UsageError where it is not contiguous, empty, or on a device that is neither
+        the CPU nor a CUDA one.
         """
         span = span_of(tensor)
         return cls(span, span.size, _mr(mr))
@@ -159,6 +169,8 @@ class BlockView:
         else:
             keep, writable = _mr(mr)._span.keep, not mr.read_only_at(ptr, size)  # type: ignore[union-attr]
         try:
+            if mr is not None and type(mr._span) is DeviceSpan:
+                return cls(mr._span.piece(ptr, size, writable=writable), size, mr)
             return cls(Span(ptr, size, writable=writable, keep=keep), size, mr)
         except UsageError as exc:
             complain("from_buffer: %s", exc)
@@ -166,7 +178,8 @@ class BlockView:
 
     def as_ref(self) -> Any:
         """The memory itself as a 1-D uint8 torch tensor; a numpy array where torch is not installed, or where
-        the memory is read-only, which torch cannot express. Raises UsageError if the view names no memory."""
+        the memory is read-only, which torch cannot express; an object with ``__cuda_array_interface__`` for a GPU's
+        memory without torch. Raises UsageError if the view names no memory."""
         if self._piece is None:
             raise UsageError(f"this view of {self.size} bytes names no memory")
         return _as_ref(self._piece)
@@ -236,7 +249,24 @@ class _Aliased:
         }  # fmt: skip
 
 
+class _DeviceAliased:
+    """The same for GPU memory."""
+
+    __slots__ = ("__cuda_array_interface__", "_keep")
+
+    def __init__(self, span: DeviceSpan) -> None:
+        self._keep = span.keep
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": (span.size,), "typestr": "|u1", "data": (span.address, not span.writable),
+            "strides": None, "stream": None,
+        }  # fmt: skip
+
+
 def _as_ref(span: Span) -> Any:
+    if isinstance(span, DeviceSpan):
+        alias = _DeviceAliased(span)
+        torch = _torch()
+        return alias if torch is None else torch.as_tensor(alias, device=f"cuda:{span.device}")
     array = np.asarray(_Aliased(span))
     torch = _torch() if span.writable else None
     return array if torch is None else torch.frombuffer(array, dtype=torch.uint8)

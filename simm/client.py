@@ -11,8 +11,10 @@
 Keys and values
 ---------------
 A key is a ``str`` of 1 to 256 bytes of UTF-8; a value has 1 to 67,088,384 bytes and is anything contiguous
-with the buffer protocol (bytes, numpy), a CPU tensor, or a :class:`~simm.buffers.Span`. Keys
-live in a namespace (``namespace=``); the same key in two namespaces is two entries.
+with the buffer protocol (bytes, numpy), a tensor, or a :class:`~simm.buffers.Span`. Tensors, and whatever has a
+``__cuda_array_interface__``, may be in an NVIDIA GPU's memory: ``gpu.py`` says which of the caller's work a copy
+comes after; when a call has returned, nothing of it is under way. Keys live in a namespace (``namespace=``); the same
+key in two namespaces is two entries.
 
 Misses, outages, mistakes
 -------------------------
@@ -55,10 +57,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .buffers import DEFAULT_COPY_THREADS, Copier, Span, address_of, tensor_span, view_of
+from .buffers import DEFAULT_COPY_THREADS, Copier, OnDevice, Span, address_of, tensor_span, view_of
 from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, VALUE_BYTES_MAX
+from .cuda import CudaError
 from .errors import RemoteProtocolError, TransportError, UsageError
 from .gets import DOWN, MISS, SMALL, Gets, session_failed
+from .gpu import device_span
 from .hashing import SHARD_MASK, Hasher
 from .messages import Status
 from .puts import Puts
@@ -225,7 +229,10 @@ class Client:
         else:
             route = self._routes.route
             owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
-            got = self._gets.read(owner, digest, sink)
+            try:
+                got = self._gets.read(owner, digest, sink)
+            except CudaError as exc:
+                got = self._gets.device_failed(exc)
         if got == SMALL:
             raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return got if got > 0 else None
@@ -261,10 +268,13 @@ class Client:
         """
         if isinstance(buffer, Span):
             return buffer
-        span = tensor_span(buffer)
-        if span is not None:
-            return span
-        view = view_of(buffer)
+        try:
+            span = tensor_span(buffer)
+            if span is not None:
+                return span
+            view = view_of(buffer)
+        except OnDevice:
+            return device_span(buffer)
         if not view.nbytes:
             raise UsageError("an empty buffer cannot be registered")
         return Span(address_of(view), view.nbytes, writable=not view.readonly, keep=view)
@@ -287,10 +297,11 @@ class Client:
         if len(keys) != len(buffers):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
         digests = self._digest.many(keys)
-        results = self.get_digests(digests, [sink_of(buffer) for buffer in buffers])
-        for key, buffer, got in zip(keys, buffers, results):
+        sinks = [sink_of(buffer) for buffer in buffers]
+        results = self.get_digests(digests, sinks)
+        for key, sink, got in zip(keys, sinks, results):
             if got == SMALL:
-                raise UsageError(f"the value of {key!r} does not fit a buffer of {view_of(buffer).nbytes} bytes")
+                raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return [got if got > 0 else None for got in results]
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
@@ -447,7 +458,10 @@ def source_of(value: Any) -> memoryview | Span:
     if kind is bytes or kind is bytearray:
         source = memoryview(value)  # 0.1 us; view_of looks at more, 0.3
     else:
-        source = value if kind is Span else view_of(value)
+        try:
+            source = value if kind is Span else view_of(value)
+        except OnDevice:
+            source = device_span(value)
     if not 0 < len(source) <= VALUE_BYTES_MAX:
         raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
     return source
@@ -463,7 +477,13 @@ def sink_of(buffer: Any) -> memoryview | Span:
     if kind is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
         view = memoryview(buffer)  # 0.15 us less than view_of, which looks at more
     else:
-        view = view_of(buffer)
+        try:
+            view = view_of(buffer)
+        except OnDevice:
+            span = device_span(buffer)
+            if not span.writable:
+                raise UsageError("the buffer is read-only") from None
+            return span
     if view.readonly:
         raise UsageError("the buffer is read-only: pass a bytearray, a writable array or a tensor")
     return view

@@ -30,10 +30,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from . import gpu
 from . import messages as M
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
 from .constants import VALUE_BYTES_MAX
+from .cuda import CudaError
 from .errors import RemoteProtocolError, TransportError
+from .gpu import DeviceSpan
 from .hashing import shard_of
 from .layout import EntryFlag
 from .messages import Status
@@ -209,13 +212,18 @@ class Gets:
         if type(sink) is Span:
             self._copier.copy(sink.address, reader.data_address + start, length)
         elif length < RELEASE_BYTES:
-            sink[:length] = reader.data[start : start + length]  # type: ignore[index]
+            try:
+                sink[:length] = reader.data[start : start + length]  # type: ignore[index]
+            except TypeError:  # GPU memory; asked in this way, it is a question that others do not pay for
+                gpu.copy_out(reader, start, length, sink)  # type: ignore[arg-type]
+        elif type(sink) is DeviceSpan:
+            gpu.copy_out(reader, start, length, sink)
         else:
             self._copier.copy(address_of(sink), reader.data_address + start, length)  # type: ignore[arg-type]
 
     def _sound(self, found: Located, got: Any, sink: Sink) -> bool:
         """Is a value that was stored with a checksum what it was?"""
-        return self._check(found.crc, got if sink is None else _bytes_of(sink)[: found.length])
+        return self._check(found.crc, got if sink is None else _head_bytes(sink, found.length))
 
     def _check(self, crc: int, data: Any) -> bool:
         if zlib.crc32(data) == crc:
@@ -234,7 +242,10 @@ class Gets:
             length = len(view)
             if length > len(sink):
                 return SMALL
-            _bytes_of(sink)[:length] = view.data
+            if type(sink) is DeviceSpan:
+                gpu.copy_in(sink, view.data)
+            else:
+                _bytes_of(sink)[:length] = view.data
             return length
 
     # -- many keys ------------------------------------------------------------------------------------
@@ -243,8 +254,19 @@ class Gets:
         """Many values, each as :meth:`read` has it."""
         batch = Batch(digests, sinks)
         for target, positions in self._routes.group(digests):
-            self._read_at(target, positions, batch)
+            try:
+                self._read_at(target, positions, batch)
+            except CudaError as exc:
+                self.device_failed(exc, len(positions))
+                for position in positions:
+                    batch.results[position] = DOWN
         return batch.results
+
+    def device_failed(self, exc: CudaError, count: int = 1) -> int:
+        """A GPU did not do its part: what was wanted comes out as DOWN."""
+        log.warning("reading into GPU memory: %s", exc)
+        self.counters["outages"] += count
+        return DOWN
 
     def _read_at(self, target: Target | None, positions: Sequence[int], batch: Batch, hops: int = HOPS) -> None:
         """Values of one owner, counted."""
@@ -262,6 +284,8 @@ class Gets:
             if astray:
                 self._find(target, batch, astray, hops)
             self._count(batch, positions)
+        elif batch.sinks is not None and type(batch.sinks[positions[0]]) is DeviceSpan:
+            self._read_into_device(target, reader, positions, batch, hops)
         elif len(positions) < VECTOR_KEYS:
             digests, sinks = batch.digests, batch.sinks
             assert sinks is not None
@@ -306,6 +330,19 @@ class Gets:
             everything = astray.positions()
             self._find(target, batch, astray, hops)
             self._count(batch, everything)
+
+    def _read_into_device(
+        self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, hops: int
+    ) -> None:
+        """A batch out of one arena into GPU memory."""
+        digests, sinks, results = batch.digests, batch.sinks, batch.results
+        assert sinks is not None
+        hits, rest = gpu.fetch(reader, digests, sinks, positions, self.checksum)
+        for position, length in hits:
+            results[position] = length
+        self.counters["hits"] += len(hits)
+        for position in rest:
+            results[position] = self.read(target, digests[position], sinks[position], hops)
 
     def _count(self, batch: Batch, positions: Sequence[int] = (0,)) -> None:
         """Count what came out of the slow ways."""
@@ -454,10 +491,14 @@ class Gets:
             return astray
         wants: list[Want] = []
         news: dict[int, bytearray] = {}
+        landing: gpu.Landing | None = None
         for position in positions:
             sink = sinks[position]
             if sink is None:
                 wants.append((digests[position], VALUE_BYTES_MAX, _room_in(news, position)))
+            elif type(sink) is DeviceSpan:
+                landing = landing or gpu.Landing()
+                wants.append((digests[position], len(sink), landing.room(sink)))
             else:
                 view = _bytes_of(sink)
                 wants.append((digests[position], len(view), _head_of(view)))
@@ -466,14 +507,17 @@ class Gets:
             for position in positions:
                 results[position] = DOWN
             return astray
+        if landing is not None:
+            landing.finish()
         for position, (status, length, crc, flags) in zip(positions, answers):
             if status == _OK:
                 sink = sinks[position]
-                data: Any = news[position] if sink is None else _bytes_of(sink)[:length]
-                if flags & _CRC and self.checksum and not self._check(crc, data):
+                if flags & _CRC and self.checksum and not self._check(
+                    crc, news[position] if sink is None else _head_bytes(sink, length)
+                ):  # fmt: skip
                     results[position] = MISS
                 else:
-                    results[position] = bytes(data) if sink is None else length
+                    results[position] = bytes(news[position]) if sink is None else length
             elif status == _TOO_LARGE:
                 results[position] = SMALL
             elif previous or not astray.by_status(position, status, length | crc << 32):
@@ -591,6 +635,11 @@ def session_failed(routes: Routes, target: Target, session: WorkerSession, exc: 
 
 def _bytes_of(sink: memoryview | Span) -> memoryview:
     return sink.view() if isinstance(sink, Span) else sink
+
+
+def _head_bytes(sink: memoryview | Span, length: int) -> memoryview:
+    """The first bytes of what was read, to look at them."""
+    return gpu.host_copy(sink, length) if type(sink) is DeviceSpan else _bytes_of(sink)[:length]
 
 
 def _head_of(view: memoryview) -> Callable[[int], memoryview]:

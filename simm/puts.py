@@ -12,6 +12,7 @@ Of a key that comes twice in a batch only the last value is tried again, or the 
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,14 +20,18 @@ from typing import Final
 
 from . import messages as M
 from .buffers import Span
+from .cuda import CudaError
 from .errors import RemoteProtocolError, TransportError
 from .gets import CALL_KEYS, session_failed
+from .gpu import host_view, parts
 from .layout import EntryFlag
 from .messages import Status
 from .routing import Again, Routes
 from .shmput import ShmPut
 from .target import Target
 from .tcppath import TcpPath
+
+log = logging.getLogger("simm.client")
 
 _OK: Final = int(Status.OK)
 _WRONG_OWNER: Final = int(Status.WRONG_OWNER)
@@ -157,18 +162,22 @@ class Puts:
             except (TransportError, RemoteProtocolError) as exc:
                 session_failed(self._routes, target, session, exc)
         elif tcp is not None:
-            self._put_by_tcp(target, tcp, positions, digests, sources, statuses)
+            for part in parts(positions, sources):
+                self._put_by_tcp(target, tcp, part, digests, sources, statuses)
 
     def _put_by_tcp(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], digests: Sequence[bytes],
         sources: Sequence[memoryview | Span], statuses: list[int],
     ) -> None:  # fmt: skip
         entries = []
-        for position in positions:
-            source = sources[position]
-            view = source.view() if isinstance(source, Span) else source
-            crc, flags = (zlib.crc32(view), _CRC) if self._checksum else (0, 0)
-            entries.append((digests[position], view, crc, flags))
+        try:
+            for position in positions:
+                view = host_view(sources[position])
+                crc, flags = (zlib.crc32(view), _CRC) if self._checksum else (0, 0)
+                entries.append((digests[position], view, crc, flags))
+        except CudaError as exc:  # the path is none the worse for it
+            log.warning("a put out of GPU memory: %s", exc)
+            return
         try:
             answers = tcp.store(entries)
         except (TransportError, RemoteProtocolError) as exc:

@@ -25,10 +25,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
+from . import gpu
 from . import messages as M
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
 from .constants import SLAB_CHUNK_BYTES_MAX
 from .errors import TransportError
+from .gpu import DeviceSpan, Unfinished
 from .layout import EntryFlag
 from .messages import Status
 from .ring import SLOTS
@@ -48,6 +50,8 @@ WAKE_BYTES: Final = 1 << 20
 #: A batch asks for so many bytes of grants at once, and at most so many.
 ASK_BYTES: Final = 32 << 20
 ASK_MAX: Final = 1024
+#: Values that a batch copies out of GPU memory before it waits for the device.
+DEVICE_KEYS: Final = 64
 #: How many more grants than it spends a commit wants while the pool is low: a few, as the worker makes them
 #: between two puts.
 TOP_UP: Final = 4
@@ -120,6 +124,9 @@ class ShmPut:
         Copying goes on while the worker commits what came before.
         """
         if not positions:
+            return
+        if type(sources[positions[0]]) is DeviceSpan:
+            self._put_from_device(session, digests, sources, positions, statuses)
             return
         fill = self._fill
         left = len(positions)
@@ -209,17 +216,96 @@ class ShmPut:
             if type(source) is Span:
                 self._copy(session, reader.data_address + start, source.address, length, after)
             elif length < RELEASE_BYTES:
-                reader.data[start : start + length] = source  # type: ignore[assignment]
+                try:
+                    reader.data[start : start + length] = source  # type: ignore[assignment]
+                except TypeError:  # GPU memory; asked in this way, it is a question that others do not pay for
+                    gpu.fill(reader, start, source, length)  # type: ignore[arg-type]
+            elif type(source) is DeviceSpan:
+                gpu.fill(reader, start, source, length)
             else:
                 self._copy(session, reader.data_address + start, address_of(source), length, after)  # type: ignore[arg-type]
             if self._checksum:
                 return zlib.crc32(reader.data[start : start + length]), _CRC
             return 0, 0
+        except Unfinished:
+            copying.append(None)  # for ever: the chunk may still be written, so it must never be anybody else's
+            raise
         except BaseException:
             session.untake(grant)
             raise
         finally:
             copying.pop()
+
+    def _put_from_device(
+        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
+        positions: Sequence[int], statuses: list[int],
+    ) -> None:  # fmt: skip
+        """:meth:`put_many` out of GPU memory: a group's copies are one chain on the device, and while the worker
+        commits them the next group's are under way."""
+        flying: list[tuple[int, list[int]]] = []
+        left = list(reversed(positions))
+        try:
+            while left:
+                group: list[tuple[int, GrantTuple]] = []
+                size = 0
+                while left and len(group) < DEVICE_KEYS and size < COMMIT_BYTES:
+                    length = len(sources[left[-1]])
+                    grant = session.take(length)
+                    if grant is None:
+                        if group:
+                            break  # nobody waits for a grant while holding an uncommitted one
+                        collect(session, flying, statuses)
+                        flying = []
+                        grant = self._ask(session, length, len(left))
+                    position = left.pop()
+                    if grant is None:
+                        statuses[position] = _NO_SPACE
+                    else:
+                        group.append((position, grant))
+                        size += length
+                entries = self._fill_group(session, digests, sources, group)
+                for start in range(0, len(entries), COMMIT_KEYS):
+                    part = entries[start : start + COMMIT_KEYS]
+                    mine = [position for position, _ in group[start : start + COMMIT_KEYS]]
+                    last = not left and start + COMMIT_KEYS >= len(entries)
+                    flying.append((_commit(session, part, len(left), last), mine))
+        finally:
+            collect(session, flying, statuses)
+
+    def _fill_group(
+        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
+        group: Sequence[tuple[int, GrantTuple]],
+    ) -> list[tuple[bytes, int, int, int, int, int]]:  # fmt: skip
+        """Copy a group's values into their chunks; what to commit. After a failure all chunks are back in the pool."""
+        reader = session.reader
+        entries = []
+        finished = True
+        session.begin_copy()
+        try:
+            ours: list[tuple[int, DeviceSpan]] = []
+            for position, grant in group:
+                source, start = sources[position], grant[1] - reader.data_offset
+                if type(source) is DeviceSpan:
+                    ours.append((start, source))
+                else:
+                    view = gpu.host_view(source)
+                    self._copier.copy(reader.data_address + start, address_of(view), len(view))
+            gpu.fill_many(reader, ours)
+            for position, grant in group:
+                length, start = len(sources[position]), grant[1] - reader.data_offset
+                crc, flags = (zlib.crc32(reader.data[start : start + length]), _CRC) if self._checksum else (0, 0)
+                entries.append((digests[position], grant[0], length, crc, flags, 0))
+        except Unfinished:
+            finished = False  # see _fill
+            raise
+        except BaseException:
+            for _position, grant in group:
+                session.untake(grant)
+            raise
+        finally:
+            if finished:
+                session.end_copy()
+        return entries
 
     def _copy(self, session: WorkerSession, target: int, source: int, length: int, after: int) -> None:
         """Copy; the worker is woken when about as much is left as its waking takes."""
