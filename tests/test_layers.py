@@ -26,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "frames and loops": {"rpc", "channel", "ring", "loop", "web", "process", "pace", "metrics", "trace"},
     "paths": {
         "session", "shmput", "tcppath", "stream", "streamput", "upstream", "worker", "verbs", "admin", "cluster",
+        "verbs_link", "verbs_wr",
         "endpoint", "windows", "lane", "bounce", "registry", "rdmapath", "rdmaget", "rdmaput", "remote_arena", "gpu",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
         "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",

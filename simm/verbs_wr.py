@@ -1,0 +1,225 @@
+"""The bottom of :mod:`simm.verbs`: pyverbs objects that are closed once, and work requests that are used often.
+
+Why all of this is as it is stands in :mod:`simm.verbs`. Nothing here imports pyverbs: that module does, and hands its
+names down in a :class:`Library`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeVar
+
+from .fabric import Access, FabricError
+
+_SIGNALED: Final = 2
+MW_TYPE_2: Final = 2
+#: How often a completion channel is made before we give up on telling its descriptor.
+_CHANNEL_TRIES: Final = 20
+
+_T = TypeVar("_T")
+
+
+class Library:
+    """The names of pyverbs that we use. ``modules`` has its modules by name, the constants' as ``enums``."""
+
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        e = modules["enums"]
+        self.AHAttr: Any = modules["addr"].AHAttr
+        self.GID: Any = modules["addr"].GID
+        self.GlobalRoute: Any = modules["addr"].GlobalRoute
+        self.CQ: Any = modules["cq"].CQ
+        self.CompChannel: Any = modules["cq"].CompChannel
+        self.Context: Any = modules["device"].Context
+        self.MR: Any = modules["mr"].MR
+        self.MW: Any = modules["mr"].MW
+        self.MWBindInfo: Any = modules["mr"].MWBindInfo
+        self.PD: Any = modules["pd"].PD
+        self.QP: Any = modules["qp"].QP
+        self.QPAttr: Any = modules["qp"].QPAttr
+        self.QPCap: Any = modules["qp"].QPCap
+        self.QPInitAttr: Any = modules["qp"].QPInitAttr
+        self.SGE: Any = modules["wr"].SGE
+        self.SendWR: Any = modules["wr"].SendWR
+        self.Error: type[Exception] = modules["pyverbs_error"].PyverbsError
+        self.fork_status: Callable[[], int] = modules["fork"].is_fork_initialized
+        self.fork_init: Callable[[], None] = modules["fork"].fork_init
+        self.rc: Any = e.IBV_QPT_RC
+        self.state: Any = e.IBV_QP_STATE
+        self.error_state: Any = e.IBV_QPS_ERR
+        self.bind: Any = e.IBV_WR_BIND_MW
+        self.invalidate: Any = e.IBV_WR_LOCAL_INV
+        self.remote_write = int(e.IBV_ACCESS_REMOTE_WRITE)
+        self.qp_rights = int(e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE)
+        self.rights = (
+            (Access.LOCAL_WRITE, int(e.IBV_ACCESS_LOCAL_WRITE)),
+            (Access.REMOTE_READ, int(e.IBV_ACCESS_REMOTE_READ)),
+            (Access.REMOTE_WRITE, int(e.IBV_ACCESS_REMOTE_WRITE)),
+            (Access.WINDOWS, int(e.IBV_ACCESS_MW_BIND)),
+        )
+
+
+def pin(made: Any) -> None:
+    """Keep an object's destructor from ever running; see the module's text."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+
+
+def unpin(closed: Any) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(closed))
+
+
+def failed(what: str, error: BaseException, remedy: str = "") -> FabricError:
+    """What a call of pyverbs raised, as ours; ``status`` is the name of its errno."""
+    code = getattr(error, "error_code", -1)
+    if code not in errno.errorcode:
+        return FabricError(f"{what}: {error}{remedy}")
+    return FabricError(f"{what}: {os.strerror(code)}{remedy}", errno.errorcode[code])
+
+
+class Stack:
+    """pyverbs objects that one of ours owns: closed last first, each once."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._made: list[Any] = []
+
+    def make(self, what: str, maker: Callable[[], _T]) -> _T:
+        """What ``maker`` returns is ours. When it fails all before it is closed. Raises FabricError."""
+        try:
+            made = maker()
+        except self._library.Error as error:
+            self.close()
+            raise failed(f"cannot make {what}", error) from error
+        pin(made)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Raises FabricError when the device refuses; what is below the refused one then stays as well."""
+        while self._made:
+            last = self._made[-1]
+            try:
+                last.close()
+            except self._library.Error as error:
+                raise failed(f"cannot close a {type(last).__name__}", error) from error
+            self._made.pop()
+            unpin(last)
+
+
+class Slot(NamedTuple):
+    """A work request, its only SGE, and its most used method."""
+
+    wr: Any
+    sge: Any
+    set_wr_rdma: Callable[[int, int], None]
+
+
+class Rows:
+    """The work requests of one link, in rows that grow: entry 0 ends each chain, entry i leads to entry i - 1."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Slot] = []
+        self.binds: list[Any] = []
+        self.invalidations: list[Any] = []
+
+    def grow_transfers(self, library: Library, size: int) -> None:
+        while len(self.transfers) < size:
+            sge = library.SGE(0, 0, 0)
+            wr = library.SendWR(num_sge=1, sg=[sge])
+            # From here on the request reads the SGE itself and not its copy (whose 16 bytes are lost, once).
+            wr.sg_list = sge
+            if self.transfers:
+                wr.next_wr = self.transfers[-1].wr
+            pin(wr)
+            pin(sge)
+            self.transfers.append(Slot(wr, sge, wr.set_wr_rdma))
+
+    def grow(self, library: Library, row: list[Any], opcode: int, size: int) -> None:
+        while len(row) < size:
+            wr = library.SendWR(opcode=opcode, send_flags=0 if row else _SIGNALED)
+            if row:
+                wr.next_wr = row[-1]
+            pin(wr)
+            row.append(wr)
+
+
+#: Those of closed links, for the next ones.
+SPARES: Final[list[Rows]] = []
+
+
+class Tag:
+    """Finds the key of an ``ibv_mw``: see "Windows" in verbs. Offsets in ``ibv_send_wr.bind_mw`` and ``ibv_mw``."""
+
+    _WORD = 8
+    _ADDRESS, _LENGTH, _SIZE = 24, 32, 48
+    _RKEY, _HANDLE, _TYPE = 16, 20, 24
+
+    @classmethod
+    def of(cls, wr: Any, mw: Any, address: int, length: int) -> ctypes.c_uint32 | None:
+        """The word, found through a request to bind ``mw`` to that memory; None when something does not fit.
+
+        The object of a request contains its ``ibv_send_wr``, so that is where to look for the values that it was
+        given: beside them is the pointer to the ``ibv_mw``, in which handle, key and type must be what pyverbs says.
+        """
+        image = ctypes.string_at(id(wr), type(wr).__basicsize__)
+
+        def word(at: int, size: int = 8) -> int:
+            return int.from_bytes(image[at : at + size], sys.byteorder)
+
+        found = [
+            at
+            for at in range(0, len(image) - cls._SIZE + 1, cls._WORD)
+            if word(at + 8, 4) == wr.rkey and word(at + cls._ADDRESS) == address and word(at + cls._LENGTH) == length
+        ]
+        if len(found) != 1 or not word(found[0]):
+            return None
+        place = word(found[0])
+        values = [ctypes.c_uint32.from_address(place + at).value for at in (cls._RKEY, cls._HANDLE, cls._TYPE)]
+        if values != [mw.rkey, mw.handle, MW_TYPE_2]:
+            return None
+        return ctypes.c_uint32.from_address(place + cls._RKEY)
+
+
+_channel_lock = threading.Lock()
+
+
+def forget_lock() -> None:
+    """In a child: a thread of the parent may have held it."""
+    global _channel_lock
+    _channel_lock = threading.Lock()
+
+
+def _event_files() -> set[int]:
+    """Descriptors of this process that are RDMA event files."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+        except OSError:
+            continue  # closed meanwhile, or the listing's own
+    return found
+
+
+def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int]:
+    """A completion channel and its descriptor. Raises FabricError."""
+    with _channel_lock:
+        for _ in range(_CHANNEL_TRIES):
+            try:
+                before = _event_files()
+                made = stack.make("a completion channel", lambda: library.CompChannel(context))
+                fd = getattr(made, "fd", None)
+                # Another library of this process may have made one at the same time: then once more.
+                new = {fd} if isinstance(fd, int) else _event_files() - before
+            except OSError as error:
+                raise FabricError(f"cannot tell a completion channel's descriptor: {error}") from error
+            if len(new) == 1:
+                number = new.pop()
+                os.set_blocking(number, False)
+                return made, number
+            stack.close()
+    raise FabricError("cannot tell a completion channel's descriptor: too many appear at the same time")
