@@ -3,6 +3,7 @@
     supervisor   owns the segments, the listening sockets and the link to the manager; restarts what dies
       worker     forked; the only writer of its arena          (worker.py)
       stream     forked; TCP bulk, a local client of the arena (stream.py)
+      endpoint   forked where there is RDMA; lanes of clients   (endpoint.py, looked after by endpoints.py)
 
 The supervisor is one thread with a selectors loop and touches no value and no metadata, so there
 is little in it that can fail. It creates the segments and faults their pages in, on the right
@@ -37,24 +38,17 @@ from typing import Any, Final
 
 from . import arenas, mover, topology
 from . import messages as M
+from .children import Children
 from .config import add_arguments, load_command
 from .constants import NO_OWNER, SHARD_COUNT, SLAB_BYTES
+from .endpoints import Endpoints
 from .errors import ConfigError, SimmError
 from .layout import HEADER_BYTES, Geometry, State, Word
 from .loop import Loop, Peer, Service, listen_tcp, listen_unix
 from .member import Member
 from .membership import Membership
 from .mover import MoverSettings, run_mover
-from .process import (
-    Child,
-    close_descriptors_but,
-    die_with_parent,
-    end_children,
-    end_with,
-    raise_file_limit,
-    reaped,
-    stop_on_signals,
-)
+from .process import Child, end_children, end_with, raise_file_limit, stop_on_signals
 from .quantities import Address
 from .rpc import Flag, Frame, decode, encode
 from .server_options import DataServerOptions, options_from
@@ -78,12 +72,8 @@ HAND_OVER_S: Final = 0.5
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
-#: After a fork that failed.
-FORK_AGAIN_S: Final = 0.5
 #: No shard is ours.
 _GIVE_UP: Final = M.Shards(1, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT))
-#: A name that has not been resolved by then is tried again later.
-RESOLVE_S: Final = 5
 
 #: A worker that has answered nothing for so long hangs, or is stopped.
 SILENT_S: Final = 5.0
@@ -118,10 +108,11 @@ class DataServer:
         self._mover_link = _ChildLink(self._on_mover)
         #: The newest map as a frame for movers, and its epoch.
         self._map_frame = (0, b"")
+        self.children = Children(self.loop, lambda: [slot.segment for slot in self.slots])
+        self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
         self._stopping = False
         #: The workers are told to give all shards up, whatever the map says.
         self._retiring = False
-        self._resolvers: list[int] = []
         self._shared: list[socket.socket] = []
         self._web: Web | None = None
         #: Its address, for the READY line.
@@ -141,6 +132,7 @@ class DataServer:
         stop_on_signals(self.loop, interrupt=True)
         if options.end_with:
             end_with(self.loop, options.end_with)
+        self.endpoints.look()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
         arenas.check_name_is_free(options.runtime_dir, options.name)
@@ -173,6 +165,7 @@ class DataServer:
             slot.tcp = listen_tcp(options.listen_host, port)
             slot.streams = [None] * options.streams
             self._shared += [slot.listener, slot.tcp]
+            self.endpoints.listen(slot)
         if options.http is not None:
             routes = {"/metrics": self._metrics, "/healthz": self._healthz}
             tokens = () if options.http.loopback else options.tokens
@@ -183,49 +176,11 @@ class DataServer:
             self._start_worker(slot)
             for position in range(options.streams):
                 self._start_stream(slot, position)
+        self.endpoints.start()
         self._poll_stats()
         self.membership.start()
 
     # -- children ---------------------------------------------------------------------------------
-
-    def _fork(
-        self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedSegment | None = None
-    ) -> Child:
-        """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other.
-
-        Raises OSError when the system has no process, memory or descriptor to spare.
-        """
-        ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            pid = os.fork()
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-        if pid:
-            theirs.close()
-            return Child(pid, ours)
-        code = 1
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-            die_with_parent()
-            for slot in self.slots:
-                slot.segment.release_in_child()
-                if slot.segment is not mine:
-                    slot.segment.close()
-            close_descriptors_but({theirs.fileno(), *keep})
-            body(theirs)
-            code = 0
-        except SimmError as exc:
-            log.error("%s", exc)
-        except BaseException:
-            log.exception("process %d failed", os.getpid())
-        finally:
-            logging.shutdown()
-            os._exit(code)
 
     def _start_worker(self, slot: WorkerSlot) -> None:
         options = self.options
@@ -254,7 +209,7 @@ class DataServer:
                 store.close()
 
         slot.ready = False
-        slot.child = child = self._fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
+        slot.child = child = self.children.fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
         child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
         child.peer.context = slot
         child.peer.send(encode(M.Stats(0), STATS_ID))
@@ -265,16 +220,18 @@ class DataServer:
     def _start_stream(self, slot: WorkerSlot, position: int) -> None:
         tcp = slot.tcp
         assert tcp is not None
+        rdma_port = self.endpoints.port(slot.number)
 
         def body(supervisor: socket.socket) -> None:
             topology.pin(slot.node)
-            run_stream(tcp, slot.uds, supervisor, self.options.tokens)
+            run_stream(tcp, slot.uds, supervisor, self.options.tokens, rdma_port)
 
-        slot.streams[position] = self._fork(body, [tcp.fileno()])
+        slot.streams[position] = self.children.fork(body, [tcp.fileno()])
 
     def _reap(self) -> None:
         """Restart children that died. A worker comes back on its arena."""
-        self._resolvers = [pid for pid in self._resolvers if not reaped(pid)]
+        self.children.reap()
+        self.endpoints.reap()
         for slot in self.slots:
             if slot.child is not None and slot.child.ended():
                 self._worker_died(slot, slot.child)
@@ -287,24 +244,14 @@ class DataServer:
                 slot.mover.lost()
                 slot.mover = None
                 slot.mover_ended()
-                self.loop.call_later(MOVER_PAUSE_S, partial(self._or_later, partial(self._feed_mover, slot)))
+                self.loop.call_later(MOVER_PAUSE_S, partial(self.children.or_later, partial(self._feed_mover, slot)))
             for position, stream in enumerate(slot.streams):
                 if stream is not None and stream.ended():
                     stream.lost()
                     slot.streams[position] = None
                     if not self._stopping:
                         log.error("stream of worker %d (process %d) died: restarting", slot.number, stream.pid)
-                        self._or_later(partial(self._start_stream, slot, position))
-
-    def _or_later(self, start: Callable[[], None]) -> None:
-        """Start a child; again and again where the system has no process or memory to spare just now."""
-        if self._stopping:
-            return
-        try:
-            start()
-        except OSError as exc:
-            log.error("cannot start a process: %s; trying again", exc)
-            self.loop.call_later(FORK_AGAIN_S, partial(self._or_later, start))
+                        self.children.or_later(partial(self._start_stream, slot, position))
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
         child.lost()
@@ -319,7 +266,7 @@ class DataServer:
             self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s")
             return
         log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
-        self._or_later(partial(self._start_worker, slot))
+        self.children.or_later(partial(self._start_worker, slot))
 
     def _poll_stats(self) -> None:
         """Ask the workers for their counters, as often as there are heartbeats."""
@@ -345,7 +292,7 @@ class DataServer:
                 slot.taken = slot.order_epoch
                 self.membership.caught_up()
                 self._announce()
-                self._or_later(partial(self._feed_mover, slot))
+                self.children.or_later(partial(self._feed_mover, slot))
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -394,7 +341,7 @@ class DataServer:
             topology.pin(slot.node)
             run_mover(settings, supervisor)
 
-        slot.mover = child = self._fork(body, [])
+        slot.mover = child = self.children.fork(body, [])
         slot.mover_heard = time.monotonic()
         child.peer = self.loop.adopt(child.sock, self._mover_link, f"mover of worker {slot.number}")
         child.peer.context = slot
@@ -451,31 +398,7 @@ class DataServer:
 
     def resolve(self, host: str, callback: Callable[[str], None]) -> None:
         """A host's address by a child process, as a resolver may hang; the callback gets nothing when there is none."""
-
-        def body(sock: socket.socket) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.alarm(RESOLVE_S)  # its default action ends us
-            for family in (socket.AF_INET, socket.AF_INET6):
-                with contextlib.suppress(OSError):
-                    found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
-                    sock.sendall(str(found[0][4][0]).encode())
-                    return
-
-        try:
-            child = self._fork(body, [])
-        except OSError as exc:
-            log.error("cannot start a process: %s", exc)
-            callback("")
-            return
-
-        def answered(_mask: int) -> None:
-            address = child.sock.recv(256).decode()
-            self.loop.unwatch(child.sock)
-            child.sock.close()
-            callback(address)
-
-        self._resolvers.append(child.pid)
-        self.loop.watch(child.sock, answered)
+        self.children.resolve(host, callback)
 
     # -- HTTP -------------------------------------------------------------------------------------
 
@@ -492,19 +415,23 @@ class DataServer:
             moves["left"] = len(self.member.moving(slot.number, slot.words()))
             moves["rate"] = slot.progress.rate
             silent_s = self.loop.clock() - slot.heard if slot.ready else 0.0
-            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s))
+            rdma = self.endpoints.row(slot.number)
+            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s, rdma))
         return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
 
     def _announce(self) -> None:
         """READY, once: every worker serves, the cluster knows us, and the shards are ours."""
-        if self.announced or not self.membership.joined or not all(slot.ready and slot.sharded for slot in self.slots):
+        if self.announced or not self.membership.joined or self.endpoints.awaited:
+            return
+        if not all(slot.ready and slot.sharded for slot in self.slots):
             return
         self.announced = True
         ports = ",".join(str(slot.tcp.getsockname()[1]) for slot in self.slots if slot.tcp is not None)
         memory = sum(slot.segment.size for slot in self.slots)
+        rdma = ",".join(str(place.port) for place in self.endpoints.places.values())
         print(
             f"READY dataserver {self.options.name} {self.options.listen_host}:{ports} workers={len(self.slots)} "
-            f"memory={memory >> 20}M{self._http}",
+            f"memory={memory >> 20}M{self._http}{' rdma=' + rdma if rdma else ''}",
             flush=True,
         )
 
@@ -526,7 +453,7 @@ class DataServer:
         """Leave the cluster, end the children, remove segments and sockets. Twice is harmless."""
         if self._stopping:
             return
-        self._stopping = True
+        self._stopping = self.children.stopping = True
         retired = False
         try:
             retired = self.options.warm or not self.membership.joined or self._retire()
@@ -537,7 +464,7 @@ class DataServer:
         movers = [slot.mover for slot in self.slots if slot.mover is not None]
         streams = [child for slot in self.slots for child in slot.streams if child is not None]
         workers = [slot.child for slot in self.slots if slot.child is not None]
-        end_children(movers + streams, STOP_S / 3)
+        end_children(movers + streams + self.endpoints.processes(), STOP_S / 3)
         end_children(workers, STOP_S)
         for slot in self.slots:
             try:
@@ -555,6 +482,7 @@ class DataServer:
             self._serve_until(lambda: self.membership.said_all, HAND_OVER_S)
         for sock in self._shared:
             sock.close()
+        self.endpoints.close()
         if self._web is not None:
             self._web.close()
         self.loop.close()

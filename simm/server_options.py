@@ -43,6 +43,10 @@ class DataServerOptions:
     http: Address | None = None
     #: Cap on what one worker's mover copies, bytes a second; 0 for none.
     move_bytes_per_s: int = 1024 * MIB
+    #: auto, on or off; which devices ("" for those of the node); chunks written by memory windows.
+    rdma: str = "auto"
+    rdma_devices: str = ""
+    rdma_windows: bool = True
 
 
 def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
@@ -78,4 +82,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         end_with=end_with,
         http=settings.http,
         move_bytes_per_s=settings.move_mib_s * MIB,
+        rdma=settings.rdma,
+        rdma_devices=settings.rdma_devices,
+        rdma_windows=settings.rdma_windows,
     )

@@ -38,6 +38,22 @@ _MOVES: Final = (
     ("simm_move_lost_values_total", "counter", "values of previous owners that did not come along", "lost"),
 )
 
+#: (metric, type, help, key of an endpoint's STATS)
+_RDMA: Final = (
+    ("simm_rdma_lanes", "gauge", "RDMA lanes of clients", "lanes"),
+    ("simm_rdma_links", "gauge", "RDMA links (queue pairs) of these", "links"),
+    ("simm_rdma_granted_bytes", "gauge", "bytes handed to RDMA clients and not yet committed", "granted_bytes"),
+    ("simm_rdma_registered_bytes", "gauge", "bytes registered, on all rails together", "registered_bytes"),
+    ("simm_rdma_windows", "gauge", "memory windows made", "windows"),
+    ("simm_rdma_protected", "gauge", "1 where clients can write only into the chunks that they hold", "protected"),
+    ("simm_rdma_lanes_opened_total", "counter", "lanes opened", "lanes_opened"),
+    ("simm_rdma_lanes_broken_total", "counter", "of them, closed because a link broke", "lanes_broken"),
+    ("simm_rdma_commits_total", "counter", "values committed that came by RDMA", "commits"),
+    ("simm_rdma_commit_failures_total", "counter", "values that were not", "commit_failures"),
+    ("simm_rdma_recalls_total", "counter", "lanes asked for idle grants", "recalls"),
+    ("simm_rdma_endpoint_restarts_total", "counter", "endpoint processes that died", "restarts"),
+)
+
 
 @dataclass
 class Row:
@@ -50,6 +66,8 @@ class Row:
     moves: Mapping[str, int] = field(default_factory=dict)
     #: Since it answered the supervisor, seconds.
     silent_s: float = 0.0
+    #: Of its endpoint: ``ready``, ``why`` not, and counters where there is one.
+    rdma: Mapping[str, Any] = field(default_factory=dict)
 
 
 def healthz(down: Sequence[int], silent: Sequence[int], joined: bool, fenced: bool) -> Page:
@@ -78,6 +96,14 @@ def metrics(rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int) -> P
         samples += [(name, kind, about, labels, float(row.stats.get(key, 0))) for labels, row in labelled]
     for name, kind, about, key in _MOVES:
         samples += [(name, kind, about, labels, float(row.moves.get(key, 0))) for labels, row in labelled]
+    for name, kind, about, key in _RDMA:
+        samples += [(name, kind, about, labels, float(row.rdma[key])) for labels, row in labelled if key in row.rdma]
+    about = "1 while clients can open RDMA lanes; reason says why not"
+    samples += [
+        ("simm_rdma_ready", "gauge", about, {**labels, "reason": row.rdma.get("why", "")}, float(row.rdma["ready"]))
+        for labels, row in labelled
+        if row.rdma
+    ]
     for labels, row in labelled:
         reasons = {**row.stats.get("evictions", {}), "set_full": row.stats.get("set_evictions", 0)}
         for reason, count in reasons.items():
