@@ -367,8 +367,9 @@ def _topo(argv: Sequence[str], prog: str) -> int:
     from . import rails, topo
 
     spec, origin = rails.restriction(arguments.rdma_devices, os.environ)
-    named = rails.parse_devices(spec, rails.ports()) if spec else None
-    found = topo.collect(named)
+    known = rails.ports()
+    named = rails.parse_devices(spec, known) if spec else None
+    found = topo.collect(named, limits=topo.ask_devices(known))
     if arguments.json:
         _print_json(found)
     else:

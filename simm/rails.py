@@ -235,7 +235,7 @@ def restriction(option: str | None, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def choose(node: int, known: Sequence[Port], *, named: Sequence[Port] | None = None) -> list[Verdict]:
-    """Every port's verdict for a worker on ``node``; ``named``: the only ones allowed.
+    """Every port's verdict for a process on ``node`` (-1: on several); ``named``: the only ones allowed.
 
     O(ports). The order is that of ``known``.
     """
@@ -248,7 +248,7 @@ def choose(node: int, known: Sequence[Port], *, named: Sequence[Port] | None = N
             for ports_, text in (
                 (near, f"on node {node}"),
                 (unbound, "near to no node in particular"),
-                (usable, f"node {node} has no rail of its own"),
+                (usable, f"node {node} has no rail of its own" if node >= 0 else "of all nodes"),
             )
             if ports_
         ),
@@ -262,7 +262,7 @@ def choose(node: int, known: Sequence[Port], *, named: Sequence[Port] | None = N
         elif named is not None and port not in named:
             verdict = Verdict(port, False, "not among the devices that were named")
         elif port not in pool:
-            why = f"on node {port.numa}" if port.numa >= 0 else "the node has rails of its own"
+            why = f"on node {port.numa}" if port.numa >= 0 else f"node {node} has rails of its own"
             verdict = Verdict(port, False, why)
         elif named is None and port.gbit * RATE_SPREAD < fastest:
             why = f"{port.gbit:g} Gbit/s beside {fastest:g}: it would slow the others down; name it to use it"

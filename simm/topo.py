@@ -24,20 +24,11 @@ def collect(
     """
     known = rails.ports(sys_root)
     memlock = rails.memlock_bytes()
-    nodes = []
-    for node in topology.nodes(sys_root):
-        verdicts = rails.choose(node.id, known, named=named)
-        nodes.append(
-            {
-                "node": node.id,
-                "cpus": list(node.cpus),
-                "memory_bytes": node.memory_bytes,
-                "rails": [verdict.port.name for verdict in verdicts if verdict.used],
-                "verdicts": [
-                    {"port": verdict.port.name, "used": verdict.used, "why": verdict.why} for verdict in verdicts
-                ],
-            }
-        )
+    nodes = [
+        {"node": node.id, "cpus": list(node.cpus), "memory_bytes": node.memory_bytes, **_choice(node.id, known, named)}
+        for node in topology.nodes(sys_root)
+    ]
+    own = topology.own_node(sys_root)
     asked: Mapping[str, Limits] = limits if isinstance(limits, Mapping) else {}
     ports = []
     for port in known:
@@ -57,10 +48,40 @@ def collect(
         )
     return {
         "nodes": nodes,
+        #: What a client would use that is started as this process was.
+        "client": {"node": own, **_choice(own, known, named)},
         "ports": ports,
         "memlock_bytes": memlock,
         "verbs": str(limits) if isinstance(limits, Absence) else "",
     }
+
+
+def _choice(node: int, known: Sequence[Port], named: Sequence[Port] | None) -> dict[str, Any]:
+    verdicts = rails.choose(node, known, named=named)
+    return {
+        "rails": [verdict.port.name for verdict in verdicts if verdict.used],
+        "verdicts": [{"port": verdict.port.name, "used": verdict.used, "why": verdict.why} for verdict in verdicts],
+    }
+
+
+def ask_devices(known: Sequence[Port]) -> dict[str, Limits] | Absence | None:
+    """The limits of each port that can be used, by its name; or why none could be asked. Opens the devices shortly."""
+    from . import verbs
+
+    found: dict[str, Limits] = {}
+    absence: Absence | None = None
+    for port in known:
+        if port.trouble:
+            continue
+        fabric = verbs.open_fabric(port.name)  # alone, so that nothing is left out for being far or slow
+        if isinstance(fabric, Absence):
+            absence = fabric
+            continue
+        try:
+            found.update((rail.name, rail.limits) for rail in fabric.rails)
+        finally:
+            fabric.close()
+    return found or absence
 
 
 def _gid(gid: Gid) -> dict[str, Any]:
@@ -118,7 +139,9 @@ def table(found: dict[str, Any], restricted_by: str = "", *, gids: bool = False)
         lines += [
             f"  {'+' if verdict['used'] else '-'} {verdict['port']}: {verdict['why']}" for verdict in node["verdicts"]
         ]
-    return "\n".join(lines)
+    client = found["client"]
+    bound = f"on node {client['node']}" if client["node"] >= 0 else "bound to no single node"
+    return "\n".join([*lines, "", f"a client started here ({bound}) uses {', '.join(client['rails']) or 'TCP'}"])
 
 
 def _gid_text(gid: Mapping[str, Any] | None) -> str:

@@ -204,6 +204,15 @@ def allowed_memory_nodes(sys_root: str = "/") -> tuple[int, ...] | None:
         return None
 
 
+def own_node(sys_root: str = "/", *, allowed_cpus: Collection[int] | None = None) -> int:
+    """The node with all CPUs that this process may use (numactl, taskset, a cpuset); -1 when they lie on several."""
+    cpus = set(os.sched_getaffinity(0) if allowed_cpus is None else allowed_cpus)
+    found = nodes(sys_root)
+    if len(found) < 2:
+        return -1
+    return next((node.id for node in found if cpus and cpus <= set(node.cpus)), -1)
+
+
 def parse_numa(spec: str, sys_root: str = "/", *, allowed_cpus: Collection[int] | None = None) -> list[int]:
     """Turn ``"0"``, ``"0,1"`` or ``"all"`` into node numbers, one worker each.
 

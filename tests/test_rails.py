@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from simm import rails, topo
+from simm import rails, topo, verbs
 from simm.errors import ConfigError
 from simm.fabric import Absence, Limits
 
@@ -134,6 +137,8 @@ def test_rails_of_a_node(tmp_path: Path) -> None:
     assert used(0, "mlx5_4") == ["mlx5_4:1"]  # slow, and named
     assert used(0, "mlx5_2:1") == ["mlx5_2:1"]  # far, and named
     assert used(0, "mlx5_3") == []  # down is down
+    assert used(-1) == ["mlx5_0:1", "mlx5_1:1", "mlx5_2:1"]
+    assert next(verdict.why for verdict in rails.choose(-1, known)).startswith("of all nodes, RoCE v2 GID 0")
     why = {verdict.port.device: verdict.why for verdict in rails.choose(0, known)}
     assert "on node 0" in why["mlx5_0"] and "10.0.0.1" in why["mlx5_0"]
     assert why["mlx5_2"] == "on node 1" and "DOWN" in why["mlx5_3"] and "10 Gbit/s beside 100" in why["mlx5_4"]
@@ -184,6 +189,19 @@ def test_topo_shows_the_choice_and_the_reason(tmp_path: Path) -> None:
     assert "a worker on node 1 uses mlx5_0:1" in text and "- mlx5_1:1: it has no GID" in text
 
 
+def test_topo_tells_what_a_client_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_nodes(tmp_path)
+    device(tmp_path, "mlx5_0", [(V4, V2)], numa=0)
+    device(tmp_path, "mlx5_1", [(V4, V2)], numa=1)
+    for cpus, node, ports in (({4, 5}, 1, ["mlx5_1:1"]), ({3, 4}, -1, ["mlx5_0:1", "mlx5_1:1"])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus)
+        found = topo.collect(None, str(tmp_path))
+        assert (found["client"]["node"], found["client"]["rails"]) == (node, ports)
+    assert (
+        topo.table(found).splitlines()[-1] == "a client started here (bound to no single node) uses mlx5_0:1, mlx5_1:1"
+    )
+
+
 def test_topo_shows_every_gid_and_marks_the_one_in_use(tmp_path: Path) -> None:
     two_nodes(tmp_path)
     device(tmp_path, "mlx5_0", [(LINK, V1), (LINK, V2), (V4, V1), (V4, V2)], numa=0)
@@ -214,6 +232,28 @@ def test_topo_shows_what_the_devices_say_of_themselves(tmp_path: Path) -> None:
     found = topo.collect(None, str(tmp_path), Absence("no pyverbs", "install it"))
     assert json.loads(json.dumps(found))["verbs"] == "no pyverbs: install it"
     assert "were not asked for their limits: no pyverbs: install it" in topo.table(found)
+
+
+def test_topo_asks_every_usable_port_and_closes_what_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device(tmp_path, "mlx5_0", [(V4, V2)], numa=0)
+    device(tmp_path, "mlx5_1", [(V4, V2)], numa=1)
+    device(tmp_path, "mlx5_2", [(V4, V2)], state="1: DOWN")
+    limits, closed = Limits(1 << 40, 16, 16, 256), []
+
+    def open_fabric(name: str) -> Any:
+        if name in broken:
+            return Absence(f"{name} does not open")
+        return SimpleNamespace(rails=[SimpleNamespace(name=name, limits=limits)], close=lambda: closed.append(name))
+
+    monkeypatch.setattr(verbs, "open_fabric", open_fabric)
+    known = rails.ports(str(tmp_path))
+    broken: set[str] = set()
+    assert topo.ask_devices(known) == {"mlx5_0:1": limits, "mlx5_1:1": limits} and closed == ["mlx5_0:1", "mlx5_1:1"]
+    broken = {"mlx5_1:1"}
+    assert topo.ask_devices(known) == {"mlx5_0:1": limits}
+    broken = {"mlx5_0:1", "mlx5_1:1"}
+    assert topo.ask_devices(known) == Absence("mlx5_1:1 does not open")
+    assert topo.ask_devices([]) is None
 
 
 def test_topo_without_rdma(tmp_path: Path) -> None:

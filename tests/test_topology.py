@@ -51,9 +51,7 @@ def two(tmp_path: Path) -> str:
 @pytest.fixture
 def four(tmp_path: Path) -> str:
     """Node 1 offline, node 3 memory only, node 4 CPUs only, its directory there for all."""
-    return tree(
-        tmp_path, "0,2-4", {0: ("0-1", 8), 1: ("2-3", 8), 2: ("4-5", 16), 3: ("", 128), 4: ("6-7", 0)}
-    )
+    return tree(tmp_path, "0,2-4", {0: ("0-1", 8), 1: ("2-3", 8), 2: ("4-5", 16), 3: ("", 128), 4: ("6-7", 0)})
 
 
 def test_two_nodes(two: str) -> None:
@@ -72,9 +70,7 @@ def test_offline_memory_only_and_cpu_only_nodes(four: str) -> None:
 
 def test_a_machine_without_numa_is_one_node(tmp_path: Path) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal:       16777216 kB\n")
-    assert topology.nodes(str(tmp_path)) == [
-        topology.Node(0, tuple(sorted(os.sched_getaffinity(0))), 16 * GIB)
-    ]
+    assert topology.nodes(str(tmp_path)) == [topology.Node(0, tuple(sorted(os.sched_getaffinity(0))), 16 * GIB)]
 
 
 def test_a_sole_node_has_the_memory_of_the_machine(tmp_path: Path) -> None:
@@ -119,6 +115,20 @@ def test_the_containers_cpuset_is_respected(tmp_path: Path) -> None:
         topology.parse_numa("0", root, allowed_cpus=range(8))
     with pytest.raises(ConfigError, match="cpuset"):
         topology.parse_numa("all", root, allowed_cpus=[0])
+
+
+@pytest.mark.parametrize(
+    ("cpus", "node"),
+    [({4, 5}, 1), ({8}, 0), ({0, 1, 2, 3, 8}, 0), ({3, 4}, -1), (range(9), -1), ({77}, -1), (set(), -1)],
+)
+def test_own_node(two: str, cpus: set[int], node: int) -> None:
+    assert topology.own_node(two, allowed_cpus=cpus) == node
+
+
+def test_one_node_is_no_node_in_particular(tmp_path: Path) -> None:
+    """Else a host without NUMA would leave out the devices that name none."""
+    root = tree(tmp_path, "0", {0: ("0-3", 8)})
+    assert topology.own_node(root, allowed_cpus={0}) == -1 and topology.own_node() in (-1, *range(64))
 
 
 def test_node_free_bytes_counts_what_can_be_dropped(two: str) -> None:
