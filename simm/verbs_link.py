@@ -30,7 +30,7 @@ from .fabric import (
     Timeout,
     Window,
 )
-from .verbs_wr import MW_TYPE_2, SPARES, Library, Rows, Stack, Tag, failed, make_channel
+from .verbs_wr import MW_TYPE_2, SPARES, Library, Rows, Stack, Tag, failed, make_channel, meaning_of, split
 
 #: Operations of a chain, and under way on a link.
 DEPTH: Final = 256
@@ -50,9 +50,10 @@ _HOPS: Final = 64
 _MESSAGE_BYTES: Final = 1 << 30
 _REGION_BYTES: Final = 1 << 46
 _DEPTH_LEAST: Final = 16
-#: Seconds of looking before sleeping: at most, and at least.
-_SPIN_MAX_S: Final = 200e-6
-_SPIN_MIN_S: Final = 5e-6
+#: How often to look before sleeping, at most and at least. Counted and not timed: what sleeping costs, and what a look
+#: does, grow with the slowness of the machine alike. 0.25 us each natively, so a wait holds the GIL for 0.2 ms at most.
+_LOOKS_MAX: Final = 800
+_LOOKS_MIN: Final = 50
 _POLL_MANY: Final = 16
 
 #: Values of the kernel's interface, the same in all versions, by our kinds of operation: READ, WRITE, FENCED_READ.
@@ -62,32 +63,6 @@ _SIGNALED: Final = 2
 #: Device flags: windows of type 2 A or B.
 _WINDOWS_2: Final = 1 << 23 | 1 << 24
 _ETHERNET: Final = 2
-
-#: Completion statuses in order of their numbers, with what they mean to an operator.
-_STATUSES: Final = (
-    ("SUCCESS", "done"),
-    ("LOC_LEN_ERR", "an operation has a length that the device does not take"),
-    ("LOC_QP_OP_ERR", "this end's device refused an operation: a bug, or an invalidated key"),
-    ("LOC_EEC_OP_ERR", "this end's device failed"),
-    ("LOC_PROT_ERR", "an operation names local memory that is not, or no longer, registered"),
-    ("WR_FLUSH_ERR", "it was under way, or posted, when the link broke"),
-    ("MW_BIND_ERR", "a memory window could not be bound"),
-    ("BAD_RESP_ERR", "the peer's device answered nonsense"),
-    ("LOC_ACCESS_ERR", "the peer used this end's memory in a way that it has no right to"),
-    ("REM_INV_REQ_ERR", "the peer's device did not understand an operation"),
-    ("REM_ACCESS_ERR", "refused by the peer: no right to that memory (or not any more)"),
-    ("REM_OP_ERR", "the peer's device could not carry out an operation"),
-    ("RETRY_EXC_ERR", "the peer does not answer"),
-    ("RNR_RETRY_EXC_ERR", "the peer is not ready"),
-    ("LOC_RDD_VIOL_ERR", "this end's device failed"),
-    ("REM_INV_RD_REQ_ERR", "the peer's device did not understand a READ"),
-    ("REM_ABORT_ERR", "the peer's device gave up"),
-    ("INV_EECN_ERR", "this end's device failed"),
-    ("INV_EEC_STATE_ERR", "this end's device failed"),
-    ("FATAL_ERR", "the device failed"),
-    ("RESP_TIMEOUT_ERR", "the peer does not answer in time"),
-    ("GENERAL_ERR", "the device failed"),
-)
 
 
 class VerbsRegion:
@@ -208,11 +183,15 @@ class VerbsLink:
         self._psn = secrets.randbits(24)
         self._connected = False
         self._why = self._status = ""
-        self._ticket = self._done = self._under_way = 0
-        #: (ticket, operations) of chains under way.
-        self._chains: deque[tuple[int, int]] = deque()
+        #: Of the last chain posted, and of the last one done: they are done in order.
+        self._ticket = self._done = 0
+        #: Operations of each chain under way, and how many more can be. None can before the link is connected, nor when
+        #: it is broken, so that a post looks at one number.
+        self._chains: deque[int] = deque()
+        self._room = 0
+        self._longest = rail.message_bytes
         self._armed = False
-        self._spin = _SPIN_MIN_S
+        self._looks = float(_LOOKS_MAX)
         library = self._library = rail.library
         self._stack = Stack(library)
         self._channel, fd = make_channel(library, rail.context, self._stack)
@@ -231,6 +210,7 @@ class VerbsLink:
             self._rows = SPARES.pop()
         except IndexError:
             self._rows = Rows()
+        self._transfers = self._rows.transfers
 
     @property
     def broken(self) -> str:
@@ -268,22 +248,18 @@ class VerbsLink:
             self._break(str(failure), failure.status)
             raise failure from error
         self._connected = True
+        self._room = self.depth
 
     # --- transfers ---
 
     def post(self, ops: Sequence[Op]) -> int:
         size = len(ops)
-        if not 0 < size <= self.depth:
-            raise UsageError(f"a chain of {size} operations, the link takes 1 to {self.depth}")
-        longest = self.rail.message_bytes
-        for op in ops:
-            if op[3] > longest:
-                return self.post(_split(ops, longest))
-        self._ready(size)
-        transfers = self._rows.transfers
+        if not 0 < size <= self._room:
+            self._make_room(size)
+        transfers = self._transfers
         if len(transfers) < size:
             self._rows.grow_transfers(self._library, size)
-        opcodes, flags = _OPCODES, _FLAGS
+        opcodes, flags, longest = _OPCODES, _FLAGS, self._longest
         at = size
         flag = 0
         try:
@@ -296,17 +272,20 @@ class VerbsLink:
                 set_wr_rdma(rkey, remote)
                 wr.opcode = opcodes[kind]
                 wr.send_flags = flag = flags[kind]
+                if length > longest:
+                    return self.post(split(ops, longest))
         except (KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
             raise UsageError(f"no operations: {ops!r}") from error
-        ticket = self._ticket + 1
         last = transfers[0].wr
         last.send_flags = flag | _SIGNALED
-        last.wr_id = ticket
-        return self._send(transfers[size - 1].wr, size)
+        self._send(transfers[size - 1].wr, size)
+        return self._ticket
 
     def poll(self) -> int:
         if not self._why:
-            self._reap()
+            self._take(self._cq_poll(_POLL_MANY)[1])
         if self._why:
             raise self._error()
         return self._done
@@ -314,38 +293,39 @@ class VerbsLink:
     def wait(self, ticket: int, until: float) -> None:
         if ticket <= self._done:
             return
+        if self._why:
+            raise self._error()
         if ticket > self._ticket:
             raise UsageError(f"no chain has the ticket {ticket}")
-        clock, reap = time.monotonic, self._reap
+        clock, look = time.monotonic, self._cq_poll
+        looks = int(self._looks)
         start = clock()
-        spin_until = min(start + self._spin, until)
-        while True:
-            if self._why:
-                raise self._error()
-            reap()
-            if ticket <= self._done:
-                break
-            if clock() >= spin_until:
-                self._sleep(ticket, until)
-                break
-        # Looking is worth it where answers are quick: up to twice what they usually take.
-        took = 2 * (clock() - start)
-        wanted = max(took, _SPIN_MIN_S) if took <= 2 * _SPIN_MAX_S else _SPIN_MIN_S
-        self._spin += (min(wanted, _SPIN_MAX_S) - self._spin) / 8
+        for number in range(looks):
+            count, completions = look()
+            if count:
+                self._take(completions)
+                if ticket <= self._done:
+                    self._looks += (min(4 * number + _LOOKS_MIN, _LOOKS_MAX) - self._looks) / 8
+                    return
+                if self._why:
+                    raise self._error()
+        looked = clock()
+        self._sleep(ticket, until)
+        # Would looking on have done? As many looks as fit into the time that it took.
+        wanted = 2 * looks * (clock() - start) / max(looked - start, 1e-9)
+        self._looks += ((wanted if wanted <= _LOOKS_MAX else _LOOKS_MIN) - self._looks) / 8
 
-    def _reap(self) -> None:
-        """Take the completions that are there."""
-        _, completions = self._cq_poll(_POLL_MANY)
+    def _take(self, completions: Sequence[Any]) -> None:
+        """Note what is done, or why the link is broken."""
         for completion in completions:
             status = completion.status
             if status:
-                if not self._why:
-                    name, meaning = _STATUSES[status] if status < len(_STATUSES) else (str(status), "unknown")
-                    self._break(f"{self.rail.name}: {meaning}", name)
+                # The first one has the reason; what was behind it is flushed.
+                name, meaning = meaning_of(status)
+                self._break(f"{self.rail.name}: {meaning}", name)
                 return
-            ticket, size = self._chains.popleft()
-            self._under_way -= size
-            self._done = ticket
+            self._room += self._chains.popleft()
+            self._done += 1
 
     def _sleep(self, ticket: int, until: float) -> None:
         """Wait for events until a chain is done. Raises Timeout, FabricError."""
@@ -354,7 +334,7 @@ class VerbsLink:
                 # An event comes for what completes after this; what did before, the next look finds.
                 self._cq.req_notify()
                 self._armed = True
-            self._reap()
+            self._take(self._cq_poll(_POLL_MANY)[1])
             if ticket <= self._done:
                 return
             if self._why:
@@ -367,16 +347,19 @@ class VerbsLink:
                 self._cq.ack_events(1)
                 self._armed = False
 
-    def _ready(self, size: int) -> None:
+    def _make_room(self, size: int) -> None:
         """See that ``size`` work requests can be posted."""
-        if self._why or not self._connected:
-            self._usable()
+        self._usable()
+        if not self._connected:
             raise FabricError("the link is not connected")
-        while self._under_way + size > self.depth:
-            self.wait(self._chains[0][0], time.monotonic() + QUEUE_S)
+        if not 0 < size <= self.depth:
+            raise UsageError(f"a chain of {size} operations, the link takes 1 to {self.depth}")
+        until = time.monotonic() + QUEUE_S
+        while self._room < size:
+            self.wait(self._done + 1, until)
 
-    def _send(self, first: Any, size: int) -> int:
-        """Post a chain whose last request is signalled; its ticket."""
+    def _send(self, first: Any, size: int) -> None:
+        """Post a chain whose last request, and no other, is signalled. It has the next ticket."""
         try:
             self._post_send(first)
         except self._library.Error as error:
@@ -385,9 +368,8 @@ class VerbsLink:
             self._break(str(failure), failure.status)
             raise failure from error
         self._ticket += 1
-        self._chains.append((self._ticket, size))
-        self._under_way += size
-        return self._ticket
+        self._room -= size
+        self._chains.append(size)
 
     # --- windows ---
 
@@ -405,7 +387,8 @@ class VerbsLink:
             taken.add(own)
         for start in range(0, len(bindings), self.depth):
             part = bindings[start : start + self.depth]
-            self._ready(len(part))
+            if len(part) > self._room:
+                self._make_room(len(part))
             self._rows.grow(library, self._rows.binds, library.bind, len(part))
             with self.rail.lock:
                 keys = []
@@ -416,11 +399,11 @@ class VerbsLink:
                     if window.tag is None:
                         window.tag = Tag.of(wr, mw, address, length)
                     keys.append(wr.rkey)
-                ticket = self._send(self._rows.binds[len(part) - 1], len(part))
+                self._send(self._rows.binds[len(part) - 1], len(part))
                 for key, (window, region, _, _) in zip(keys, part):
                     assert isinstance(window, VerbsWindow) and isinstance(region, VerbsRegion)
                     window.bound(self, region, key)
-            self.wait(ticket, time.monotonic() + QUEUE_S)
+            self.wait(self._ticket, time.monotonic() + QUEUE_S)
 
     def invalidate(self, windows: Sequence[Window]) -> None:
         library = self._library
@@ -429,13 +412,14 @@ class VerbsLink:
             raise UsageError("a window that is not bound to this link")
         for start in range(0, len(own), self.depth):
             part = own[start : start + self.depth]
-            self._ready(len(part))
+            if len(part) > self._room:
+                self._make_room(len(part))
             self._rows.grow(library, self._rows.invalidations, library.invalidate, len(part))
             for at, window in zip(range(len(part) - 1, -1, -1), part):
                 # invalidate_rkey and imm_data are one word, and pyverbs stores it as it is.
                 self._rows.invalidations[at].imm_data = window.rkey
-            ticket = self._send(self._rows.invalidations[len(part) - 1], len(part))
-            self.wait(ticket, time.monotonic() + QUEUE_S)
+            self._send(self._rows.invalidations[len(part) - 1], len(part))
+            self.wait(self._ticket, time.monotonic() + QUEUE_S)
             with self.rail.lock:
                 for window in part:
                     if window.tag is None:
@@ -464,17 +448,18 @@ class VerbsLink:
             self.open = False
             self._break("the link is closed", "")
             self.rail.links.discard(self)
-            rows, self._rows = self._rows, Rows()
-            SPARES.append(rows)
+            SPARES.append(self._rows)
 
     def forget(self) -> None:
         """In a child: of no use, and not to be closed."""
         self.open = False
+        self._room = 0
         self._why, self._status = "the link belongs to the process that this one was forked from", ""
 
     def _break(self, why: str, status: str) -> None:
         if not self._why:
             self._why, self._status = why, status
+            self._room = 0
 
     def _error(self) -> FabricError:
         status = self._status
@@ -483,16 +468,6 @@ class VerbsLink:
     def _usable(self) -> None:
         if self._why:
             raise self._error()
-
-
-def _split(ops: Sequence[Op], longest: int) -> list[Op]:
-    """The same operations, none longer than ``longest`` bytes. Only the first piece of a fenced READ need wait."""
-    pieces: list[Op] = []
-    for kind, local, lkey, length, remote, rkey in ops:
-        for done in range(0, max(length, 1), longest):
-            step = min(longest, length - done)
-            pieces.append((kind if not done or kind != 2 else 0, local + done, lkey, step, remote + done, rkey))
-    return pieces
 
 
 class VerbsRail:

@@ -11,15 +11,41 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from .fabric import Access, FabricError
+from .fabric import FENCED_READ, READ, Access, FabricError, Op
 
 _SIGNALED: Final = 2
 MW_TYPE_2: Final = 2
 #: How often a completion channel is made before we give up on telling its descriptor.
 _CHANNEL_TRIES: Final = 20
+
+#: Completion statuses in order of their numbers, with what they mean to an operator.
+_STATUSES: Final = (
+    ("SUCCESS", "done"),
+    ("LOC_LEN_ERR", "an operation has a length that the device does not take"),
+    ("LOC_QP_OP_ERR", "this end's device refused an operation: a bug, or an invalidated key"),
+    ("LOC_EEC_OP_ERR", "this end's device failed"),
+    ("LOC_PROT_ERR", "an operation names local memory that is not, or no longer, registered"),
+    ("WR_FLUSH_ERR", "it was under way, or posted, when the link broke"),
+    ("MW_BIND_ERR", "a memory window could not be bound"),
+    ("BAD_RESP_ERR", "the peer's device answered nonsense"),
+    ("LOC_ACCESS_ERR", "the peer used this end's memory in a way that it has no right to"),
+    ("REM_INV_REQ_ERR", "the peer's device did not understand an operation"),
+    ("REM_ACCESS_ERR", "refused by the peer: no right to that memory (or not any more)"),
+    ("REM_OP_ERR", "the peer's device could not carry out an operation"),
+    ("RETRY_EXC_ERR", "the peer does not answer"),
+    ("RNR_RETRY_EXC_ERR", "the peer is not ready"),
+    ("LOC_RDD_VIOL_ERR", "this end's device failed"),
+    ("REM_INV_RD_REQ_ERR", "the peer's device did not understand a READ"),
+    ("REM_ABORT_ERR", "the peer's device gave up"),
+    ("INV_EECN_ERR", "this end's device failed"),
+    ("INV_EEC_STATE_ERR", "this end's device failed"),
+    ("FATAL_ERR", "the device failed"),
+    ("RESP_TIMEOUT_ERR", "the peer does not answer in time"),
+    ("GENERAL_ERR", "the device failed"),
+)
 
 _T = TypeVar("_T")
 
@@ -223,3 +249,20 @@ def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int
                 return made, number
             stack.close()
     raise FabricError("cannot tell a completion channel's descriptor: too many appear at the same time")
+
+
+def meaning_of(status: int) -> tuple[str, str]:
+    """The name of a completion's status, and what it says to an operator."""
+    return _STATUSES[status] if 0 <= status < len(_STATUSES) else (str(status), "the device failed")
+
+
+def split(ops: Sequence[Op], longest: int) -> list[Op]:
+    """The same operations, none longer than ``longest`` bytes. Only the first piece of a fenced READ need wait."""
+    pieces: list[Op] = []
+    for kind, local, lkey, length, remote, rkey in ops:
+        for done in range(0, max(length, 1), longest):
+            step = min(longest, length - done)
+            pieces.append(
+                (READ if done and kind == FENCED_READ else kind, local + done, lkey, step, remote + done, rkey)
+            )
+    return pieces
