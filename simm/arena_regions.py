@@ -18,11 +18,15 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import messages as M
 from .constants import PAGE_BYTES
+from .errors import SegmentError
 from .fabric import Access, FabricError, Rail, Region
+from .layout import Word
 from .reader import ArenaReader
+from .shm import AttachedSegment
 
 PIECE_BYTES: Final = 1 << 30
 #: An answer to RDMA_OPEN has 36 bytes for each region, and a frame a MiB.
@@ -40,13 +44,32 @@ class Piece(NamedTuple):
     data: bool
 
 
-def pieces(arena: ArenaReader, *, windows: bool, most: int) -> list[Piece]:
+def map_meta(arena: ArenaReader) -> NDArray[np.uint64]:
+    """Header, shards and slots mapped once more, for stores too, though none is made.
+
+    Up to Linux 6.1 pages of a read-only shared map cannot be pinned, not even for reading (EFAULT): the kernel asks for
+    writable ones and forces its way into private maps only. Raises FabricError when the segment is another one now.
+    """
+    try:
+        segment = AttachedSegment.open(arena.name, writable=True)
+        try:
+            meta = np.frombuffer(segment.map(0, arena.geometry.reader_bytes, writable=True), np.uint64)
+        finally:
+            segment.close()  # the map stays with its view
+    except SegmentError as exc:
+        raise FabricError(str(exc)) from exc
+    if int(meta[Word.INCARNATION]) != arena.incarnation:
+        raise FabricError(f"{arena.name} is another arena now")
+    return meta
+
+
+def pieces(arena: ArenaReader, meta: NDArray[np.uint64], *, windows: bool, most: int) -> list[Piece]:
     """What is registered on one rail, in pieces of at most ``most`` bytes (a multiple of the page size)."""
     geometry = arena.geometry
     data = Access.REMOTE_READ | Access.LOCAL_WRITE | (Access.WINDOWS if windows else Access.REMOTE_WRITE)
     parts = (
         Piece(
-            0, geometry.reader_bytes, np.frombuffer(arena.words, np.uint64).ctypes.data, Access.REMOTE_READ, 0, False,
+            0, geometry.reader_bytes, meta.ctypes.data, Access.REMOTE_READ, 0, False,
         ),
         Piece(
             geometry.visited_offset, geometry.ledger_offset - geometry.visited_offset,
@@ -66,7 +89,8 @@ def pieces(arena: ArenaReader, *, windows: bool, most: int) -> list[Piece]:
 
 
 class Registration:
-    """The regions of one arena on all rails. They end with their rails. Raises FabricError when there are too many.
+    """The regions of one arena on all rails. They end with their rails. Raises FabricError when there are too
+    many, or the arena is gone.
 
     Args:
         arena: mapped for writing; kept as long as this lives, as its maps must stay as long as the regions.
@@ -78,6 +102,7 @@ class Registration:
         self, arena: ArenaReader, rails: Sequence[Rail], *, windows: bool, piece_bytes: int = PIECE_BYTES
     ) -> None:
         self.arena = arena
+        self._meta = map_meta(arena)
         self.rails = rails
         self.windows = windows
         #: What is registered, as a client is told.
@@ -97,7 +122,7 @@ class Registration:
                 most *= 2
             self._most.append(most)
             self._data.append([])
-            self._todo += [(number, piece) for piece in pieces(arena, windows=windows, most=most)]
+            self._todo += [(number, piece) for piece in pieces(arena, self._meta, windows=windows, most=most)]
         if len(self._todo) > REGIONS_MAX:
             raise FabricError(
                 f"{len(self._todo)} regions would be needed, {REGIONS_MAX} are possible: the devices register no more "
