@@ -308,7 +308,7 @@ def _idle_on(device: int) -> list[_Stream]:
 class _Flight:
     """Copies that are under way together; for one thread, from the first one to :meth:`settle`."""
 
-    __slots__ = ("_current", "_driver", "_followed", "_streams")
+    __slots__ = ("_current", "_driver", "_followed", "_pinned", "_streams")
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -317,6 +317,8 @@ class _Flight:
         self._followed: set[tuple[int, int]] = set()
         #: Whose context is pushed; -1 for nobody's.
         self._current = -1
+        #: What copies go straight from or to: mostly one, so this costs less than a set.
+        self._pinned: list[Pinned] = []
 
     def _on(self, device: int) -> None:
         """Make the device's context the current one."""
@@ -345,6 +347,8 @@ class _Flight:
     def to_device(self, span: DeviceSpan, source: int, size: int, pinned: Pinned | None) -> None:
         """Begin the copy of a value to the span's head."""
         stream = self._stream(span)
+        if pinned is not None and pinned not in self._pinned:
+            self._pinned.append(pinned)
         target = span.address
         while size:
             part = pinned.direct(source, size) if pinned is not None else 0
@@ -357,6 +361,8 @@ class _Flight:
     def to_host(self, span: DeviceSpan, target: int, size: int, pinned: Pinned | None) -> None:
         """Begin the copy of the span's head."""
         stream = self._stream(span)
+        if pinned is not None and pinned not in self._pinned:
+            self._pinned.append(pinned)
         source = span.address
         while size:
             part = pinned.direct(target, size) if pinned is not None else 0
@@ -378,6 +384,8 @@ class _Flight:
             except CudaError as exc:
                 failed = exc  # the stream is of no use any more, and what it has is left to the process's end
                 _LOST.append(stream)
+                for pinned in self._pinned:
+                    pinned.stuck = True
             except BaseException as exc:
                 interrupted = exc
                 continue

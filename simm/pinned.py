@@ -15,6 +15,8 @@ What can go wrong, and what stands against it
 * *A copy runs while it is undone.* Who copies holds the reader.
 * *A copy across two pieces* may be refused: :meth:`Pinned.direct` ends at each.
 * *Registering fails* (limits, a virtual machine, no memory): it is logged once for an arena, and not tried again.
+* *A copy of which nobody knows whether it has ended* (the driver has failed): the mapping stays, registered, until
+  the process ends.
 * *A fork.* The child has no driver. It forgets all this; its mappings were never registered.
 * *The process ends* while a piece is being registered: exit waits for that one.
 
@@ -58,7 +60,7 @@ class Pinned:
     """
 
     __slots__ = ("__weakref__", "_began", "_data", "_device", "_driver", "_pieces", "_writable", "address", "gone",
-                 "name", "piece", "ready", "size", "why")  # fmt: skip
+                 "name", "piece", "ready", "size", "stuck", "why")  # fmt: skip
 
     def __init__(
         self, driver: Driver, name: str, data: memoryview, address: int, device: int, *, writable: bool = True,
@@ -80,6 +82,8 @@ class Pinned:
         self.why = ""
         #: Nobody copies any more.
         self.gone = False
+        #: Nobody knows whether a copy has ended: the mapping stays for ever.
+        self.stuck = False
         self._began = 0.0
 
     def __repr__(self) -> str:
@@ -132,6 +136,8 @@ class Pinned:
         self.ready = 0
         driver = self._driver
         try:
+            if self.stuck:
+                raise CudaError("a copy from or to it may not have ended")
             while self._pieces and not driver.forked:
                 driver.push(self._device)
                 try:
@@ -141,8 +147,9 @@ class Pinned:
                 self._pieces.pop()
         except CudaError as exc:
             # The driver is done for, and the mapping stays for ever rather than that it be taken from under a DMA.
-            log.warning("arena %s: cannot be unregistered: %s", self.name, exc)
-            _STUCK.append(self)
+            if self not in _STUCK:
+                log.warning("arena %s: is not unregistered: %s", self.name, exc)
+                _STUCK.append(self)
             return
         self._data = None
 
