@@ -1,8 +1,10 @@
 """Memory as ``simm.kv``'s callers name it: registrations, views, and blocks of our own.
 
-A :class:`BlockView` is an address and a size that the caller vouches for. Neither the shm nor the TCP path needs
-a registration, so an MR here names memory and keeps its owner alive, nothing else; registered
-twice, overlapping or stale it cannot do harm.
+A :class:`BlockView` is an address and a size that the caller vouches for. The shm and TCP paths need no registration;
+over RDMA, memory that has one is read and written by the device itself, and other memory through buffers of ours. A
+view belongs to the MR it was made with, if it lies within it: nothing is looked up by address. Registered twice or
+overlapping does no harm. An MR of a bare address must be deregistered before that memory is freed: devices know it by
+its pages, and would go on with the old ones. One of an object keeps the object's memory alive.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 from .buffers import OnDevice, Span, tensor_span
 from .errors import UsageError
 from .gpu import DeviceSpan, device_span
+from .registry import registered
 
 log = logging.getLogger("simm.kv")
 
@@ -51,7 +54,7 @@ class MrExt:
     __slots__ = ("__weakref__", "_registered", "_span")
 
     def __init__(self, span: Span) -> None:
-        self._span = span
+        self._span = registered(span)
         self._registered = True
 
     def __repr__(self) -> str:
@@ -87,7 +90,11 @@ def deregister_mr(mr: MrExt) -> bool:
     if not isinstance(mr, MrExt) or not mr._registered:
         return False
     mr._registered = False
-    mr._span.keep = None
+    span = mr._span
+    registration, span.registration = span.registration, None
+    if registration is not None:
+        registration.close()
+    span.keep = None
     return True
 
 
@@ -106,7 +113,9 @@ def span_of(thing: Any) -> Span:
     if isinstance(thing, DeviceSpan):
         return thing.piece(thing.address, thing.size)
     if isinstance(thing, Span):
-        return Span(thing.address, thing.size, writable=thing.writable, keep=thing.keep)
+        return Span(
+            thing.address, thing.size, writable=thing.writable, keep=thing.keep, registration=thing.registration
+        )
     if isinstance(thing, (int, str)):
         raise TypeError(f"memory is a tensor, a buffer or an array, not {type(thing).__name__}")
     try:
@@ -151,7 +160,9 @@ class BlockView:
         the CPU nor a CUDA one.
         """
         span = span_of(tensor)
-        return cls(span, span.size, _mr(mr))
+        if _mr(mr) is not None and span.registration is None and mr._span.holds(span):  # type: ignore[union-attr]
+            span.registration = mr._span.registration  # type: ignore[union-attr]
+        return cls(span, span.size, mr)
 
     @classmethod
     def from_buffer(cls, ptr: int, size: int, mr: MrExt | None = None) -> BlockView:
@@ -171,7 +182,10 @@ class BlockView:
         try:
             if mr is not None and type(mr._span) is DeviceSpan:
                 return cls(mr._span.piece(ptr, size, writable=writable), size, mr)
-            return cls(Span(ptr, size, writable=writable, keep=keep), size, mr)
+            span = Span(ptr, size, writable=writable, keep=keep)
+            if mr is not None and mr._span.holds(span):
+                span.registration = mr._span.registration
+            return cls(span, size, mr)
         except UsageError as exc:
             complain("from_buffer: %s", exc)
             return cls(None, size, mr)
@@ -219,7 +233,7 @@ class Block:
         except (OSError, OverflowError) as exc:
             raise MemoryError(f"no memory for a block of {size} bytes: {exc}") from None
         array = np.frombuffer(pages, np.uint8)
-        self._span = Span(array.__array_interface__["data"][0], size, keep=array)
+        self._span = registered(Span(array.__array_interface__["data"][0], size, keep=array))
         self.size = size
 
     def as_ref(self) -> Any:

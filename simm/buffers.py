@@ -65,11 +65,16 @@ class OnDevice(UsageError):
 
 
 class Span:
-    """A piece of memory by address, as engines name it. ``keep`` is kept alive with it."""
+    """A piece of memory by address, as engines name it. ``keep`` is kept alive with it.
 
-    __slots__ = ("address", "keep", "size", "writable")
+    ``registration``: the handle under which RDMA devices know memory that it lies in (``registry.py``), or None.
+    """
 
-    def __init__(self, address: int, size: int, *, writable: bool = True, keep: Any = None) -> None:
+    __slots__ = ("address", "keep", "registration", "size", "writable")
+
+    def __init__(
+        self, address: int, size: int, *, writable: bool = True, keep: Any = None, registration: Any = None
+    ) -> None:
         if type(address) is not int or type(size) is not int:
             raise UsageError(f"an address and a size are ints, not {type(address).__name__} and {type(size).__name__}")
         if address <= 0 or size <= 0 or address + size > 1 << 63:
@@ -78,12 +83,25 @@ class Span:
         self.size = size
         self.writable = writable
         self.keep = keep
+        self.registration = registration
 
     def __len__(self) -> int:
         return self.size
 
     def __repr__(self) -> str:
         return f"Span({self.address:#x}, {self.size})"
+
+    def holds(self, other: Span) -> bool:
+        """Does all of the other one lie within this?"""
+        return self.address <= other.address and other.address + other.size <= self.address + self.size
+
+    def part(self, offset: int, size: int) -> Span:
+        """``size`` bytes of it from ``offset`` on, with its registration. Raises UsageError outside of it."""
+        if type(offset) is not int or type(size) is not int or not 0 <= offset < offset + size <= self.size:
+            raise UsageError(f"a span of {self.size} bytes has no part of {size!r} bytes at {offset!r}")
+        return Span(
+            self.address + offset, size, writable=self.writable, keep=self.keep, registration=self.registration
+        )
 
     def view(self) -> memoryview:
         """The memory as writable bytes. The caller vouches for the address."""

@@ -57,16 +57,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from .batch import DOWN, MISS, SMALL
 from .buffers import DEFAULT_COPY_THREADS, Copier, OnDevice, Span, address_of, tensor_span, view_of
 from .constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, VALUE_BYTES_MAX
 from .cuda import CudaError
-from .errors import RemoteProtocolError, TransportError, UsageError
-from .gets import DOWN, MISS, SMALL, Gets, session_failed
+from .errors import ConfigError, RemoteProtocolError, TransportError, UsageError
+from .gets import Gets, session_failed
 from .gpu import device_span
 from .hashing import SHARD_MASK, Hasher
 from .messages import Status
 from .puts import Puts
-from .quantities import parse_addresses
+from .quantities import parse_addresses, paths
+from .rdmaput import RdmaPut
+from .registry import registered
 from .replicas import Replicas
 from .routing import Router, Routes
 from .shards import MOVING
@@ -97,13 +100,15 @@ class Client:
     Args:
         manager: ``"host:port"``, or several separated by commas.
         namespace: keys' namespace.
-        path: ``"auto"`` (shm on the same host, else TCP), ``"shm"`` or ``"tcp"``.
+        path: data paths that may be used, of ``shm``, ``rdma`` and ``tcp``, by commas; the best that works is taken, in
+            this order. ``"auto"``: all of them.
         deadline_s: bound of each exchange with a server, seconds.
         checksum: store a crc32 with each value and verify it on every get (0.3 ms per MiB).
         copy_threads: threads for values of 8 MiB and more; 0 for the default.
         token: credential for servers that ask for one.
         ring: commit through shared memory (False: by socket).
         replicas: 2 to store each value on two nodes; the namespace is put-once then.
+        rdma_devices: RDMA devices to use, as ``"mlx5_0,mlx5_1:2"``; empty for the default.
 
     Raises TransportError when no manager answers.
     """
@@ -111,10 +116,12 @@ class Client:
     def __init__(
         self, manager: str = f"127.0.0.1:{DEFAULT_MANAGER_PORT}", *, namespace: str = DEFAULT_NAMESPACE,
         path: str = "auto", deadline_s: float = DEFAULT_DEADLINE_S, checksum: bool = False, copy_threads: int = 0,
-        token: str = "", ring: bool = True, replicas: int = 1,
+        token: str = "", ring: bool = True, replicas: int = 1, rdma_devices: str = "",
     ) -> None:  # fmt: skip
-        if path not in ("auto", "shm", "tcp"):
-            raise UsageError(f"path is auto, shm or tcp, not {path!r}")
+        try:
+            path = paths(path)
+        except ConfigError as exc:
+            raise UsageError(f"path: {exc}") from None
         if not deadline_s > 0:
             raise UsageError(f"deadline_s is a positive number of seconds, not {deadline_s!r}")
         if replicas not in (1, 2):
@@ -122,6 +129,7 @@ class Client:
         self._arguments = {
             "manager": manager, "namespace": namespace, "path": path, "deadline_s": deadline_s, "checksum": checksum,
             "copy_threads": copy_threads, "token": token, "ring": ring, "replicas": replicas,
+            "rdma_devices": rdma_devices,
         }  # fmt: skip
         managers = [(address.host, address.port) for address in parse_addresses(manager, DEFAULT_MANAGER_PORT)]
         self.namespace = namespace
@@ -134,17 +142,19 @@ class Client:
         self._owned: Any = None
         self.counters: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
-             "redirects", "single_copies"), 0,
+             "redirects", "single_copies", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks"), 0,
         )  # fmt: skip
         self._routes = Routes(
             functools.partial(
-                _router, managers, namespace=namespace, path=path, deadline_s=deadline_s, token=token, ring=ring
+                _router, managers, namespace=namespace, path=path, deadline_s=deadline_s, token=token, ring=ring,
+                rdma_devices=rdma_devices,
             )
         )
         self._copier = Copier(copy_threads or DEFAULT_COPY_THREADS)
         self._shm = ShmPut(self._copier, checksum)
         self._gets = Gets(self._routes, self._copier, checksum, self.counters)
-        self._puts = Puts(self._routes, self._shm, checksum, deadline_s, self.counters)
+        by_rdma = RdmaPut(self._copier, checksum, self.counters)
+        self._puts = Puts(self._routes, self._shm, by_rdma, checksum, deadline_s, self.counters)
         self._replicas = Replicas(self._routes, self._gets, self._puts, self.counters) if replicas == 2 else None
         _CLIENTS.add(self)
 
@@ -264,20 +274,28 @@ class Client:
     def register(self, buffer: Any) -> Span:
         """The buffer as a :class:`Span`, kept alive by it: pass it, or parts of it, as value or buffer.
 
-        The shm and TCP paths need no registration; it saves the lookup of the address.
+        Over RDMA the device itself reads and writes such memory; it is pinned at its first use there, until
+        :meth:`deregister` or until nothing refers to the span any more. Other memory goes through buffers of ours. The
+        shm and TCP paths need no registration; it saves the lookup of the address.
         """
         if isinstance(buffer, Span):
-            return buffer
+            return registered(buffer)
         try:
             span = tensor_span(buffer)
             if span is not None:
-                return span
+                return registered(span)
             view = view_of(buffer)
         except OnDevice:
             return device_span(buffer)
         if not view.nbytes:
             raise UsageError("an empty buffer cannot be registered")
-        return Span(address_of(view), view.nbytes, writable=not view.readonly, keep=view)
+        return registered(Span(address_of(view), view.nbytes, writable=not view.readonly, keep=view))
+
+    def deregister(self, span: Span) -> None:
+        """Unpin what :meth:`register` made. No call may be using it; it can be used unregistered. Twice is harmless."""
+        registration, span.registration = span.registration, None
+        if registration is not None:
+            registration.close()
 
     # -- many keys --------------------------------------------------------------------------------
 
@@ -290,7 +308,10 @@ class Client:
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """:meth:`get` for many."""
-        return [self.get(key) for key in keys]
+        digests = self._digest.many(keys)
+        nowhere: list[memoryview | Span | None] = [None] * len(digests)
+        results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, nowhere)
+        return [got if type(got) is bytes else None for got in results]
 
     def get_into_many(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]:
         """:meth:`get_into` for many. Raises UsageError if a buffer is too small for its value, after all others."""
@@ -417,7 +438,7 @@ class Client:
             router = self._router
             if router is not None and None not in router.route:
                 targets = list(router.targets.values())
-                if targets and all(target.ready() for target in targets):
+                if targets and all(target.ready() for target in targets) and all(each.settled for each in targets):
                     return True
             if time.monotonic() > until:
                 return False

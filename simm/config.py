@@ -223,7 +223,8 @@ class Settings:
         q.namespace_name, "namespace of the keys", CLIENT, default=DEFAULT_NAMESPACE, metavar="NAME",
     )
     path: str = _setting(
-        q.choice("auto", "shm", "tcp"), "data path: auto, shm or tcp", CLIENT, default="auto", metavar="PATH",
+        q.paths, "data paths that may be used, of shm, rdma and tcp, by commas; auto: all of them, the best one first",
+        CLIENT, default="auto", metavar="PATHS",
     )
     checksum: bool = _setting(q.boolean, "store and verify a crc32 of each value", CLIENT, default=False)
     replicas: int = _setting(

@@ -25,6 +25,7 @@ one question to the owner, one read at each previous owner.
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from typing import Any, Final
 
 from . import gpu
 from . import messages as M
+from .batch import DOWN, MISS, SMALL, Astray, Batch, Sink
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
 from .constants import VALUE_BYTES_MAX
 from .cuda import CudaError
@@ -40,6 +42,7 @@ from .gpu import DeviceSpan
 from .hashing import shard_of
 from .layout import EntryFlag
 from .messages import Status
+from .rdmaget import RdmaGet
 from .reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
 from .routing import Routes
 from .session import WorkerSession
@@ -50,86 +53,18 @@ from .view import View
 
 log = logging.getLogger("simm.client")
 
-#: Results of reads that are no length.
-MISS: Final = 0
-DOWN: Final = -1
-SMALL: Final = -2
-
 #: How often a read starts over because the map has changed under it.
 HOPS: Final = 3
 #: Keys in one exchange that carries no values.
 CALL_KEYS: Final = 1024
 
 _OK: Final = int(Status.OK)
-_WRONG_OWNER: Final = int(Status.WRONG_OWNER)
 _TOO_LARGE: Final = int(Status.TOO_LARGE)
 _UNAVAILABLE: Final = int(Status.UNAVAILABLE)
 _PREVIOUS: Final = int(Status.PREVIOUS)
 _CRC: Final = int(EntryFlag.CRC)
 _MOVING: Final = MOVING
 _FROZEN: Final = FROZEN
-
-#: Where a value goes: None asks for new bytes.
-Sink = memoryview | Span | None
-
-
-class Batch:
-    """What is read, and what came of it: a length, the bytes themselves where the sink is None, MISS, DOWN, SMALL.
-
-    Without ``sinks`` the question is only whether the keys are stored: 1 or MISS or DOWN.
-    """
-
-    __slots__ = ("digests", "results", "sinks")
-
-    def __init__(self, digests: Sequence[bytes], sinks: Sequence[Sink] | None) -> None:
-        self.digests = digests
-        self.sinks = sinks
-        self.results: list[Any] = [MISS] * len(digests)
-
-
-class Astray:
-    """Positions of a batch that their owner has not, though it does not say that they are misses.
-
-    With whether the owner has surely taken the shard over, and those behind with the epoch since which it is its own.
-    """
-
-    __slots__ = ("asking", "behind", "wrong")
-
-    def __init__(self) -> None:
-        #: Moving in, or not here (yet): the owner must be asked.
-        self.asking: list[tuple[int, bool]] = []
-        #: The owner says that it may be at the previous one.
-        self.behind: list[tuple[int, int, bool]] = []
-        #: Not its own.
-        self.wrong: list[int] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.asking or self.behind or self.wrong)
-
-    def positions(self) -> list[int]:
-        """All of them."""
-        return [each[0] for each in (*self.asking, *self.behind)] + self.wrong
-
-    def by_word(self, position: int, word: int) -> bool:
-        """Note a key whose shard's word is not plain; False if it is, and the key a miss."""
-        if 0 < word < _MOVING:
-            return False
-        if word < _FROZEN:
-            self.asking.append((position, word > 0))
-        else:
-            self.wrong.append(position)
-        return True
-
-    def by_status(self, position: int, status: int, since: int, *, taken: bool = False) -> bool:
-        """The same by what a server answered; ``since`` goes with PREVIOUS."""
-        if status == _PREVIOUS:
-            self.behind.append((position, since, taken))
-        elif status == _WRONG_OWNER:
-            self.wrong.append(position)
-        else:
-            return False
-        return True
-
 
 #: Looks at one target for the keys at these positions.
 _Look = Callable[[Target, Sequence[int], Batch], Astray]
@@ -143,6 +78,7 @@ class Gets:
         self._copier = copier
         self.checksum = checksum
         self.counters = counters
+        self._rdma = RdmaGet(copier, self._check if checksum else None, counters)
 
     # -- one key --------------------------------------------------------------------------------------
 
@@ -155,7 +91,7 @@ class Gets:
         if reader is None and target.ready():
             reader = target.reader
         if reader is None:
-            return self._one(self._by_tcp, target, digest, sink, hops)
+            return self._one(self._by_wire, target, digest, sink, hops)
         for _ in range(ATTEMPTS):
             try:
                 found = reader.locate(digest)
@@ -280,7 +216,7 @@ class Gets:
         if reader is None and target.ready():
             reader = target.reader
         if reader is None:
-            astray = self._by_tcp(target, positions, batch)
+            astray = self._by_wire(target, positions, batch)
             if astray:
                 self._find(target, batch, astray, hops)
             self._count(batch, positions)
@@ -420,7 +356,7 @@ class Gets:
         if batch.sinks is None:
             astray = self._look_at(owner, positions, batch)
         elif reader is None:
-            astray = self._by_tcp(owner, positions, batch)
+            astray = self._by_wire(owner, positions, batch)
         else:
             astray = Astray()
             for position in positions:
@@ -476,9 +412,20 @@ class Gets:
                 results[position] = int(status == _OK)
         self.counters["moved"] += sum(results[position] not in (MISS, DOWN, SMALL) for position in positions)
 
-    # -- by TCP ---------------------------------------------------------------------------------------
+    # -- by RDMA and TCP ------------------------------------------------------------------------------
 
-    def _by_tcp(self, target: Target, positions: Sequence[int], batch: Batch, *, previous: bool = False) -> Astray:
+    def _by_wire(self, target: Target, positions: Sequence[int], batch: Batch) -> Astray:
+        """Read by RDMA, and by TCP what that leaves over. Not counted."""
+        rdma = target.rdma
+        if rdma is None or rdma.why:
+            return self._by_tcp(target, positions, batch)
+        assert batch.sinks is not None
+        left, until = self._rdma.read(rdma, positions, batch.digests, batch.sinks, batch.results)
+        return self._by_tcp(target, left, batch, until=until) if left else Astray()
+
+    def _by_tcp(
+        self, target: Target, positions: Sequence[int], batch: Batch, *, previous: bool = False, until: float = 0.0
+    ) -> Astray:
         """Fetch by TCP. Not counted."""
         digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
@@ -489,6 +436,8 @@ class Gets:
             for position in positions:
                 results[position] = DOWN
             return astray
+        if not target.bulk:
+            return self._meanings(target, tcp, positions, batch, previous)
         wants: list[Want] = []
         news: dict[int, bytearray] = {}
         landing: gpu.Landing | None = None
@@ -502,7 +451,7 @@ class Gets:
             else:
                 view = _bytes_of(sink)
                 wants.append((digests[position], len(view), _head_of(view)))
-        answers = self._tcp(target, tcp, tcp.fetch if not previous else _previous_of(tcp), wants)
+        answers = self._tcp(target, tcp, functools.partial(tcp.fetch, previous=previous, until=until), wants)
         if not answers:
             for position in positions:
                 results[position] = DOWN
@@ -522,6 +471,20 @@ class Gets:
                 results[position] = SMALL
             elif previous or not astray.by_status(position, status, length | crc << 32):
                 results[position] = DOWN if status == _UNAVAILABLE else MISS
+        return astray
+
+    def _meanings(
+        self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, previous: bool
+    ) -> Astray:
+        """What RDMA left over where values shall not go by TCP: what it means is asked, and not one byte is taken."""
+        astray = Astray()
+        digests, results = batch.digests, batch.results
+        answers = self._tcp(
+            target, tcp, functools.partial(tcp.meanings, previous=previous), [digests[each] for each in positions]
+        )
+        for position, (status, since) in zip(positions, answers or [(_UNAVAILABLE, 0)] * len(positions)):
+            if previous or not astray.by_status(position, status, since):
+                results[position] = DOWN if status in (_OK, _UNAVAILABLE) else MISS
         return astray
 
     def _tcp(self, target: Target, tcp: TcpPath, call: Callable[[Any], list[Any]], asked: Any) -> list[Any]:
@@ -566,22 +529,33 @@ class Gets:
                 for position, hit in zip(positions, hits):
                     if not hit and not 0 < (word := shard_word(digests[position])) < _MOVING:
                         astray.by_word(position, word)
-        elif (tcp := target.tcp) is not None:
-            asking: list[int] = []
-            for position, status in zip(positions, self._tcp(target, tcp, tcp.exists, wanted)):
-                results[position] = int(status == _OK)
-                if status == _PREVIOUS:  # of which move only a FETCHED says
-                    asking.append(position)
-                else:
-                    astray.by_status(position, status, 0)
-            wanted = [digests[position] for position in asking]
-            meanings = self._tcp(target, tcp, tcp.meanings, wanted) if asking else []
-            for position, (status, since) in zip(asking, meanings):
-                results[position] = int(status == _OK)
-                astray.by_status(position, status, since)
         else:
-            self.counters["outages"] += len(positions)
+            rdma = target.rdma
+            if rdma is not None and not rdma.why:
+                positions = self._rdma.exists(rdma, positions, digests, results)
+            if positions:
+                self._exist_by_tcp(target, positions, batch, astray)
         return astray
+
+    def _exist_by_tcp(self, target: Target, positions: Sequence[int], batch: Batch, astray: Astray) -> None:
+        digests, results = batch.digests, batch.results
+        tcp = target.tcp
+        if tcp is None:
+            self.counters["outages"] += len(positions)
+            return
+        asking: list[int] = []
+        wanted = [digests[position] for position in positions]
+        for position, status in zip(positions, self._tcp(target, tcp, tcp.exists, wanted)):
+            results[position] = int(status == _OK)
+            if status == _PREVIOUS:  # of which move only a FETCHED says
+                asking.append(position)
+            else:
+                astray.by_status(position, status, 0)
+        wanted = [digests[position] for position in asking]
+        meanings = self._tcp(target, tcp, tcp.meanings, wanted) if asking else []
+        for position, (status, since) in zip(asking, meanings):
+            results[position] = int(status == _OK)
+            astray.by_status(position, status, since)
 
     # -- views ----------------------------------------------------------------------------------------
 
@@ -652,7 +626,3 @@ def _room_in(news: dict[int, bytearray], position: int) -> Callable[[int], memor
         return memoryview(news[position])
 
     return room
-
-
-def _previous_of(tcp: TcpPath) -> Callable[[Any], list[Any]]:
-    return lambda wants: tcp.fetch(wants, previous=True)

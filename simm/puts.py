@@ -26,6 +26,7 @@ from .gets import CALL_KEYS, session_failed
 from .gpu import host_view, parts
 from .layout import EntryFlag
 from .messages import Status
+from .rdmaput import RdmaPut
 from .routing import Again, Routes
 from .shmput import ShmPut
 from .target import Target
@@ -46,10 +47,11 @@ class Puts:
     """A client's mutations; any thread may call it."""
 
     def __init__(
-        self, routes: Routes, shm: ShmPut, checksum: bool, deadline_s: float, counters: dict[str, int]
+        self, routes: Routes, shm: ShmPut, rdma: RdmaPut, checksum: bool, deadline_s: float, counters: dict[str, int]
     ) -> None:
         self._routes = routes
         self._shm = shm
+        self._rdma = rdma
         self._checksum = checksum
         self._deadline_s = deadline_s
         self.counters = counters
@@ -161,13 +163,18 @@ class Puts:
                     self._shm.put_many(session, digests, sources, positions, statuses)
             except (TransportError, RemoteProtocolError) as exc:
                 session_failed(self._routes, target, session, exc)
-        elif tcp is not None:
+            return
+        rdma, until = target.rdma, 0.0
+        if rdma is not None and not rdma.why:
+            positions, until = self._rdma.put(rdma, positions, digests, sources, statuses)
+        if positions and tcp is not None and target.bulk:
             for part in parts(positions, sources):
-                self._put_by_tcp(target, tcp, part, digests, sources, statuses)
+                self._put_by_tcp(target, tcp, part, digests, sources, statuses, until)
+                until = 0.0
 
     def _put_by_tcp(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], digests: Sequence[bytes],
-        sources: Sequence[memoryview | Span], statuses: list[int],
+        sources: Sequence[memoryview | Span], statuses: list[int], until: float,
     ) -> None:  # fmt: skip
         entries = []
         try:
@@ -179,7 +186,7 @@ class Puts:
             log.warning("a put out of GPU memory: %s", exc)
             return
         try:
-            answers = tcp.store(entries)
+            answers = tcp.store(entries, until)
         except (TransportError, RemoteProtocolError) as exc:
             target.tcp_lost(tcp, str(exc))
             self._routes.wake()

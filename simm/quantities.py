@@ -207,6 +207,23 @@ def choice(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+#: The data paths, the best one first.
+PATHS = ("shm", "rdma", "tcp")
+
+
+def paths(value: Any) -> str:
+    """``auto``, or data paths by commas, of which the best that works is taken. As text. Raises ConfigError."""
+    text = ",".join(value) if isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value) else value
+    if not isinstance(text, str):
+        raise ConfigError(f"expected auto, or some of {', '.join(PATHS)}, not {value!r}")
+    named = {part.strip().lower() for part in text.split(",")}
+    if named == {"auto"}:
+        return "auto"
+    if not named <= set(PATHS):
+        raise ConfigError(f"expected auto, or some of {', '.join(PATHS)} by commas, not {value!r}")
+    return ",".join(path for path in PATHS if path in named)
+
+
 def optional(parse: Callable[[Any], Any], empty: str = "") -> Callable[[Any], Any]:
     """Parser whose ``empty`` word (and the empty text) means None."""
     return lambda value: None if value is None or value in ("", empty) else parse(value)

@@ -37,9 +37,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
+from .batch import DOWN, MISS, Sink
 from .buffers import Span
 from .constants import DIGEST_BYTES
-from .gets import DOWN, MISS, Gets, Sink
+from .gets import Gets
 from .hashing import shard_of
 from .messages import Status
 from .puts import Puts

@@ -39,6 +39,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from . import messages as M
+from . import registry
+from .bounce import BouncePool
 from .constants import NO_OWNER, SHARD_COUNT
 from .errors import RemoteProtocolError, TransportError, UsageError
 from .hashing import SHARD_MASK
@@ -89,9 +91,13 @@ class Router:
 
     def __init__(
         self, managers: Sequence[tuple[str, int]], *, namespace: str, path: str, deadline_s: float, token: str = "",
-        ring: bool = True, map_timeout_s: float = MAP_TIMEOUT_S,
+        ring: bool = True, map_timeout_s: float = MAP_TIMEOUT_S, rdma_devices: str = "",
     ) -> None:  # fmt: skip
-        self.reach = Reach(namespace, path, deadline_s, token, ring)
+        self._rails = registry.acquire(rdma_devices)
+        self._bounce = BouncePool()
+        self.reach = Reach(
+            namespace, path, deadline_s, token, ring, fabric=self._rails.get, bounce=self._bounce
+        )
         self.deadline_s = deadline_s
         self.epoch = 0
         self.cluster = 0
@@ -122,6 +128,7 @@ class Router:
             self.subscription.first(map_timeout_s)
         except BaseException:
             self.subscription.close()
+            registry.release(self._rails)
             raise
         self.subscription.start()
         self._thread = threading.Thread(target=_tend, args=(mine, self._wake), name="simm-client", daemon=True)
@@ -228,7 +235,18 @@ class Router:
             target.close(clean=clean)
         for _, target in self._lingering:
             target.close(clean=False)
+        self._close_rails()
         self.subscription.join(1.0)
+
+    def _close_rails(self) -> None:
+        """The fabric goes with its last user, and after all lanes: those in use by other threads come back first."""
+        until = time.monotonic() + self.deadline_s
+        paths = [target.last_rdma for target in (*self.targets.values(), *(each for _, each in self._lingering))]
+        if all([path is None or path.gone(until) for path in paths]):  # noqa: C419 -- each of them closes something
+            self._bounce.close()
+            registry.release(self._rails)
+        else:
+            log.warning("RDMA devices stay open: calls of other threads are still using them")
 
     def abandon(self) -> None:
         """After a fork, in the child."""

@@ -1,4 +1,4 @@
-"""One worker as a client reaches it: by shared memory, by TCP, or not at all for now.
+"""One worker as a client reaches it: by shared memory, by RDMA, by TCP, or not at all for now.
 
 The circuit breaker
 -------------------
@@ -27,6 +27,13 @@ right as long as nobody else accepts mutations of these shards, and it is the ma
   without a manager a heartbeat that stands still for ``STALE_S``, with no session, is enough to let the arena go.
   A session that answers, or a heartbeat that moves, is proof of life: a manager that is down for hours costs nothing.
 
+RDMA
+----
+A worker that is not on this host is reached by TCP, and by RDMA beside it where its stream says so and both ends have
+rails that reach each other (``rdmapath.py``). That path goes up and down by itself, with retries of its own; TCP
+carries what it leaves over, and all keys while it is down. Where the settings name ``rdma`` and not ``tcp``, the
+connection is there for words only (what a miss means, deletes), and a target whose RDMA is down counts as down.
+
 What it costs: 16 KiB of thread stack touched for each try, and a stopped worker's arena stays mapped.
 """
 
@@ -42,10 +49,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from .bounce import BouncePool
+from .breaker import BACKOFF_S as BACKOFF_S
+from .breaker import Breaker as Breaker
 from .channel import Refused
 from .errors import RemoteProtocolError, SegmentError, TransportError
+from .fabric import Absence, Fabric
 from .layout import State
-from .messages import WorkerInfo
+from .messages import PathBit, WorkerInfo
+from .rdmapath import RdmaPath
 from .reader import ONE_SIDED, ArenaReader
 from .session import WorkerSession
 from .tcppath import TcpPath
@@ -53,40 +65,10 @@ from .tcppath import TcpPath
 log = logging.getLogger("simm.client")
 
 TICK_S: Final = 0.1
-BACKOFF_S: Final = (0.05, 1.0)
 #: See above.
 STALE_S: Final = 0.5
 #: A target that is reached by TCP though its worker is on this host is tried by shm again so often.
 UPGRADE_S: Final = (5.0, 10.0)
-
-
-class Breaker:
-    """When to try again what has failed: after a jittered pause that doubles with each failure in a row."""
-
-    __slots__ = ("_pause_s", "_uniform", "failures", "retry_at")
-
-    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        self._uniform = uniform
-        self._pause_s = BACKOFF_S[0]
-        #: Monotonic seconds.
-        self.retry_at = 0.0
-        #: In a row.
-        self.failures = 0
-
-    def failed(self, now: float) -> None:
-        """One more failure, at ``now``."""
-        self.failures += 1
-        self.retry_at = now + self._pause_s * self._uniform(0.5, 1.0)
-        self._pause_s = min(BACKOFF_S[1], self._pause_s * 2)
-
-    def worked(self) -> None:
-        """It works again: the next failure is a first one."""
-        self.failures = 0
-        self._pause_s = BACKOFF_S[0]
-
-    def due(self, now: float) -> bool:
-        """Is it time to try again?"""
-        return now >= self.retry_at
 
 
 @dataclass
@@ -103,8 +85,15 @@ class Reach:
     #: Would a new map reach us?
     fresh: Callable[[], bool] = lambda: True
     clock: Callable[[], float] = time.monotonic
+    #: This process's rails, opened at the first need, and registered memory for values whose own is not.
+    fabric: Callable[[], Fabric | Absence] = lambda: Absence("this client has no RDMA")
+    bounce: BouncePool | None = None
     #: Sessions and paths that broke.
     outages: int = 0
+
+    def allows(self, path: str) -> bool:
+        """May this data path be used?"""
+        return self.path == "auto" or path in self.path.split(",")
 
 
 class Target:
@@ -121,8 +110,14 @@ class Target:
         self.reader: ArenaReader | None = None
         self.session: WorkerSession | None = None
         self.tcp: TcpPath | None = None
-        #: Why the path in use is not a better one.
-        self.why = "not connected yet"
+        #: Beside TCP where the server offers it, up or down.
+        self.rdma: RdmaPath | None = None
+        #: May values go by TCP?
+        self.bulk = reach.allows("tcp")
+        #: The newest RDMA path there has been, for who must know that it is gone.
+        self.last_rdma: RdmaPath | None = None
+        self._why = "not connected yet"
+        self._no_rdma = ""
         #: The first connection was made, has failed, or has cost somebody the deadline.
         self.tried = False
         self.connecting = False
@@ -138,11 +133,33 @@ class Target:
 
     @property
     def path(self) -> str:
-        """``shm``, ``tcp`` or ``down``."""
+        """``shm``, ``rdma``, ``tcp`` or ``down``."""
         session = self.session
         if session is not None and not session.broken:
             return "shm"
-        return "tcp" if self.tcp is not None else "down"
+        if self.tcp is None:
+            return "down"
+        rdma = self.rdma
+        if rdma is not None and not rdma.why:
+            return "rdma"
+        return "tcp" if self.bulk else "down"
+
+    @property
+    def why(self) -> str:
+        """Why the path in use is not a better one."""
+        if self.tcp is None:
+            return self._why
+        rdma = self.rdma
+        reason = self._no_rdma if rdma is None else rdma.why
+        if not reason:
+            return self._why
+        return f"{self._why}; RDMA: {reason}" if self._why else f"RDMA: {reason}"
+
+    @property
+    def settled(self) -> bool:
+        """Is no better path being tried for the first time just now?"""
+        rdma = self.rdma
+        return self.tried and (rdma is None or not rdma.connecting or rdma.breaker.failures > 0)
 
     # -- connecting -------------------------------------------------------------------------------
 
@@ -151,7 +168,7 @@ class Target:
         session = self.session
         if session is not None and not session.broken:
             return True
-        if self.tcp is not None:
+        if self.tcp is not None and (self.bulk or ((rdma := self.rdma) is not None and not rdma.why)):
             return True
         if self.tried:
             return False
@@ -160,7 +177,7 @@ class Target:
                 self._start_locked()
             if not self._changed.wait_for(lambda: self.tried, self._reach.deadline_s):
                 self.tried = True  # it goes on in the background; nobody else waits for it
-                self.why = "deadline passed while connecting"
+                self._why = "deadline passed while connecting"
                 self.breaker.failed(self._reach.clock())
                 self._changed.notify_all()
         return self.path != "down"
@@ -179,7 +196,7 @@ class Target:
         except RuntimeError as exc:  # no more threads, or the interpreter is ending
             self.connecting = False
             self.tried = True
-            self.why = f"cannot connect: {exc}"
+            self._why = f"cannot connect: {exc}"
             self.breaker.failed(self._reach.clock())
 
     def _connect(self) -> None:
@@ -188,21 +205,27 @@ class Target:
         tcp: TcpPath | None = None
         why = "internal error, see the log"
         upgrade = False
+        rdma: RdmaPath | None = None
         try:
             session, why, upgrade = self._by_shm()
             # With its arena mapped this is a worker that restarts: it comes back, and reads go on meanwhile.
-            if session is None and self.reader is None and self._reach.path != "shm" and self.tcp is None:
-                tcp, why = self._by_tcp(why)
+            if session is None and self.reader is None and (self.bulk or self._reach.allows("rdma")):
+                known = self.tcp
+                if known is None:
+                    tcp, why = self._by_tcp(why)
+                    known = tcp
+                if known is not None and self.rdma is None:
+                    rdma = self._by_rdma(known, fresh=tcp is None)
         except Exception:
             log.exception("connecting to %s/%d", self.info.node, self.info.worker)
         finally:
-            self._connected(session, tcp, why, upgrade)
+            self._connected(session, tcp, why, upgrade, rdma)
 
     def _by_shm(self) -> tuple[WorkerSession | None, str, bool]:
         """A session; or why there is none, and whether to try again though TCP works."""
         reach = self._reach
-        if reach.path == "tcp":
-            return None, "path=tcp was asked for", False
+        if not reach.allows("shm"):
+            return None, f"path={reach.path} was asked for", False
         if not ONE_SIDED:
             return None, "this processor's memory order is not proven for one-sided reads", False
         uds = self.info.uds
@@ -228,9 +251,35 @@ class Target:
             return None, str(exc)
         return tcp, why
 
-    def _connected(self, session: WorkerSession | None, tcp: TcpPath | None, why: str, upgrade: bool) -> None:
+    def _by_rdma(self, tcp: TcpPath, fresh: bool) -> RdmaPath | None:
+        """The RDMA path where the server offers one; ``fresh``: ask it anew. It connects by itself, but where no other
+        path is allowed: then we wait for it."""
+        reach = self._reach
+        if not reach.allows("rdma"):
+            self._no_rdma = ""
+            return None
+        if fresh:
+            with contextlib.suppress(TransportError, RemoteProtocolError):
+                tcp.greet()
+        welcome = tcp.welcome
+        if welcome is None or not welcome.paths & PathBit.RDMA or not welcome.rdma_port:
+            self._no_rdma = "the server offers none"
+            return None
+        rdma = RdmaPath(
+            reach.fabric, (self.info.host, welcome.rdma_port), reach.namespace, reach.deadline_s, token=reach.token,
+            fresh=lambda: reach.fresh(), refresh=lambda: reach.refresh(), bounce=reach.bounce,
+        )  # fmt: skip
+        self.last_rdma = rdma
+        if not self.bulk:
+            rdma.connect(time.monotonic() + reach.deadline_s)
+        return rdma
+
+    def _connected(
+        self, session: WorkerSession | None, tcp: TcpPath | None, why: str, upgrade: bool, rdma: RdmaPath | None = None
+    ) -> None:
         """Take over what a try has brought."""
         old: TcpPath | None = None
+        late: RdmaPath | None = rdma
         now = self._reach.clock()
         with self._changed:
             self.connecting = False
@@ -242,12 +291,19 @@ class Target:
                 self._beat = (-1, now)
                 self.session = session
                 old, self.tcp = self.tcp, None
-            elif wanted and tcp is not None:
-                self.tcp = tcp
+                late, self.rdma = self.rdma or rdma, None
+            elif wanted:
+                self.tcp = tcp or self.tcp
+                if rdma is not None and self.tcp is not None:
+                    self.rdma, late = rdma, None
+                    if rdma.why and not rdma.breaker.failures:
+                        rdma.connect_soon()
             if wanted:
-                self.why = why
-                self._upgrade_at = now + random.uniform(*UPGRADE_S) if upgrade else float("inf")
-                if self.path == "down":
+                self._why = why
+                # Or it offers RDMA by then.
+                again = upgrade or (self.tcp is not None and self.rdma is None and bool(self._no_rdma))
+                self._upgrade_at = now + random.uniform(*UPGRADE_S) if again else float("inf")
+                if self.session is None and self.tcp is None:
                     self.breaker.failed(now)
                     log.info("%s/%d is down: %s", self.info.node, self.info.worker, why)
                 else:
@@ -259,6 +315,8 @@ class Target:
             old.close()
         if not wanted and tcp is not None:
             tcp.close()
+        if late is not None:
+            late.close()
 
     def lost(self, reason: str) -> None:
         """An exchange failed: close what broke. Operations fail at once until the background got through."""
@@ -276,12 +334,15 @@ class Target:
             if self.tcp is not path:
                 return
             self.tcp = None
+            rdma, self.rdma = self.rdma, None
             self._down(reason)
         path.close()
+        if rdma is not None:
+            rdma.close()
 
     def _down(self, reason: str) -> None:
         self._reach.outages += 1
-        self.why = reason
+        self._why = reason
         self.breaker.failed(self._reach.clock())
         log.info("%s/%d is down: %s", self.info.node, self.info.worker, reason)
 
@@ -301,14 +362,21 @@ class Target:
             until = now + TICK_S / 2
             while reader.populate_some() and time.monotonic() < until:
                 pass
+        rdma = self.rdma
+        if rdma is not None:
+            if rdma.wants_connection(now):
+                rdma.connect_soon()
+            else:
+                rdma.tend(now)
 
     def wants_connection(self, now: float) -> bool:
         """Is it time to connect again?"""
         if self.connecting or self.retired or not self.tried:
             return False
-        if self.path == "down":
+        session = self.session
+        if (session is None or session.broken) and self.tcp is None:
             return self.breaker.due(now)
-        return self.session is None and now >= self._upgrade_at
+        return session is None and now >= self._upgrade_at
 
     def _watch_heartbeat(self, reader: ArenaReader, now: float) -> None:
         beat = reader.heartbeat
@@ -337,10 +405,13 @@ class Target:
             session, self.session = self.session, None
             self.reader = None
             tcp, self.tcp = self.tcp, None
-            self.why = "closed"
+            rdma, self.rdma = self.rdma, None
+            self._why = "closed"
             self._changed.notify_all()
         if session is not None:
             session.close(clean=clean)
+        if rdma is not None:
+            rdma.close()
         if tcp is not None:
             tcp.close()
 
@@ -352,3 +423,5 @@ class Target:
                 self.session.channel.sock.close()
         if self.tcp is not None:
             self.tcp.abandon()
+        if self.rdma is not None:
+            self.rdma.abandon()

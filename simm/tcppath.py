@@ -54,6 +54,8 @@ class TcpPath:
         self.namespace = namespace
         self.deadline_s = deadline_s
         self.token = token
+        #: Of the connection made last.
+        self.welcome: M.Welcome | None = None
         self._idle: list[Channel] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -67,11 +69,18 @@ class TcpPath:
         """Make sure that the server answers. Raises TransportError, Refused."""
         self._give(self._take(time.monotonic() + self.deadline_s))
 
+    def greet(self) -> None:
+        """Ask anew what the server offers: see ``welcome``. Raises TransportError, Refused."""
+        self._give(self._make(time.monotonic() + self.deadline_s))
+
     def _take(self, until: float) -> Channel:
         with contextlib.suppress(IndexError):
             channel = self._idle.pop()
             channel.bound(until)
             return channel
+        return self._make(until)
+
+    def _make(self, until: float) -> Channel:
         left = until - time.monotonic()
         if left <= 0:
             raise TransportError("deadline passed before the connection was made")
@@ -83,8 +92,10 @@ class TcpPath:
                 with contextlib.suppress(OSError):
                     channel.sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
             hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, self.namespace, self.token, [])
-            if not isinstance(channel.call(hello), M.Welcome):
+            welcome = channel.call(hello)
+            if not isinstance(welcome, M.Welcome):
                 channel.fail("the server answered HELLO with something else")
+            self.welcome = welcome
         except TransportError:
             channel.close()
             raise
@@ -144,16 +155,17 @@ class TcpPath:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def fetch(self, wants: Sequence[Want], *, previous: bool = False) -> list[Got]:
+    def fetch(self, wants: Sequence[Want], *, previous: bool = False, until: float = 0.0) -> list[Got]:
         """Values into the caller's memory. A status above OK means that the key brought nothing.
 
-        ``previous``: we were sent here as to a previous owner; values of frozen shards count.
+        ``previous``: we were sent here as to a previous owner; values of frozen shards count. ``until``: when the
+        first exchange must be over, monotonic seconds; 0: ``deadline_s`` from now.
         """
         kind = M.FetchPrevious if previous else M.Fetch
         results: list[Got] = [(int(Status.NOT_FOUND), 0, 0, 0)] * len(wants)
         for chunk in _chunks([(position, want[1]) for position, want in enumerate(wants)]):
             left = chunk
-            until = time.monotonic() + self.deadline_s
+            until = until or time.monotonic() + self.deadline_s
             for _ in range(ATTEMPTS):
                 part = [wants[position] for position in left]
                 torn = []
@@ -164,6 +176,7 @@ class TcpPath:
                 if not torn:
                     break
                 left = torn
+            until = 0.0
         return results
 
     def _fetch(self, channel: Channel, kind: Callable[[Any], Any], wants: Sequence[Want]) -> list[Got]:
@@ -184,13 +197,14 @@ class TcpPath:
             for (status, flags, length, crc), judged in zip(fetched.entries, verdict.statuses)
         ]
 
-    def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
-        """Values out of the caller's memory: (digest, bytes, crc, flags); a Status for each."""
+    def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]], until: float = 0.0) -> list[int]:
+        """Values out of the caller's memory: (digest, bytes, crc, flags); a Status for each. ``until`` as in fetch."""
         results = [int(Status.UNAVAILABLE)] * len(entries)
         for chunk in _chunks([(position, len(entry[1])) for position, entry in enumerate(entries)]):
             part = [entries[position] for position in chunk]
-            for position, status in zip(chunk, self._exchange(partial(self._store, entries=part))):
+            for position, status in zip(chunk, self._exchange(partial(self._store, entries=part), until)):
                 results[position] = status
+            until = 0.0
         return results
 
     def _store(self, channel: Channel, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:

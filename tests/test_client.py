@@ -250,7 +250,7 @@ def test_batches_of_different_lengths_are_usage_errors(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [({"path": "rdma"}, UsageError), ({"deadline_s": 0}, UsageError), ({"deadline_s": float("nan")}, UsageError),
+    [({"path": "shm,udp"}, UsageError), ({"deadline_s": 0}, UsageError), ({"deadline_s": float("nan")}, UsageError),
      ({"namespace": ""}, UsageError), ({"namespace": "n" * 65}, UsageError), ({"namespace": 5}, UsageError),
      ({"manager": "host:port"}, ConfigError), ({"manager": ""}, ConfigError)],
     ids=repr,

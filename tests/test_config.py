@@ -251,7 +251,7 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"poll_us": "1.5us"}, {}, "whole number of us"),
         ({"heartbeat_ms": "9"}, {}, "10 or more"),
         ({"dead_after": "3"}, {}, r"dead_after \(3, --dead-after\) must be larger than suspect_after \(3, default\)"),
-        ({"path": ["shm"]}, {}, "one of auto, shm, tcp"),
+        ({"path": ["udp"]}, {}, "some of shm, rdma, tcp"),
         ({}, {"POD_NAME": "a b"}, "without spaces"),
     ],
 )  # fmt: skip

@@ -29,6 +29,7 @@ LAYERS: dict[str, set[str]] = {
         "verbs_link", "verbs_wr",
         "endpoint", "windows", "lane", "bounce", "registry", "rdmapath", "rdmaget", "rdmaput", "remote_arena", "gpu",
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
+        "batch", "breaker",
         "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",
         "subscription", "etcd", "coordinator", "pinned", "arena_regions", "lane_end", "endpoints", "children",
     },
@@ -43,7 +44,7 @@ LEVEL = {module: level for level, modules in enumerate(LAYERS.values()) for modu
 #: Structures over a buffer, and the cluster's state machine: no I/O, no clock, no threads.
 PURE = {"codec", "slab", "sizes", "evict", "space", "table", "ledger", "store", "rpc", "cluster", "layout", "shards",
         "grants", "shardmap", "member", "deal", "members", "clusterstate", "clusterstatus",
-        "placement", "fabric"}
+        "placement", "fabric", "remote_arena", "batch"}
 IMPURE = {"asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess",
           "tempfile", "threading", "time"}  # fmt: skip
 

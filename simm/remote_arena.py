@@ -1,0 +1,291 @@
+"""An arena on another machine: where its words, slots and values lie for RDMA, and what the bytes READ from it mean.
+
+The reader's side of ``table.py`` once more, for a reader that cannot load single words: it READs, and what one READ
+brings are aligned 8-byte words, each as it was at some time of its own between the READ's begin and its completion.
+
+    1  READ both sets     find the digest, keep the slot's 64 bytes (``image``)
+    2  READ shard word    ours?
+    3  READ the value
+    4  READ the slot      begun after 2 and 3 have completed: bytewise the same as in 1?
+
+Why the whole image, and not its seq word alone? In the local protocol the seq is loaded before the fields and once
+more after them. Here 1 is one READ, so its words come in any order: a seq of before an overwrite may stand beside an
+offset of after it. Comparing all of it settles both at once: every word of the image was there during 1 and again
+during 4. A seq that was there at two times was there all the time between, as it only grows. Suppose the image of 1
+had seq 8 and an offset that came with seq 10. The offset was read when the seq was 9 or more; 4 is later, and reads
+8 no more. The other way round, seq 10 with an offset of seq 8: at 4 the offset is that of 10 or later, and equal only
+if it is the same. So an image that is even and the same twice is that of one entry, and the entry was there from the
+end of 1 to the begin of 4, hence its chunk had no other tenant while 3 was under way.
+
+An image may be old: kept from an earlier call, it is as good (the *location cache*), and saves step 1. What must be
+of this call is the shard word. It is READ before the slot, so at that moment the shard was owned and the entry there.
+
+A miss is a miss where neither set has the digest and the shard's word is plain. Everything else is not for this
+module to decide: an odd slot, a moving, frozen or foreign shard. The caller looks again, or asks by TCP.
+
+Pure: it does no I/O. Costs: 1.5 us a key for the addresses, 1 us for an image.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Final
+
+from .constants import SET_BYTES, SLOT_BYTES, WAYS
+from .errors import CorruptionError, RemoteProtocolError
+from .hashing import SHARD_BITS, SHARD_MASK, split
+from .layout import HEADER_BYTES, SLOT, Geometry
+from .messages import REGION_WRITABLE, RdmaRegion
+from .shards import FROZEN
+
+#: No operation carries more bytes: devices have limits from 8 MiB on, and a piece is what stripes and progress go by.
+OP_BYTES_MAX: Final = 1 << 20
+
+_FROZEN: Final = FROZEN
+_SLOT_MASK: Final = SLOT_BYTES - 1
+_unpack: Final = SLOT.unpack_from
+
+#: (remote address, rkey, bytes)
+Piece = tuple[int, int, int]
+
+
+def confirmed(then: bytes, now: bytes, word: int) -> bool:
+    """Steps 2 and 4: was what was READ between them the value that ``then`` names? The rule of every RDMA read.
+
+    ``then`` has passed :meth:`RemoteArena.place`; ``word`` is the shard's, READ in this call and before ``now``.
+    """
+    return now == then and 0 < word < _FROZEN
+
+
+class Spots:
+    """Where one entry and its shard word lie by one rail."""
+
+    __slots__ = ("pieces", "slot", "slot_key", "visited", "visited_key", "word", "word_key")
+
+    def __init__(self, side: Side, place: Place) -> None:
+        geometry = side.geometry
+        self.slot, self.slot_key = side.meta(geometry.slots_offset + place.slot * SLOT_BYTES, SLOT_BYTES)
+        self.word, self.word_key = side.meta(place.word_offset, 8)
+        self.visited, self.visited_key = side.at(geometry.visited_offset + place.slot, 1)
+        self.pieces = side.split(place.offset, place.length)
+
+
+class Place:
+    """An entry as its slot's image has it, and where that lies by each rail: what the location cache remembers."""
+
+    __slots__ = ("crc", "flags", "image", "length", "offset", "slot", "spots", "touched", "word_offset")
+
+    def __init__(self, digest: bytes, slot: int, image: bytes, offset: int, length: int, crc: int, flags: int) -> None:
+        self.slot = slot
+        self.image = image
+        self.offset = offset
+        self.length = length
+        self.crc = crc
+        self.flags = flags
+        self.word_offset = HEADER_BYTES + ((digest[0] | digest[1] << 8) & SHARD_MASK) * 8
+        #: By side; filled in as they are needed.
+        self.spots: dict[Side, Spots] = {}
+        #: When its visited byte was stored last, monotonic seconds.
+        self.touched = 0.0
+
+    def at(self, side: Side) -> Spots:
+        """Where it lies by this rail."""
+        spots = self.spots.get(side)
+        if spots is None:
+            spots = self.spots[side] = Spots(side, self)
+        return spots
+
+
+class Side:
+    """The arena as one rail of the server has it: pieces of the segment, each at an address with a key.
+
+    Raises RemoteProtocolError unless they are in order, apart, and hold all that a reader needs in one piece each.
+    """
+
+    def __init__(self, geometry: Geometry, rail: int, regions: Sequence[RdmaRegion]) -> None:
+        self.geometry = geometry
+        self.rail = rail
+        mine = sorted((region for region in regions if region.rail == rail), key=lambda region: region.start)
+        self._regions = mine
+        self._starts = [region.start for region in mine]
+        self.check()
+        first = mine[0]
+        #: Offset of the address, and the key, where one region has header, shards and slots: the usual case.
+        self._meta: tuple[int, int] | None = None
+        if first.start == 0 and first.length >= geometry.slots_offset + geometry.sets * SET_BYTES:
+            self._meta = first.address, first.rkey
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError when these regions cannot be an arena. O(regions)."""
+        geometry, end = self.geometry, 0
+        for region in self._regions:
+            if region.start < end or region.length < 1 or region.address < 1 or region.rkey < 0:
+                raise RemoteProtocolError(f"regions of rail {self.rail} overlap or are none: {region}")
+            end = region.start + region.length
+        if end > geometry.size:
+            raise RemoteProtocolError(f"a region of rail {self.rail} ends at {end}, the segment at {geometry.size}")
+        meta_end = geometry.slots_offset + geometry.sets * SET_BYTES
+        for start, stop in (
+            (0, meta_end),
+            (geometry.visited_offset, geometry.visited_offset + geometry.slots),
+            (geometry.data_offset, geometry.data_offset + geometry.data_bytes),
+        ):
+            at = start
+            while at < stop:
+                number = bisect_right(self._starts, at) - 1
+                last = self._regions[number] if number >= 0 else None
+                if last is None or last.start + last.length <= at:
+                    raise RemoteProtocolError(f"no region of rail {self.rail} has byte {at} of the segment")
+                at = last.start + last.length
+                if at < stop and at <= meta_end and (at - geometry.slots_offset) % SET_BYTES and at > HEADER_BYTES:
+                    raise RemoteProtocolError(f"the regions of rail {self.rail} cut a set at byte {at}")
+
+    def at(self, start: int, length: int) -> tuple[int, int]:
+        """(address, rkey) of bytes that lie in one region. Raises RemoteProtocolError when they do not."""
+        number = bisect_right(self._starts, start) - 1
+        if number >= 0:
+            region = self._regions[number]
+            if start + length <= region.start + region.length:
+                return region.address + start - region.start, region.rkey
+        raise RemoteProtocolError(f"bytes {start} to {start + length} of the segment lie in no one region")
+
+    def meta(self, start: int, length: int) -> tuple[int, int]:
+        """:meth:`at` for header, shards and slots."""
+        meta = self._meta
+        return (meta[0] + start, meta[1]) if meta is not None else self.at(start, length)
+
+    def split(self, start: int, length: int, *, writable: bool = False) -> list[Piece]:
+        """The pieces in which bytes are READ or WRITTEN: cut at region ends, at most OP_BYTES_MAX each.
+
+        Raises RemoteProtocolError where there is no region, or, if it shall be ``writable``, one that is not.
+        """
+        pieces: list[Piece] = []
+        end = start + length
+        while start < end:
+            number = bisect_right(self._starts, start) - 1
+            region = self._regions[number] if number >= 0 else None
+            if region is None or start >= region.start + region.length:
+                raise RemoteProtocolError(f"byte {start} of the segment lies in no region of rail {self.rail}")
+            if writable and not region.flags & REGION_WRITABLE:
+                raise RemoteProtocolError(f"byte {start} of the segment lies in a read-only region")
+            part = min(end, region.start + region.length, start + OP_BYTES_MAX) - start
+            pieces.append((region.address + start - region.start, region.rkey, part))
+            start += part
+        return pieces
+
+    def keyed(self, start: int, length: int, rkey: int) -> list[Piece]:
+        """The pieces of a chunk that a key of its own allows, whatever regions it lies in.
+
+        The segment is mapped in one piece by whoever registered it, so a chunk goes on where its first region ends.
+        """
+        number = bisect_right(self._starts, start) - 1
+        if number < 0:
+            raise RemoteProtocolError(f"byte {start} of the segment lies in no region of rail {self.rail}")
+        region = self._regions[number]
+        base = region.address + start - region.start
+        return [(base + at, rkey, min(OP_BYTES_MAX, length - at)) for at in range(0, length, OP_BYTES_MAX)]
+
+
+class RemoteArena:
+    """Geometry and regions of one arena; equal for all lanes that one endpoint has opened. Immutable."""
+
+    def __init__(self, geometry: Geometry, rails: int, regions: Sequence[RdmaRegion], incarnation: int) -> None:
+        self.geometry = geometry
+        self.incarnation = incarnation
+        self.key = (geometry, rails, tuple(regions))
+        #: By the server's rail; None where it has no region at all.
+        self.sides = [
+            Side(geometry, rail, regions) if any(region.rail == rail for region in regions) else None
+            for rail in range(rails)
+        ]
+        self._sets = geometry.sets
+        self._slots_offset = geometry.slots_offset
+
+    def sets(self, digest: bytes) -> tuple[int, int, int]:
+        """Offsets in the segment: of the digest's two sets, and of its shard's word."""
+        low, high = split(digest)
+        sets = self._sets
+        first, second = (low >> SHARD_BITS) % sets, high % sets
+        if second == first:
+            second = (second + 1) % sets
+        base = self._slots_offset
+        return base + first * SET_BYTES, base + second * SET_BYTES, HEADER_BYTES + (low & SHARD_MASK) * 8
+
+    def find(self, fetched: Any, at: int, digest: bytes) -> int:
+        """Way of the digest among the 16 of its two sets, which were READ to byte ``at`` of ``fetched`` (an mmap or
+        bytes); -1 when it is in neither."""
+        end = at + 2 * SET_BYTES
+        found: int = fetched.find(digest, at, end)
+        while found >= 0:
+            if (found - at) & _SLOT_MASK == 8:
+                return (found - at) // SLOT_BYTES
+            found = fetched.find(digest, found + 1, end)
+        return -1
+
+    def place(self, fetched: Any, at: int, digest: bytes, way: int) -> Place | None:
+        """The entry in that way; None when it is in the middle of a write, or torn into something impossible."""
+        at += way * SLOT_BYTES
+        image = bytes(fetched[at : at + SLOT_BYTES])
+        seq, found, offset, length, crc, chunk, _namespace, flags, _stored, _ = _unpack(image)
+        geometry = self.geometry
+        if seq & 1 or found != digest or not 0 < length <= chunk:
+            return None
+        if offset < geometry.data_offset or offset + length > geometry.size:
+            return None
+        first, second, _word = self.sets(digest)
+        base = first if way < WAYS else second
+        slot = (base - self._slots_offset) // SLOT_BYTES + way % WAYS
+        return Place(digest, slot, image, offset, length, crc, flags)
+
+
+class Locations:
+    """A bounded memory of places, for any number of threads: two generations, the older one dropped when it is time.
+
+    A place belongs to one :class:`RemoteArena`; :meth:`clear` comes with another. O(1), 1 KiB an entry at most.
+    """
+
+    __slots__ = ("_most", "_old", "_young")
+
+    def __init__(self, most: int) -> None:
+        self._most = max(2, most)
+        self._young: dict[bytes, Place] = {}
+        self._old: dict[bytes, Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, digest: bytes) -> Place | None:
+        """Where the digest was last."""
+        place = self._young.get(digest)
+        if place is None:
+            place = self._old.pop(digest, None)
+            if place is not None:
+                self.put(digest, place)
+        return place
+
+    def put(self, digest: bytes, place: Place) -> None:
+        """Remember."""
+        young = self._young
+        young[digest] = place
+        if len(young) * 2 >= self._most:
+            self._old = young
+            self._young = {}
+
+    def drop(self, digest: bytes) -> None:
+        """It is there no more."""
+        self._young.pop(digest, None)
+        self._old.pop(digest, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._young = {}
+        self._old = {}
+
+    def check(self) -> None:
+        """Raise CorruptionError when it holds more than it may, or a place under another's name."""
+        if len(self._young) * 2 >= self._most + 2 or len(self._old) * 2 >= self._most + 2:
+            raise CorruptionError(f"{len(self)} places, at most {self._most}")
+        for digest, place in (*self._young.items(), *self._old.items()):
+            if place.image[8:24] != digest:
+                raise CorruptionError(f"the place of {digest.hex()} is another's")
