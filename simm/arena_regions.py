@@ -68,9 +68,7 @@ def pieces(arena: ArenaReader, meta: NDArray[np.uint64], *, windows: bool, most:
     geometry = arena.geometry
     data = Access.REMOTE_READ | Access.LOCAL_WRITE | (Access.WINDOWS if windows else Access.REMOTE_WRITE)
     parts = (
-        Piece(
-            0, geometry.reader_bytes, meta.ctypes.data, Access.REMOTE_READ, 0, False,
-        ),
+        Piece(0, geometry.reader_bytes, meta.ctypes.data, Access.REMOTE_READ, 0, False),
         Piece(
             geometry.visited_offset, geometry.ledger_offset - geometry.visited_offset,
             np.frombuffer(arena.visited, np.uint8).ctypes.data,

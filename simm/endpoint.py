@@ -56,7 +56,7 @@ from typing import Any, Final
 from . import messages as M
 from .arena_regions import PIECE_BYTES, Registration
 from .constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
-from .errors import RemoteProtocolError, SimmError, TransportError
+from .errors import CorruptionError, RemoteProtocolError, SimmError, TransportError
 from .fabric import Absence, Fabric, FabricError, LinkAddress
 from .greeting import agreed_protocol, token_fits
 from .lane_end import LINKS_MAX, Held, LaneEnd, NoWindows
@@ -576,6 +576,24 @@ class Endpoint(Service):
             "handler_errors": self.loop.handler_errors,
             **self.counts,
         }
+
+    def check(self) -> None:
+        """Raises CorruptionError when the books contradict themselves. O(grants)."""
+        lanes: list[LaneEnd] = [peer.context for peer in self.lanes]
+        for lane in lanes:
+            lane.check()
+        if sum(lane.granted_bytes for lane in lanes) != self.granted_bytes:
+            raise CorruptionError(f"the lanes' grants do not have {self.granted_bytes} bytes")
+        holds = [held for lane in lanes for held in lane.holds()]
+        if len({held.offset for held in holds if held.session is self.upstream.session}) != sum(
+            held.session is self.upstream.session for held in holds
+        ):
+            raise CorruptionError("two lanes have the same chunk")
+        for session in {held.session for held in holds}:
+            if len(session.copying) != sum(held.session is session for held in holds):
+                raise CorruptionError(f"session {session.session:#x} does not count its grants that lanes hold")
+        if self._windows is not None:
+            self._windows.check(sum(len(held.covers) for held in holds))
 
     def close(self) -> None:
         """After the loop has been closed, and all lanes with it: give back what we hold, and close the devices."""

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from .errors import CorruptionError
 from .fabric import FabricError, Link, LinkAddress
 from .session import GrantTuple, WorkerSession
 from .windows import Cover, Windows
@@ -111,14 +112,15 @@ class LaneEnd:
             return False
         link.close()
         self.links[number] = None
-        covers = [held.covers.pop(number) for held in self._all() if number in held.covers]
+        covers = [held.covers.pop(number) for held in self.holds() if number in held.covers]
         if self.windows is not None:
             self.windows.free(covers)
         return True
 
     # -- grants -----------------------------------------------------------------------------------
 
-    def _all(self) -> Iterable[Held]:
+    def holds(self) -> Iterable[Held]:
+        """All grants, those that the client has not been told of included."""
         yield from self.grants.values()
         yield from self.prepared
 
@@ -185,6 +187,22 @@ class LaneEnd:
                 self.prepared.remove(held)
             self.granted_bytes -= held.chunk
 
+    def check(self) -> None:
+        """Raises CorruptionError when the books contradict themselves. O(grants x links)."""
+        held = list(self.holds())
+        if sum(each.chunk for each in held) != self.granted_bytes:
+            raise CorruptionError(f"a lane's grants do not have {self.granted_bytes} bytes")
+        if len({each.number for each in held}) != len(held):
+            raise CorruptionError("a lane has a grant twice")
+        for each in held:
+            for number, cover in each.covers.items():
+                binding = cover.binding
+                if number >= len(self.links) or self.links[number] is None or cover.rail != self.rails[number]:
+                    raise CorruptionError(f"grant {each.number:#x} has a window for link {number}, which is not there")
+                assert self.windows is not None
+                if (binding.address, binding.length) != (self.windows.address_of(each.offset), each.chunk):
+                    raise CorruptionError(f"the window of grant {each.number:#x} lies elsewhere than its chunk")
+
     def close(self) -> list[Held]:
         """Destroy all links, free the windows: the grants that were the lane's, which nobody writes into any more.
 
@@ -195,7 +213,7 @@ class LaneEnd:
             if link is not None:
                 link.close()
         self.links = []
-        held = list(self._all())
+        held = list(self.holds())
         self.grants, self.prepared, self.granted_bytes = {}, [], 0
         if self.windows is not None:
             try:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .arena_regions import Registration
+from .errors import CorruptionError
 from .fabric import Access, Binding, FabricError, Link, Region, Window
 
 #: Idle windows kept, for each rail.
@@ -52,6 +53,16 @@ class Windows:
     def made(self) -> int:
         """How many there are."""
         return sum(self._made)
+
+    def address_of(self, offset: int) -> int:
+        """Where a byte of the segment's data lies in this process."""
+        return self._registration.address_of(offset)
+
+    def check(self, in_use: int) -> None:
+        """``in_use``: windows of all lanes. Raises CorruptionError when the books contradict themselves."""
+        idle = sum(map(len, self._idle))
+        if self.made != idle + in_use:
+            raise CorruptionError(f"{self.made} windows, of which {idle} are idle and {in_use} in use")
 
     def prepare(self, rail: int, chunks: Sequence[tuple[int, int]]) -> list[Cover]:
         """Windows, not yet bound, for chunks (offset in the segment, bytes).
