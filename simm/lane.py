@@ -53,10 +53,12 @@ LaneGrant = tuple[int, int, int, Sequence[int]]
 class Page:
     """A page of scratch: where what is READ for PAGE_KEYS keys lies, as addresses and as positions in the memory."""
 
-    __slots__ = ("images", "images_at", "sets", "sets_at", "words", "words_at")
+    __slots__ = ("between", "between_at", "images", "images_at", "sets", "sets_at", "words", "words_at")
 
     def __init__(self, address: int, at: int) -> None:
         self.sets, self.sets_at = address + at, at
+        #: Of the second step, when the sets have been looked at: the images that are READ with the values.
+        self.between, self.between_at = address + at, at
         self.images, self.images_at = address + at + _IMAGES_AT, at + _IMAGES_AT
         #: ``words_at`` counts in words.
         self.words, self.words_at = address + at + _WORDS_AT, (at + _WORDS_AT) // 8

@@ -4,17 +4,17 @@ Keys go in *groups* of up to PAGE_KEYS, each on one link, with a page of the lan
 whose places are not known takes two steps, one of known keys the second only:
 
     look    READ both sets and the shard word of each key                          one chain
-    fetch   READ the shard word and the value of each; then, behind a fence,
-            READ the slot of each                                                  one chain
+    fetch   READ the shard word, the slot and the value of each; then, behind a
+            fence, READ the slot of each once more                                 one chain
 
 One fence orders them all: it holds back what follows it on the link until everything ahead has completed. So a chain
 costs one round trip of idle wire, not one a key. And the next chains are posted before this one is waited for: each
 link has up to two groups under way, so that while the values of one come in, the sets of the next are looked at.
 
 Values of STRIPE_BYTES and more are groups of their own where a lane has several links: pieces on all of them, and once
-all are complete, the slot on one. Large values for memory that is not registered go through the lane's loan of bounce
-blocks in a sliding window. The bytes that a READ brings to the caller's own memory are there before they are confirmed,
-as on the other paths: the result says whether to use them.
+all are complete, the slot once more on one. Large values for memory that is not registered go through the lane's loan
+of bounce blocks in a sliding window. The bytes that a READ brings to the caller's own memory are there before they are
+confirmed, as on the other paths: the result says whether to use them.
 
 What becomes of a key: confirmed is a hit; absent from both sets, with a plain shard word, a miss; changed under way, it
 starts over with its place forgotten, ATTEMPTS times at most. All else is left to TCP, and so is every key that was
@@ -406,7 +406,7 @@ class Reading:
         side, lkey, rail = wire.side, wire.lkey, wire.rail
         ops: list[Op] = []
         slots: list[Op] = []
-        word_at, image_at, used = page.words, page.images, 0
+        word_at, between_at, image_at, used = page.words, page.between, page.images, 0
         block = group.block
         block_key = 0
         items = group.items
@@ -439,6 +439,8 @@ class Reading:
             if touch is not None:
                 ops.append(touch)
             ops.append((READ, word_at, lkey, 8, spots.word, spots.word_key))
+            if not place.proved:
+                ops.append((READ, between_at, lkey, SLOT_BYTES, spots.slot, spots.slot_key))
             if length:
                 for address, rkey, part in spots.pieces:
                     ops.append((READ, local, key, part, address, rkey))
@@ -447,6 +449,7 @@ class Reading:
             kind = READ
             items.append((position, place, length, at))
             word_at += 8
+            between_at += SLOT_BYTES
             image_at += SLOT_BYTES
         group.places = []
         if not items:
@@ -466,13 +469,15 @@ class Reading:
         """What was fetched is here: is it the values?"""
         lane, page = self.lane, group.page
         memory, words = lane.memory, lane.words
-        image_at, word_at = page.images_at, page.words_at
+        between_at, image_at, word_at = page.between_at, page.images_at, page.words_at
         for position, place, length, at in group.items:
+            between = memory[between_at : between_at + SLOT_BYTES]
             now = memory[image_at : image_at + SLOT_BYTES]
-            if confirmed(place.image, now, words[word_at]):
+            if confirmed(place, between, now, words[word_at]):
                 self._deliver(position, place, length, group.block, at)
             else:
                 self._refuted(position, words[word_at])
+            between_at += SLOT_BYTES
             image_at += SLOT_BYTES
             word_at += 1
 
@@ -542,6 +547,8 @@ class Reading:
                 if touch is not None:
                     ops.append(touch)
                 ops.append((READ, group.page.words, wire.lkey, 8, spots.word, spots.word_key))
+                if not place.proved:
+                    ops.append((READ, group.page.between, wire.lkey, SLOT_BYTES, spots.slot, spots.slot_key))
             # By the value's own bytes, as regions may be cut differently on each rail.
             for at in range(number * STRIPE_BYTES, place.length, len(wires) * STRIPE_BYTES):
                 local = sink.address + at
@@ -571,8 +578,12 @@ class Reading:
         page, first = self._pages[-1], self.wires[0]
         spots = place.at(first.side)
         touch = self._touched(first, place)
-        word: Op = (READ, page.words, first.lkey, 8, spots.word, spots.word_key)
-        first.link.wait(first.post([word] if touch is None else [touch, word]), self.until)
+        head: list[Op] = [(READ, page.words, first.lkey, 8, spots.word, spots.word_key)]
+        if not place.proved:
+            head.append((READ, page.between, first.lkey, SLOT_BYTES, spots.slot, spots.slot_key))
+        if touch is not None:
+            head.append(touch)
+        first.link.wait(first.post(head), self.until)
         blocks, window = self.loan, deque[tuple[Wire, int, Block, int, int]]()
         at = turn = 0
         while at < length or window:
@@ -594,8 +605,9 @@ class Reading:
             self._copier.copy(target + start, block.address, part)
         slot: Op = (FENCED_READ, page.images, first.lkey, SLOT_BYTES, spots.slot, spots.slot_key)
         first.link.wait(first.post([slot]), self.until)
+        between = self.lane.memory[page.between_at : page.between_at + SLOT_BYTES]
         now = self.lane.memory[page.images_at : page.images_at + SLOT_BYTES]
-        if not confirmed(place.image, now, self.lane.words[page.words_at]):
+        if not confirmed(place, between, now, self.lane.words[page.words_at]):
             self.locations.drop(self.digests[position])
             self.retries += 1
             self.left.append(position)
@@ -629,6 +641,8 @@ class Reading:
             return False
         spots, lkey, local = place.at(wire.side), wire.lkey, sink.address
         ops: list[Op] = [(READ, page.words, lkey, 8, spots.word, spots.word_key)]
+        if not place.proved:
+            ops.append((READ, page.between, lkey, SLOT_BYTES, spots.slot, spots.slot_key))
         touch = self._touched(wire, place)
         if touch is not None:
             ops.append(touch)
@@ -637,9 +651,10 @@ class Reading:
             local += part
         ops.append((FENCED_READ, page.images, lkey, SLOT_BYTES, spots.slot, spots.slot_key))
         wire.link.wait(wire.post(ops), self.until)
-        at = page.images_at
+        memory, at, between_at = self.lane.memory, page.images_at, page.between_at
         word = self.lane.words[page.words_at]
-        if confirmed(place.image, self.lane.memory[at : at + SLOT_BYTES], word):
+        between = memory[between_at : between_at + SLOT_BYTES]
+        if confirmed(place, between, memory[at : at + SLOT_BYTES], word):
             self._deliver(position, place, length, None, -1)
             return True
         self.retries += 1

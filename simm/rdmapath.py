@@ -2,9 +2,9 @@
 
 What can go wrong, and what stands against it
 ---------------------------------------------
-* *A slot is overwritten while it is READ*: its words come in any order. The whole image is compared with that of a
-  second READ (``remote_arena.py`` says why that is enough).
-* *A value is replaced under its READ.* The second image is READ behind a fence, after the data: it differs then. Data
+* *A slot is overwritten while it is READ*: its words come in any order. The whole image is compared with those of two
+  more READs (``remote_arena.py`` says why one is not enough).
+* *A value is replaced under its READ.* The last image is READ behind a fence, after the data: it differs then. Data
   that came by several links is complete on all of them before the slot is READ at all; a fence orders one link only.
 * *The cached location is of long ago.* It is an image like any other, and compared like any other. An entry that has
   changed costs one round trip more, and its location is dropped.
