@@ -35,9 +35,8 @@ What else
 ---------
 A client names grants by id; only ids of its own lane count, each once. Grants are bounded for a lane and for all
 together, at three quarters of what all sessions may hold, so that others get theirs. Lanes that are idle are asked
-for theirs, and all of them when the worker asks us. A device that is missing or breaks costs nothing but lanes:
-RDMA_OPEN is answered with the reason, and there is another try every REOPEN_S seconds. Rails that come up while
-others are in use are taken on at the next start, or when a link could not be made and no lane is open any more.
+for theirs, and all of them when the worker asks us. A device that is missing or breaks costs nothing but lanes
+(``devices.py``): RDMA_OPEN is answered with the reason.
 
 Costs: one exchange with the worker for a commit, blocking, as in the stream; a bind and an invalidation (a few us) a
 grant and link, the bind after the answer has left: fresh grants come with the next one, as a worker's do.
@@ -56,6 +55,7 @@ from typing import Any, Final
 from . import messages as M
 from .arena_regions import PIECE_BYTES, Registration
 from .constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from .devices import Devices
 from .errors import CorruptionError, RemoteProtocolError, SimmError, TransportError
 from .fabric import Absence, Fabric, FabricError, LinkAddress
 from .greeting import agreed_protocol, token_fits
@@ -68,13 +68,10 @@ from .session import WorkerSession
 from .shmput import collect
 from .sizes import chunk_bytes_for
 from .upstream import Upstream
-from .windows import Windows
 
 log = logging.getLogger("simm.endpoint")
 
 TICK_S: Final = 0.1
-#: Between two tries to open the devices.
-REOPEN_S: Final = 10.0
 LANES_MAX: Final = 4096
 #: All lanes' grants together may have this share (percent) of what all sessions may hold; one lane's this part of that.
 GRANTED_PERCENT: Final = 75
@@ -87,7 +84,7 @@ ANSWER_GRANTS_MAX: Final = 1024
 MTUS: Final = frozenset((256, 512, 1024, 2048, 4096))
 
 _COUNTS: Final = (
-    "lanes_opened", "lanes_broken", "commits", "commit_failures", "stale_commits", "recalls", "opens_failed",
+    "lanes_opened", "lanes_broken", "commits", "commit_failures", "stale_commits", "recalls",
 )  # fmt: skip
 _STALE: Final = int(Status.STALE_GRANT)
 _UNAVAILABLE: Final = int(Status.UNAVAILABLE)
@@ -113,22 +110,14 @@ class Endpoint(Service):
         self.loop = loop
         self.upstream = Upstream(uds)
         self.tokens = tokens
-        #: Why there is no RDMA just now; empty when lanes can be opened.
-        self.why = "starting"
+        self.devices = Devices(
+            loop, self.upstream, open_fabric, windows=windows, piece_bytes=piece_bytes, on_lost=self._on_lost
+        )
         #: Why the process has to end.
         self.failed = ""
-        self.fabric: Fabric | None = None
-        self.registration: Registration | None = None
         self.lanes: set[Peer] = set()
         self.granted_bytes = 0
         self.counts = dict.fromkeys(_COUNTS, 0)
-        self._open_fabric = open_fabric
-        self._use_windows = windows
-        self._piece_bytes = piece_bytes
-        self._windows: Windows | None = None
-        self._open_at = 0.0
-        #: A link could not be made: the devices may have gone.
-        self._suspect = ""
         self._heard = 0.0
         #: The session whose RECALLs are counted, and how many bytes of them have been seen to.
         self._recalls: tuple[WorkerSession | None, int] = (None, 0)
@@ -137,83 +126,9 @@ class Endpoint(Service):
 
     # -- the devices ------------------------------------------------------------------------------
 
-    @property
-    def ready(self) -> bool:
-        """Can lanes be opened?"""
-        return not self.why
-
-    def _not_ready(self, why: str) -> None:
-        if why != self.why:
-            self.why = why
-            log.log(logging.INFO if why == "registering" else logging.WARNING, "no RDMA: %s", why)
-
-    def _look_at_devices(self) -> None:
-        if self.fabric is None:
-            if self.loop.now >= self._open_at:
-                self._open()
-        elif self._suspect and not self.lanes:
-            self._close_fabric(self._suspect)
-
-    def _open(self) -> None:
-        arena = self.upstream.arena()
-        if arena is None:
-            self._not_ready("the worker is down")
-            return
-        self._open_at = self.loop.clock() + REOPEN_S
-        self._suspect = ""
-        try:
-            found = self._open_fabric()
-            if isinstance(found, Absence):
-                self.counts["opens_failed"] += 1
-                self._not_ready(str(found))
-                return
-            self.fabric = found
-            if not found.rails:
-                raise FabricError("no port of an RDMA device is to be used")
-            windows = self._use_windows and all(rail.limits.windows for rail in found.rails)
-            if self._use_windows and not windows:
-                log.warning("not all RDMA devices have memory windows: every client can write all of the data")
-            self.registration = Registration(arena, found.rails, windows=windows, piece_bytes=self._piece_bytes)
-            self._windows = Windows(self.registration) if windows else None
-        except FabricError as exc:
-            self._close_fabric(str(exc))
-            return
-        self._not_ready("registering")
-        self._register(self.registration)
-
-    def _register(self, registration: Registration) -> None:
-        """Register a piece, and the next one in the loop's next turn."""
-        if registration is not self.registration:
-            return
-        try:
-            more = registration.step()
-        except FabricError as exc:
-            self._close_fabric(str(exc))
-            return
-        if more:
-            self.loop.call_later(0.0, lambda: self._register(registration))
-            return
-        self.why = ""
-        rails = ", ".join(rail.name for rail in registration.rails)
-        log.info(
-            "RDMA: %d MiB in %d regions on %s, %s", registration.done_bytes >> 20, len(registration.regions), rails,
-            "chunks written by memory windows" if registration.windows else "all data writable",
-        )  # fmt: skip
-
-    def _close_fabric(self, why: str) -> None:
-        """The devices are of no use: close all lanes and then them; try again later."""
-        self.counts["opens_failed"] += 1
-        self._not_ready(why)
+    def _on_lost(self, why: str) -> None:
         for peer in list(self.lanes):
             peer.close(why)
-        fabric, self.fabric = self.fabric, None
-        self.registration = self._windows = None
-        self._open_at = self.loop.clock() + REOPEN_S
-        if fabric is not None:
-            try:
-                fabric.close()
-            except FabricError as exc:
-                self._end(f"devices cannot be closed: {exc}")
 
     def _end(self, why: str) -> None:
         """Only the end of this process makes sure that nothing is written any more."""
@@ -296,16 +211,14 @@ class Endpoint(Service):
         peer.send_message(M.Welcome(proto, 0, M.PathBit.RDMA, 0, 0, 0, 0, ""), request_id)
 
     def _open_lane(self, peer: Peer, lane: LaneEnd, request_id: int) -> None:
-        registration = self.registration
-        if self.why or registration is None:
-            why = self.why
-            if registration is not None and registration.done_bytes < registration.total_bytes:
-                why = f"registering, {registration.progress}"
-            peer.send_error(request_id, Status.UNAVAILABLE, why)
+        devices = self.devices
+        registration = devices.registration
+        if devices.why or registration is None:
+            peer.send_error(request_id, Status.UNAVAILABLE, devices.reason)
             return
         if not lane.opened:
             lane.opened = True
-            lane.windows = self._windows
+            lane.windows = devices.windows
             self.lanes.add(peer)
             self.counts["lanes_opened"] += 1
         rails = [
@@ -318,9 +231,10 @@ class Endpoint(Service):
         )
 
     def _opened(self, lane: LaneEnd, msg: Any) -> Registration:
-        if not lane.opened or self.registration is None:
+        registration = self.devices.registration
+        if not lane.opened or registration is None:
             raise RemoteProtocolError(f"{type(msg).__name__} before RDMA_OPEN")
-        return self.registration
+        return registration
 
     def _connect(self, peer: Peer, lane: LaneEnd, request_id: int, msg: M.RdmaConnect) -> None:
         rails = self._opened(lane, msg).rails
@@ -339,7 +253,7 @@ class Endpoint(Service):
         except FabricError as exc:
             log.warning("%s: no link on %s: %s", peer.address, rail.name, exc)
             if link is None:  # not for what the client said
-                self._suspect = str(exc)
+                self.devices.suspect = str(exc)
             peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
             return
         peer.send_message(
@@ -511,7 +425,11 @@ class Endpoint(Service):
 
     def _tick(self) -> None:
         self.upstream.tend()
-        self._look_at_devices()
+        try:
+            self.devices.look(bool(self.lanes))
+        except FabricError as exc:
+            self._end(f"devices cannot be closed: {exc}")
+            return
         now = self.loop.now
         for peer in list(self.lanes):
             lane: LaneEnd = peer.context
@@ -558,11 +476,11 @@ class Endpoint(Service):
 
     def stats(self) -> dict[str, Any]:
         """Counters of this process."""
-        registration = self.registration
+        registration, windows = self.devices.registration, self.devices.windows
         return {
             "pid": os.getpid(),
-            "ready": self.ready,
-            "why": self.why,
+            "ready": not self.devices.why,
+            "why": self.devices.why,
             "lanes": len(self.lanes),
             "links": sum(peer.context.link_count for peer in self.lanes),
             "connections": len(self.loop.peers),
@@ -570,8 +488,9 @@ class Endpoint(Service):
             "registered_bytes": registration.done_bytes if registration is not None else 0,
             "to_register_bytes": registration.total_bytes if registration is not None else 0,
             "rails": [rail.name for rail in registration.rails] if registration is not None else [],
-            "windows": self._windows.made if self._windows is not None else 0,
-            "protected": self._windows is not None,
+            "windows": windows.made if windows is not None else 0,
+            "protected": windows is not None,
+            "opens_failed": self.devices.opens_failed,
             "protocol_errors": self.loop.protocol_errors,
             "handler_errors": self.loop.handler_errors,
             **self.counts,
@@ -592,15 +511,13 @@ class Endpoint(Service):
         for session in {held.session for held in holds}:
             if len(session.copying) != sum(held.session is session for held in holds):
                 raise CorruptionError(f"session {session.session:#x} does not count its grants that lanes hold")
-        if self._windows is not None:
-            self._windows.check(sum(len(held.covers) for held in holds))
+        if self.devices.windows is not None:
+            self.devices.windows.check(sum(len(held.covers) for held in holds))
 
     def close(self) -> None:
         """After the loop has been closed, and all lanes with it: give back what we hold, and close the devices."""
         self.upstream.close()
-        if self.fabric is not None:
-            self.fabric.close()
-            self.fabric = None
+        self.devices.close()
 
 
 def _taken(session: WorkerSession, size: int, most: int) -> list[tuple[int, int, int]]:

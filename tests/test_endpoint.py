@@ -14,6 +14,7 @@ from fakefabric import FakeLink, FakeNetwork, FakeRail, all_closed
 from lanes import WAIT_S, EndpointThread, Grant, RawLane, lane, refusal
 from storm.inproc import StreamThread, WorkerThread
 
+from simm import devices as devices_module
 from simm import endpoint as endpoint_module
 from simm import messages as M
 from simm.arena_regions import Registration, map_meta, pieces
@@ -557,7 +558,7 @@ def test_no_windows_left(worker: WorkerThread) -> None:
 def test_there_is_no_device_and_then_there_is(
     worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "REOPEN_S", 0.05)
+    monkeypatch.setattr(devices_module, "REOPEN_S", 0.05)
     answers: list[Callable[[], Fabric | Absence]] = [
         lambda: Absence("no device", "load its driver"), lambda: Absence("no device", "load its driver"),
     ]  # fmt: skip
@@ -582,7 +583,7 @@ def test_there_is_no_device_and_then_there_is(
 
 
 def test_the_device_goes(worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "REOPEN_S", 0.05)
+    monkeypatch.setattr(devices_module, "REOPEN_S", 0.05)
     with EndpointThread(worker.path, network) as server:
         server.ready()
         mine = RawLane(server)
