@@ -89,6 +89,12 @@ class DeviceSpan(Span):
         """There is none. Raises OnDevice."""
         raise OnDevice("GPU memory has no bytes that the CPU could look at")
 
+    def part(self, offset: int, size: int) -> DeviceSpan:
+        """``size`` bytes of it from ``offset`` on. Raises UsageError outside of it."""
+        if type(offset) is not int or type(size) is not int or not 0 <= offset < offset + size <= self.size:
+            raise UsageError(f"a span of {self.size} bytes has no part of {size!r} bytes at {offset!r}")
+        return self.piece(self.address + offset, size)
+
     def piece(self, address: int, size: int, *, writable: bool = True) -> DeviceSpan:
         """Memory at another address of the same allocation, on the caller's word. Raises UsageError."""
         return DeviceSpan(

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib.util
+import json
 import logging
 import mmap
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -387,6 +390,11 @@ def test_spans_of_all_kinds(fake: FakeCuda) -> None:
     assert device_span(device_span(Tensor(address, 96)), 5).stream == 5
     assert device_span(span) is span
     assert "device=1" in repr(span)
+    part = span.part(32, 8)
+    assert (type(part), part.address, part.size, part.device) == (DeviceSpan, address + 32, 8, 1)
+    for offset, size in ((-1, 8), (90, 7), (0, 0), (0, 97)):
+        with pytest.raises(UsageError, match="has no part"):
+            span.part(offset, size)
     piece = span.piece(address + 32, 8)
     assert (piece.address, piece.size, piece.device, piece.keep) == (address + 32, 8, 1, span.keep)
 
@@ -1244,6 +1252,51 @@ def test_host_memory_goes_its_way_without_a_driver(cluster: Any, namespace: str)
         assert cuda._why == ""
     finally:
         cuda.use(before)
+
+
+def benchmark() -> Any:
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.py"
+    found = importlib.util.spec_from_file_location("gpu_benchmark", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["gpu_benchmark"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cuda, "LIBRARY", "libthere-is-none.so.1")
+    before = cuda.use(None)
+    try:
+        assert benchmark().main([]) == 0
+    finally:
+        cuda.use(before)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert said.startswith("no GPU here (no CUDA driver: libthere-is-none.so.1: ")
+
+
+def test_the_benchmark_runs(fake: FakeCuda, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the fake, whose figures mean nothing."""
+    out = tmp_path / "result.json"
+    options = ["--sizes", "4K,300000", "--seconds", "0", "--rounds", "1", "--memory", "512M", "--json", str(out)]
+    assert benchmark().main([*options, "--staged"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 24
+    assert all(row["GB/s"] > 0 for row in rows)
+    assert "Fake GPU 0" in capsys.readouterr().out
+    assert benchmark().main(["--device", "7"]) == 0
+    assert "no GPU 7 here" in capsys.readouterr().out
+
+
+def test_control_the_benchmark_sees_wrong_bytes(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "fetch", lambda reader, digests, sinks, positions, checksum: (
+        [(at, len(sinks[at])) for at in positions], []))  # fmt: skip
+    assert benchmark().main(["--sizes", "4K", "--seconds", "0", "--rounds", "1", "--memory", "512M"]) == 1
+    assert "WRONG: mget of 4096 bytes" in capsys.readouterr().out
 
 
 def test_cpu_dies_on_gpu_memory(fake: FakeCuda) -> None:
