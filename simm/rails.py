@@ -22,6 +22,7 @@ What one has to know
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import resource
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ OWN_ENV: Final = "SIMM_RDMA_DEVICES"
 RATE_SPREAD: Final = 4
 #: GIDs looked at per port; drivers have up to 256.
 _GIDS_MAX: Final = 1024
+#: How the kernel writes an unused entry.
+_NO_GID: Final = b":".join([b"0000"] * 8)
+_NO_GID_BYTES: Final = len(_NO_GID)
 
 
 @dataclass(frozen=True)
@@ -149,15 +153,43 @@ def _numa_of(root: Path, device: str) -> int:
     return -1
 
 
+def _gids_in_use(folder: Path) -> list[tuple[int, str]]:
+    """(index, text) of the entries that are not zero.
+
+    Up to 1024 files a port, nearly all of them unused: by bare system calls, which take a tenth of pathlib's time.
+    """
+    found = []
+    try:
+        names = [name for name in os.listdir(folder) if name.isdigit()]
+        base = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return []
+    try:
+        for index in sorted(map(int, names))[:_GIDS_MAX]:
+            try:
+                file = os.open(str(index), os.O_RDONLY, dir_fd=base)
+            except OSError:
+                continue
+            try:
+                raw = os.read(file, 64)
+            except OSError:
+                continue  # an entry that cannot be read is not in use
+            finally:
+                os.close(file)
+            if raw[:_NO_GID_BYTES] != _NO_GID:
+                found.append((index, raw.decode(errors="replace").strip()))
+    finally:
+        os.close(base)
+    return found
+
+
 def _gids_of(port: Path, link_layer: str) -> tuple[Gid, ...]:
     found = []
-    names = [name for name in _entries(port / "gids") if name.isdigit()]
-    for index in sorted(int(name) for name in names)[:_GIDS_MAX]:
-        raw = _text(port / "gids" / str(index))
+    for index, raw in _gids_in_use(port / "gids"):
         try:
             address = ipaddress.IPv6Address(raw)
         except ValueError:
-            continue  # an entry that cannot be read is not in use
+            continue
         if int(address) == 0:
             continue
         kind = _text(port / "gid_attrs/types" / str(index))
