@@ -220,11 +220,12 @@ class Gets:
             if astray:
                 self._find(target, batch, astray, hops)
             self._count(batch, positions)
-        elif batch.sinks is not None and type(batch.sinks[positions[0]]) is DeviceSpan:
+            return
+        digests, sinks = batch.digests, batch.sinks
+        assert sinks is not None
+        if type(sinks[positions[0]]) is DeviceSpan:
             self._read_into_device(target, reader, positions, batch, hops)
         elif len(positions) < VECTOR_KEYS:
-            digests, sinks = batch.digests, batch.sinks
-            assert sinks is not None
             for position in positions:
                 results[position] = self.read(target, digests[position], sinks[position], hops)
         else:
