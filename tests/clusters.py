@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,22 @@ class Cluster:
     ``stop`` ends and cleans up whatever still runs.
     """
 
-    def __init__(self, folder: Path, memory: str = "256M", heartbeat_ms: int = 1000) -> None:
+    def __init__(
+        self, folder: Path, memory: str = "256M", heartbeat_ms: int = 1000, *, server_arguments: Sequence[str] = (),
+        script: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.folder = folder
+        self.server_arguments = server_arguments
+        #: Runs a server in place of ``-m simm.SERVER``, and what it finds in its environment.
+        self.script = script
+        self.environment = environment or {}
         self.memory = memory
         self.heartbeat_ms = heartbeat_ms
         self.name = f"{HERE}{next(_numbers)}"
         self.manager = ""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        #: Their READY lines.
+        self.ready: dict[str, str] = {}
 
     def __enter__(self) -> Cluster:
         try:
@@ -84,15 +93,17 @@ class Cluster:
         """Under the same name as before."""
         self._start(
             "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, "--memory", self.memory,
-            "--numa", "0", "--name", self.name, "--runtime-dir", str(self.folder / "run"),
+            "--numa", "0", "--name", self.name, "--runtime-dir", str(self.folder / "run"), *self.server_arguments,
         )  # fmt: skip
 
     def _start(self, module: str, *arguments: str) -> str:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SIMM_")}
         environment["PYTHONPATH"] = str(ROOT)
+        environment.update(self.environment)
+        program = [*self.script, module] if self.script else ["-m", f"simm.{module}"]
         with open(self.log(module), "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"simm.{module}", "--end-with", str(os.getpid()), *arguments],
+                [sys.executable, *program, "--end-with", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment, cwd=self.folder,
             )  # fmt: skip
         self.processes[module] = process
@@ -106,7 +117,8 @@ class Cluster:
                 raise AssertionError(f"no READY from the {module}: {line!r}\n{said}")
             line += piece
         assert line.startswith(b"READY "), line
-        return line.decode()
+        self.ready[module] = line.decode()
+        return self.ready[module]
 
     def log(self, module: str) -> Path:
         """What the process says on stderr."""
