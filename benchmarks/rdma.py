@@ -68,6 +68,7 @@ BATCH = 32
 ITERATIONS_MIN = 5
 #: Until perftest's server listens, and for one run of it.
 CONNECT_S, RUN_S = 20.0, 300.0
+PORTS = 200
 DEADLINE_S = 60.0
 STAMP = 8
 
@@ -97,7 +98,8 @@ class Perftest:
     def __init__(self, ports: Ports, seconds: float, tcp_port: int) -> None:
         self.ports = ports
         self.seconds = seconds
-        self.tcp_port = tcp_port
+        self._first_port = tcp_port
+        self._turn = 0
         #: (program, size) -> iterations for a burst, as the last run taught.
         self._iterations: dict[tuple[str, int], int] = {}
 
@@ -114,7 +116,10 @@ class Perftest:
     def _once(self, program: str, size: int, iterations: int) -> float:
         ports, gid = self.ports, self.ports.client.gid
         assert gid is not None
-        common = ["-s", str(size), "-n", str(iterations), "-F", "-p", str(self.tcp_port)]
+        # Another port each time: the last one may still be in TIME_WAIT, and perftest's server ends then.
+        tcp_port = self._first_port + self._turn % PORTS
+        self._turn += 1
+        common = ["-s", str(size), "-n", str(iterations), "-F", "-p", str(tcp_port)]
         serve = [*ports.far_command, program, "-d", ports.server_device, "-i", str(ports.server_port),
                  "-x", str(ports.server_gid), *common]  # fmt: skip
         ask = [program, "-d", ports.client.device, "-i", str(ports.client.number), "-x", str(gid.index), *common,
@@ -449,7 +454,7 @@ def parser() -> argparse.ArgumentParser:
     add("--manager", metavar="HOST:PORT", help="a running cluster (default: one of its own, on this host)")
     add("--far", metavar="HOST", default="", help="where perftest's servers are reached (default: this host)")
     add("--far-command", metavar="COMMAND", default="", help="what starts them there, as 'ssh HOST'")
-    add("--tcp-port", type=int, default=18515, help="for perftest's own connection (18515)")
+    add("--tcp-port", type=int, default=18515, help="for perftest's own connections, and the next 200 (18515)")
     add("--sizes", default=DEFAULT_SIZES, help=f"of values ({DEFAULT_SIZES})")
     add("--ops", default=",".join(OPS), help="of " + ", ".join(OPS))
     add("--rounds", type=int, default=5)
