@@ -27,6 +27,7 @@ def client_arguments(settings: Settings) -> dict[str, Any]:
         "copy_threads": settings.copy_threads,
         "token": token_of(settings),
         "replicas": settings.replicas,
+        "rdma_devices": settings.rdma_devices,
     }
 
 

@@ -161,6 +161,7 @@ class _Wanted(NamedTuple):
     copy_threads: int
     token: str
     replicas: int
+    rdma_devices: str
 
 
 #: Never shrunk but by close(), so that nothing of the parent's is finalised in a forked child.
@@ -194,7 +195,7 @@ def _wanted(settings: config.Settings) -> _Wanted:
     return _Wanted(
         os.getpid(), ",".join(map(str, settings.manager)), settings.namespace, settings.path,
         settings.deadline_ms / 1000, settings.checksum, settings.copy_threads, tokens[0] if tokens else "",
-        settings.replicas,
+        settings.replicas, settings.rdma_devices,
     )  # fmt: skip
 
 

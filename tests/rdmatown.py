@@ -42,7 +42,7 @@ class EndpointThread:
         self.loop.watch(far, lambda _mask: self.loop.stop())
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
-        wait_until(lambda: self.endpoint.ready, f"the endpoint is ready: {self.endpoint.why}")
+        wait_until(lambda: not self.endpoint.devices.why, "the endpoint is ready")
 
     def stop(self) -> None:
         self._near.send(b"x")
@@ -111,6 +111,9 @@ class RdmaTown(Town):
         monkeypatch.setattr(registry, "opener", opener)
         self.settled({0: ALL} if nodes == 1 else {number: ALL[number::nodes] for number in range(nodes)})
 
+    def __enter__(self) -> RdmaTown:
+        return self
+
     @property
     def node(self) -> RdmaNode:
         node: RdmaNode = self.nodes[0]
@@ -144,5 +147,5 @@ def until_rdma(client: Client) -> None:
 
 def path_of(client: Client, number: int = 0) -> RdmaPath:
     """The RDMA path to a node."""
-    found: RdmaPath = list(client._router.targets.values())[number].rdma  # type: ignore[union-attr, assignment]
+    found: RdmaPath = list(client._router.targets.values())[number].rdma  # type: ignore[union-attr]
     return found

@@ -578,7 +578,7 @@ def test_the_other_flags_reach_the_client(cluster: Any, namespace: str, monkeypa
         assert store._client.namespace == namespace
     assert set_flag("clnt_async_req_timeout_ms", "700")
     assert set_flag("clnt_thread_pool_size", "10")
-    assert kv._wanted(kv._settings())[4:] == (0.7, False, 3, "", 1)
+    assert kv._wanted(kv._settings())[4:] == (0.7, False, 3, "", 1, "")
     assert set_flag("clnt_sync_req_timeout_ms", "900")
     assert set_flag("clnt_thread_pool_size", "2")
     with Store() as store:
