@@ -7,6 +7,9 @@ that is somebody else's by now.
 
 * Making a window is a call into the kernel; binding one is a few hundred ns of the device. They are pooled.
 * A window that was bound when its link was destroyed is in no state to be relied upon: it is freed, not pooled.
+* Cards compare a WRITE with the window's bounds. Linux's soft-RoCE (rxe, as of 6.1) looks up the window's key, and its
+  link, and then compares with the bounds of the region below it: there only the time of a WRITE is guarded, not its
+  length.
 * A window lies within one region. A chunk across the end of one (of a few MiB at a piece's end, one GiB apart) gets a
   region of its own as long as it is granted.
 """

@@ -136,6 +136,7 @@ class RawLane:
     """A client's end of a lane: the protocol by hand, one link for each of ``pairs`` (own rail, the server's)."""
 
     def __init__(self, server: EndpointThread, pairs: Sequence[tuple[int, int]] = ((0, 0),), buffer: int = 1 << 20):
+        self.server = server
         self.pushes: list[Any] = []
         self.channel = server.channel(on_push=self.pushes.append)
         self.opened: M.RdmaOpened = self.channel.call(M.RdmaOpen(0))

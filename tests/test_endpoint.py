@@ -76,7 +76,10 @@ def granted(worker: WorkerThread) -> int:
 
 
 def gone(lane: RawLane) -> None:
-    """Its control connection has been closed from over there."""
+    """Its control connection has been closed from over there; by us, where the server's device tells it nothing."""
+    if not getattr(lane.server.network, "tells", True):
+        lane.hang_up()
+        return
     end = time.monotonic() + WAIT_S
     with pytest.raises(TransportError):
         while time.monotonic() < end:
@@ -86,7 +89,7 @@ def gone(lane: RawLane) -> None:
 
 def links_of(server: EndpointThread) -> list[FakeLink]:
     """The server's ends."""
-    return [link for fabric in server.fabrics for rail in fabric.fakes for link in rail.links]
+    return [link for fabric in server.fabrics for rail in getattr(fabric, "fakes", ()) for link in rail.links]
 
 
 # --- the life of a lane ----------------------------------------------------------------------------
@@ -195,8 +198,10 @@ def refused(lane: RawLane, op: Op) -> None:
     assert caught.value.status == "REM_ACCESS_ERR"
 
 
-@pytest.mark.parametrize("where", ["a byte more", "no grant", "slots", "header", "ledger", "after commit", "returned",
-                                   "another lane's"])  # fmt: skip
+WHERE = ("a byte more", "no grant", "slots", "header", "ledger", "after commit", "returned", "another lane's")
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_bytes_are_written_only_where_they_were_granted(
     where: str, server: EndpointThread, worker: WorkerThread
 ) -> None:
@@ -232,7 +237,7 @@ def test_bytes_are_written_only_where_they_were_granted(
         for part in (slice(geometry.data_offset, None), slice(geometry.slots_offset, geometry.visited_offset)):
             assert after[part] == before[part]
         stats = server.until(lambda stats: stats["lanes"] == 1, "its lane is closed")
-        assert stats["lanes_broken"] == 1
+        assert stats["lanes_broken"] == getattr(server.network, "tells", True)
         other.write(theirs, b"fine" * 1024)
         assert other.commit((digest_of("other"), theirs, 4096))[0] == [OK], "nobody else has suffered"
 
