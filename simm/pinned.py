@@ -51,7 +51,7 @@ class Pinned:
 
     Args:
         driver: the process's.
-        name: of the arena, for the log.
+        name: for the log.
         data: the mapping; kept until the registration is undone.
         address: where it begins, page-aligned.
         device: whose context registers it. It is good for all.
@@ -116,7 +116,7 @@ class Pinned:
         except CudaError as exc:
             self.why = str(exc)
             log.warning(
-                "arena %s: the CUDA driver has registered %d of %d MiB and no more (%s): copies between the rest and "
+                "%s: the CUDA driver has registered %d of %d MiB and no more (%s): copies between the rest and "
                 "GPUs go through pinned buffers, which is slower", self.name, self.ready >> 20, self.size >> 20, exc,
             )  # fmt: skip
             return False
@@ -125,7 +125,7 @@ class Pinned:
         if self.ready < self.size:
             return True
         log.info(
-            "arena %s: %d MiB registered with the CUDA driver in %.1f s: a copy to or from a GPU is one DMA",
+            "%s: %d MiB registered with the CUDA driver in %.1f s: a copy to or from a GPU is one DMA",
             self.name, self.size >> 20, time.monotonic() - self._began,
         )  # fmt: skip
         return False
@@ -148,7 +148,7 @@ class Pinned:
         except CudaError as exc:
             # The driver is done for, and the mapping stays for ever rather than that it be taken from under a DMA.
             if self not in _STUCK:
-                log.warning("arena %s: is not unregistered: %s", self.name, exc)
+                log.warning("%s: is not unregistered: %s", self.name, exc)
                 _STUCK.append(self)
             return
         self._data = None
@@ -215,7 +215,7 @@ def _begin(reader: ArenaReader, driver: Driver, device: int) -> Pinned:
         if pinned is not None:
             return pinned
         pinned = Pinned(
-            driver, reader.name, reader.data, reader.data_address, device, writable=not reader.data.readonly
+            driver, f"arena {reader.name}", reader.data, reader.data_address, device, writable=not reader.data.readonly
         )
         try:
             if _pinner is None:

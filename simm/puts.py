@@ -16,14 +16,15 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
+from . import gpurdma
 from . import messages as M
 from .buffers import Span
 from .cuda import CudaError
 from .errors import RemoteProtocolError, TransportError
 from .gets import CALL_KEYS, session_failed
-from .gpu import host_view, parts
+from .gpu import DeviceSpan, host_view, parts
 from .layout import EntryFlag
 from .messages import Status
 from .rdmaput import RdmaPut
@@ -153,7 +154,6 @@ class Puts:
             if not target.ready():
                 return
             session = target.session
-        tcp = target.tcp
         if session is not None:
             try:
                 if len(positions) == 1:
@@ -164,13 +164,34 @@ class Puts:
             except (TransportError, RemoteProtocolError) as exc:
                 session_failed(self._routes, target, session, exc)
             return
-        rdma, until = target.rdma, 0.0
+        rdma = target.rdma
+        if rdma is None or rdma.why or DeviceSpan not in map(type, map(sources.__getitem__, positions)):
+            self._put_by_wire(target, positions, digests, sources, statuses)
+            return
+
+        def put_host(part: Sequence[int], hosted: Any) -> bool:
+            return self._put_by_wire(target, part, digests, hosted, statuses)
+
+        try:
+            gpurdma.put(put_host, positions, sources)
+        except CudaError as exc:
+            log.warning("a put out of GPU memory: %s", exc)
+
+    def _put_by_wire(
+        self, target: Target, positions: Sequence[int], digests: Sequence[bytes],
+        sources: Sequence[memoryview | Span], statuses: list[int],
+    ) -> bool:  # fmt: skip
+        """Put by RDMA, and by TCP what that leaves over: was there nothing?"""
+        rdma, tcp, until = target.rdma, target.tcp, 0.0
         if rdma is not None and not rdma.why:
             positions, until = self._rdma.put(rdma, positions, digests, sources, statuses)
+            if not positions:
+                return True
         if positions and tcp is not None and target.bulk:
             for part in parts(positions, sources):
                 self._put_by_tcp(target, tcp, part, digests, sources, statuses, until)
                 until = 0.0
+        return False
 
     def _put_by_tcp(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], digests: Sequence[bytes],

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from . import gpurdma
 from .batch import MISS, SMALL, Sink
 from .bounce import BLOCK_BYTES, Block
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
@@ -82,7 +83,7 @@ class RdmaGet:
         reading = Reading(self._copier, self._check, digests, sinks, results)
         elsewhere: list[int] = []
         if any([isinstance(sinks[position], Span) and type(sinks[position]) is not Span for position in positions]):  # noqa: C419
-            # GPU memory, which gets its bytes from the CPU's.
+            # GPU memory, which gets its bytes by way of host memory.
             elsewhere = [position for position in positions if isinstance(sinks[position], Span)
                          and type(sinks[position]) is not Span]  # fmt: skip
             positions = [position for position in positions if position not in set(elsewhere)]
@@ -90,7 +91,14 @@ class RdmaGet:
         left = self._run(path, reading, positions, reading.read) if positions else []
         self.counters["rdma_gets"] += reading.hits
         self.counters["rdma_retries"] += reading.retries
-        return left + elsewhere, reading.until + path.deadline_s * (1 - SHARE)
+        if elsewhere:
+
+            def by_way_of(part: Sequence[int], hosts: Any, got: Any) -> list[int]:
+                return self.read(path, part, digests, hosts, got)[0]
+
+            left += gpurdma.read(by_way_of, elsewhere, sinks, results)
+            reading.until = time.monotonic() + path.deadline_s * SHARE
+        return left, reading.until + path.deadline_s * (1 - SHARE)
 
     def exists(
         self, path: RdmaPath, positions: Sequence[int], digests: Sequence[bytes], results: list[Any]
@@ -672,5 +680,3 @@ def _key_of(block: Block, wire: Wire) -> int:
     if key is None:
         raise FabricError("the bounce pool cannot be registered: raise the memlock limit")
     return key
-
-

@@ -87,6 +87,11 @@ class Registration:
             self._regions[id(rail)] = rail, region
             return region.lkey
 
+    def rails(self) -> list[Rail]:
+        """Where it is registered by now."""
+        with self._lock:
+            return [rail for rail, _region in self._regions.values()]
+
     def close(self) -> None:
         """Deregister. Transfers into or out of it that are under way fail. Twice is harmless."""
         with self._lock:

@@ -26,16 +26,20 @@ from typing import Any
 import fakecuda
 import pytest
 from fakecuda import FakeCuda
+from rdmatown import RdmaTown, until_rdma
 
-from simm import blocks, cuda, gpu, kv, pinned
+from simm import blocks, cuda, gpu, gpurdma, kv, pinned
+from simm import session as session_module
 from simm.buffers import OnDevice, Span, address_of
 from simm.client import Client
 from simm.constants import VALUE_BYTES_MAX
 from simm.cuda import CudaError, Driver
-from simm.errors import CorruptionError, UsageError
+from simm.errors import CorruptionError, TransportError, UsageError
+from simm.fabric import FabricError
 from simm.gpu import STAGE_BYTES, DeviceSpan, Landing, Unfinished, device_span
 from simm.kv import BlockView, deregister_mr, register_mr
 from simm.pinned import Pinned
+from simm.rdmaget import Reading
 from simm.session import WorkerSession
 from simm.shmput import DEVICE_KEYS
 
@@ -1233,6 +1237,133 @@ def test_a_forked_child_has_no_gpu_and_the_rest_as_ever(fake: FakeCuda, cluster:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert client.get_into("key", span) == 4096
+
+
+# -- by RDMA, on a network in software ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def buried() -> Iterator[None]:
+    session_module._BURIED.clear()
+    yield
+    gpurdma.shutdown()
+    session_module._BURIED.clear()
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+def test_by_rdma_values_pass_through_pinned_memory(
+    fake: FakeCuda, buried: None, monkeypatch: pytest.MonkeyPatch, rails: int
+) -> None:
+    """Without one byte by TCP, and without a copy by the CPU."""
+    names = [f"r{number}" for number in range(rails)]
+    with RdmaTown(monkeypatch, rails=names, mine=names, size=64 * MIB) as town:
+        client = town.rdma()
+        sizes = [1, 100, 4096, 70_000, MIB + 1, 2 * MIB]
+        values = [noise(size, size) for size in sizes]
+        sources: list[Any] = [span_of(fake, at % 2, size, values[at]) for at, size in enumerate(sizes)]
+        for turn in range(2):
+            keys = [f"key {turn} {size}" for size in sizes]
+            assert client.put_many(keys, sources) == [True] * len(keys)
+            assert client.get_many(keys) == values
+            rooms: list[Any] = [span_of(fake, (at + turn) % 2, size + 5) for at, size in enumerate(sizes)]
+            assert client.get_into_many([*keys, "absent"], [*rooms, span_of(fake, 0, 64)]) == [*sizes, None]
+            assert [fake.peek(room.address, room.size) for room in rooms] == [value + bytes(5) for value in values]
+        assert client.put("single", sources[2])
+        assert client.get_into("single", rooms[2]) == 4096
+        mixed = [values[0], sources[1], values[2], sources[3]]
+        assert client.put_many(["twice", "a", "b", "twice"], mixed) == [True] * 4
+        assert client.get("twice") == values[3]
+        assert client.put_many(["twice", "twice"], [sources[3], values[0]]) == [True] * 2
+        assert client.get("twice") == values[0]
+        assert client.get_into_many(["a", "b"], [bytearray(100), rooms[2]]) == [100, 4096]
+        assert client.get_into_many(["a", "b"], [rooms[1], host := bytearray(4096)]) == [100, 4096]
+        assert host == values[2]
+        with pytest.raises(UsageError, match="does not fit"):
+            client.get_into("b", span_of(fake, 0, 4095))
+        assert client.counters["rdma_fallbacks"] == 0
+        assert fake.pageable == 0
+        assert len(gpurdma._idle) <= 2
+        assert {rail for _device, rail in gpurdma._ways} == set(names), "the log has said which way they take"
+        client.close()
+
+
+def test_by_rdma_a_lane_that_breaks_leaves_its_staging_memory(
+    fake: FakeCuda, buried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RdmaTown(monkeypatch, size=64 * MIB) as town:
+        client = town.rdma()
+        span = span_of(fake, 0, 70_000, noise(1, 70_000))
+        assert client.put("key", span)
+        (stage,) = gpurdma._idle
+        lost = []
+
+        def breaks(*_: Any) -> None:
+            lost.append(1)
+            raise TransportError("broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Reading, "read", breaks)
+            assert client.get_into("key", span_of(fake, 1, 70_000)) == 70_000, "by TCP"
+        assert lost
+        assert stage not in gpurdma._idle
+        assert stage.registration.closed
+        until_rdma(client)
+        room = span_of(fake, 1, 70_000)
+        assert client.get_into("key", room) == 70_000
+        assert fake.peek(room.address, 70_000) == noise(1, 70_000)
+        fake.failing["cuMemcpyDtoHAsync_v2"] = [1]
+        assert not client.put("other", span)
+        fake.failing["cuMemcpyHtoDAsync_v2"] = [1]
+        assert client.get_into("key", room) is None
+        assert client.get_into("key", room) == 70_000
+        client.close()
+
+
+def test_the_way_to_a_rail(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    class Region:
+        def close(self) -> None:
+            asked.append("closed")
+
+    class Rail:
+        name = "mlx5_0"
+
+        def register(self, address: int, length: int, access: Any) -> Region:
+            asked.append(("plain", address, length))
+            if not peermem:
+                raise FabricError("EFAULT")
+            return Region()
+
+    class Newer(Rail):
+        name = "mlx5_1"
+
+        def register_dmabuf(self, offset: int, length: int, address: int, fd: int, access: Any) -> Region:
+            asked.append(("dma-buf", offset, length, address))
+            assert "fake-dma-buf" in os.readlink(f"/proc/self/fd/{fd}")
+            return Region()
+
+    asked: list[Any] = []
+    whole = span_of(fake, 1, 4 * PAGE)
+    span = whole.part(PAGE + 100, PAGE)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with caplog.at_level(logging.INFO, "simm.gpu"):
+        peermem = False
+        assert gpurdma.way_for(Rail(), span).name == "staged"  # type: ignore[arg-type]
+        assert gpurdma.way_for(Rail(), span).name == "staged"  # type: ignore[arg-type]
+        assert [record.message for record in caplog.records] == [
+            "GPU 1 over mlx5_0: staged "
+            "(no dma-buf: not asked for, as the verbs here have no call for it; no nvidia-peermem: EFAULT)"
+        ]
+        gpurdma._ways.clear()
+        peermem = True
+        assert gpurdma.way_for(Rail(), span).name == "nvidia-peermem"  # type: ignore[arg-type]
+        assert asked[-2:] == [("plain", span.address, PAGE), "closed"]
+        assert gpurdma.way_for(Newer(), span).name == "dma-buf"  # type: ignore[arg-type]
+        assert asked[-2:] == [("dma-buf", 100, PAGE, span.address), "closed"]
+        gpurdma._ways.clear()
+        fake.dma_buf = False
+        assert "NVIDIA's open kernel modules" in gpurdma.way_for(Newer(), span).why  # type: ignore[arg-type]
+    gpurdma._ways.clear()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 # -- the CPU's part ----------------------------------------------------------------------------------------------------
