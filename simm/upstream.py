@@ -32,10 +32,14 @@ LOCATE_KEYS: Final = 4096
 
 
 class Upstream:
-    """The session with the worker at ``uds``, if there is one now: ``session``. For one thread, the loop's."""
+    """The session with the worker at ``uds``, if there is one now: ``session``. For one thread, the loop's.
 
-    def __init__(self, uds: str) -> None:
+    ``ring``: commit by a ring. A worker polls for that, and would take a core from a stream's transfers.
+    """
+
+    def __init__(self, uds: str, *, ring: bool = False) -> None:
         self.uds = uds
+        self._ring = ring
         self.session: WorkerSession | None = None
         #: The arena, from the first session on.
         self.reader: ArenaReader | None = None
@@ -81,8 +85,7 @@ class Upstream:
     def _make(self) -> None:
         """Body of the thread: a session to be found in ``_made``, or not."""
         try:
-            # Without a ring: a worker that polls for us would take a core from the transfers it waits for.
-            self._made = WorkerSession(self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=False)
+            self._made = WorkerSession(self.uds, "default", WORKER_DEADLINE_S, role=M.Role.STREAM, ring=self._ring)
         except (TransportError, SegmentError) as exc:
             log.warning("worker at %s: %s", self.uds, exc)
 
