@@ -284,8 +284,8 @@ class VerbsLink:
         return self._ticket
 
     def poll(self) -> int:
-        if not self._why:
-            self._take(self._cq_poll(_POLL_MANY)[1])
+        while not self._why and self._drain() == _POLL_MANY:
+            pass
         if self._why:
             raise self._error()
         return self._done
@@ -315,6 +315,12 @@ class VerbsLink:
         wanted = 2 * looks * (clock() - start) / max(looked - start, 1e-9)
         self._looks += ((wanted if wanted <= _LOOKS_MAX else _LOOKS_MIN) - self._looks) / 8
 
+    def _drain(self) -> int:
+        """Take some of the completions that are there; how many."""
+        count, completions = self._cq_poll(_POLL_MANY)
+        self._take(completions)
+        return int(count)
+
     def _take(self, completions: Sequence[Any]) -> None:
         """Note what is done, or why the link is broken."""
         for completion in completions:
@@ -334,7 +340,9 @@ class VerbsLink:
                 # An event comes for what completes after this; what did before, the next look finds.
                 self._cq.req_notify()
                 self._armed = True
-            self._take(self._cq_poll(_POLL_MANY)[1])
+            # All of them: none of those that were there already brings an event.
+            while self._drain() == _POLL_MANY and ticket > self._done and not self._why:
+                pass
             if ticket <= self._done:
                 return
             if self._why:
