@@ -7,10 +7,12 @@
     sweep=SECONDS  how often the loop looks for those (simm.loop.SWEEP_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     files=NUMBER   the soft limit of open files, as most systems set it
+    call=MODULE:FUNCTION  whatever a function of the tests' own does
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import mmap
 import os
@@ -47,6 +49,9 @@ def patch(switch: str) -> None:
     elif name == "files":
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(value), hard))
+    elif name == "call":
+        module, _, function = value.partition(":")
+        getattr(importlib.import_module(module), function)()
     elif name == "mover":
         import simm.mover
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from . import rails
 
 HERE = Path(__file__).resolve().parent
 
@@ -36,3 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_devices() -> Iterator[None]:
+    """No queue pair, region, completion queue or protection domain outlives a test."""
+    with rails.nothing_left():
+        yield

@@ -1,4 +1,4 @@
-"""The machine's RDMA devices: which end is the servers', what is in use on them, what they have carried, their cables."""
+"""The machine's RDMA devices: which end is the servers', what is in use on them, what they carry, their cables."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""Not one wrong byte over RDMA while everything changes under the readers; and what sees to that is really needed.
+
+SIMM_TEST_STORM_SECONDS makes the long form (``scripts/test-rdma`` without ``--quick``) longer than its three minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.fleet import Fleet
+
+from simm.fabric import WRITE, FabricError
+
+from . import world
+from .rails import CLIENT, CLIENT_2, SERVER, SERVER_2
+from .storm import storm
+from .world import connected, data, path_of
+
+#: Room for a third of the storm's values.
+MEMORY = "12M"
+
+
+@pytest.fixture(scope="module")
+def town(nothing_is_left: Path) -> Iterator[Fleet]:
+    """One data server with two rails."""
+    with world.start(nothing_is_left, devices=f"{SERVER},{SERVER_2}", memory=MEMORY) as fleet:
+        yield fleet
+
+
+def told(result: dict[str, Any], fleet: Fleet) -> str:
+    """For people."""
+    stats = fleet.servers[0].worker_stats()
+    evicted = sum(stats["evictions"].values()) + stats["set_evictions"]
+    return ", ".join(f"{name} {value}" for name, value in {**result, "evicted": evicted}.items() if name != "said")
+
+
+def assert_well(result: dict[str, Any], fleet: Fleet) -> None:
+    print(told(result, fleet))
+    assert not (result["wrong"] or result["back"]), result["said"]
+    assert result["hits"] > 50 and result["stored"] > 50, result
+    assert result["rdma_gets"] > 50 and result["rdma_puts"] > 50, "it was to go by RDMA"
+
+
+def test_storm(town: Fleet) -> None:
+    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=20, seed=1)
+    assert_well(result, town)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_storm_long(town: Fleet, seed: int) -> None:
+    seconds = float(os.environ.get("SIMM_TEST_STORM_SECONDS", "180")) / 3
+    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=seconds, seed=seed, writers=2, readers=4)
+    assert_well(result, town)
+
+
+def test_without_the_second_look_it_is_noticed(town: Fleet) -> None:
+    """Control: readers that believe the first image of a slot return what is no value of the key, or an older one."""
+    for seed in range(5):
+        result = storm(
+            town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=8, seed=100 + seed, writers=2, readers=2,
+            control="no-reread",
+        )  # fmt: skip
+        if result["wrong"] or result["back"]:
+            return
+    pytest.fail("the storm does not see readers that check nothing")
+
+
+def late_write(fleet: Fleet) -> tuple[bool, bool]:
+    """Commit a value, and write into its chunk once more: was it refused; does a reader see a wrong byte?"""
+    value, late = data(100_000, "early"), b"\xdd" * 100_000
+    with connected(fleet, CLIENT) as client:
+        assert client.put("late", value)
+        path = path_of(client)
+        lane = path.take(time.monotonic() + 20)
+        try:
+            source = client.register(bytearray(late))
+            # Its next grant, used for the key, and then used again.
+            lane.ask(len(value), 1)
+            grant = lane.take(len(value))
+            assert grant is not None
+            number, offset, _, keys = grant
+            wire = lane.wires[0]
+            (remote, rkey, length), *more = wire.side.split(offset, len(value))
+            assert not more, "one piece"
+            key = keys[wire.number] if keys else rkey
+            early = client.register(bytearray(value))
+            lkeys = [span.registration.lkey(wire.rail) for span in (early, source)]
+            flush = (0, lane.flushed, wire.lkey, 8, *_readable(wire, offset))
+            wire.link.wait(
+                wire.link.post([(WRITE, early.address, lkeys[0], length, remote, key), flush]), time.monotonic() + 20
+            )
+            from simm import messages as M
+
+            entry = (client.digest("late"), number, len(value), 0, 0, 0)
+            answer = lane.channel.call(M.Commit([entry], []))
+            assert lane.granted(answer, 1) == [0]
+            assert client.get("late") == value
+            refused = False
+            try:
+                wire.link.wait(
+                    wire.link.post([(WRITE, source.address, lkeys[1], length, remote, key), flush]),
+                    time.monotonic() + 20,
+                )
+            except FabricError:
+                refused = True
+        finally:
+            path.lost(lane, "done with")
+            for span in (early, source):
+                client.deregister(span)
+        world.wait_rdma(client)
+        return refused, client.get("late") != value
+
+
+def _readable(wire: Any, offset: int) -> tuple[int, int]:
+    """Address and key of the data there, for READs."""
+    remote, rkey, _ = wire.side.split(offset, 8)[0]
+    return remote, rkey
+
+
+def test_a_committed_value_cannot_be_written_any_more(town: Fleet) -> None:
+    assert late_write(town) == (True, False)
+
+
+def test_without_the_fence_it_can(nothing_is_left: Path) -> None:
+    """Control: a server that does not invalidate windows lets a late WRITE into what is published."""
+    with world.start(nothing_is_left, memory=MEMORY, patches=("call=vm.breaks:no_fence",)) as fleet:
+        assert late_write(fleet) == (False, True)
