@@ -187,7 +187,7 @@ def test_more_chains_than_the_queue_takes_and_chains_too_long(peer: Peer, here: 
         with pytest.raises(UsageError):
             link.post(wrong)
     with pytest.raises(UsageError):
-        link.wait(full + 1, soon())
+        link.wait(last + 1, soon())
     run(link, here.op(READ, peer, 0, 8, 0))
     assert not link.broken
 
