@@ -109,6 +109,7 @@ class RdmaTown(Town):
             return made
 
         monkeypatch.setattr(registry, "opener", opener)
+        monkeypatch.setattr(registry, "_SHARED", {})  # whatever an earlier test has left open is of another network
         self.settled({0: ALL} if nodes == 1 else {number: ALL[number::nodes] for number in range(nodes)})
 
     def __enter__(self) -> RdmaTown:

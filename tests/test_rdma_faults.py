@@ -316,7 +316,7 @@ def test_an_endpoint_that_says_nothing_after_a_commit(monkeypatch: pytest.Monkey
     """What became of it is not known: no second put by TCP."""
     with RdmaTown(monkeypatch) as town:
         client = town.rdma(deadline_s=0.8)
-        assert all([client.put("k", b"first") for _ in range(5)])  # its grants are there from now on
+        assert all(client.put("k", b"first") for _ in range(5))  # its grants are there from now on
         path = path_of(client)
         wait_until(lambda: path._idle, "the lane is idle")
         path.tend = lambda now: None  # type: ignore[method-assign]
