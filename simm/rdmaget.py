@@ -49,8 +49,14 @@ ATTEMPTS: Final = 3
 STRIPE_BYTES: Final = OP_BYTES_MAX
 #: Groups under way on each link.
 DEEP: Final = 2
-#: Bytes of values in one group; a single value may have more.
+#: A call's keys go in so many groups at least, unless these became small: while one is on the wire the next is made,
+#: and the last one looked at. With one group for 32 values of 64 KiB, wire and processor would take turns.
+GROUPS: Final = 4
+#: Bytes of the values in one group: at most (a single value may have more), and what counts as small.
 GROUP_BYTES: Final = 4 << 20
+GROUP_BYTES_LEAST: Final = 256 << 10
+#: Keys in one group of the first step that count as few.
+LOOK_LEAST: Final = 12
 #: After so many bytes a deadline begins anew, as TCP's exchanges have it.
 EXCHANGE_BYTES: Final = 64 << 20
 #: A loan of bounce blocks.
@@ -199,6 +205,8 @@ class Reading:
         self._known: deque[tuple[int, Place]] = deque()
         self._striped: deque[tuple[int, Place]] = deque()
         self._large: list[tuple[int, Place]] = []
+        self._group_bytes = GROUP_BYTES
+        self._look_keys = lane.keys
 
     # -- exists -------------------------------------------------------------------------------------
 
@@ -256,13 +264,16 @@ class Reading:
         """Read them all. Raises TransportError; what was settled by then is in ``settled``."""
         if len(positions) == 1 and self._read_one(positions[0]):
             return
-        digests, get = self.digests, self.locations.get
+        digests, get, size = self.digests, self.locations.get, 0
         for position in positions:
             place = get(digests[position])
             if place is None:
                 self._unknown.append(position)
             else:
+                size += place.length
                 self._sort(position, place)
+        self._group_bytes = min(GROUP_BYTES, max(GROUP_BYTES_LEAST, size // GROUPS))
+        self._look_keys = min(self.lane.keys, max(LOOK_LEAST, -(-len(self._unknown) // GROUPS)))
         flying, deep = self._flying, DEEP * len(self.wires)
         while True:
             while len(flying) < deep and self._pages and self._post_next():
@@ -311,7 +322,7 @@ class Reading:
         wire, page, unknown = self._next_wire(), self._pages.pop(), self._unknown
         group = _Group(wire, page)
         keys = group.keys
-        while unknown and len(keys) < self.lane.keys:
+        while unknown and len(keys) < self._look_keys:
             keys.append(unknown.popleft())
         digests, side, lkey = self.digests, wire.side, wire.lkey
         sets, meta = self.lane.arena.sets, side.meta
@@ -334,7 +345,7 @@ class Reading:
         """Post the second step of some keys; False when there is no room to do so before others are done."""
         group = _Group(self._next_wire(), self._pages.pop())
         known, size = self._known, 0
-        while known and len(group.places) < self.lane.keys and size < GROUP_BYTES:
+        while known and len(group.places) < self.lane.keys and size < self._group_bytes:
             group.places.append(known.popleft())
             size += group.places[-1][1].length
         if self._fetch(group):
