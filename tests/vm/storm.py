@@ -6,8 +6,8 @@ Few keys, all hot, in an arena that holds a third of them, so that chunks change
 those of :mod:`storm.storm`: each says its key, writer, count and length, and repeats 16 bytes made of these to its end.
 All of it is looked at. Each key has one writer, which counts; no reader may see a count go back.
 
-``CONTROL`` takes a safety check out of a reader, to see that the storm notices. ``no-reread``: what was read is taken for
-right whatever the slot says afterwards.
+``CONTROL`` takes a safety check out of a reader, to see that the storm notices. ``no-reread``: what was read is taken
+for right whatever the slot says afterwards.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SIZES: Final = (200, 3000, 20 * KIB, 150 * KIB, 600 * KIB, 1300 * KIB)
 KEYS: Final = 12
 
 
-def keys_of(writer: int) -> list[str]:
-    """The keys that only this writer writes."""
-    return [f"vm storm/{writer}/{number}" for number in range(KEYS)]
+def keys_of(writer: int, seed: int) -> list[str]:
+    """The keys that only this writer writes, and only in this storm: counts begin anew in each."""
+    return [f"vm storm/{seed}/{writer}/{number}" for number in range(KEYS)]
 
 
 def write(client: Client, number: int, seed: int, until: float) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def write(client: Client, number: int, seed: int, until: float) -> dict[str, Any
     rng = random.Random(f"write {seed} {number}")
     wrongs, floor, count = Wrongs(), dict[str, int](), 0
     ops = stored = deleted = hits = 0
-    keys = keys_of(number)
+    keys = keys_of(number, seed)
     while time.monotonic() < until:
         ops += 1
         what, key = rng.random(), rng.choice(keys)
@@ -79,7 +79,7 @@ def read(client: Client, number: int, writers: int, seed: int, until: float) -> 
     rng = random.Random(f"read {seed} {number}")
     wrongs, floor = Wrongs(), dict[str, int]()
     ops = hits = 0
-    keys = [key for writer in range(writers) for key in keys_of(writer)]
+    keys = [key for writer in range(writers) for key in keys_of(writer, seed)]
     buffers = [bytearray(max(SIZES)) for _ in range(8)]
     spans = [client.register(buffer) for buffer in buffers]
 
