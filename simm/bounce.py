@@ -10,15 +10,18 @@ transfers are done, or after the links they went over were closed, which is the 
 
 The pool grows in steps and never shrinks: ``POOL_BYTES`` are pinned at most, and registering is slow. Its pages are
 not inherited by forked children (MADV_DONTFORK): a page that both have would be copied at the parent's next store, and
-the device would go on with the old one.
+the device would go on with the old one. The child's copy of the object must never be finalised, though: its addresses
+are free there, and somebody else's soon, whose memory that would unmap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 import time
+import weakref
 from typing import Final
 
 from .buffers import address_of
@@ -37,6 +40,7 @@ class Pages:
 
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _MAPS.add(self.memory)
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.view = memoryview(self.memory)
         self.size = size
@@ -117,3 +121,16 @@ class BouncePool:
             addresses = {block.address for block in self._free}
             if len(addresses) != len(self._free) or len(self._free) > self._made or self._made > self._most:
                 raise CorruptionError(f"{len(self._free)} free blocks, {len(addresses)} different, {self._made} made")
+
+
+_MAPS: Final[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()
+#: In a forked child: objects of maps that are not there.
+_GRAVEYARD: Final[list[mmap.mmap]] = []
+
+
+def _after_fork_in_child() -> None:
+    _GRAVEYARD.extend(_MAPS)
+    _MAPS.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

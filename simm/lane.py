@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -67,7 +68,7 @@ class Page:
 class Wire:
     """One link of a lane: which rails, which number the server gave it, the key of the scratch memory."""
 
-    __slots__ = ("depth", "link", "lkey", "number", "rail", "side")
+    __slots__ = ("_chains", "_under_way", "depth", "link", "lkey", "number", "rail", "side")
 
     def __init__(self, link: Link, rail: Rail, side: Side, number: int, lkey: int) -> None:
         self.link = link
@@ -76,16 +77,30 @@ class Wire:
         self.number = number
         self.lkey = lkey
         self.depth = link.depth
+        #: (ticket, operations) of the chains that may still be under way, and the sum of these.
+        self._chains: deque[tuple[int, int]] = deque()
+        self._under_way = 0
 
-    def post(self, ops: Sequence[Op]) -> int:
-        """Post operations in one chain, or in several where they are more than the link takes; the last ticket."""
-        depth = self.depth
-        if len(ops) <= depth:
-            return self.link.post(ops)
-        step = max(1, depth // 2)
-        ticket = 0
-        for start in range(0, len(ops), step):
-            ticket = self.link.post(ops[start : start + step])
+    def post(self, ops: Sequence[Op], until: float) -> int:
+        """Post operations in one chain, or in several where they are more than the link takes; the last ticket.
+
+        Waits for room where there is none, until ``until`` (monotonic seconds): a link would by itself, but longer than
+        the caller's deadline. Raises FabricError, Timeout.
+        """
+        count, depth = len(ops), self.depth
+        if count > depth:
+            step = max(1, depth // 2)
+            ticket = 0
+            for start in range(0, count, step):
+                ticket = self.post(ops[start : start + step], until)
+            return ticket
+        while self._under_way + count > depth:
+            oldest, size = self._chains.popleft()
+            self.link.wait(oldest, until)
+            self._under_way -= size
+        ticket = self.link.post(ops)
+        self._chains.append((ticket, count))
+        self._under_way += count
         return ticket
 
 
@@ -262,8 +277,9 @@ class Lane:
         """Post a READ of the header's words, for :meth:`pulse`. Raises TransportError."""
         wire = self.wires[0]
         address, rkey = wire.side.meta(0, HEADER_BYTES)
-        ticket = wire.link.post([(READ, self._header, wire.lkey, 8 * (max(Word) + 1), address, rkey)])
-        self.watching = ticket, time.monotonic()
+        now = time.monotonic()
+        read: Op = (READ, self._header, wire.lkey, 8 * (max(Word) + 1), address, rkey)
+        self.watching = wire.post([read], now + self.channel.deadline_s), now
 
     def pulse(self) -> tuple[int, int] | None:
         """(STATE, HEARTBEAT) once that READ is done, None before. Raises TransportError."""

@@ -248,7 +248,7 @@ class Reading:
     def _touch(self, wire: Wire, places: list[tuple[int, Place]]) -> None:
         ops = [op for _position, place in places if (op := self._touched(wire, place)) is not None]
         if ops:
-            wire.post(ops)  # nobody waits for it: what it reads is always there
+            wire.post(ops, self.until)  # nobody waits for it: what it reads is always there
 
     def _touched(self, wire: Wire, place: Place) -> Op | None:
         """The WRITE that tells the eviction policy, when it is time for it."""
@@ -338,7 +338,7 @@ class Reading:
             ops.append((READ, word_at, lkey, 8, address, rkey))
             sets_at += _2SETS
             word_at += 8
-        group.waits = [(wire, wire.post(ops))]
+        group.waits = [(wire, wire.post(ops, self.until))]
         self._flying.append(group)
 
     def _fetch_known(self) -> bool:
@@ -365,7 +365,7 @@ class Reading:
             wire, (_position, place, _length, _at) = group.wire, group.items[0]
             spots = place.at(wire.side)
             ops: list[Op] = [(READ, group.page.images, wire.lkey, SLOT_BYTES, spots.slot, spots.slot_key)]
-            group.waits = [(wire, wire.post(ops))]
+            group.waits = [(wire, wire.post(ops, self.until))]
             self._flying.append(group)
             return
         else:
@@ -473,7 +473,7 @@ class Reading:
         group.places = []
         if not items:
             return False
-        group.waits = [(wire, wire.post(ops + slots))]
+        group.waits = [(wire, wire.post(ops + slots, self.until))]
         self._flying.append(group)
         return True
 
@@ -575,7 +575,7 @@ class Reading:
                     ops.append((READ, local, key, part, remote, rkey))
                     local += part
             if ops:
-                waits.append((wire, wire.post(ops)))
+                waits.append((wire, wire.post(ops, self.until)))
         group.waits = waits
         group.slot_behind = True
         group.items = [(position, place, place.length, -1)]
@@ -602,7 +602,7 @@ class Reading:
             head.append((READ, page.between, first.lkey, SLOT_BYTES, spots.slot, spots.slot_key))
         if touch is not None:
             head.append(touch)
-        first.link.wait(first.post(head), self.until)
+        first.link.wait(first.post(head, self.until), self.until)
         blocks, window = self.loan, deque[tuple[Wire, int, Block, int, int]]()
         at = turn = 0
         while at < length or window:
@@ -615,7 +615,7 @@ class Reading:
                 for remote, rkey, size in wire.side.split(place.offset + at, part):
                     ops.append((READ, local, key, size, remote, rkey))
                     local += size
-                window.append((wire, wire.post(ops), block, at, part))
+                window.append((wire, wire.post(ops, self.until), block, at, part))
                 at += part
                 turn += 1
                 continue
@@ -623,7 +623,7 @@ class Reading:
             wire.link.wait(ticket, self.until)
             self._copier.copy(target + start, block.address, part)
         slot: Op = (FENCED_READ, page.images, first.lkey, SLOT_BYTES, spots.slot, spots.slot_key)
-        first.link.wait(first.post([slot]), self.until)
+        first.link.wait(first.post([slot], self.until), self.until)
         between = self.lane.memory[page.between_at : page.between_at + SLOT_BYTES]
         now = self.lane.memory[page.images_at : page.images_at + SLOT_BYTES]
         if not confirmed(place, between, now, self.lane.words[page.words_at]):
@@ -669,7 +669,7 @@ class Reading:
             ops.append((READ, local, key, part, address, rkey))
             local += part
         ops.append((FENCED_READ, page.images, lkey, SLOT_BYTES, spots.slot, spots.slot_key))
-        wire.link.wait(wire.post(ops), self.until)
+        wire.link.wait(wire.post(ops, self.until), self.until)
         memory, at, between_at = self.lane.memory, page.images_at, page.between_at
         word = self.lane.words[page.words_at]
         between = memory[between_at : between_at + SLOT_BYTES]

@@ -258,14 +258,17 @@ class RdmaPath:
         lane.close()
 
     def lost(self, lane: Lane, reason: str) -> None:
-        """An exchange failed: when this returns, nothing of the lane touches local memory any more."""
+        """An exchange failed: when this returns, nothing of the lane touches local memory any more.
+
+        Raises FabricError when that cannot be had: a link could not be destroyed.
+        """
         try:
             lane.close(reason)
         finally:
             with self._changed:
                 self._lanes -= 1
                 self._changed.notify()
-        self.drop(reason)
+            self.drop(reason)
 
     def drop(self, reason: str) -> None:
         """The path is down from now on, and idle lanes are closed."""
@@ -308,9 +311,9 @@ class RdmaPath:
     def tend(self, now: float) -> None:
         """Look at the worker's pulse and at what the endpoint has said. Waits GLANCE_S at most."""
         sweep()
-        lane = self._watched
-        if lane is None:
-            with self._changed:
+        with self._changed:
+            lane, self._watched = self._watched, None
+            if lane is None:
                 if self.why:
                     return
                 if not self._idle:
@@ -318,7 +321,6 @@ class RdmaPath:
                     return
                 self._asking = False
                 lane = self._idle.pop(0)
-        self._watched = None
         try:
             done = self._look(lane, now)
         except (TransportError, RemoteProtocolError) as exc:
@@ -327,10 +329,12 @@ class RdmaPath:
         except BaseException:
             self.lost(lane, "interrupted")
             raise
-        if done:
-            self.give(lane)
-        else:
-            self._watched = lane
+        if not done:
+            with self._changed:
+                if not self.why:  # else nobody would close it any more
+                    self._watched = lane
+                    return
+        self.give(lane)
 
     def _look(self, lane: Lane, now: float) -> bool:
         """Has the pulse come? Drops the path when it says that the worker has gone. Raises TransportError."""

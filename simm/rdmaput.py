@@ -292,7 +292,7 @@ class Writing:
                 group.ops = ops
             else:
                 ops.append(self._flush(wire, group.flushes.pop(wire)))
-                group.waits.append((wire, wire.post(ops)))
+                group.waits.append((wire, wire.post(ops, self.until)))
         self._post()
 
     def _add(
@@ -327,7 +327,7 @@ class Writing:
         wire = group.wire
         if group.ops:
             group.ops.append(self._flush(wire, group.flushes[wire]))
-            group.waits.append((wire, wire.post(group.ops)))
+            group.waits.append((wire, wire.post(group.ops, self.until)))
             group.ops = []
         self._writing.append(group)
         while len(self._writing) > DEEP * len(self.lane.wires):
@@ -382,9 +382,9 @@ class Writing:
                 crc = zlib.crc32(block.view[:part], crc)
             ops: list[Op] = []
             self._add(group, wire, grant, at, part, block.address, _key_of(block, wire), ops)
-            busy.append((wire, wire.post(ops)))
+            busy.append((wire, wire.post(ops, self.until)))
         for wire, last in group.flushes.items():
-            wire.link.wait(wire.post([self._flush(wire, last)]), self.until)
+            wire.link.wait(wire.post([self._flush(wire, last)], self.until), self.until)
         group.positions, group.grants, group.bytes = [position], [grant], length
         flags = _CRC if self._checksum else 0
         group.entries = [(self.digests[position], grant[0], length, crc, flags, 0)]

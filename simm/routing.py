@@ -285,8 +285,6 @@ class Routes:
         self._connect = connect
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        #: After a fork: what must not be finalised in the child.
-        self._graveyard: list[Router] = []
         self.closed = False
         self.router: Router | None = connect(MAP_TIMEOUT_S)
         #: The router's, which it changes in place; empty without one.
@@ -383,7 +381,7 @@ class Routes:
         """In a forked child: nothing of the parent's is ours."""
         if self.router is not None:
             self.router.abandon()
-            self._graveyard.append(self.router)
+            _GRAVEYARD.append(self.router)
         self.router = None
         self.route = []
         self._retry_at = 0.0
@@ -391,6 +389,9 @@ class Routes:
 
 
 _NOWHERE: Final = Places(None, ())
+#: In a forked child: what must never be finalised there, even if the client is dropped. Its maps are not there, and
+#: where they were somebody else's may be by now.
+_GRAVEYARD: Final[list[Router]] = []
 
 
 class Again:
