@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
+from . import neighbours
 from . import rails as rails_
 from .errors import UsageError
 from .fabric import (
@@ -226,6 +227,8 @@ class VerbsLink:
         if self._connected:
             raise FabricError("the link is connected already")
         library, rail = self._library, self.rail
+        if rail.ethernet and not neighbours.answers(peer.gid, rail.gid):
+            raise FabricError(f"{rail.name}: nobody answers for {_text_of(peer.gid)}")
         try:
             gid = library.GID(ipaddress.IPv6Address(peer.gid).exploded)
             route = library.GlobalRoute(dgid=gid, sgid_index=rail.gid_index, hop_limit=_HOPS)
@@ -244,7 +247,7 @@ class VerbsLink:
             attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = _TIMEOUT, _RETRIES, _RNR_RETRIES
             self._qp.to_rts(attributes)
         except (library.Error, ValueError, OverflowError) as error:
-            failure = failed(f"{rail.name}: cannot connect to {peer.gid.hex()}", error)
+            failure = failed(f"{rail.name}: cannot connect to {_text_of(peer.gid)}", error)
             self._break(str(failure), failure.status)
             raise failure from error
         self._connected = True
@@ -476,6 +479,12 @@ class VerbsLink:
     def _usable(self) -> None:
         if self._why:
             raise self._error()
+
+
+def _text_of(gid: bytes) -> str:
+    """A GID as people write it."""
+    address = ipaddress.IPv6Address(gid)
+    return str(address.ipv4_mapped or address)
 
 
 class VerbsRail:

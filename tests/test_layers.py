@@ -17,7 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "leaves": {"", "errors", "constants"},
     "system and vocabulary": {
         "codec", "messages", "layout", "config", "quantities", "startup", "topology", "hashing", "pages", "shm",
-        "buffers", "console", "statefile", "greeting", "rails", "fabric", "cuda",
+        "buffers", "console", "statefile", "greeting", "rails", "fabric", "cuda", "neighbours",
     },
     "structures": {
         "slab", "sizes", "evict", "space", "table", "ledger", "shards", "store", "grants", "reader", "listing",

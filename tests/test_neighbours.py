@@ -1,0 +1,74 @@
+"""Whether a neighbour answers, by a table of neighbours of our own, and by this machine's."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from simm import neighbours
+
+HEAD = "IP address       HW type     Flags       HW address            Mask     Device\n"
+PEER = "192.0.2.7"
+
+
+def gid(address: str) -> bytes:
+    return ipaddress.IPv6Address(f"::ffff:{address}").packed
+
+
+def row(address: str, flags: int, device: str = "rnic0") -> str:
+    return f"{address}      0x1         {flags:#x}         52:54:00:77:00:01     *        {device}\n"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "proc/net/arp"
+    path.parent.mkdir(parents=True)
+    path.write_text(HEAD)
+    return path
+
+
+def asked(table: Path, timeout_s: float = 0.05) -> bool:
+    return neighbours.answers(gid(PEER), timeout_s=timeout_s, sys_root=str(table.parents[2]))
+
+
+def test_one_that_is_known(table: Path) -> None:
+    table.write_text(HEAD + row("192.0.2.70", 0) + row(PEER, 0, "eth0") + row(PEER, 2))
+    assert asked(table)
+
+
+def test_one_that_nobody_answers_for(table: Path) -> None:
+    table.write_text(HEAD + row(PEER, 0) + row("192.0.2.70", 2))
+    started = time.monotonic()
+    assert not asked(table)
+    assert time.monotonic() - started >= 0.05
+
+
+def test_one_that_answers_after_a_while(table: Path) -> None:
+    table.write_text(HEAD + row(PEER, 0))
+    later = threading.Timer(0.05, lambda: table.write_text(HEAD + row(PEER, 2)))
+    later.start()
+    try:
+        assert asked(table, timeout_s=30.0)
+    finally:
+        later.join()
+
+
+@pytest.mark.parametrize("text", [HEAD, "", HEAD + "nonsense\n", HEAD + row("192.0.2.70", 0)])
+def test_what_cannot_be_told_goes_ahead(table: Path, text: str) -> None:
+    table.write_text(text)
+    assert asked(table)
+
+
+def test_no_table_and_no_ipv4(tmp_path: Path) -> None:
+    assert neighbours.answers(gid(PEER), sys_root=str(tmp_path))
+    assert neighbours.answers(ipaddress.IPv6Address("2001:db8::7").packed, sys_root=str(tmp_path))
+
+
+def test_ourselves() -> None:
+    """With the kernel's own table: what is on this host needs no answer."""
+    own = gid("127.0.0.1")
+    assert neighbours.answers(own, own)
