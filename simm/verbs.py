@@ -5,11 +5,12 @@ What can go wrong with verbs from Python
 * **Importing it.** pyverbs is part of rdma-core, built by the distribution for its own Python: another one finds no
   ``pyverbs.device``, a virtual environment finds nothing. So it is looked for at the first need, and whatever the
   import raises is an :class:`~simm.fabric.Absence`, not an error. Version 59 renamed the module of the constants.
-* **The GIL.** No call of pyverbs gives it up. Registering (seconds per 10 GiB), connecting (a second when the
-  peer's address is not resolved yet) and a blocking wait for an event stop all threads of the process. So big memory is
-  registered in pieces by who owns it; and we sleep in ``poll(2)`` on the completion channel's descriptor, which is
-  non-blocking, before we ask for the event. pyverbs 44 does not tell the descriptor: it is the one that appears in
-  ``/proc/self/fd`` while the channel is made, under a lock, and made once more when two appeared.
+* **The GIL.** No call of pyverbs gives it up. Registering (seconds per 10 GiB), connecting (a second when nobody
+  answers for the peer's address) and a blocking wait for an event stop all threads of the process. So big memory is
+  registered in pieces by who owns it; ``neighbours.py`` asks first whether somebody answers; and we sleep in
+  ``poll(2)`` on the completion channel's descriptor, which is non-blocking, before we ask for the event. pyverbs 44
+  does not tell the descriptor: it is the one that appears in ``/proc/self/fd`` while the channel is made, under a
+  lock, and made once more when two appeared.
 * **Memory that C keeps.** ``SGE`` and ``SendWR`` are freed by ``close()`` only, and a chained work request is not kept
   alive by the one before. Ours are made once, linked once, and re-targeted in place; those of a closed link are kept
   for the next (``SPARES``) and never freed, so that no version of pyverbs can free them twice.
