@@ -38,7 +38,7 @@ from .client import Client
 from .console import Parser, end_cleanly_on_sigterm, guarded
 from .errors import CorruptionError, SimmError, TransportError, UsageError
 from .local import LocalCluster
-from .quantities import parse_bytes
+from .quantities import parse_bytes, paths
 
 LAYERS: Final = 32
 PAGE_TOKENS: Final = 16
@@ -269,7 +269,7 @@ def _engine_process(role: str, manager: str, arguments: argparse.Namespace) -> d
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Two engines share the KV cache of some prompts on this machine.")
     parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--path", default="auto", choices=["auto", "shm", "tcp"], help="data path (default: auto)")
+    parser.add_argument("--path", default="auto", metavar="PATHS", help="of shm, rdma and tcp, by commas (default: auto)")
     parser.add_argument("--memory", metavar="BYTES", help="arena (default: what the pages need, 512M at least)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of tokens and pages (default: 1)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -286,6 +286,7 @@ def distinct_pages(count: int) -> int:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.demo") -> int:
     """Run the demo; 0 when every byte was right. Raises SimmError."""
     arguments = _parser(prog).parse_args(argv)
+    arguments.path = paths(arguments.path)
     if not 1 <= arguments.prompts <= 1000:
         raise UsageError(f"--prompts {arguments.prompts}: a number from 1 to 1000")
     if arguments.engine is not None:
