@@ -269,7 +269,7 @@ def _engine_process(role: str, manager: str, arguments: argparse.Namespace) -> d
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Two engines share the KV cache of some prompts on this machine.")
     parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--path", default="auto", metavar="PATHS", help="of shm, rdma and tcp, by commas (default: auto)")
+    parser.add_argument("--path", default="auto", metavar="PATHS", help="some of shm, rdma, tcp (default: auto)")
     parser.add_argument("--memory", metavar="BYTES", help="arena (default: what the pages need, 512M at least)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of tokens and pages (default: 1)")
     parser.add_argument("--json", action="store_true", help="for programs")
