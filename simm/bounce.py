@@ -34,12 +34,18 @@ _STEP_BLOCKS: Final = 4
 
 
 class Pages:
-    """Zeroed, page-aligned, registered memory of our own: ``memory`` searches and slices, ``view`` can be written."""
+    """Zeroed, page-aligned, registered memory of our own: ``memory`` searches and slices, ``view`` can be written.
+
+    Raises TransportError where there is no memory left.
+    """
 
     __slots__ = ("address", "memory", "registration", "size", "view")
 
     def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as exc:
+            raise TransportError(f"no memory for {size} bytes of buffers: {exc.strerror or exc}") from exc
         _MAPS.add(self.memory)
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.view = memoryview(self.memory)

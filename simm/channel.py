@@ -80,14 +80,14 @@ class Channel:
     @classmethod
     def unix(cls, path: str, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
         """Connect to a UNIX socket. Raises TransportError."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock = _socket(socket.AF_UNIX)
         return cls._connected(sock, path, path, deadline_s, on_push)
 
     @classmethod
     def tcp(cls, host: str, port: int, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
         """Connect by TCP. Raises TransportError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock = _socket(family)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls._connected(sock, (host, port), f"{host}:{port}", deadline_s, on_push)
 
@@ -299,6 +299,14 @@ class Channel:
         self.broken = self.broken or "closed"
         with contextlib.suppress(OSError):
             self.sock.close()
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    """A new socket. Raises TransportError: an engine that is out of descriptors shall see misses, and no error."""
+    try:
+        return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as exc:
+        raise TransportError(f"cannot make a socket: {exc.strerror or exc}") from exc
 
 
 def _why(exc: OSError, doing: str) -> str:

@@ -345,6 +345,9 @@ class Endpoint(Service):
                 positions.append(position)
         holds = list(spent.values())
         lane.fence(holds)
+        if peer.gave_up(self.loop.now):  # once more: a device may take its time
+            peer.close("the client gave up")
+            return
         self._let_go(lane, holds)
         if entries and session is not None:
             for position in positions:

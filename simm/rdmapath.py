@@ -378,6 +378,11 @@ class RdmaPath:
         for lane in idle:
             lane.close()
 
+    @property
+    def over(self) -> bool:
+        """Closed, with all its lanes, for good."""
+        return self.closed and not self._lanes and not self.connecting
+
     def gone(self, until: float) -> bool:
         """Closed, with all its lanes? Waits for those in use until ``until`` (monotonic seconds)."""
         self.close()
@@ -393,3 +398,29 @@ class RdmaPath:
         for lane in (*self._idle, *([self._watched] if self._watched is not None else [])):
             with contextlib.suppress(OSError):
                 lane.abandon()
+
+
+class Paths:
+    """All RDMA paths that a client has made, as long as they may have lanes; any thread may call it.
+
+    Its rails must not be closed before the last lane, and a path that was given up long ago, with its target or
+    without, may still be in the middle of somebody's call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._paths: list[RdmaPath] = []
+
+    def add(self, path: RdmaPath) -> None:
+        """One more."""
+        with self._lock:
+            self._paths = [each for each in self._paths if not each.over]
+            self._paths.append(path)
+
+    def gone(self, until: float) -> bool:
+        """Close all; are all their lanes closed? Waits for those in use until ``until`` (monotonic seconds)."""
+        with self._lock:
+            paths = list(self._paths)
+        for path in paths:
+            path.close()
+        return all([path.gone(until) for path in paths])  # noqa: C419 -- each of them waits for something

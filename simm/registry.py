@@ -166,10 +166,14 @@ class Shared:
         self.users = 0
         self.lock = threading.Lock()
         self.fabric: Fabric | Absence | None = None
+        #: All have let go: nobody would close it any more.
+        self.closed = False
 
     def get(self) -> Fabric | Absence:
         """The fabric, opened if need be; or why there is none, which is not tried again before all have let go."""
         with self.lock:
+            if self.closed:
+                return Absence("the client has been closed")
             if self.fabric is None:
                 try:
                     self.fabric = opener(self.devices)
@@ -203,6 +207,7 @@ def release(shared: Shared) -> None:
         del _SHARED[shared.devices]
     with shared.lock:
         fabric, shared.fabric = shared.fabric, None
+        shared.closed = True
     if fabric is None or isinstance(fabric, Absence):
         return
     rails = {id(rail) for rail in fabric.rails}

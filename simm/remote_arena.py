@@ -36,7 +36,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Final
 
-from .constants import SET_BYTES, SLOT_BYTES, WAYS
+from .constants import SET_BYTES, SLOT_BYTES, VALUE_BYTES_MAX, WAYS
 from .errors import CorruptionError, RemoteProtocolError
 from .hashing import SHARD_BITS, SHARD_MASK, split
 from .layout import HEADER_BYTES, SLOT, Geometry
@@ -136,6 +136,8 @@ class Side:
         for region in self._regions:
             if region.start < end or region.length < 1 or region.address < 1 or region.rkey < 0:
                 raise RemoteProtocolError(f"regions of rail {self.rail} overlap or are none: {region}")
+            if region.address + region.length > 1 << 64:
+                raise RemoteProtocolError(f"a region of rail {self.rail} ends beyond all memory: {region}")
             end = region.start + region.length
         if end > geometry.size:
             raise RemoteProtocolError(f"a region of rail {self.rail} ends at {end}, the segment at {geometry.size}")
@@ -181,8 +183,8 @@ class Side:
             region = self._regions[number] if number >= 0 else None
             if region is None or start >= region.start + region.length:
                 raise RemoteProtocolError(f"byte {start} of the segment lies in no region of rail {self.rail}")
-            if writable and not region.flags & REGION_WRITABLE:
-                raise RemoteProtocolError(f"byte {start} of the segment lies in a read-only region")
+            if writable and (not region.flags & REGION_WRITABLE or start < self.geometry.data_offset):
+                raise RemoteProtocolError(f"byte {start} of the segment is not there to be written")
             part = min(end, region.start + region.length, start + OP_BYTES_MAX) - start
             pieces.append((region.address + start - region.start, region.rkey, part))
             start += part
@@ -193,10 +195,10 @@ class Side:
 
         The segment is mapped in one piece by whoever registered it, so a chunk goes on where its first region ends.
         """
-        number = bisect_right(self._starts, start) - 1
-        if number < 0:
-            raise RemoteProtocolError(f"byte {start} of the segment lies in no region of rail {self.rail}")
-        region = self._regions[number]
+        geometry = self.geometry
+        if start < geometry.data_offset or start + length > geometry.size:
+            raise RemoteProtocolError(f"bytes {start} to {start + length} of the segment are no chunk")
+        region = self._regions[bisect_right(self._starts, start) - 1]
         base = region.address + start - region.start
         return [(base + at, rkey, min(OP_BYTES_MAX, length - at)) for at in range(0, length, OP_BYTES_MAX)]
 
@@ -243,7 +245,7 @@ class RemoteArena:
         image = bytes(fetched[at : at + SLOT_BYTES])
         seq, found, offset, length, crc, chunk, _namespace, flags, _stored, _ = _unpack(image)
         geometry = self.geometry
-        if seq & 1 or found != digest or not 0 < length <= chunk:
+        if seq & 1 or found != digest or not 0 < length <= chunk or length > VALUE_BYTES_MAX:
             return None
         if offset < geometry.data_offset or offset + length > geometry.size:
             return None

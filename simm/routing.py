@@ -240,9 +240,7 @@ class Router:
 
     def _close_rails(self) -> None:
         """The fabric goes with its last user, and after all lanes: those in use by other threads come back first."""
-        until = time.monotonic() + self.deadline_s
-        paths = [target.last_rdma for target in (*self.targets.values(), *(each for _, each in self._lingering))]
-        if all([path is None or path.gone(until) for path in paths]):  # noqa: C419 -- each of them closes something
+        if self.reach.rdma_paths.gone(time.monotonic() + self.deadline_s):
             self._bounce.close()
             registry.release(self._rails)
         else:

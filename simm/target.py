@@ -46,7 +46,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from .bounce import BouncePool
@@ -57,7 +57,7 @@ from .errors import RemoteProtocolError, SegmentError, TransportError
 from .fabric import Absence, Fabric
 from .layout import State
 from .messages import PathBit, WorkerInfo
-from .rdmapath import RdmaPath
+from .rdmapath import Paths, RdmaPath
 from .reader import ONE_SIDED, ArenaReader
 from .session import WorkerSession
 from .tcppath import TcpPath
@@ -88,6 +88,8 @@ class Reach:
     #: This process's rails, opened at the first need, and registered memory for values whose own is not.
     fabric: Callable[[], Fabric | Absence] = lambda: Absence("this client has no RDMA")
     bounce: BouncePool | None = None
+    #: Those that were given up too, as long as calls use them.
+    rdma_paths: Paths = field(default_factory=Paths)
     #: Sessions and paths that broke.
     outages: int = 0
 
@@ -114,8 +116,6 @@ class Target:
         self.rdma: RdmaPath | None = None
         #: May values go by TCP?
         self.bulk = reach.allows("tcp")
-        #: The newest RDMA path there has been, for who must know that it is gone.
-        self.last_rdma: RdmaPath | None = None
         self._why = "not connected yet"
         self._no_rdma = ""
         #: The first connection was made, has failed, or has cost somebody the deadline.
@@ -269,7 +269,7 @@ class Target:
             reach.fabric, (self.info.host, welcome.rdma_port), reach.namespace, reach.deadline_s, token=reach.token,
             fresh=lambda: reach.fresh(), refresh=lambda: reach.refresh(), bounce=reach.bounce,
         )  # fmt: skip
-        self.last_rdma = rdma
+        reach.rdma_paths.add(rdma)
         if not self.bulk:
             rdma.connect(time.monotonic() + reach.deadline_s)
         return rdma

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from clusters import wait_until
 from rdmatown import RdmaTown, path_of, until_rdma
 
+from simm import messages as M
 from simm import session as session_module
+from simm.constants import SET_BYTES, VALUE_BYTES_MAX
+from simm.errors import RemoteProtocolError
+from simm.fabric import Absence
+from simm.lane_end import Held, LaneEnd
+from simm.layout import SLOT, Geometry
+from simm.remote_arena import RemoteArena, Side
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -146,3 +157,144 @@ def test_one_large_value_and_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> No
         took = time.monotonic() - began
         town.network.release()
         assert took < 0.8 + 1.0, took
+
+
+# -- what was sent and given up -------------------------------------------------------------------------------
+
+
+def test_a_commit_that_comes_to_the_worker_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has given up and put a newer value by TCP: it must not be carried out on top of that."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=0.8)
+        assert client.put("k", b"first")
+        fence = LaneEnd.fence
+        fencing, go_on = threading.Event(), threading.Event()
+
+        def slow(self: LaneEnd, holds: Sequence[Held]) -> None:
+            fence(self, holds)
+            fencing.set()
+            assert go_on.wait(10)
+
+        monkeypatch.setattr(LaneEnd, "fence", slow)  # a device that takes its time
+        assert not client.put("k", b"second")
+        assert fencing.is_set()
+        monkeypatch.setattr(LaneEnd, "fence", fence)
+        assert client.put("k", b"third")
+        go_on.set()
+        wait_until(lambda: not town.node.endpoint.endpoint.lanes, "the lane that was given up is gone")
+        assert town.client("shm").get("k") == b"third"
+        town.node.endpoint.call(town.node.endpoint.endpoint.check)
+        until_rdma(client)
+
+
+# -- ends of clients ------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_is_closed_while_an_old_path_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rails are closed after the last lane, and not only after those of the newest path."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=4.0)
+        value = bytes(range(250)) * 400
+        assert client.put("k", value)
+        path = path_of(client)
+        target = next(iter(client._router.targets.values()))  # type: ignore[union-attr]
+        sink = client.register(bytearray(len(value)))
+        town.network.hold(lambda link, op: op[3] >= len(value))
+        got: list[int | None] = []
+        reading = threading.Thread(target=lambda: got.append(client.get_into("k", sink)))
+        reading.start()
+        wait_until(lambda: any(link.begun for link in town.fabrics[0].fakes[0].links), "a READ is under way")
+        assert target.tcp is not None
+        target.tcp_lost(target.tcp, "for a test")
+        until_rdma(client)
+        assert path_of(client) is not path
+        client.close()  # RdmaTown's end says whether a link was closed while a thread was in it
+        reading.join(10)
+        assert not reading.is_alive()
+        town.network.release()
+
+
+def test_a_fabric_is_not_opened_for_a_client_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma()
+        shared = client._router._rails  # type: ignore[union-attr]
+        count = len(town.fabrics)
+        client.close()
+        assert isinstance(shared.get(), Absence)
+        assert len(town.fabrics) == count
+
+
+# -- answers of a server that lies ------------------------------------------------------------------------------
+
+
+def test_regions_beyond_all_memory() -> None:
+    geometry = Geometry.plan(16 * MIB, 512)
+
+    def regions(address: int) -> list[M.RdmaRegion]:
+        return [M.RdmaRegion(0, M.REGION_WRITABLE, 0, geometry.size, address, 1)]
+
+    side = Side(geometry, 0, regions((1 << 64) - geometry.size))
+    for bad in ((1 << 64) - geometry.size + 1, (1 << 64) - 1):
+        with pytest.raises(RemoteProtocolError):
+            Side(geometry, 0, regions(bad))
+    assert side.keyed(geometry.data_offset, 10, 7)
+    for start, length in (
+        (geometry.size, 1), (geometry.size - 1, 2), (geometry.data_offset - 1, 2), ((1 << 64) - 1, 4096), (0, 8),
+    ):  # fmt: skip
+        with pytest.raises(RemoteProtocolError):
+            side.keyed(start, length, 7)
+        with pytest.raises(RemoteProtocolError):
+            side.split(start, length, writable=True)
+
+
+def test_a_length_that_no_value_has() -> None:
+    """A server that lies must not make us allocate gigabytes."""
+    geometry = Geometry.plan(256 * MIB, 512)
+    arena = RemoteArena(geometry, 1, [M.RdmaRegion(0, 0, 0, geometry.size, 1 << 30, 1)], 1)
+    digest = bytes(range(16))
+    for length, fits in ((VALUE_BYTES_MAX, True), (VALUE_BYTES_MAX + 1, False), (geometry.data_bytes, False)):
+        image = struct.pack("<Q16sQIIIHHQQ", 2, digest, geometry.data_offset, length, 0, 1 << 31, 1, 0, 0, 0)
+        assert len(image) == SLOT.size
+        assert (arena.place(image.ljust(2 * SET_BYTES, b"\0"), 0, digest, 0) is not None) is fits
+
+
+class Without:
+    """A module, but for some of its names."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def test_no_descriptors_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is out of descriptors or memory sees misses, not errors."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=1.0)
+        assert client.put("k", b"value")
+        path = path_of(client)
+        lane = path.take(time.monotonic() + 5)
+        with monkeypatch.context() as patch:
+
+            def none(*_arguments: object, **_more: object) -> None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            patch.setattr("simm.channel.socket", Without(socket, socket=none))
+            assert client.get("k") in (b"value", None)
+            assert client.put("k", b"value") in (True, False)
+            target = next(iter(client._router.targets.values()))  # type: ignore[union-attr]
+            if target.tcp is not None:
+                target.tcp._drop_idle()
+            assert client.get("k") is None
+            assert not client.put("k", b"value")
+        path.give(lane)
+        until_rdma(client)
+        path = path_of(client)
+        lane = path.take(time.monotonic() + 5)
+        with monkeypatch.context() as patch:
+            patch.setattr("simm.bounce.mmap", Without(mmap, mmap=none))
+            client.get("k")
+            client.put("k", b"value")
+        path.give(lane)
