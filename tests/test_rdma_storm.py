@@ -21,11 +21,14 @@ import pytest
 from fakefabric import FakeNetwork
 from rdmatown import RdmaTown, path_of, until_rdma
 
+from simm import rdmaget
 from simm import session as session_module
 from simm.client import Client
 from simm.errors import SimmError
 from simm.fabric import WRITE
 from simm.messages import Status
+from simm.remote_arena import Place
+from simm.shards import FROZEN
 
 THREADS: Final = 4
 KEYS: Final = 24
@@ -219,6 +222,7 @@ class Weather:
     def worker(self) -> None:
         self.town.node.worker.die()
         time.sleep(self.rng.uniform(0, 0.2))
+        self.town.node.worker.all_shards = False  # the map that it had, from instruct(), and no other: entries stay
         self.town.node.worker.start()
         self.town.instruct()
 
@@ -286,6 +290,16 @@ def test_storm(monkeypatch: pytest.MonkeyPatch, seed: int, weather: bool, window
     seen = storm(monkeypatch, seed, 4.0 if weather else 2.0, weather=weather, windows=windows)
     print(seen)
     assert seen["hits"] and seen["rdma_gets"] and seen["rdma_puts"]
+
+
+def test_control_a_storm_without_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(place: Place, between: bytes, now: bytes, word: int) -> bool:
+        return 0 < word < FROZEN
+
+    with pytest.MonkeyPatch.context() as removed, pytest.raises(Harm) as seen:
+        removed.setattr(rdmaget, "confirmed", rule)
+        storm(monkeypatch, 1, 60.0)
+    print(seen.value)
 
 
 @pytest.mark.slow
