@@ -26,6 +26,8 @@ from .hammer import Hammer
 from .rails import CLIENT, SERVER
 from .world import connected, data, path_of, wait_rdma
 
+#: How often what is over soon is done.
+ROUNDS = 3 if "SIMM_TEST_SLOW" in os.environ else 1
 #: Short, so that what hangs is seen, and long enough for the emulator to do it by TCP in the other half.
 DEADLINE_S = 6.0
 
@@ -94,6 +96,7 @@ def test_the_endpoint_is_killed(town: Fleet) -> None:
         print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 
+@pytest.mark.slow
 def test_the_data_server_is_killed(town: Fleet) -> None:
     with hammered(town, "data server killed") as (client, hammer):
         town.servers[0].kill()
@@ -102,7 +105,7 @@ def test_the_data_server_is_killed(town: Fleet) -> None:
         print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 
-@pytest.mark.parametrize("device", [SERVER, CLIENT])
+@pytest.mark.parametrize("device", [SERVER, pytest.param(CLIENT, marks=pytest.mark.slow)])
 def test_a_link_goes_down(town: Fleet, device: str) -> None:
     with hammered(town, f"{device} unplugged") as (client, hammer):
         with rails.unplugged(device):
@@ -114,16 +117,17 @@ def test_a_link_goes_down(town: Fleet, device: str) -> None:
 
 def test_the_servers_queue_pairs_fail(town: Fleet) -> None:
     with hammered(town, "server's QPs killed") as (client, hammer):
-        for _ in range(3):
+        for _ in range(ROUNDS):
             broken = client.counters["rdma_fallbacks"]
             endpoint(town).send_signal(signal.SIGUSR1)
             wait_felt(client, broken)
             print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 
+@pytest.mark.slow
 def test_the_clients_queue_pairs_fail(town: Fleet) -> None:
     with hammered(town, "client's QPs killed") as (client, hammer):
-        for _ in range(3):
+        for _ in range(ROUNDS):
             broken = client.counters["rdma_fallbacks"]
             fabric = path_of(client)._fabric()
             for rail in fabric.rails:  # type: ignore[union-attr]
@@ -147,6 +151,7 @@ def test_the_servers_memory_is_revoked(town: Fleet) -> None:
         print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 
+@pytest.mark.slow
 def test_the_clients_memory_is_revoked(town: Fleet) -> None:
     with hammered(town, "client's MRs revoked") as (client, hammer):
         for span in hammer._spans.values():
@@ -155,6 +160,7 @@ def test_the_clients_memory_is_revoked(town: Fleet) -> None:
         print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 
+@pytest.mark.slow
 def test_endpoint_and_worker_stand_still(town: Fleet) -> None:
     with hammered(town, "endpoint stopped") as (client, hammer):
         with stopped(endpoint(town)):
@@ -188,7 +194,7 @@ def test_clients_are_killed(town: Fleet) -> None:
     server = town.servers[0]
     before = rails.resources()
     with connected(town) as client:
-        for pause_s in (0.0, 0.05, 0.2):
+        for pause_s in (0.05, 0.0, 0.2)[:ROUNDS]:
             victim = subprocess.Popen(
                 [sys.executable, "-c", VICTIM, town.manager.address, CLIENT], env=child_environment(),
                 stdout=subprocess.PIPE, text=True,
