@@ -8,7 +8,7 @@ The promises
 ------------
 * Operations of one link begin in the order of posting. WRITEs are carried out in that order. What a READ brings may
   have been read at any time between its begin and its completion, each aligned 8-byte word at a time of its own.
-* ``FENCED_READ`` begins after all earlier operations of that link have completed. Nothing else orders READs.
+* ``FENCED_READ`` begins after all earlier READs of that link have completed. Nothing else orders READs.
 * A READ after WRITEs on the same link completes after these are in the peer's memory, visible to its processors.
 * A chain is done when its last operation is: what it READ lies in local memory, and what it WROTE may be overwritten
   locally. Chains of a link are done in the order of posting.

@@ -9,7 +9,7 @@ finds it out.
 What is random, because nobody promised otherwise
 -------------------------------------------------
 * The words of a READ are read in any order, and before the words of the READ that was posted ahead of it, or before a
-  WRITE posted ahead of it has landed. Only a FENCED_READ waits; only its completion is behind the WRITEs'.
+  WRITE posted ahead of it has landed. Only a FENCED_READ waits, for READs; completions come in order, though.
 * A READ may be carried out before or after a WRITE that was posted behind it.
 * A WRITE may be done, that is: its source may be used again, before it has landed at the peer's. A READ behind it is
   not done before it has. The source is read at any time until it is done.
@@ -347,10 +347,10 @@ class FakeLink:
             return False
         flight = self.queue[self.begun]
         kind, local, lkey, length, _, _ = flight.op
-        if kind == FENCED_READ and self.begun:
-            return False
         if kind != WRITE:
             under_way = sum(self.queue[number].op[0] != WRITE for number in range(self.begun))
+            if kind == FENCED_READ and under_way:
+                return False
             if under_way >= min(self.rail.limits.reads, far.rail.limits.reads):
                 return False
         try:
