@@ -189,14 +189,14 @@ class Weather:
     def step(self) -> None:
         """Something breaks for a while."""
         kinds: list[Callable[[], None]] = [
-            self.calm, self.calm, self.drop, self.kill, self.kill, self.hold, self.worker, self.endpoint,
+            *[self.calm] * 4, self.drop, self.kill, self.kill, self.hold, self.worker, self.endpoint,
         ]  # fmt: skip
         kind = self.rng.choice(kinds)
         self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
         kind()
 
     def calm(self) -> None:
-        time.sleep(self.rng.uniform(0.05, 0.4))
+        time.sleep(self.rng.uniform(0.05, 0.8))
 
     def drop(self) -> None:
         rails = [rail for fabric in self.network.fabrics for rail in fabric.fakes if not rail.why]
@@ -240,7 +240,7 @@ def storm(
     over = threading.Event()
     book = Book()
     with RdmaTown(
-        monkeypatch, rails=("s0", "s1"), mine=("c0", "c1"), seed=seed, size=16 << 20, windows=windows, pieces=24
+        monkeypatch, rails=("s0", "s1"), mine=("c0", "c1"), seed=seed, size=24 << 20, windows=windows, pieces=24
     ) as town:
         clients = [town.rdma(deadline_s=1.0) for _ in range(2)]
         players = [Player(number, seed, clients[number % 2], book) for number in range(THREADS)]
