@@ -279,8 +279,10 @@ class Endpoint(Service):
             if len(grants) < allowed:
                 try:
                     session.ask([(size, allowed - len(grants))])
-                except TransportError as exc:  # what was taken ends with the session
+                except TransportError as exc:
                     log.warning("no grants: %s", exc)
+                    for grant in grants:  # the session may go on
+                        session.untake(grant)
                     return False
                 grants += _taken(session, size, allowed - len(grants))
             if grants:

@@ -30,7 +30,8 @@ from .constants import SET_BYTES, SLOT_BYTES, WAYS
 from .errors import RemoteProtocolError, SegmentError, TransportError
 from .fabric import READ, Fabric, FabricError, Link, LinkAddress, Op, Rail
 from .layout import HEADER_BYTES, Geometry, State, Word
-from .remote_arena import RemoteArena, Side
+from .registry import orphan
+from .remote_arena import Locations, RemoteArena, Side
 from .sizes import chunk_bytes_for
 
 log = logging.getLogger("simm.client")
@@ -40,6 +41,8 @@ PAGE_KEYS: Final = 32
 #: Pages under way at a time: for each link a page that is filled, one that is looked at, one that is posted next.
 PAGES_A_LINK: Final = 3
 LINKS_MAX: Final = 8
+#: Interrupts that closing a lane puts up with.
+_CLOSE_TRIES: Final = 100
 
 _SETS_BYTES: Final = 2 * SET_BYTES
 _IMAGES_AT: Final = PAGE_KEYS * _SETS_BYTES
@@ -126,6 +129,8 @@ class Lane:
         self.wires: list[Wire] = []
         self.pool: dict[int, list[LaneGrant]] = {}
         self.recall_bytes = 0
+        #: Where values of this arena lie; the path's, that all its lanes share.
+        self.locations = Locations(0)
         #: What a watcher has posted and not seen done: a ticket of the first wire, and since when.
         self.watching: tuple[int, float] | None = None
         self._numbers = 0
@@ -362,15 +367,19 @@ class Lane:
         """
         self.broken = self.broken or reason
         interrupted: BaseException | None = None
+        tries = 0
         while self.wires:
             try:
                 self.wires[-1].link.close()
                 self.wires.pop()
-            except FabricError as exc:
-                # What cannot be destroyed may still write: its memory, and the caller's, must not be given back.
-                log.critical("a link cannot be closed: %s", exc)
-                raise
-            except (KeyboardInterrupt, SystemExit) as exc:
+            except BaseException as exc:
+                # Whatever a signal's handler raises is raised when this is over.
+                tries += 1
+                if isinstance(exc, FabricError) or tries == _CLOSE_TRIES:
+                    # What cannot be destroyed may still write: its memory, and the caller's, must not be given back.
+                    log.critical("a link cannot be closed: %s", exc)
+                    self.channel.close()  # the other end can be
+                    raise
                 interrupted = exc
         if reason != "closed":
             self.channel.broken = self.channel.broken or reason  # reset, with what it has not sent yet
@@ -379,6 +388,11 @@ class Lane:
         self._scratch.close()
         if interrupted is not None:
             raise interrupted
+
+    def __del__(self) -> None:
+        wires = getattr(self, "wires", None)
+        if wires:  # dropped, with its client
+            orphan([wire.link for wire in wires], self.memory)
 
     def abandon(self) -> None:
         """After a fork, in the child: close the socket's copy, touch nothing else."""

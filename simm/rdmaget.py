@@ -126,6 +126,7 @@ class RdmaGet:
             self.counters["rdma_fallbacks"] += len(positions)
             return list(positions)
         left: list[int] = []
+        done = False
         try:
             try:
                 reading.begin(path, lane, until)
@@ -137,10 +138,11 @@ class RdmaGet:
                 path.lost(lane, "interrupted")
                 raise
             else:
+                done = True
                 path.give(lane)
                 left = reading.left
         finally:
-            if not lane.wires or not lane.broken:  # else a link could not be closed, and may still write
+            if done or not lane.wires:  # else a link could not be closed, and may still write
                 path.bounce.give(reading.loan)
         self.counters["rdma_fallbacks"] += len(left)
         return left
@@ -192,7 +194,7 @@ class Reading:
         self.lane = lane
         self.until = until
         self.wires = lane.wires
-        self.locations = path.locations
+        self.locations = lane.locations
         self.now = time.monotonic()
         self._bytes = 0
         self._turn = 0

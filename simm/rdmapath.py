@@ -181,7 +181,9 @@ class RdmaPath:
                     wire.side = side
             else:
                 self.arena = lane.arena
-                self.locations.clear()
+                # Another one: calls that are still at the old arena go on filling its own.
+                self.locations = Locations(LOCATIONS_MAX)
+        lane.locations = self.locations
 
     def _prove(self, lane: Lane, until: float) -> None:
         """Is the worker alive? Raises FabricError. Where its heartbeat stood still before, it must move."""

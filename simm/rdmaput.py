@@ -28,6 +28,7 @@ from typing import Any, Final
 from . import messages as M
 from .bounce import BLOCK_BYTES, Block
 from .buffers import RELEASE_BYTES, Copier, Span, address_of
+from .channel import Refused
 from .errors import RemoteProtocolError, TransportError
 from .fabric import READ, WRITE, FabricError, Op
 from .lane import Lane, LaneGrant, Wire
@@ -87,6 +88,7 @@ class RdmaPut:
             self.counters["rdma_fallbacks"] += len(positions)
             return list(positions), until + path.deadline_s * (1 - SHARE)
         writing = Writing(self._copier, self._checksum, digests, sources, statuses)
+        done = False
         try:
             try:
                 writing.begin(path, lane, until)
@@ -98,9 +100,10 @@ class RdmaPut:
                 raise
             else:
                 lane.channel.bound()
+                done = True
                 path.give(lane)
         finally:
-            if not lane.wires or not lane.broken:
+            if done or not lane.wires:  # else a link could not be closed, and may still read them
                 path.bounce.give(writing.loan)
         left = writing.left_over(positions)
         self.counters["rdma_puts"] += writing.stored
@@ -161,6 +164,7 @@ class Writing:
         self._flying: deque[tuple[int, _Group]] = deque()
         self._group: _Group | None = None
         self._todo = 0
+        self._refused = False
 
     def left_over(self, positions: Sequence[int]) -> list[int]:
         """What TCP must see to: neither answered nor sent, and not superseded by a later value of this batch."""
@@ -225,14 +229,18 @@ class Writing:
             while self._flying:
                 self._collect()
             grant = lane.take(length)
-        if grant is None:
+        if grant is None and not self._refused:
             chunk = chunk_bytes_for(length)
             count = max(1, min(self._todo + 1, max(ahead(chunk), ASK_BYTES // chunk)))
-            lane.ask(length, count)
-            grant = lane.take(length)
-            if grant is None and lane.return_idle():
-                lane.ask(length, 1)
+            try:
+                lane.ask(length, count)
                 grant = lane.take(length)
+                if grant is None and lane.return_idle():
+                    lane.ask(length, 1)
+                    grant = lane.take(length)
+            except Refused as exc:  # its worker is down: reads by this lane go on meanwhile
+                log.debug("no grants: %s", exc)
+                self._refused = True
         return grant
 
     def _write(self, position: int, source: Source, grant: LaneGrant) -> None:

@@ -9,8 +9,9 @@ What can go wrong
 * *Memory is freed, and its address used again, under a registration.* The device goes on using the old pages. Whoever
   registers by address alone must deregister before freeing, as with any RDMA; what is registered as an object is kept
   alive by the registration.
-* *A registration is dropped in the middle of the night*: finalizers run anywhere, and deregistering is a system call
-  that may wait. They only put the regions on a list, which the next to register or tend works off.
+* *A registration is dropped in the middle of the night*, or a whole client: finalizers run anywhere, and deregistering
+  is a system call that may wait. They only put regions and links on a list, which the next to register or tend works
+  off.
 * *Registering fails* (RLIMIT_MEMLOCK, a device's limit): said once, and that memory goes through the bounce pool.
 * *A fork*: regions and rails are the parent's. The child forgets them and registers anew at its first use.
 
@@ -27,12 +28,12 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from .buffers import Span
 from .errors import TransportError
-from .fabric import Absence, Access, Fabric, FabricError, Rail, Region
+from .fabric import Absence, Access, Fabric, FabricError, Link, Rail, Region
 
 log = logging.getLogger("simm.client")
 
@@ -116,7 +117,7 @@ class Registration:
     def __del__(self) -> None:
         regions = getattr(self, "_regions", None)
         if regions:
-            _ORPHANS.append((os.getpid(), [region for _rail, region in regions.values()], self.keep))
+            orphan([region for _rail, region in regions.values()], self.keep)
 
 
 def registered(span: Span) -> Span:
@@ -127,22 +128,27 @@ def registered(span: Span) -> Span:
 
 
 _REGISTRATIONS: weakref.WeakSet[Registration] = weakref.WeakSet()
-#: Regions whose registration was dropped, with the process they belong to and what keeps their memory.
-_ORPHANS: deque[tuple[int, list[Region], Any]] = deque()
+#: Regions whose registration was dropped, and links, with the process they belong to and what keeps their memory.
+_ORPHANS: deque[tuple[int, Sequence[Region | Link], Any]] = deque()
+
+
+def orphan(dropped: Sequence[Region | Link], keep: Any) -> None:
+    """From a finalizer: to be closed by the next :func:`sweep`, and what they use to be kept until then."""
+    _ORPHANS.append((os.getpid(), dropped, keep))
 
 
 def sweep() -> None:
-    """Deregister what was dropped."""
+    """Close what was dropped."""
     while _ORPHANS:
         try:
-            pid, regions, _keep = _ORPHANS.popleft()
+            pid, dropped, _keep = _ORPHANS.popleft()
         except IndexError:
             return
         if pid != os.getpid():
             continue
-        for region in regions:
+        for each in dropped:
             with contextlib.suppress(TransportError):
-                region.close()
+                each.close()
 
 
 # --- the fabric ----------------------------------------------------------------------------------------
