@@ -41,6 +41,9 @@ PAGE_KEYS: Final = 32
 #: Pages under way at a time: for each link a page that is filled, one that is looked at, one that is posted next.
 PAGES_A_LINK: Final = 3
 LINKS_MAX: Final = 8
+#: A pair of rails that did not work is tried last for so long, seconds. In networks of separate rails each lane that is
+#: made in the middle of a call would find that out anew.
+FAILED_S: Final = 60.0
 #: Interrupts that closing a lane puts up with.
 _CLOSE_TRIES: Final = 100
 
@@ -116,6 +119,8 @@ class Lane:
         until: when it must be there, monotonic seconds.
         turn: which of the server's rails is tried first by our first one.
         known: the arena as the last lane found it; taken over if it is the same, and with it all that is cached.
+        failed: pairs, our rail's name and their number, that did not work, and until when (monotonic seconds) they are
+            tried after all others; kept up to date.
 
     Raises TransportError (Refused: the endpoint says no) with the reason when there is no lane to be had.
     """
@@ -123,6 +128,7 @@ class Lane:
     def __init__(
         self, fabric: Fabric, address: tuple[str, int], namespace: str, deadline_s: float, until: float, *,
         token: str = "", turn: int = 0, known: RemoteArena | None = None,
+        failed: dict[tuple[str, int], float] | None = None,
     ) -> None:  # fmt: skip
         self.namespace = namespace
         self.broken = ""
@@ -159,7 +165,7 @@ class Lane:
         try:
             self.channel.deadline_s = deadline_s
             self.channel.bound(until)
-            self._open(fabric, token, turn, known, until)
+            self._open(fabric, token, turn, known, {} if failed is None else failed, until)
             self.channel.bound()
         except BaseException as exc:
             self.close(str(exc) or "interrupted")
@@ -170,7 +176,10 @@ class Lane:
 
     # -- opening ----------------------------------------------------------------------------------
 
-    def _open(self, fabric: Fabric, token: str, turn: int, known: RemoteArena | None, until: float) -> None:
+    def _open(
+        self, fabric: Fabric, token: str, turn: int, known: RemoteArena | None, failed: dict[tuple[str, int], float],
+        until: float,
+    ) -> None:  # fmt: skip
         channel = self.channel
         hello = M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, os.getpid(), self.namespace, token, [])
         if not isinstance(channel.call(hello), M.Welcome):
@@ -189,13 +198,19 @@ class Lane:
             if lkey is None:
                 reasons.append(f"{rail.name}: its scratch memory cannot be registered")
                 continue
-            for step in range(count):
-                theirs = (number + turn + step) % count
+            now = time.monotonic()
+            steps = sorted(
+                ((number + turn + step) % count for step in range(count)),
+                key=lambda theirs: failed.get((rail.name, theirs), 0.0) > now,
+            )
+            for theirs in steps:
                 try:
                     arena = self._pair(rail, theirs, lkey, opened, arena, known, until)
+                    failed.pop((rail.name, theirs), None)
                     break
                 except FabricError as exc:
                     reasons.append(f"{rail.name} to {opened.rails[theirs].name}: {exc}")
+                    failed[rail.name, theirs] = time.monotonic() + FAILED_S
         if arena is None:
             raise TransportError("no pair of rails works: " + ("; ".join(reasons) or "this host has no rails"))
         for reason in reasons:

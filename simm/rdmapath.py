@@ -109,6 +109,8 @@ class RdmaPath:
         self._idle: list[Lane] = []
         self._lanes = 0
         self._turn = 0
+        #: Pairs of rails that did not work: see Lane.
+        self._failed: dict[tuple[str, int], float] = {}
         #: Value of the last heartbeat, and when it was seen to change.
         self._beat = (-1, 0.0)
         self._stale = False
@@ -139,7 +141,7 @@ class RdmaPath:
         except Exception:
             log.exception("connecting to %s:%d by RDMA", *self.address)
         if why and lane is not None:
-            lane.close(why)
+            _end(lane, why)
             lane = None
         with self._changed:
             self.connecting = False
@@ -155,7 +157,7 @@ class RdmaPath:
                 self.breaker.failed(self._clock())
             self._changed.notify_all()
         if lane is not None:
-            lane.close()
+            _end(lane)
         return self.up
 
     def _open(self, until: float) -> Lane:
@@ -167,8 +169,9 @@ class RdmaPath:
             turn, self._turn = self._turn, self._turn + 1
             known = self.arena
         return Lane(
-            fabric, self.address, self.namespace, self.deadline_s, until, token=self.token, turn=turn, known=known
-        )
+            fabric, self.address, self.namespace, self.deadline_s, until, token=self.token, turn=turn, known=known,
+            failed=self._failed,
+        )  # fmt: skip
 
     def _adopt(self, lane: Lane) -> None:
         """Lanes of one endpoint share the arena, and what is cached of it. The lock is held."""
@@ -257,7 +260,7 @@ class RdmaPath:
                 return
             self._lanes -= 1
             self._changed.notify()
-        lane.close()
+        _end(lane)
 
     def lost(self, lane: Lane, reason: str) -> None:
         """An exchange failed: when this returns, nothing of the lane touches local memory any more.
@@ -285,7 +288,7 @@ class RdmaPath:
         if news:
             log.info("RDMA to %s:%d is down: %s", *self.address, reason)
         for lane in idle:
-            lane.close(reason)
+            _end(lane, reason)
 
     # -- background -------------------------------------------------------------------------------
 
@@ -378,7 +381,7 @@ class RdmaPath:
             self._lanes -= len(idle)
             self._changed.notify_all()
         for lane in idle:
-            lane.close()
+            _end(lane)
 
     @property
     def over(self) -> bool:
@@ -400,6 +403,12 @@ class RdmaPath:
         for lane in (*self._idle, *([self._watched] if self._watched is not None else [])):
             with contextlib.suppress(OSError):
                 lane.abandon()
+
+
+def _end(lane: Lane, reason: str = "closed") -> None:
+    """Close a lane that no call is on. A link that cannot be destroyed is logged there, and tried again by sweep()."""
+    with contextlib.suppress(FabricError):
+        lane.close(reason)
 
 
 class Paths:

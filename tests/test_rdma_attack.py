@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from clusters import wait_until
-from fakefabric import FakeNetwork
+from fakefabric import FakeLink, FakeNetwork
 from lanes import EndpointThread, lane
 from rdmatown import RdmaTown, path_of, until_rdma
 from storm.inproc import WorkerThread
@@ -27,7 +27,8 @@ from simm import session as session_module
 from simm.channel import Refused
 from simm.constants import SET_BYTES, VALUE_BYTES_MAX
 from simm.errors import RemoteProtocolError
-from simm.fabric import Absence
+from simm.fabric import Absence, FabricError
+from simm.lane import Lane
 from simm.lane_end import Held, LaneEnd
 from simm.layout import SLOT, Geometry
 from simm.reader import ArenaReader
@@ -401,3 +402,104 @@ def test_a_worker_that_is_down_costs_no_lane(monkeypatch: pytest.MonkeyPatch) ->
         assert town.node.endpoint.endpoint.counts["lanes_opened"] == opened
         town.node.worker.start()
         town.instruct()
+
+
+# -- rails that reach only their like -----------------------------------------------------------------------------
+
+
+def test_pairs_that_do_not_work_are_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In networks of separate rails each further lane, made in the middle of a call, would find that out anew."""
+    with RdmaTown(monkeypatch, rails=("a", "b"), mine=("c", "d")) as town:
+        client = town.rdma(deadline_s=4.0)
+        path = path_of(client)
+        mine, theirs = town.fabrics[0].fakes, town.node.endpoint.fabric.fakes
+        town.network.sever(mine[0], theirs[1])
+        town.network.sever(mine[1], theirs[0])
+        asked: list[tuple[str, int]] = []
+        pair = Lane._pair
+
+        def counted(self: Lane, rail: Any, number: int, *more: Any) -> Any:
+            asked.append((rail.name, number))
+            return pair(self, rail, number, *more)
+
+        monkeypatch.setattr(Lane, "_pair", counted)
+        path.tend = lambda now: None  # type: ignore[method-assign]
+        wait_until(lambda: path._idle and path._watched is None, "a lane")
+        first = path.take(time.monotonic() + 5)
+        for _ in range(6):
+            more = path.take(time.monotonic() + 5)
+            assert sorted(wire.rail.name for wire in more.wires) == ["c", "d"]
+            with path._changed:
+                path._lanes -= 1
+            more.close()
+        path.give(first)
+        assert len([each for each in asked if each in (("c", 1), ("d", 0))]) == 2, asked
+        assert client.put("k", b"value")
+
+
+# -- interrupts while links are being closed ------------------------------------------------------------------------
+
+
+def test_an_alarm_while_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a signal's handler raises, and whenever: the call does not return before the device lets go."""
+    with RdmaTown(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB) as town:
+        client = town.rdma(deadline_s=5.0)
+        path_of(client).tend = lambda now: None  # type: ignore[method-assign]
+        value = bytes(range(256)) * 400
+        assert client.put("k", value)
+        sink = client.register(bytearray(len(value)))
+        town.network.hold(lambda link, op: op[3] >= len(value))
+        close = FakeLink.close
+        alarms = [TimeoutError("an alarm"), KeyboardInterrupt(), None, ValueError("another")]
+
+        def interrupted(self: FakeLink) -> None:
+            alarm = alarms.pop() if alarms else None
+            if alarm is not None:
+                raise alarm
+            close(self)
+
+        turns = 0
+
+        def between() -> None:
+            nonlocal turns
+            turns += 1
+            if turns == 300:
+                monkeypatch.setattr(FakeLink, "close", interrupted)
+                raise KeyboardInterrupt
+
+        town.network.between = between
+        with pytest.raises((KeyboardInterrupt, TimeoutError, ValueError)):
+            client.get_into("k", sink)
+        town.network.between = None
+        assert not alarms
+        sink.view()[:] = b"\xee" * len(value)
+        town.network.release()
+        town.network.run()
+        assert bytes(sink.view()) == b"\xee" * len(value)
+        monkeypatch.setattr(FakeLink, "close", close)
+        until_rdma(client)
+        assert client.get_into("k", sink) == len(value)
+
+
+def test_a_link_that_cannot_be_destroyed_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call was on it: none raises, and the path still comes back."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=3.0)
+        assert client.put("k", b"value")
+        path = path_of(client)
+        wait_until(lambda: bool(path._idle), "a lane is idle")
+        close = FakeLink.close
+        refused: list[FakeLink] = []
+
+        def stuck(self: FakeLink) -> None:
+            if self.rail is town.fabrics[0].fakes[0] and not refused:
+                refused.append(self)
+                raise FabricError("the device does not want to")
+            close(self)
+
+        monkeypatch.setattr(FakeLink, "close", stuck)
+        path.drop("for a test")
+        wait_until(lambda: bool(refused), "one link was not closed")
+        until_rdma(client)
+        assert client.get("k") == b"value"
+        wait_until(lambda: len(town.node.endpoint.endpoint.lanes) == path._lanes, "its other end was")
