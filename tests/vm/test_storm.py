@@ -48,7 +48,7 @@ def assert_well(result: dict[str, Any], fleet: Fleet) -> None:
 
 
 def test_storm(town: Fleet) -> None:
-    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=12, seed=1)
+    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=12, seed=1, writers=1, readers=2)
     assert_well(result, town)
 
 
@@ -65,7 +65,7 @@ def test_without_the_second_look_it_is_noticed(town: Fleet) -> None:
     """Control: readers that believe the first image of a slot return what is no value of the key, or an older one."""
     for seed in range(5):
         result = storm(
-            town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=6, seed=100 + seed, writers=2, readers=2,
+            town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=6, seed=100 + seed, writers=1, readers=1,
             control="no-reread",
         )  # fmt: skip
         if result["wrong"] or result["back"]:
@@ -77,7 +77,8 @@ def late_write(fleet: Fleet) -> tuple[bool, bool]:
     """Commit a value, and write into its chunk once more: was it refused; does a reader see a wrong byte?"""
     value, late = data(100_000, "early"), b"\xdd" * 100_000
     with connected(fleet, CLIENT) as client:
-        assert client.put("late", value)
+        # What the storm's clients had been granted may not be back yet, and the arena is small.
+        world.until(lambda: client.put("late", value), lambda: f"room for it: {fleet.servers[0].worker_stats()}")
         path = path_of(client)
         lane = path.take(time.monotonic() + 20)
         try:
@@ -129,6 +130,7 @@ def test_a_committed_value_cannot_be_written_any_more(town: Fleet) -> None:
     assert late_write(town) == (True, False)
 
 
+@pytest.mark.slow
 def test_without_the_fence_it_can(nothing_is_left: Path) -> None:
     """Control: a server that does not invalidate windows lets a late WRITE into what is published."""
     with world.start(nothing_is_left, memory=MEMORY, patches=("call=vm.breaks:no_fence",)) as fleet:
