@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -89,7 +91,9 @@ class Channel:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = _socket(family)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return cls._connected(sock, (host, port), f"{host}:{port}", deadline_s, on_push)
+        made = cls._connected(sock, (host, port), f"{host}:{port}", deadline_s, on_push)
+        _TCP.add(made)
+        return made
 
     @classmethod
     def _connected(
@@ -299,6 +303,21 @@ class Channel:
         self.broken = self.broken or "closed"
         with contextlib.suppress(OSError):
             self.sock.close()
+
+
+#: Connections to other hosts. A forked child closes its copies, those in the middle of an exchange too: as long as it
+#: had one, the peer would not see that we hang up, and would carry out a request that was given up long ago.
+_TCP: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for channel in list(_TCP):
+        with contextlib.suppress(OSError):
+            channel.sock.close()
+    _TCP.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _socket(family: socket.AddressFamily) -> socket.socket:

@@ -531,14 +531,16 @@ class Gets:
                     if not hit and not 0 < (word := shard_word(digests[position])) < _MOVING:
                         astray.by_word(position, word)
         else:
-            rdma = target.rdma
+            rdma, until = target.rdma, 0.0
             if rdma is not None and not rdma.why:
-                positions = self._rdma.exists(rdma, positions, digests, results)
+                positions, until = self._rdma.exists(rdma, positions, digests, results)
             if positions:
-                self._exist_by_tcp(target, positions, batch, astray)
+                self._exist_by_tcp(target, positions, batch, astray, until)
         return astray
 
-    def _exist_by_tcp(self, target: Target, positions: Sequence[int], batch: Batch, astray: Astray) -> None:
+    def _exist_by_tcp(
+        self, target: Target, positions: Sequence[int], batch: Batch, astray: Astray, until: float
+    ) -> None:
         digests, results = batch.digests, batch.results
         tcp = target.tcp
         if tcp is None:
@@ -546,7 +548,9 @@ class Gets:
             return
         asking: list[int] = []
         wanted = [digests[position] for position in positions]
-        for position, status in zip(positions, self._tcp(target, tcp, tcp.exists, wanted)):
+        for position, status in zip(
+            positions, self._tcp(target, tcp, functools.partial(tcp.exists, until=until), wanted)
+        ):  # fmt: skip
             results[position] = int(status == _OK)
             if status == _PREVIOUS:  # of which move only a FETCHED says
                 asking.append(position)

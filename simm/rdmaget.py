@@ -108,11 +108,13 @@ class RdmaGet:
 
     def exists(
         self, path: RdmaPath, positions: Sequence[int], digests: Sequence[bytes], results: list[Any]
-    ) -> list[int]:
-        """Which are stored? 1 or MISS in ``results``; the positions that TCP must see to are returned."""
+    ) -> tuple[list[int], float]:
+        """Which are stored? 1 or MISS in ``results``; the positions that TCP must see to are returned, and until when.
+        """
         reading = Reading(self._copier, None, digests, (), results)
         reading.until = time.monotonic() + path.deadline_s * SHARE
-        return self._run(path, reading, positions, reading.exists)
+        left = self._run(path, reading, positions, reading.exists)
+        return left, reading.until + path.deadline_s * (1 - SHARE)
 
     def _run(
         self, path: RdmaPath, reading: Reading, positions: Sequence[int], body: Callable[[Sequence[int]], None]

@@ -234,9 +234,9 @@ class TcpPath:
             if at < len(pieces) and sent:
                 pieces[at] = memoryview(pieces[at])[sent:]
 
-    def exists(self, digests: Sequence[bytes]) -> list[int]:
-        """A Status for each."""
-        return self._statuses(M.Exists, digests)
+    def exists(self, digests: Sequence[bytes], until: float = 0.0) -> list[int]:
+        """A Status for each. ``until`` as in fetch."""
+        return self._statuses(M.Exists, digests, until)
 
     def exists_previous(self, digests: Sequence[bytes]) -> list[int]:
         """OK for those that a previous owner has, whatever else for the others."""
@@ -255,11 +255,14 @@ class TcpPath:
         """A Status for each."""
         return self._statuses(M.Delete, digests)
 
-    def _statuses(self, kind: Callable[[list[bytes]], Any], digests: Sequence[bytes]) -> list[int]:
+    def _statuses(
+        self, kind: Callable[[list[bytes]], Any], digests: Sequence[bytes], until: float = 0.0
+    ) -> list[int]:
         results: list[int] = []
         for start in range(0, len(digests), EXCHANGE_KEYS):
             part = list(digests[start : start + EXCHANGE_KEYS])
-            answer = self._exchange(partial(_call, request=kind(part)))
+            answer = self._exchange(partial(_call, request=kind(part)), until)
+            until = 0.0
             if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(part):
                 raise TransportError(f"the server answered with {type(answer).__name__}")
             results += answer.statuses

@@ -503,3 +503,71 @@ def test_a_link_that_cannot_be_destroyed_between_calls(monkeypatch: pytest.Monke
         until_rdma(client)
         assert client.get("k") == b"value"
         wait_until(lambda: len(town.node.endpoint.endpoint.lanes) == path._lanes, "its other end was")
+
+
+# -- forks in the middle of a call -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["rdma,tcp", "tcp"])
+def test_a_child_does_not_keep_a_connection_open(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """A call under way gives up after a fork: its server must see that, or it would carry the request out late."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=1.0) if "rdma" in path else town.client("tcp", deadline_s=1.0)
+        assert client.put("k", b"value")
+        service = town.node.endpoint if "rdma" in path else town.node.stream
+        if "rdma" in path:
+            path_of(client).tend = lambda now: None  # type: ignore[method-assign]
+        before = set(service.loop.peers)
+        assert before
+        go_on = threading.Event()
+        stopped = threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            go_on.wait(20)
+
+        service.loop.call_later(0.0, stop)
+        service._near.send(b"") if "rdma" in path else client.exists("k")
+        assert stopped.wait(5)
+        putting = threading.Thread(target=client.put, args=("k", b"other"))
+        putting.start()
+        time.sleep(0.2)
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            os.close(read)
+            putting.join(10)
+            go_on.set()
+            wait_until(lambda: all(peer.closed for peer in before), "the server sees that the client has hung up")
+        finally:
+            os.close(write)
+            os.waitpid(child, 0)
+
+
+# -- one deadline ----------------------------------------------------------------------------------------------------
+
+
+def test_one_deadline_for_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What RDMA has used up of it is gone."""
+    with RdmaTown(monkeypatch) as town:
+        client = town.rdma(deadline_s=3.0)
+        assert client.put("k", b"value")
+        path_of(client).tend = lambda now: None  # type: ignore[method-assign]
+        go_on = threading.Event()
+
+        def stop() -> None:
+            go_on.wait(20)
+
+        town.node.stream.loop.call_later(0.0, stop)
+        town.network.hold()
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert not client.exists("k")
+        took = time.monotonic() - began
+        go_on.set()
+        town.network.release()
+        assert took < 3.0 + 1.0, took  # it was 4.5 s
