@@ -20,7 +20,9 @@ are deleted at the end.
   path that is not RDMA: what went by TCP must not be taken for it. Calls that a deadline ends are counted, and not
   timed; more than one in ten ends the run.
 - ``get`` and ``mget`` rotate over keys that this client has read before, so that it knows where they lie. ``get1`` and
-  ``mget1`` read each key once after it has been put again, so that it does not.
+  ``mget1`` read each key once after it has been put again, so that it has to look first.
+- perftest's buffer is a single value's; a ``--working-set`` that is much larger than the processor's cache (or, in an
+  emulator, than its cache of translations) compares memory as well.
 - Buffers are registered once (``Client.register``), as an engine's pool is. ``--unregistered`` measures others.
 - ``server`` is the processor time of the data server's processes during the operation, in processors.
 
@@ -201,7 +203,7 @@ class Load:
         self.client = client
         self.size = size
         self.server_cpu = server_cpu
-        self.batch = max(1, min(BATCH, working_set // 2 // size))
+        self.batch = max(1, min(BATCH, working_set // size))
         count = min(KEYS_MAX // self.batch, max(2, working_set // size // self.batch)) * self.batch
         self.keys = [f"rdma/{os.getpid()}/{size}/{number}" for number in range(count)]
         stride = -(-size // 4096) * 4096
@@ -234,6 +236,11 @@ class Load:
             self._require(good, "put")
         self._stamp_of = dict.fromkeys(self.keys, self._stamp)
 
+    def _read_all(self) -> None:
+        """Have the client know where all values lie."""
+        for group in self._groups():
+            self._require(self.client.get_into_many(group, self.sinks) == [self.size] * len(group), "get")
+
     def _next_stamp(self) -> None:
         self._stamp += 1
         for array in self.written:
@@ -251,6 +258,8 @@ class Load:
             self._fill()
         elif name == "put":
             self._next_stamp()
+        else:
+            self._read_all()
         self._into[:] = 0
         calls = self._groups() if many else [[key] for key in self.keys]
         first = at = 0 if op.endswith("1") else self._at[op]
@@ -475,7 +484,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ops", default=",".join(OPS), help="of " + ", ".join(OPS))
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=1.0, help="for each operation in each round (1)")
-    add("--working-set", type=parse_bytes, default=64 * MIB, help="bytes of all values of a size (64M)")
+    add("--working-set", type=parse_bytes, default=64 * MIB, help="bytes of all values of a size, about (64M)")
     add("--unregistered", action="store_true", help="buffers that were not registered")
     add("--json", metavar="FILE", help="write the result there; - is stdout, instead of the table")
     return made
