@@ -314,7 +314,8 @@ class RdmaPath:
         self.connect(time.monotonic() + self.deadline_s)
 
     def tend(self, now: float) -> None:
-        """Look at the worker's pulse and at what the endpoint has said. Waits GLANCE_S at most."""
+        """Look at the worker's pulse and at what the endpoint has said. Waits GLANCE_S at most; where it has asked for
+        grants, for one exchange with it more."""
         sweep()
         with self._changed:
             lane, self._watched = self._watched, None

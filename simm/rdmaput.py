@@ -14,6 +14,8 @@ at once commits what is written first, and takes what the answers bring.
 
 Errors: ``rdmapath.py`` says what becomes of what. Of a key that comes twice in a batch the later value is stored: when
 the later one was settled here, the earlier one does not go by TCP after it.
+An endpoint that has no grants to give because its worker is down says so, and is none the worse for it: what needs one
+goes by TCP, and the lane stays.
 """
 
 from __future__ import annotations

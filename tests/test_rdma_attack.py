@@ -97,8 +97,13 @@ def test_a_path_that_is_closed_while_the_background_looks(monkeypatch: pytest.Mo
         path = path_of(client)
         tend, path.tend = path.tend, lambda now: None  # type: ignore[method-assign]
         time.sleep(0.25)
-        tend(time.monotonic())  # whatever is left of a look before
-        wait_until(lambda: path._idle and path._watched is None, "a lane is idle")
+
+        def idle() -> bool:
+            if path._watched is not None:
+                tend(time.monotonic())
+            return bool(path._idle) and path._watched is None
+
+        wait_until(idle, "a lane is idle")
         town.network.hold()
         posted: list[int] = []
         asked = threading.Event()
@@ -423,8 +428,15 @@ def test_pairs_that_do_not_work_are_tried_last(monkeypatch: pytest.MonkeyPatch) 
             return pair(self, rail, number, *more)
 
         monkeypatch.setattr(Lane, "_pair", counted)
+        tend = path.tend
         path.tend = lambda now: None  # type: ignore[method-assign]
-        wait_until(lambda: path._idle and path._watched is None, "a lane")
+
+        def idle() -> bool:
+            if path._watched is not None:
+                tend(time.monotonic())
+            return bool(path._idle) and path._watched is None
+
+        wait_until(idle, "a lane is idle")
         first = path.take(time.monotonic() + 5)
         for _ in range(6):
             more = path.take(time.monotonic() + 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -316,6 +317,16 @@ def test_memory_that_cannot_be_registered_goes_through_the_pool(
         client = town.rdma()
         value = bytes_of(1, 3 * MIB)
         assert client.put("warm", bytes(8 * MIB))  # the pool is there from now on, with all rails
+        path = path_of(client)
+        tend = path.tend
+        path.tend = lambda now: None  # type: ignore[method-assign]  # while it had the lane, a new one would be made
+
+        def idle() -> bool:
+            if path._watched is not None:
+                tend(time.monotonic())
+            return bool(path._idle) and path._watched is None
+
+        wait_until(idle, "the lane is idle")
         town.network.refuse = lambda what, rail: "no more memory" if what == "register" else ""
         source, sink = client.register(bytearray(value)), client.register(bytearray(len(value)))
         for key, size in (("large", len(value)), ("small", 5000)):
