@@ -444,6 +444,8 @@ class Writing:
             self._answered.add(position)
             self.statuses[position] = status
             self.stored += not status
+            # Where it lay until now: to read there would cost the whole value, to find that it is not that any more.
+            lane.locations.drop(self.digests[position])
         if stale:  # so are the others that we hold
             lane.return_idle()
 
