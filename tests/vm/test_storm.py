@@ -27,8 +27,15 @@ MEMORY = "12M"
 
 @pytest.fixture(scope="module")
 def town(nothing_is_left: Path) -> Iterator[Fleet]:
-    """One data server with two rails."""
-    with world.start(nothing_is_left, devices=f"{SERVER},{SERVER_2}", memory=MEMORY) as fleet:
+    """One data server with one rail."""
+    with world.start(nothing_is_left, memory=MEMORY) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def wide_town(nothing_is_left: Path) -> Iterator[Fleet]:
+    """One with two rails: large values are striped."""
+    with world.start(nothing_is_left, devices=f"{SERVER},{SERVER_2}", memory="24M") as fleet:
         yield fleet
 
 
@@ -43,30 +50,30 @@ def assert_well(result: dict[str, Any], fleet: Fleet) -> None:
     print(told(result, fleet))
     assert not (result["wrong"] or result["back"]), result["said"]
     # On a machine of its own there are some thousands; on one that does other things too, the emulator creeps.
-    assert result["hits"] > 20 and result["stored"] > 20, result
-    assert result["rdma_gets"] > 20 and result["rdma_puts"] > 20, "it was to go by RDMA"
+    assert result["hits"] > 20 and result["stored"] > 10, result
+    assert result["rdma_gets"] > 20 and result["rdma_puts"] > 5, "it was to go by RDMA"
 
 
 def test_storm(town: Fleet) -> None:
-    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=12, seed=1, writers=1, readers=2)
+    result = storm(town.manager.address, CLIENT, seconds=12, seed=1, writers=1, readers=2)
     assert_well(result, town)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", [2, 3, 4])
-def test_storm_long(town: Fleet, seed: int) -> None:
+def test_storm_long(wide_town: Fleet, seed: int) -> None:
     seconds = float(os.environ.get("SIMM_TEST_STORM_SECONDS", "180")) / 3
-    result = storm(town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=seconds, seed=seed, writers=2, readers=4)
-    assert_well(result, town)
+    rails = f"{CLIENT},{CLIENT_2}"
+    result = storm(wide_town.manager.address, rails, seconds=seconds, seed=seed, writers=2, readers=4)
+    assert_well(result, wide_town)
 
 
 def test_without_the_second_look_it_is_noticed(town: Fleet) -> None:
     """Control: readers that believe the first image of a slot return what is no value of the key, or an older one."""
     for seed in range(5):
         result = storm(
-            town.manager.address, f"{CLIENT},{CLIENT_2}", seconds=6, seed=100 + seed, writers=1, readers=1,
-            control="no-reread",
+            town.manager.address, CLIENT, seconds=6, seed=100 + seed, writers=1, readers=1, control="no-reread"
         )  # fmt: skip
         if result["wrong"] or result["back"]:
             return
