@@ -72,7 +72,7 @@ def test_all_goes_by_rdma(town: Fleet) -> None:
         keys = [f"far {number}" for number in range(100)]
         values = [data(1 + 397 * number, number) for number in range(100)]
         with all_by_rdma(client):
-            assert client.put_many(keys, values) == [True] * 100
+            assert client.put_many(keys, values) == [True] * 100, client.stats()
             assert client.get_many(keys) == values
             assert client.exists_many([*keys, "nowhere"]) == [True] * 100 + [False]
             assert client.get("nowhere") is None
