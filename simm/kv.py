@@ -236,6 +236,8 @@ def _leave(store: Store, wanted: _Wanted) -> None:
 
 
 _handler: logging.Handler | None = None
+#: The logger's level before there was one.
+_level_before = logging.NOTSET
 _handler_path: Path | None = None
 
 
@@ -244,7 +246,7 @@ def _log_to(settings: config.Settings) -> None:
 
     With no file wanted the program's own logging decides. Once for each change of the flag.
     """
-    global _handler, _handler_path
+    global _handler, _handler_path, _level_before
     if settings.log_file == _handler_path:
         return
     root = logging.getLogger("simm")
@@ -252,6 +254,7 @@ def _log_to(settings: config.Settings) -> None:
         root.removeHandler(_handler)
         _handler.close()
         _handler, root.propagate = None, True
+        root.setLevel(_level_before)
     _handler_path = settings.log_file
     if settings.log_file is None:
         return
@@ -265,6 +268,7 @@ def _log_to(settings: config.Settings) -> None:
     _handler.setFormatter(logging.Formatter(_LOG_FORMAT))
     root.addHandler(_handler)
     root.propagate = False
+    _level_before = root.level
     root.setLevel(settings.log_level.upper())
     if trouble:
         root.warning("%s", trouble)

@@ -7,15 +7,53 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
+import notes
 import psutil
 import pytest
 from clusters import HERE, STOP_S, Cluster, new_folder, wait_until
+
+#: Tests that need nobody else on the machine but a processor: models, the simulator, networks and GPUs in software,
+#: the engines. All others start servers, stop and kill them, and look at clocks.
+_APART: Final = frozenset((
+    "controls", "crash_points", "endpoint", "evict", "fakefabric", "gpu", "loop", "membership", "mover", "neighbours",
+    "prepared", "rails", "rdma_attack", "rdma_controls", "rdma_faults", "rdma_model", "rdma_path", "rdma_storm",
+    "reader", "remote_arena", "ring", "rpc", "shards", "simulator", "slab", "slot_model", "sglang", "space",
+    "store_model", "store_moves", "table", "target", "topology", "vm_runner",
+))  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For two processes of pytest-xdist: what disturbs each other, and what does not, file by file."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        item.add_marker(pytest.mark.xdist_group(name if name in _APART else "servers"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What tests have to say goes to the process that prints."""
+    notes.hand_over(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Likewise."""
+    notes.take_over(node)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was measured, and what else there is to say."""
+    notes.report(terminalreporter)
 
 
 def _ours() -> list[str]:
@@ -63,6 +101,15 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert not _ours(), "processes left behind"
     assert not segments, "segments left in /dev/shm"
     assert not left, "files left behind"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command run in this process sets up logging for all that comes after; here that ends with the test."""
+    root = logging.getLogger("simm")
+    before = (root.handlers[:], root.propagate, root.level)
+    yield
+    root.handlers[:], root.propagate, root.level = before
 
 
 @pytest.fixture(scope="session")

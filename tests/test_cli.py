@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import re
 import signal
@@ -37,11 +36,8 @@ def as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("SIMM_")]:
         monkeypatch.delenv(name)
     handler = signal.getsignal(signal.SIGTERM)
-    root = logging.getLogger("simm")
-    before = (root.handlers[:], root.propagate, root.level)
     yield
     signal.signal(signal.SIGTERM, handler)
-    root.handlers[:], root.propagate, root.level = before
 
 
 Run = Callable[..., tuple[int, str, str]]

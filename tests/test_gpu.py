@@ -1153,7 +1153,10 @@ def late_writes(fake: FakeCuda, cluster: Any, namespace: str, count: int) -> Non
         for each in list(fake._handles.values()):
             if isinstance(each, fakecuda.Stream):
                 fake._run(each)
-        wrong = [key for key, got, value in zip(keys, client.get_many(keys), values) if got != value]
+        # A miss is no harm: the cluster's memory may be full of other tests' values.
+        found = [(got, value) for got, value in zip(client.get_many(keys), values) if got is not None]
+        assert len(found) > 4
+        wrong = sum(got != value for got, value in found)
         session.copying.clear()
     for stream in gpu._LOST:
         cuda.load().push(0)
@@ -1165,7 +1168,7 @@ def late_writes(fake: FakeCuda, cluster: Any, namespace: str, count: int) -> Non
         part.close()
     pinned._STUCK.clear()
     if wrong:
-        raise Harm(f"a late write went into {len(wrong)} others' values")
+        raise Harm(f"a late write went into {wrong} others' values")
     assert still_there == [None], "the session's grants are kept until the process ends"
 
 

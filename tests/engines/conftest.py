@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import engine_processes
+import notes
 import pytest
 from engine_processes import Cluster, Engine, Unavailable
-
-_said: set[str] = set()
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +33,4 @@ def engine_cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def say() -> Any:
     """Adds a line to the end of pytest's output: what ran, and what stood in for what."""
-    return _said.add
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for line in sorted(_said):
-        terminalreporter.write_line(line)
+    return notes.note

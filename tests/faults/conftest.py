@@ -6,17 +6,10 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from . import measures
 from .fleet import Fleet
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was measured."""
-    measures.report(terminalreporter)
 
 
 @pytest.fixture

@@ -10,27 +10,19 @@ import os
 import time
 from typing import Any, Final
 
+import notes
+
 ENV: Final = "SIMM_TEST_MEASURES"
-_lines: list[str] = []
 
 
 def measured(what: str, value: float, unit: str, bound: str = "", **more: Any) -> float:
     """Note one figure; returns it. ``bound`` is the requirement in words, ``more`` what else there is to say."""
     shown = f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
     extra = "".join(f", {key} {more[key]}" for key in more)
-    _lines.append(f"{what}: {shown} {unit}{f' (bound {bound})' if bound else ''}{extra}")
+    notes.note(f"{what}: {shown} {unit}{f' (bound {bound})' if bound else ''}{extra}", "measured")
     path = os.environ.get(ENV)
     if path:
         row = {"what": what, "value": value, "unit": unit, "bound": bound, "at": round(time.time()), **more}
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
     return value
-
-
-def report(terminal: Any) -> None:
-    """Print all of them, once."""
-    if _lines:
-        terminal.section("measured")
-        for line in _lines:
-            terminal.write_line(line)
-        _lines.clear()

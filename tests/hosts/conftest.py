@@ -1,4 +1,4 @@
-"""Skips, with the reason, where hosts cannot be played; prints what was measured."""
+"""Skips, with the reason, where hosts cannot be played."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from faults import measures
 
 from .hosts import Hosts, why_no_wire, why_not
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was measured."""
-    measures.report(terminalreporter)
 
 
 @pytest.fixture(scope="module")
