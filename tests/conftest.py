@@ -33,7 +33,7 @@ _APART: Final = frozenset((
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For two processes of pytest-xdist: what disturbs each other, and what does not, file by file."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not getattr(config.option, "loadgroup", False):
         return
     for item in items:
         name = item.path.stem.removeprefix("test_")
