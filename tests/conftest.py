@@ -30,14 +30,17 @@ _APART: Final = frozenset((
 ))  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For two processes of pytest-xdist: what disturbs each other, and what does not, file by file."""
-    if not getattr(config.option, "loadgroup", False):
-        return
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        item.add_marker(pytest.mark.xdist_group(name if name in _APART else "servers"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist (``-n 2``): one process has all that disturbs each other, another one the rest, file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Apart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+            return name if name in _APART else "servers"
+
+    return Apart(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
