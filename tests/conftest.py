@@ -32,7 +32,7 @@ _APART: Final = frozenset((
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist (``-n 2``): one process has all that disturbs each other, another one the rest, file by file."""
+    """With pytest-xdist (``-n 2``): one process has all that disturbs each other, another one the rest."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Apart(LoadScopeScheduling):
