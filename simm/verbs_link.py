@@ -228,7 +228,9 @@ class VerbsLink:
             raise FabricError("the link is connected already")
         library, rail = self._library, self.rail
         if rail.ethernet and not neighbours.answers(peer.gid, rail.gid):
-            raise FabricError(f"{rail.name}: nobody answers for {_text_of(peer.gid)}")
+            why = f"{rail.name}: nobody answers for {_text_of(peer.gid)}"
+            self._break(why, "")
+            raise FabricError(why)
         try:
             gid = library.GID(ipaddress.IPv6Address(peer.gid).exploded)
             route = library.GlobalRoute(dgid=gid, sgid_index=rail.gid_index, hop_limit=_HOPS)

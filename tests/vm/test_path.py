@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,8 +201,13 @@ def test_several_clients_and_threads(town: Fleet) -> None:
         rng = random.Random(name)
         for number in range(12):
             key, value = f"{name} {number % 5}", data(rng.choice((100, 9000, 200_000)), (name, number))
-            if not client.put(key, value) or client.get(key) != value:
-                wrong.append(f"{key}: {client.stats()}")
+            began = time.monotonic()
+            put = client.put(key, value)
+            got = client.get(key)
+            if not put or got != value:
+                seconds = time.monotonic() - began
+                what = "misses" if got is None else "is right" if got == value else "is WRONG"
+                wrong.append(f"{key}: put {put}, get {what}, {seconds:.1f} s, {client.counters}")
 
     with connected(town) as one, connected(town, namespace="another") as two:
         assert path_of(one)._fabric() is path_of(two)._fabric(), "one fabric a process"
@@ -214,7 +220,7 @@ def test_several_clients_and_threads(town: Fleet) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not wrong, wrong
+        assert not wrong, "\n".join(wrong)
         assert one.counters["rdma_puts"] + two.counters["rdma_puts"] == 72
         assert one.counters["rdma_fallbacks"] == two.counters["rdma_fallbacks"] == 0
 
