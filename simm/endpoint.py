@@ -297,6 +297,10 @@ class Endpoint(Service):
                     self.granted_bytes += lane.granted_bytes - before
             if len(grants) < count:
                 enough = False
+                log.debug(
+                    "%d of %d chunks of %d bytes: %d allowed, the lane has %d bytes, all have %d",
+                    len(grants), count, chunk, allowed, lane.granted_bytes, self.granted_bytes,
+                )  # fmt: skip
                 if allowed < count:
                     self._recall(chunk * (count - allowed), lane)
         return enough

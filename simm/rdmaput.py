@@ -197,7 +197,7 @@ class Writing:
 
     def put(self, positions: Sequence[int]) -> None:
         """Put them all. Raises TransportError; :meth:`left_over` says what is left then."""
-        sources = self.sources
+        sources, lane = self.sources, self.lane
         self._todo = len(positions)
         for position in positions:
             source = sources[position]
@@ -207,6 +207,7 @@ class Writing:
                 continue
             grant = self._grant(len(source))
             if grant is None:
+                log.debug("%r: no grant for %d bytes", lane, len(source))
                 self._left.add(position)
                 continue
             self._write(position, source, grant)
@@ -447,6 +448,7 @@ class Writing:
             # Where it lay until now: to read there would cost the whole value, to find that it is not that any more.
             lane.locations.drop(self.digests[position])
         if stale:  # so are the others that we hold
+            log.debug("%r: its grants were another worker's", lane)
             lane.return_idle()
 
 
