@@ -70,8 +70,13 @@ def nothing_left() -> Iterator[None]:
         time.sleep(0.1)
 
 
+#: The lifespan of hw_counters, seconds.
+_COUNTERS_S: Final = 0.01
+
+
 def carried(device: str) -> int:
-    """Packets that it has sent and received."""
+    """Packets that it has sent and received, by now: the kernel counts anew when its last answer is 10 ms old."""
+    time.sleep(2 * _COUNTERS_S)
     counters = _IB / device / "ports/1/hw_counters"
     return sum(int((counters / name).read_text()) for name in ("sent_pkts", "rcvd_pkts"))
 
