@@ -272,19 +272,26 @@ class Endpoint(Service):
         if session is None:
             return False
         enough = True
+        old = list(lane.prepared)
         for size, count in wants:
             chunk = chunk_bytes_for(size)
             allowed = min(count, self._room(lane, session, chunk))
             grants = _taken(session, size, allowed)
-            if len(grants) < allowed:
-                try:
+            try:
+                if len(grants) < allowed:
                     session.ask([(size, allowed - len(grants))])
-                except TransportError as exc:
-                    log.warning("no grants: %s", exc)
-                    for grant in grants:  # the session may go on
-                        session.untake(grant)
-                    return False
-                grants += _taken(session, size, allowed - len(grants))
+                    grants += _taken(session, size, allowed - len(grants))
+                if not grants and self._spare(lane, session, old):
+                    old = []
+                    session.ask([(size, 1)])
+                    grants += _taken(session, size, 1)
+            except FabricError:
+                raise
+            except TransportError as exc:
+                log.warning("no grants: %s", exc)
+                for grant in grants:  # the session may go on
+                    session.untake(grant)
+                return False
             if grants:
                 before = lane.granted_bytes
                 try:
@@ -301,9 +308,18 @@ class Endpoint(Service):
                     "%d of %d chunks of %d bytes: %d allowed, the lane has %d bytes, all have %d",
                     len(grants), count, chunk, allowed, lane.granted_bytes, self.granted_bytes,
                 )  # fmt: skip
-                if allowed < count:
-                    self._recall(chunk * (count - allowed), lane)
+                if not grants or allowed < count:
+                    self._recall(chunk * (count - len(grants)), lane)
         return enough
+
+    def _spare(self, lane: LaneEnd, session: WorkerSession, prepared: Sequence[Held]) -> bool:
+        """The worker has no room: give back what nobody uses yet, of other sizes as it is. Was there any?
+
+        Each slab with a single chunk of it cannot become one of the size that is wanted. Raises FabricError: close the
+        lane then.
+        """
+        self._release(lane, [held for held in prepared if held in lane.prepared])
+        return session.return_idle() > 0 or bool(prepared)
 
     def _room(self, lane: LaneEnd, session: WorkerSession, chunk: int) -> int:
         """How many more such chunks the lane may have; one at least if it has none."""

@@ -165,6 +165,7 @@ class Writing:
         self._writing: deque[_Group] = deque()
         self._flying: deque[tuple[int, _Group]] = deque()
         self._group: _Group | None = None
+        self._positions: Sequence[int] = ()
         self._todo = 0
         self._refused = False
 
@@ -198,7 +199,9 @@ class Writing:
     def put(self, positions: Sequence[int]) -> None:
         """Put them all. Raises TransportError; :meth:`left_over` says what is left then."""
         sources, lane = self.sources, self.lane
+        self._positions = positions
         self._todo = len(positions)
+        short = False
         for position in positions:
             source = sources[position]
             self._todo -= 1
@@ -209,6 +212,7 @@ class Writing:
             if grant is None:
                 log.debug("%r: no grant for %d bytes", lane, len(source))
                 self._left.add(position)
+                short = True
                 continue
             self._write(position, source, grant)
         self._post()
@@ -216,6 +220,8 @@ class Writing:
             self._commit(self._writing.popleft())
         while self._flying:
             self._collect()
+        if short:  # who puts these now needs the room that we keep for others
+            lane.return_idle()
 
     def _grant(self, length: int) -> LaneGrant | None:
         """A grant for a value of this size; None when there is no room for more."""
@@ -233,10 +239,8 @@ class Writing:
                 self._collect()
             grant = lane.take(length)
         if grant is None and not self._refused:
-            chunk = chunk_bytes_for(length)
-            count = max(1, min(self._todo + 1, max(ahead(chunk), ASK_BYTES // chunk)))
             try:
-                lane.ask(length, count)
+                lane.ask(length, self._alike(length))
                 grant = lane.take(length)
                 if grant is None and lane.return_idle():
                     lane.ask(length, 1)
@@ -245,6 +249,22 @@ class Writing:
                 log.debug("no grants: %s", exc)
                 self._refused = True
         return grant
+
+    def _alike(self, length: int) -> int:
+        """How many grants to ask for at once: for all values of this chunk size that are left, this one included."""
+        chunk = chunk_bytes_for(length)
+        most = max(1, ahead(chunk), ASK_BYTES // chunk)
+        left = self._todo + 1
+        if left == 1 or most == 1:
+            return 1
+        sources = self.sources
+        alike = 0
+        # Each chunk of another size than is needed may keep a slab from who needs it.
+        for position in self._positions[-left:]:
+            alike += chunk_bytes_for(len(sources[position])) == chunk
+            if alike == most:
+                break
+        return alike
 
     def _write(self, position: int, source: Source, grant: LaneGrant) -> None:
         """Post, or get ready to post, the WRITEs of one value."""

@@ -124,6 +124,25 @@ def test_values_of_any_size_at_once_through_few_blocks(monkeypatch: pytest.Monke
         path_of(client).bounce.check()
 
 
+@pytest.mark.parametrize("windows", [True, False])
+def test_more_sizes_than_the_arena_has_slabs(monkeypatch: pytest.MonkeyPatch, windows: bool) -> None:
+    """A grant keeps the slab that it lies in: those that nobody writes into must not keep a value out."""
+    with RdmaTown(monkeypatch, size=16 * MIB, windows=windows) as town:
+        with town.rdma() as client, town.rdma() as other:
+            for count in (20, 60, 100):
+                keys = [f"{count} {key}" for key in range(count)]
+                values = [bytes_of(key, 1 + 397 * key) for key in range(count)]
+                assert all(client.put_many(keys, values))
+                assert all([client.put(key, value) for key, value in zip(keys, values)])  # noqa: C419
+                assert client.counters["rdma_fallbacks"] == 0
+                got = client.get_many(keys)
+                assert any(got) and all(each in (None, value) for each, value in zip(got, values))
+            # What the other keeps for values to come is asked back, and until then some may find no room.
+            other.put_many(keys, values)
+            wait_until(lambda: all(other.put_many(keys, values)), "all find room")
+            town.node.endpoint.call(town.node.endpoint.endpoint.check)
+
+
 def test_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     with RdmaTown(monkeypatch, size=64 * MIB) as town:
         client = town.rdma(checksum=True)

@@ -39,7 +39,7 @@ def town(nothing_is_left: Path, far: Far) -> Iterator[Fleet]:
     """A manager and two data servers with two NUMA nodes each, over there."""
     arguments = ("--numa", "0,1")
     places = [far] * 3
-    with world.start(nothing_is_left, 2, devices=DEVICES, memory="48M", more=arguments, places=places) as fleet:
+    with world.start(nothing_is_left, 2, devices=DEVICES, memory="160M", more=arguments, places=places) as fleet:
         yield fleet
 
 
