@@ -115,6 +115,7 @@ class LaneEnd:
         covers = [held.covers.pop(number) for held in self.holds() if number in held.covers]
         if self.windows is not None:
             self.windows.free(covers)
+            self.windows.retire(self.rails[number], link)
         return True
 
     # -- grants -----------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class LaneEnd:
             try:
                 for number, link in enumerate(self.links):
                     if link is not None:
-                        covers.append((number, link, self.windows.prepare(self.rails[number], chunks)))
+                        covers.append((number, link, self.windows.prepare(self.rails[number], link, chunks)))
             except FabricError as exc:
                 for _, _, taken in covers:
                     self.windows.recycle(taken)
@@ -212,13 +213,16 @@ class LaneEnd:
         for link in self.links:
             if link is not None:
                 link.close()
-        self.links = []
+        links, self.links = self.links, []
         held = list(self.holds())
         self.grants, self.prepared, self.granted_bytes = {}, [], 0
         if self.windows is not None:
             try:
                 for each in held:
                     self.windows.free(each.covers.values())
+                for rail, link in zip(self.rails, links):
+                    if link is not None:
+                        self.windows.retire(rail, link)
             except FabricError as exc:  # a window that cannot be freed lets nobody write: its link has gone
                 log.error("freeing memory windows: %s", exc)
         return held

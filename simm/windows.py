@@ -5,7 +5,10 @@ chunk is published or given back, which ends the key: a WRITE that comes later i
 the link that it came by. So a late WRITE, of a client that was thought dead or that is mad, never reaches a chunk
 that is somebody else's by now.
 
-* Making a window is a call into the kernel; binding one is a few hundred ns of the device. They are pooled.
+* Making a window is a call into the kernel; binding one is a few hundred ns of the device. They are pooled, for each
+  link of its own: the kernel destroys what a process that is killed had in the reverse order of making, and a queue
+  pair that is to go while an *older* window is bound to it is waited for. With soft-RoCE that was 50 s for each link,
+  with the process undead and no successor all the while.
 * A window that was bound when its link was destroyed is in no state to be relied upon: it is freed, not pooled.
 * Cards compare a WRITE with the window's bounds. Linux's soft-RoCE (rxe, as of 6.1) looks up the window's key, and its
   link, and then compares with the bounds of the region below it: there only the time of a WRITE is guarded, not its
@@ -23,17 +26,18 @@ from .arena_regions import Registration
 from .errors import CorruptionError
 from .fabric import Access, Binding, FabricError, Link, Region, Window
 
-#: Idle windows kept, for each rail.
+#: Idle windows kept, for each link.
 IDLE_MAX: Final = 4096
 
 
 class Cover:
     """A window over one chunk for one link. ``bridge``: the region of its own that it needed."""
 
-    __slots__ = ("binding", "bridge", "rail")
+    __slots__ = ("binding", "bridge", "link", "rail")
 
-    def __init__(self, rail: int, binding: Binding, bridge: Region | None) -> None:
+    def __init__(self, rail: int, link: Link, binding: Binding, bridge: Region | None) -> None:
         self.rail = rail
+        self.link = link
         self.binding = binding
         self.bridge = bridge
 
@@ -49,7 +53,8 @@ class Windows:
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
         self._rails = registration.rails
-        self._idle: list[list[Window]] = [[] for _ in self._rails]
+        #: By link; which are compared by identity, and kept until :meth:`retire`.
+        self._idle: dict[Link, list[Window]] = {}
         self._made = [0] * len(self._rails)
 
     @property
@@ -63,25 +68,25 @@ class Windows:
 
     def check(self, in_use: int) -> None:
         """``in_use``: windows of all lanes. Raises CorruptionError when the books contradict themselves."""
-        idle = sum(map(len, self._idle))
+        idle = sum(map(len, self._idle.values()))
         if self.made != idle + in_use:
             raise CorruptionError(f"{self.made} windows, of which {idle} are idle and {in_use} in use")
 
-    def prepare(self, rail: int, chunks: Sequence[tuple[int, int]]) -> list[Cover]:
-        """Windows, not yet bound, for chunks (offset in the segment, bytes).
+    def prepare(self, rail: int, link: Link, chunks: Sequence[tuple[int, int]]) -> list[Cover]:
+        """Windows, not yet bound, for a link of that rail and chunks (offset in the segment, bytes).
 
         Raises FabricError when there are not enough, and has taken none then.
         """
         covers: list[Cover] = []
         try:
             for offset, length in chunks:
-                covers.append(self._one(rail, offset, length))
+                covers.append(self._one(rail, link, offset, length))
         except FabricError:
             self.recycle(covers)
             raise
         return covers
 
-    def _one(self, rail: int, offset: int, length: int) -> Cover:
+    def _one(self, rail: int, link: Link, offset: int, length: int) -> Cover:
         registration, place = self._registration, self._rails[rail]
         address = registration.address_of(offset)
         region = registration.region_of(rail, offset, length)
@@ -92,7 +97,7 @@ class Windows:
             region = bridge = place.register(
                 address, length, Access.REMOTE_READ | Access.LOCAL_WRITE | Access.WINDOWS
             )
-        idle = self._idle[rail]
+        idle = self._idle.get(link)
         if idle:
             window = idle.pop()
         else:
@@ -105,7 +110,7 @@ class Windows:
                     bridge.close()
                 raise
             self._made[rail] += 1
-        return Cover(rail, Binding(window, region, address, length), bridge)
+        return Cover(rail, link, Binding(window, region, address, length), bridge)
 
     def bind(self, link: Link, covers: Sequence[Cover]) -> None:
         """Bind them to a link: their keys are good from now on. Raises FabricError: close the link then."""
@@ -121,9 +126,9 @@ class Windows:
             link.invalidate([cover.binding.window for cover in covers[start : start + link.depth]])
 
     def recycle(self, covers: Iterable[Cover]) -> None:
-        """Keep windows that are not bound for the next."""
+        """Keep windows that are not bound for the next chunks of their link."""
         for cover in covers:
-            idle = self._idle[cover.rail]
+            idle = self._idle.setdefault(cover.link, [])
             if len(idle) < IDLE_MAX:
                 idle.append(cover.binding.window)
             else:
@@ -137,6 +142,12 @@ class Windows:
             self._close(cover)
             if cover.bridge is not None:
                 cover.bridge.close()
+
+    def retire(self, rail: int, link: Link) -> None:
+        """A link of that rail has been closed: free those that were kept for it."""
+        for window in self._idle.pop(link, ()):
+            window.close()
+            self._made[rail] -= 1
 
     def _close(self, cover: Cover) -> None:
         cover.binding.window.close()

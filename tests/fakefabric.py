@@ -33,6 +33,7 @@ What code under test must not do though no error tells (two threads in one link 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -113,6 +114,7 @@ class FakeWindow:
         self.link: FakeLink | None = None
         self.address = self.length = 0
         self.open = True
+        self.born = next(rail.network.births)
         rail.windows.append(self)
 
     def bind(self, link: FakeLink, region: FakeRegion, address: int, length: int) -> None:
@@ -178,6 +180,7 @@ class FakeLink:
         self.open = True
         self.why = self.status = ""
         self._user = threading.Lock()
+        self.born = next(network.births)
         network.links[self.qpn] = self
         rail.links.append(self)
 
@@ -670,6 +673,8 @@ class FakeNetwork:
         between: Callable[[], None] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
+        #: The order in which links and windows were made.
+        self.births = itertools.count()
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.limits = Limits(region_bytes, windows, reads, depth)

@@ -154,6 +154,23 @@ def test_two_lanes(server: EndpointThread, worker: WorkerThread) -> None:
         assert two.commit((digest_of("two"), theirs, 64))[0] == [OK] and stored(worker, "two") == b"2" * 64
 
 
+def test_windows_are_younger_than_the_link_that_they_are_bound_to(server: EndpointThread) -> None:
+    """A kernel that cleans up after a killed process destroys the youngest first, and waits for a link's windows."""
+    network = server.endpoint.devices.registration.rails[0].network  # type: ignore[union-attr, attr-defined]
+    for _turn in range(3):  # what the lanes before have left behind is there to be used
+        with lane(server) as one, lane(server) as two:
+            for mine in (one, two):
+                for grant in mine.grant(4096, 4)[:2]:
+                    assert mine.commit((digest_of("k"), grant, 4096))[0] == [OK]
+                mine.grant(4096, 4)
+            with network.lock:
+                bound = [window for link in links_of(server) for window in link.rail.windows if window.link is link]
+                assert len(bound) == 12
+                assert all(window.born > window.link.born for window in bound if window.link is not None)
+        server.until(lambda stats: not stats["lanes"], "the lanes are closed")
+        assert server.stats()["windows"] == 0, "they go with their link"
+
+
 def test_a_commit_of_what_is_not_its_own(server: EndpointThread, worker: WorkerThread) -> None:
     with lane(server) as one, lane(server) as two:
         (mine,), (theirs,) = one.grant(64), two.grant(64)
