@@ -84,7 +84,11 @@ class LinkAddress(NamedTuple):
 
 
 class Region(Protocol):
-    """Registered memory. Keep it as long as anything may use its keys."""
+    """Registered memory. Keep it as long as anything may use its keys.
+
+    ``address``: what its first byte is called in operations: where it lies, for host memory; for a dma-buf whatever the
+    library could be made to say, which may be any number, 0 too.
+    """
 
     address: int
     length: int
@@ -166,6 +170,11 @@ class Rail(Protocol):
 
     def register(self, address: int, length: int, access: Access) -> Region:
         """Register memory that exists and stays. Raises FabricError with the remedy (memlock, size)."""
+
+    def register_dmabuf(self, fd: int, offset: int, length: int, access: Access) -> Region:
+        """Register ``length`` bytes of a dma-buf from ``offset`` on; the region's ``address`` says what they are called
+        in operations. The descriptor stays the caller's, who may close it at once. Raises FabricError with the reason.
+        """
 
     def link(self) -> Link:
         """A new, unconnected link."""

@@ -45,6 +45,16 @@ all of that. WRITEs are not sent inline: the processor would copy from the addre
 GPU's. The fence of verbs waits for earlier READs; that a READ is carried out after earlier WRITEs is the responder's
 order.
 
+dma-buf
+-------
+``DmaBufMR(pd, length, access, dmabuf=descriptor, offset=...)`` calls ``ibv_reg_dmabuf_mr`` with the offset as the I/O
+virtual address too, and has no parameter for another: operations on such a region count from the offset, and not from
+the GPU's address. (``ibv_reg_dmabuf_mr`` itself takes any, and mlx5's own ``Mlx5DmaBufMR`` has a parameter for it, in
+later versions and for that card alone; the plain one would need the pointer to the ``ibv_pd``, which pyverbs does not
+give.) So ``Region.address`` is the offset, and who posts translates (``gpudirect.py``). Without a descriptor pyverbs
+allocates memory of a GPU's by itself; so one is always passed. From then on the kernel has its own reference to the
+dma-buf, and the descriptor may be closed.
+
 Windows
 -------
 Type 2, bound by a work request to one queue pair (so another client cannot use a key that it guessed). pyverbs sends

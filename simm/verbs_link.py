@@ -66,11 +66,25 @@ _WINDOWS_2: Final = 1 << 23 | 1 << 24
 _ETHERNET: Final = 2
 
 
-class VerbsRegion:
-    """A memory region; see :class:`simm.fabric.Region`."""
+#: What a refusal of a dma-buf means, by the name of its errno.
+_DMABUF_HINTS: Final = {
+    "EOPNOTSUPP": ": the device's driver takes none (mlx5 does from kernel 5.12 on)",
+    "ENOSYS": ": the device's driver takes none (mlx5 does from kernel 5.12 on)",
+    "EBADF": ": that descriptor is no dma-buf",
+    "EINVAL": ": the device does not take this one, or not these rights to it",
+    "ENOMEM": ": the device cannot map so much of it (the GPU's BAR, the IOMMU)",
+    "EFAULT": ": the GPU's memory cannot be reached from that device",
+}
 
-    def __init__(self, rail: VerbsRail, address: int, length: int, access: Access) -> None:
-        if length < 1 or address < 1:
+
+class VerbsRegion:
+    """A memory region; see :class:`simm.fabric.Region`. ``dmabuf``: descriptor of the one that it is of; ``address`` is
+    the offset in it then."""
+
+    def __init__(
+        self, rail: VerbsRail, address: int, length: int, access: Access, dmabuf: int | None = None
+    ) -> None:
+        if length < 1 or address < (1 if dmabuf is None else 0):
             raise FabricError(f"cannot register {length} bytes at {address:#x}", "EINVAL")
         if length > rail.limits.region_bytes:
             raise FabricError(
@@ -84,9 +98,15 @@ class VerbsRegion:
         rights = sum(value for right, value in library.rights if access & right)
         stack = Stack(library)
         try:
-            self.mr = stack.make("a region", lambda: library.MR(rail.pd, length, rights, address=address))
+            if dmabuf is None:
+                self.mr = stack.make("a region", lambda: library.MR(rail.pd, length, rights, address=address))
+            else:
+                self.mr = stack.make("a region", lambda: _of_dmabuf(rail, dmabuf, address, length, rights))
         except FabricError as error:
             what = f"{rail.name}: cannot register {length} bytes"
+            if dmabuf is not None:
+                hint = _DMABUF_HINTS.get(error.status, "")
+                raise FabricError(f"{what} of a dma-buf: {error}{hint}", error.status) from error
             if error.status in ("ENOMEM", "EPERM"):
                 limit = rails_.memlock_bytes()
                 raise FabricError(
@@ -115,6 +135,17 @@ class VerbsRegion:
             self._stack.close()
             self.open = False
             self.rail.regions.discard(self)
+
+
+def _of_dmabuf(rail: VerbsRail, fd: int, offset: int, length: int, rights: int) -> Any:
+    """A dma-buf MR of pyverbs: see "dma-buf" in verbs. Raises FabricError where it has none for descriptors."""
+    library = rail.library
+    if library.DmaBufMR is None:
+        raise FabricError("this pyverbs has no call for it: install rdma-core and python3-pyverbs 44 or later")
+    try:
+        return library.DmaBufMR(rail.pd, length, rights, dmabuf=fd, offset=offset)
+    except TypeError as error:  # before descriptors were taken
+        raise FabricError(f"this pyverbs takes no descriptor ({error}): install rdma-core 44 or later") from error
 
 
 class VerbsWindow:
@@ -542,6 +573,13 @@ class VerbsRail:
         with self.lock:
             self._usable()
             region = VerbsRegion(self, address, length, access)
+            self.regions.add(region)
+            return region
+
+    def register_dmabuf(self, fd: int, offset: int, length: int, access: Access) -> Region:
+        with self.lock:
+            self._usable()
+            region = VerbsRegion(self, offset, length, access, fd)
             self.regions.add(region)
             return region
 

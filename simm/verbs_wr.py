@@ -62,6 +62,8 @@ class Library:
         self.CompChannel: Any = modules["cq"].CompChannel
         self.Context: Any = modules["device"].Context
         self.MR: Any = modules["mr"].MR
+        #: None in versions before 34.
+        self.DmaBufMR: Any = getattr(modules["mr"], "DmaBufMR", None)
         self.MW: Any = modules["mr"].MW
         self.MWBindInfo: Any = modules["mr"].MWBindInfo
         self.PD: Any = modules["pd"].PD
