@@ -38,11 +38,22 @@ MEMORY_HOST: Final = 1
 MEMORY_DEVICE: Final = 2
 MEMORY_UNIFIED: Final = 4
 
-#: CUdevice_attribute
+#: CUdevice_attribute (docs.nvidia.com/cuda/cuda-driver-api, group CUDA__TYPES).
 HOST_REGISTER_SUPPORTED: Final = 99
 READ_ONLY_HOST_REGISTER_SUPPORTED: Final = 113
+#: By nvidia_p2p_get_pages, which is what nvidia-peermem calls; dma-buf has an attribute of its own.
 GPU_DIRECT_RDMA_SUPPORTED: Final = 116
+#: A mask of CUflushGPUDirectRDMAWritesOptions.
+GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: Final = 117
+#: A CUGPUDirectRDMAWritesOrdering: who sees, without a flush, what other devices wrote.
+GPU_DIRECT_RDMA_WRITES_ORDERING: Final = 118
 DMA_BUF_SUPPORTED: Final = 124
+
+#: CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: cuFlushGPUDirectRDMAWrites works on that device.
+FLUSH_BY_HOST: Final = 1
+#: CUflushGPUDirectRDMAWritesScope, comparable with CUGPUDirectRDMAWritesOrdering (none 0, the owner 100): all GPUs.
+ALL_DEVICES: Final = 200
+_CURRENT_CONTEXT: Final = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 
 #: CUstream values that are no handles: CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
 STREAM_LEGACY: Final = 1
@@ -54,6 +65,7 @@ REGISTER_READ_ONLY: Final = 8
 
 _POINTER_MEMORY_TYPE: Final = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _POINTER_SYNC_MEMOPS: Final = 6  # CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+_POINTER_IS_MANAGED: Final = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED
 _POINTER_DEVICE_ORDINAL: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _EVENT_DISABLE_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 _DMA_BUF_FD: Final = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -101,10 +113,11 @@ FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "event_destroy": ("cuEventDestroy_v2", (_handle,)),
     "event_record": ("cuEventRecord", (_handle, _handle)),
     "event_synchronize": ("cuEventSynchronize", (_handle,)),
+    "flush_writes": ("cuFlushGPUDirectRDMAWrites", (_int, _int)),
     "range_handle": ("cuMemGetHandleForAddressRange", (ctypes.c_void_p, _address, _size, _int, ctypes.c_ulonglong)),
 }
-#: Since CUDA 11.7; what uses it says that it is not there.
-_OPTIONAL: Final = {"range_handle"}
+#: Since CUDA 11.3 and 11.7; what uses them says that they are not there.
+_OPTIONAL: Final = {"flush_writes", "range_handle"}
 
 
 class CudaError(TransportError):
@@ -240,6 +253,12 @@ class Driver:
         self._call("pointer_attribute", ctypes.byref(device), _POINTER_DEVICE_ORDINAL, address)
         return kind.value, device.value
 
+    def managed(self, address: int) -> bool:
+        """Is it managed memory, which the driver moves between host and GPUs?"""
+        value = ctypes.c_uint()
+        self._call("pointer_attribute", ctypes.byref(value), _POINTER_IS_MANAGED, address)
+        return bool(value.value)
+
     def host_register(self, address: int, size: int, *, read_only: bool = False) -> None:
         """Pin host memory, for all contexts; takes the time of faulting it in. A context must be current."""
         flags = REGISTER_PORTABLE | (REGISTER_READ_ONLY if read_only else 0)
@@ -264,8 +283,26 @@ class Driver:
         those who let other devices read and write it."""
         self._call("set_pointer_attribute", ctypes.byref(ctypes.c_uint(1)), _POINTER_SYNC_MEMOPS, address)
 
+    @property
+    def flushes(self) -> bool:
+        """Does this driver have :meth:`flush_writes`?"""
+        return "flush_writes" in self._calls
+
+    def flush_writes(self) -> None:
+        """Wait until what other devices have written into memory of the current context's GPU is visible to all GPUs.
+
+        It is a call of the processor's and waits for no stream. Nothing happens where no flush is needed.
+        """
+        if not self.flushes:
+            raise CudaError("this driver is older than CUDA 11.3 and flushes no writes", _NOT_SUPPORTED)
+        self._call("flush_writes", _CURRENT_CONTEXT, ALL_DEVICES)
+
     def dma_buf(self, address: int, size: int) -> int:
-        """A new dma-buf descriptor of device memory, both page-aligned; the caller closes it."""
+        """A new dma-buf descriptor of device memory, both multiples of the host's page size; the caller closes it.
+
+        All of it must be of one allocation that the driver exports. Memory of stream-ordered pools, and of reserved
+        addresses (cuMemMap) without leave for GPUDirect RDMA, may not be: the driver refuses then.
+        """
         if "range_handle" not in self._calls:
             raise CudaError("this driver is older than CUDA 11.7 and exports no dma-buf", _NOT_SUPPORTED)
         fd = ctypes.c_int(-1)
