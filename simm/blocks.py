@@ -22,7 +22,7 @@ import numpy as np
 from .buffers import OnDevice, Span, tensor_span
 from .errors import UsageError
 from .gpu import DeviceSpan, device_span
-from .registry import registered
+from .gpudirect import registered
 
 log = logging.getLogger("simm.kv")
 

@@ -64,12 +64,12 @@ from .cuda import CudaError
 from .errors import ConfigError, RemoteProtocolError, TransportError, UsageError
 from .gets import Gets, session_failed
 from .gpu import device_span
+from .gpudirect import registered
 from .hashing import SHARD_MASK, Hasher
 from .messages import Status
 from .puts import Puts
 from .quantities import parse_addresses, paths
 from .rdmaput import RdmaPut
-from .registry import registered
 from .replicas import Replicas
 from .routing import Router, Routes
 from .shards import MOVING
@@ -286,7 +286,7 @@ class Client:
                 return registered(span)
             view = view_of(buffer)
         except OnDevice:
-            return device_span(buffer)
+            return registered(device_span(buffer))
         if not view.nbytes:
             raise UsageError("an empty buffer cannot be registered")
         return registered(Span(address_of(view), view.nbytes, writable=not view.readonly, keep=view))

@@ -4,6 +4,8 @@ On the same host a GET is one DMA straight out of the arena and a PUT is one int
 registered with the CUDA driver (``pinned.py``). While it is not, and on every other path, values pass through two
 small pieces of pinned memory in turns: the CPU fills one while the GPU empties the other.
 
+Over RDMA the device may read and write GPU memory itself; ``gpudirect.py`` has that, under the same rules.
+
 Order and completion: what a caller may assume
 ----------------------------------------------
 * When a get has returned, the value lies in GPU memory; when a put has returned, it has read all it reads. Nothing is
@@ -76,9 +78,10 @@ class DeviceSpan(Span):
     __slots__ = ("device", "stream")
 
     def __init__(
-        self, address: int, size: int, *, device: int, stream: int = 0, writable: bool = True, keep: Any = None
-    ) -> None:
-        super().__init__(address, size, writable=writable, keep=keep)
+        self, address: int, size: int, *, device: int, stream: int = 0, writable: bool = True, keep: Any = None,
+        registration: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(address, size, writable=writable, keep=keep, registration=registration)
         self.device = device
         self.stream = stream
 
@@ -90,16 +93,20 @@ class DeviceSpan(Span):
         raise OnDevice("GPU memory has no bytes that the CPU could look at")
 
     def part(self, offset: int, size: int) -> DeviceSpan:
-        """``size`` bytes of it from ``offset`` on. Raises UsageError outside of it."""
+        """``size`` bytes of it from ``offset`` on, with its registration. Raises UsageError outside of it."""
         if type(offset) is not int or type(size) is not int or not 0 <= offset < offset + size <= self.size:
             raise UsageError(f"a span of {self.size} bytes has no part of {size!r} bytes at {offset!r}")
         return self.piece(self.address + offset, size)
 
     def piece(self, address: int, size: int, *, writable: bool = True) -> DeviceSpan:
-        """Memory at another address of the same allocation, on the caller's word. Raises UsageError."""
-        return DeviceSpan(
+        """Memory at another address of the same allocation, on the caller's word; with the registration where it lies
+        within that. Raises UsageError."""
+        made = DeviceSpan(
             address, size, device=self.device, stream=self.stream, writable=writable and self.writable, keep=self.keep
         )
+        if self.registration is not None and self.registration.holds(address, size):
+            made.registration = self.registration
+        return made
 
 
 # -- what a caller may give us ----------------------------------------------------------------------

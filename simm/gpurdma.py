@@ -1,55 +1,51 @@
-"""GPU memory over RDMA: which way its bytes take, and the way that is always there.
+"""GPU memory over RDMA: what rails reach themselves goes straight, and all else by way of pinned host memory.
 
-There are three, tried in this order, and :func:`way_for` says in one line which it is:
+:mod:`simm.gpudirect` says which is which. Here is the way that is always there, and what holds the two together:
+*staged*, through host memory that is known to both, to the RDMA device as a region and to the CUDA driver as pinned. A
+READ brings values there, and one DMA for each takes them on once they are confirmed; a put goes the other way.
 
-* ``dma-buf``: the CUDA driver exports the memory, and the RDMA device registers that. It needs NVIDIA's open kernel
-  modules and a driver of the device that takes it.
-* ``nvidia-peermem``: the plain registration of a GPU's address, where that kernel module is loaded.
-* ``staged``: host memory that is known to both, to the RDMA device as a region and to the CUDA driver as pinned. A READ
-  brings values there, and one DMA for each takes them on once they are confirmed; a put goes the other way.
+A batch may have both kinds, and host memory. Of a put the order is kept, as a key may come twice in it.
 
-The first two are looked for and named; values are staged in all cases so far. A device that writes GPU memory itself
-has an order of its own with the kernels that read it, which cannot be tested without one, and wrong bytes are not to
-be had for speed.
+What can go wrong
+-----------------
+* *Staging memory is used again while a transfer still writes it.* It is lent for one exchange, and goes back only if
+  all of that came out well; else it is deregistered, which ends what may still come, and dropped.
+* *What RDMA leaves over goes by TCP*, where the processor looks at the bytes: a span for a device's operations must not
+  come there. So who puts is given a second set of sources for that.
 
-What can go wrong: *staging memory is used again while a transfer still writes it*. It is lent for one exchange, and
-goes back only if all of that came out well; else it is deregistered, which ends what may still come, and dropped.
-
-Cost: up to 128 MiB of pinned memory, made at the first need; a copy more than the first two ways, at the bus's speed.
+Cost of staging: up to 128 MiB of pinned memory, made at the first need; a copy more, at the bus's speed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from . import cuda, gpu
+from . import cuda, gpu, gpudirect
 from .buffers import Span, address_of
-from .constants import PAGE_BYTES, VALUE_BYTES_MAX
-from .cuda import DMA_BUF_SUPPORTED, CudaError
+from .constants import VALUE_BYTES_MAX
 from .errors import TransportError
-from .fabric import Access, FabricError, Rail
+from .fabric import Rail
 from .gpu import DeviceSpan
 from .pinned import Pinned
 from .registry import Registration
-
-log = logging.getLogger("simm.gpu")
 
 #: Values staged in one exchange, bytes; any one value fits.
 GROUP_BYTES: Final = 64 << 20
 _LEAST_BYTES: Final = 1 << 20
 _IDLE: Final = 2
 
+_Sources = Mapping[int, memoryview | Span]
+
 
 class Stage:
     """Host memory that RDMA devices and the CUDA driver both know; for one exchange at a time."""
 
-    __slots__ = ("address", "announced", "memory", "pinned", "registration", "size")
+    __slots__ = ("address", "memory", "pinned", "registration", "size")
 
     def __init__(self, size: int, device: int) -> None:
         self.size = size
@@ -60,14 +56,6 @@ class Stage:
         self.pinned = Pinned(cuda.load(), "staging memory", self.memory, self.address, device)
         while self.pinned.register_some():
             pass
-        self.announced = False
-
-    def announce(self, span: DeviceSpan) -> None:
-        """Have the log say which way such memory takes to the rails that are used."""
-        if not self.announced:
-            self.announced = True
-            for rail in self.registration.rails():
-                way_for(rail, span)
 
     def close(self) -> None:
         """Deregister it everywhere; the memory goes when nobody refers to it."""
@@ -123,14 +111,19 @@ def _room(size: int) -> int:
 
 def read(
     read_host: Callable[[Sequence[int], Mapping[int, Span], dict[int, Any]], list[int]], positions: Sequence[int],
-    sinks: Sequence[Any], results: list[Any],
+    sinks: Sequence[Any], results: list[Any], rails: Sequence[Rail],
 ) -> list[int]:  # fmt: skip
     """Read values for GPU memory, all of whose sinks are DeviceSpans; the positions that are left over.
 
-    ``read_host`` reads into host memory: it is given positions, their sinks, where their results go, and returns what
-    it leaves over, nothing of it being under way any more. Raises CudaError.
+    ``read_host`` reads into what the rails reach: it is given positions, their sinks, where their results go, and
+    returns what it leaves over, nothing of it being under way any more. ``rails``: those in use; none where values must
+    be looked at. Raises CudaError.
     """
     left: list[int] = []
+    direct = gpudirect.direct(positions, sinks, rails, reading=True)
+    if direct:
+        left += gpudirect.read(read_host, direct, sinks, results)
+        positions = [position for position in positions if position not in direct]
 
     def most(position: int) -> int:
         return min(len(sinks[position]), VALUE_BYTES_MAX)
@@ -154,114 +147,58 @@ def read(
                 results[position] = result
             left += missed
             clean = not missed
-            stage.announce(sinks[part[0]])
         finally:
             _take_back(stage, clean)
     return left
 
 
 def put(
-    put_host: Callable[[Sequence[int], Mapping[int, memoryview | Span]], bool], positions: Sequence[int],
-    sources: Sequence[memoryview | Span],
+    put_host: Callable[[Sequence[int], _Sources, _Sources], bool], positions: Sequence[int],
+    sources: Sequence[memoryview | Span], rails: Sequence[Rail],
 ) -> None:  # fmt: skip
     """Put values of which some are in GPU memory, in order. Raises CudaError.
 
-    ``put_host`` puts from host memory: it is given positions and their sources. It returns, with nothing of it under
-    way any more, whether the memory may be used again at once.
+    ``put_host`` puts what the rails reach: it is given positions, their sources, and the sources for whoever must look
+    at the bytes. It returns, with nothing of it under way any more, whether the memory may be used again at once.
+    ``rails``: those in use; none where values must be looked at.
     """
+    direct = gpudirect.direct(positions, sources, rails, reading=False)
+    gpudirect.after_work([sources[position] for position in direct])  # type: ignore[misc]
+
+    def staged(position: int) -> bool:
+        return type(sources[position]) is DeviceSpan and position not in direct
 
     def size_of(position: int) -> int:
-        source = sources[position]
-        return len(source) if type(source) is DeviceSpan else 0
+        return len(sources[position]) if staged(position) else 0
 
     for part, total in _groups(positions, size_of):
-        first = next((each for each in part if type(sources[each]) is DeviceSpan), None)
+        first = next((each for each in part if staged(each)), None)
         if first is None:
-            put_host(part, {position: sources[position] for position in part})
+            put_host(
+                part, {position: direct.get(position, sources[position]) for position in part},
+                {position: sources[position] for position in part},
+            )  # fmt: skip
             continue
         stage = _lend(total, sources[first].device)  # type: ignore[union-attr]
         clean = False
         try:
             hosted: dict[int, memoryview | Span] = {}
+            spare: dict[int, memoryview | Span] = {}
             copies: list[gpu.Copy] = []
             at = stage.address
             for position in part:
                 source = sources[position]
-                hosted[position] = source
-                if type(source) is DeviceSpan:
-                    hosted[position] = Span(at, source.size, writable=False, registration=stage.registration)
+                hosted[position], spare[position] = direct.get(position, source), source
+                if type(source) is DeviceSpan and position not in direct:
+                    hosted[position] = spare[position] = Span(
+                        at, source.size, writable=False, registration=stage.registration
+                    )
                     copies.append((source, at, source.size, stage.pinned))
                     at += _room(source.size)
             gpu.to_host(copies)
-            clean = put_host(part, hosted)
-            stage.announce(copies[0][0])
+            clean = put_host(part, hosted, spare)
         finally:
             _take_back(stage, clean)
-
-
-# -- the other ways -------------------------------------------------------------------------------------
-
-
-class Way:
-    """Which way a GPU's memory can take to a rail, and why not a better one."""
-
-    __slots__ = ("name", "why")
-
-    def __init__(self, name: str, why: str) -> None:
-        self.name = name
-        self.why = why
-
-    def __repr__(self) -> str:
-        return f"{self.name} ({self.why})" if self.why else self.name
-
-
-_ways: dict[tuple[int, str], Way] = {}
-
-
-def way_for(rail: Rail, span: DeviceSpan) -> Way:
-    """Find out, by registering this very memory and letting go of it again, which way there is; logged once for each
-    GPU and rail."""
-    known = _ways.get((span.device, rail.name))
-    if known is not None:
-        return known
-    why = []
-    name = "staged"
-    for candidate, attempt in (("dma-buf", _by_dma_buf), ("nvidia-peermem", _by_peermem)):
-        try:
-            attempt(rail, span)
-        except (CudaError, FabricError) as exc:
-            why.append(f"no {candidate}: {exc}")
-        else:
-            name = candidate
-            break
-    way = _ways[span.device, rail.name] = Way(name, "; ".join(why))
-    note = "" if name == "staged" else ", which the device could take; values are staged through pinned memory so far"
-    log.info("GPU %d over %s: %r%s", span.device, rail.name, way, note)
-    return way
-
-
-def _by_dma_buf(rail: Rail, span: DeviceSpan) -> None:
-    register = getattr(rail, "register_dmabuf", None)
-    if register is None:
-        raise FabricError("not asked for, as the verbs here have no call for it")
-    driver = cuda.load()
-    if not driver.attribute(span.device, DMA_BUF_SUPPORTED):
-        raise CudaError("the GPU's driver exports none (it does with NVIDIA's open kernel modules)")
-    start = span.address & -PAGE_BYTES
-    size = -(-(span.address + span.size - start) // PAGE_BYTES) * PAGE_BYTES
-    driver.push(span.device)
-    try:
-        fd = driver.dma_buf(start, size)
-    finally:
-        driver.pop()
-    try:
-        register(span.address - start, span.size, span.address, fd, Access.LOCAL_WRITE).close()
-    finally:
-        os.close(fd)
-
-
-def _by_peermem(rail: Rail, span: DeviceSpan) -> None:
-    rail.register(span.address, span.size, Access.LOCAL_WRITE).close()
 
 
 # -- the end ----------------------------------------------------------------------------------------------
@@ -274,7 +211,6 @@ def shutdown() -> None:
         _idle.clear()
     for stage in stages:
         stage.close()
-    _ways.clear()
 
 
 def _after_fork_in_child() -> None:

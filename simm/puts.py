@@ -169,27 +169,30 @@ class Puts:
             self._put_by_wire(target, positions, digests, sources, statuses)
             return
 
-        def put_host(part: Sequence[int], hosted: Any) -> bool:
-            return self._put_by_wire(target, part, digests, hosted, statuses)
+        def put_host(part: Sequence[int], hosted: Any, spare: Any) -> bool:
+            return self._put_by_wire(target, part, digests, hosted, statuses, spare)
 
         try:
-            gpurdma.put(put_host, positions, sources)
+            # Whoever has to look at values cannot do that in a GPU's memory.
+            gpurdma.put(put_host, positions, sources, () if self._checksum else rdma.rails)
         except CudaError as exc:
             log.warning("a put out of GPU memory: %s", exc)
 
     def _put_by_wire(
         self, target: Target, positions: Sequence[int], digests: Sequence[bytes],
-        sources: Sequence[memoryview | Span], statuses: list[int],
+        sources: Sequence[memoryview | Span], statuses: list[int], spare: Sequence[memoryview | Span] | None = None,
     ) -> bool:  # fmt: skip
-        """Put by RDMA, and by TCP what that leaves over: was there nothing?"""
+        """Put by RDMA, and by TCP what that leaves over: was there nothing? ``spare``: the sources for TCP, where they
+        are not the same."""
         rdma, tcp, until = target.rdma, target.tcp, 0.0
         if rdma is not None and not rdma.why:
             positions, until = self._rdma.put(rdma, positions, digests, sources, statuses)
             if not positions:
                 return True
         if positions and tcp is not None and target.bulk:
-            for part in parts(positions, sources):
-                self._put_by_tcp(target, tcp, part, digests, sources, statuses, until)
+            spare = sources if spare is None else spare
+            for part in parts(positions, spare):
+                self._put_by_tcp(target, tcp, part, digests, spare, statuses, until)
                 until = 0.0
         return False
 

@@ -89,7 +89,7 @@ class RdmaGet:
         reading = Reading(self._copier, self._check, digests, sinks, results)
         elsewhere: list[int] = []
         if any([isinstance(sinks[position], Span) and type(sinks[position]) is not Span for position in positions]):  # noqa: C419
-            # GPU memory, which gets its bytes by way of host memory.
+            # GPU memory, which gpurdma.py knows to reach.
             elsewhere = [position for position in positions if isinstance(sinks[position], Span)
                          and type(sinks[position]) is not Span]  # fmt: skip
             positions = [position for position in positions if position not in set(elsewhere)]
@@ -102,7 +102,9 @@ class RdmaGet:
             def by_way_of(part: Sequence[int], hosts: Any, got: Any) -> list[int]:
                 return self.read(path, part, digests, hosts, got)[0]
 
-            left += gpurdma.read(by_way_of, elsewhere, sinks, results)
+            # Who has to look at values cannot do that in a GPU's memory.
+            rails = path.rails if self._check is None else ()
+            left += gpurdma.read(by_way_of, elsewhere, sinks, results, rails)
             reading.until = time.monotonic() + path.deadline_s * SHARE
         return left, reading.until + path.deadline_s * (1 - SHARE)
 

@@ -48,7 +48,7 @@ from typing import Final
 from .bounce import BouncePool
 from .breaker import Breaker
 from .errors import RemoteProtocolError, TransportError
-from .fabric import Absence, Fabric, FabricError
+from .fabric import Absence, Fabric, FabricError, Rail
 from .lane import Lane
 from .layout import State
 from .registry import sweep
@@ -94,6 +94,8 @@ class RdmaPath:
         self.bounce = bounce if bounce is not None else BouncePool()
         self.locations = Locations(LOCATIONS_MAX)
         self.arena: RemoteArena | None = None
+        #: Ours that its lanes have used.
+        self.rails: tuple[Rail, ...] = ()
         #: Why the path is of no use now; empty while it is up.
         self.why = "not connected yet"
         self.absent = False
@@ -175,6 +177,7 @@ class RdmaPath:
 
     def _adopt(self, lane: Lane) -> None:
         """Lanes of one endpoint share the arena, and what is cached of it. The lock is held."""
+        self.rails += tuple(wire.rail for wire in lane.wires if wire.rail not in self.rails)
         if lane.arena is not self.arena:
             if self.arena is not None and lane.arena.key == self.arena.key:
                 lane.arena = self.arena

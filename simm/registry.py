@@ -61,6 +61,10 @@ class Registration:
         self._failed: set[int] = set()
         _REGISTRATIONS.add(self)
 
+    def holds(self, address: int, size: int) -> bool:
+        """Does it cover these bytes?"""
+        return self.address <= address and address + size <= self.address + self.size
+
     def __repr__(self) -> str:
         return f"<Registration {self.address:#x}, {self.size} bytes, {len(self._regions)} rails>"
 
@@ -80,13 +84,32 @@ class Registration:
             if self.closed or id(rail) in self._failed:
                 return None
             try:
-                region = rail.register(self.address, self.size, _LOCAL if self.writable else _READ_ONLY)
+                region = self._made(rail)
             except FabricError as exc:
                 self._failed.add(id(rail))
-                log.warning("%d bytes are not registered and go through buffers of ours: %s", self.size, exc)
+                self._complain(rail, exc)
                 return None
             self._regions[id(rail)] = rail, region
             return region.lkey
+
+    def _made(self, rail: Rail) -> Region:
+        """A region of it all. Raises FabricError."""
+        return rail.register(self.address, self.size, self.access)
+
+    def _complain(self, rail: Rail, exc: FabricError) -> None:
+        """Say that there is none."""
+        log.warning("%d bytes are not registered and go through buffers of ours: %s", self.size, exc)
+
+    @property
+    def access(self) -> Access:
+        """What our own device may do with it."""
+        return _LOCAL if self.writable else _READ_ONLY
+
+    def region(self, rail: Rail) -> Region | None:
+        """The region on this rail, made if need be; None where that cannot be done."""
+        self.lkey(rail)
+        known = self._regions.get(id(rail))
+        return known[1] if known is not None else None
 
     def rails(self) -> list[Rail]:
         """Where it is registered by now."""
@@ -121,7 +144,8 @@ class Registration:
 
 
 def registered(span: Span) -> Span:
-    """The span itself, with a registration of its own if it has none; GPU memory stays without."""
+    """The span itself, with a registration of its own if it has none; GPU memory stays without (``gpudirect.py`` has
+    the form that knows it)."""
     if type(span) is Span and span.registration is None:
         span.registration = Registration(span.address, span.size, writable=span.writable, keep=span.keep)
     return span

@@ -35,7 +35,7 @@ static struct Context contexts[DEVICES] = {{0, 0}, {1, 0}};
 static struct Memory memories[MOST];
 static struct Range ranges[MOST];
 static int ready, fail_registering;
-static long direct_copies, pageable_copies, violations;
+static long direct_copies, pageable_copies, violations, flushes;
 static __thread struct Context *stack[DEPTH];
 static __thread int depth;
 
@@ -127,8 +127,9 @@ API CUresult cuDeviceGetPCIBusId(char *text, int size, CUdevice device) {
 API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     ENTER;
     if (device < 0 || device >= DEVICES) LEAVE(INVALID_DEVICE);
-    if (attribute != 99 && attribute != 113 && attribute != 116 && attribute != 124) LEAVE(INVALID_VALUE);
-    *value = 1;
+    if (attribute != 99 && attribute != 113 && (attribute < 116 || attribute > 118) && attribute != 124)
+        LEAVE(INVALID_VALUE);
+    *value = attribute == 118 ? 100 : 1;
     LEAVE(OK);
 }
 
@@ -163,13 +164,14 @@ API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr addre
     struct Memory *memory = find(address, 1);
     if (!memory) LEAVE(INVALID_VALUE);
     if (attribute == 2) *(unsigned *)value = 2;
+    else if (attribute == 8) *(unsigned *)value = 0;
     else if (attribute == 9) *(int *)value = memory->device;
     else LEAVE(INVALID_VALUE);
     LEAVE(OK);
 }
 
 API CUresult cuPointerSetAttribute(const void *value, int attribute, CUdeviceptr address) {
-    ENTER; LEAVE(find(address, 1) && attribute == 6 && *(const unsigned *)value == 1 ? OK : INVALID_VALUE);
+    ENTER; LEAVE(depth && find(address, 1) && attribute == 6 && *(const unsigned *)value == 1 ? OK : INVALID_VALUE);
 }
 
 API CUresult cuMemHostRegister_v2(void *start, size_t size, unsigned flags) {
@@ -246,6 +248,7 @@ API CUresult cuStreamDestroy_v2(CUstream stream) { ENTER; run(stream, stream->be
 
 API CUresult cuStreamSynchronize(CUstream stream) {
     ENTER;
+    if ((uintptr_t)stream == 1) LEAVE(depth ? OK : INVALID_CONTEXT); /* the legacy one, which nobody uses here */
     if ((uintptr_t)stream < 16) LEAVE(INVALID_HANDLE);
     run(stream, stream->begun);
     LEAVE(OK);
@@ -284,7 +287,18 @@ API CUresult cuEventSynchronize(CUevent event) {
 API CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr address, size_t size, int kind, unsigned long long flags) {
     ENTER;
     if (kind != 1 || flags || address % PAGE || size % PAGE) LEAVE(INVALID_VALUE);
-    *(int *)handle = memfd_create("fake-dma-buf", MFD_CLOEXEC);
+    int fd = memfd_create("fake-dma-buf", MFD_CLOEXEC);
+    uint64_t range[2] = {address, size};
+    if (fd < 0 || write(fd, range, sizeof range) != sizeof range) LEAVE(2);
+    *(int *)handle = fd;
+    LEAVE(OK);
+}
+
+API CUresult cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    ENTER;
+    if (!depth) LEAVE(INVALID_CONTEXT);
+    if (target || (scope != 100 && scope != 200)) LEAVE(INVALID_VALUE);
+    flushes++;
     LEAVE(OK);
 }
 
@@ -332,4 +346,6 @@ API size_t fake_registered(void) {
 
 API int fake_depth(void) { return depth; }
 API void fake_fail_registering(int code) { fail_registering = code; }
-API long fake_count(int which) { return which == 0 ? direct_copies : which == 1 ? pageable_copies : violations; }
+API long fake_count(int which) {
+    return which == 0 ? direct_copies : which == 1 ? pageable_copies : which == 2 ? violations : flushes;
+}

@@ -5,6 +5,10 @@ the CPU dies of SIGSEGV. Its bytes lie elsewhere. What is begun on a stream is c
 it, and not a moment before, so that whoever forgets to wait sees old bytes. Registered memory is copied straight from
 and to; copies from memory that is not pinned are done at once, as the driver's own way round is, and counted.
 
+Other devices reach GPU memory by the descriptor that is exported of it, which has its address inside (``dma_read``,
+``dma_write``; ``fakefabric.py`` is who calls them). What they wrote is not to be seen before a flush, or ``land``,
+unless ``ordering`` says that this GPU orders it by itself.
+
 Everything that a real driver would take as reason for undefined behaviour is noted in ``violations``.
 
 ``FakeCuda`` is Python; ``compiled()`` builds ``fakecuda.c``, the same rules behind real C symbols, which proves the
@@ -16,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import struct
 import subprocess
 import sysconfig
 import threading
@@ -78,6 +83,7 @@ class Memory:
     def __init__(self, size: int, device: int) -> None:
         self.size = size
         self.device = device
+        self.managed = False
         self.data = bytearray(size)
         self.reserved = -(-size // _PAGE) * _PAGE
         self.address = _LIBC.mmap(None, self.reserved, 0, _PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
@@ -119,6 +125,17 @@ class FakeCuda:
         self.calls: list[str] = []
         self.pageable = 0
         self.direct = 0
+        #: Attributes 118 and 117: does the GPU order other devices' writes; can they be flushed.
+        self.ordering = 0
+        self.flush_options = 1
+        self.gpu_direct = 1
+        #: What other devices wrote and nobody sees yet, oldest first; how often that was flushed.
+        self.posted: list[tuple[int, bytes]] = []
+        self.flushed = 0
+        #: Bytes that other devices have read and written.
+        self.dma = [0, 0]
+        #: Where copies are synchronous.
+        self.synchronous: set[int] = set()
         #: A failed kernel makes each later call fail.
         self.sticky = 0
         #: Called before each copy that is carried out: (to the device?, host address, bytes).
@@ -164,6 +181,37 @@ class FakeCuda:
         """Change it at once."""
         memory, at = self._find(address, len(data))
         memory.data[at : at + len(data)] = data
+
+    def owns(self, address: int) -> bool:
+        """Is it GPU memory?"""
+        with self._lock:
+            return any(each.address <= address < each.address + each.reserved for each in self._memory)
+
+    def dma_write(self, address: int, data: bytes) -> None:
+        """Another device writes."""
+        with self._lock:
+            self._find(address, len(data))
+            self.dma[1] += len(data)
+            self.posted.append((address, data))
+            if self.ordering >= 200:
+                self.land()
+
+    def dma_read(self, address: int, size: int) -> bytes:
+        """Another device reads, after what was written by such."""
+        with self._lock:
+            self.land()
+            self.dma[0] += size
+            return self.peek(address, size)
+
+    def land(self, device: int = -1) -> None:
+        """What was written to this GPU, or to all, comes to be seen."""
+        with self._lock:
+            posted, self.posted = self.posted, []
+            for address, data in posted:
+                if device in (-1, self._find(address)[0].device):
+                    self.poke(address, data)
+                else:
+                    self.posted.append((address, data))
 
     def alloc(self, device: int, size: int) -> int:
         """Memory, without a context."""
@@ -289,7 +337,9 @@ class FakeCuda:
     def cuDeviceGetAttribute(self, value: Any, attribute: Any, device: Any) -> int:
         if attribute == 124:
             _put(value, int(self.dma_buf))
-        elif attribute in (99, 113, 116):
+        elif attribute in (116, 117, 118):
+            _put(value, {116: self.gpu_direct, 117: self.flush_options, 118: self.ordering}[attribute])
+        elif attribute in (99, 113):
             _put(value, 1)
         else:
             return INVALID_VALUE
@@ -336,11 +386,27 @@ class FakeCuda:
                 return INVALID_VALUE
             _put(value, 1 if attribute == 2 else 0)
             return OK
-        _put(value, 2 if attribute == 2 else memory.device)
-        return OK if attribute in (2, 9) else INVALID_VALUE
+        if attribute not in (2, 8, 9):
+            return INVALID_VALUE
+        _put(value, {2: 2, 8: int(memory.managed), 9: memory.device}[attribute])
+        return OK
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, address: Any) -> int:
-        return OK if attribute == 6 else INVALID_VALUE
+        if attribute != 6 or not self._contexts():
+            return INVALID_VALUE
+        self.synchronous.add(self._find(_plain(address))[0].address)
+        return OK
+
+    def cuFlushGPUDirectRDMAWrites(self, target: Any, scope: Any) -> int:
+        if not self._contexts():
+            return INVALID_CONTEXT
+        if target != 0 or scope not in (100, 200):
+            return INVALID_VALUE
+        if not self.flush_options & 1:
+            return NOT_SUPPORTED
+        self.flushed += 1
+        self.land(self._contexts()[-1] - 1)
+        return OK
 
     def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
         start, length = _plain(address), _plain(size)
@@ -481,7 +547,14 @@ class FakeCuda:
             return NOT_SUPPORTED
         if _plain(kind) != 1 or _plain(address) % _PAGE or _plain(size) % _PAGE:
             return INVALID_VALUE
-        _put(handle, os.memfd_create("fake-dma-buf"))
+        start, length = _plain(address), _plain(size)
+        if not any(
+            each.address <= start and start + length <= each.address + each.reserved for each in self._memory
+        ):  # fmt: skip
+            return INVALID_VALUE
+        fd = os.memfd_create("fake-dma-buf")
+        os.write(fd, struct.pack("QQ", start, length))
+        _put(handle, fd)
         return OK
 
 

@@ -22,6 +22,10 @@ With one thread all is determined by the seed; ``between`` is called between two
 and is how a test with one thread lets a writer work in the middle of somebody's READ. ``background=True`` has a thread
 of its own make the steps.
 
+GPU memory: ``network.gpu`` is a ``fakecuda.FakeCuda``, whose memory can be registered by the dma-buf that it exports,
+under addresses that count from 0 as pyverbs has it, and by its own address if ``network.peermem``. What is written
+there is what that driver makes of it: not to be seen before a flush.
+
 Faults: :meth:`FakeNetwork.hold` and ``release``, ``drop`` and ``restore`` (a rail's cable), ``sever`` (a pair of rails
 that has no way to each other), ``kill`` (a link), ``gone`` (a device), the fields of ``Limits``, ``memlock``, and
 ``refuse`` (asked at registrations, links and windows).
@@ -34,14 +38,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
+import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from simm.errors import CorruptionError, UsageError
 from simm.fabric import (
@@ -80,6 +86,8 @@ class FakeRegion:
     def __init__(self, rail: FakeRail, address: int, length: int, access: Access) -> None:
         self.address, self.length, self.access = address, length, access
         self.rail = rail
+        #: What is added to an address of a GPU's memory; None for host memory.
+        self.device: int | None = None
         self.lkey = rail.network.new_key(rail.lkeys)
         self.rkey = rail.network.new_key(rail.rkeys)
         self.open = True
@@ -89,6 +97,19 @@ class FakeRegion:
 
     def covers(self, address: int, length: int) -> bool:
         return self.address <= address and address + length <= self.address + self.length
+
+    def store(self, address: int, source: int, size: int) -> None:
+        """Bytes from host memory to its own."""
+        if self.device is None:
+            ctypes.memmove(address, source, size)
+        else:
+            self.rail.network.gpu.dma_write(address + self.device, ctypes.string_at(source, size))
+
+    def load(self, address: int, size: int) -> bytes:
+        if self.device is None:
+            return ctypes.string_at(address, size)
+        data: bytes = self.rail.network.gpu.dma_read(address + self.device, size)
+        return data
 
     def close(self) -> None:
         with self.rail.network.lock:
@@ -401,13 +422,13 @@ class FakeLink:
             self._refused(flight, far, refused)
             return True
         try:
-            self.rail.check_local(lkey, local, length, True)
+            region = self.rail.check_local(lkey, local, length, True)
         except _Refused as refused:
             flight.pieces.clear()
             self.fail(f"{_NAMES[kind]} of {length} bytes: the local key does not allow it", str(refused))
             return True
         offset, size = flight.pieces.pop()
-        ctypes.memmove(local + offset, remote + offset, size)
+        region.store(local + offset, remote + offset, size)
         self.network.copies += 1
         return True
 
@@ -415,11 +436,11 @@ class FakeLink:
         """What a WRITE sends is read from local memory."""
         _, local, lkey, length, _, _ = flight.op
         try:
-            self.rail.check_local(lkey, local, length, False)
+            region = self.rail.check_local(lkey, local, length, False)
         except _Refused as refused:
             self.fail(f"WRITE of {length} bytes: the local key does not allow it", str(refused))
             return True
-        flight.data = ctypes.string_at(local, length)
+        flight.data = region.load(local, length)
         self.landing.append(flight)
         return True
 
@@ -492,10 +513,10 @@ class FakeLink:
                     break
                 _, local, lkey, length, _, _ = flight.op
                 try:
-                    self.rail.check_local(lkey, local, length, False)
+                    region = self.rail.check_local(lkey, local, length, False)
                 except _Refused:
                     break
-                flight.data = ctypes.string_at(local, length)
+                flight.data = region.load(local, length)
                 self.landing.append(flight)
         self.queue.clear()
         self.begun = 0
@@ -584,7 +605,24 @@ class FakeRail:
                 raise FabricError("remote writing and windows need LOCAL_WRITE", "EINVAL")
             if sum(region.length for region in self.regions) + length > self.network.memlock:
                 raise FabricError("cannot register: the limit on locked memory; raise it (ulimit -l)", "ENOMEM")
-            return FakeRegion(self, address, length, access)
+            on_gpu = self.network.gpu is not None and self.network.gpu.owns(address)
+            if on_gpu and not self.network.peermem:
+                raise FabricError(f"cannot register {length} bytes: that memory is not mapped", "EFAULT")
+            region = FakeRegion(self, address, length, access)
+            region.device = 0 if on_gpu else None
+            return region
+
+    def register_dmabuf(self, fd: int, offset: int, length: int, access: Access) -> Region:
+        with self.network.lock:
+            self._usable("register_dmabuf")
+            if self.network.gpu is None or "fake-dma-buf" not in os.readlink(f"/proc/self/fd/{fd}"):
+                raise FabricError("that descriptor is no dma-buf", "EBADF")
+            start, size = struct.unpack("QQ", os.pread(fd, 16, 0))
+            if offset < 0 or length < 1 or offset + length > size:
+                raise FabricError(f"{length} bytes from {offset} on are not within the dma-buf", "EINVAL")
+            region = FakeRegion(self, offset, length, access)
+            region.device = start
+            return region
 
     def link(self) -> FakeLink:
         with self.network.lock:
@@ -610,10 +648,11 @@ class FakeRail:
 
     # --- for the links, the network's lock held ---
 
-    def check_local(self, lkey: int, address: int, length: int, write: bool) -> None:
+    def check_local(self, lkey: int, address: int, length: int, write: bool) -> FakeRegion:
         region = self.lkeys.get(lkey)
         if region is None or not region.covers(address, length) or (write and not region.access & Access.LOCAL_WRITE):
             raise _Refused("LOC_PROT_ERR")
+        return region
 
     def check_remote(self, link: FakeLink, rkey: int, address: int, length: int, right: Access) -> None:
         """What this side, the responder, allows to whoever comes over its end ``link``."""
@@ -690,6 +729,9 @@ class FakeNetwork:
         self.copies = 0
         self.posted: list[tuple[FakeLink, tuple[Op, ...]]] | None = None
         self.violations: list[str] = []
+        #: A CUDA driver in software, and whether its memory can be registered by address.
+        self.gpu: Any = None
+        self.peermem = False
         self.background = background
         self._pieces = pieces
         self._busy: list[FakeLink] = []

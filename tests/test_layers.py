@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
         "manager_link", "routing", "connect", "local", "member", "mover", "ownworker", "previous", "membership",
         "batch", "breaker",
         "server_pages", "server_options", "worker_slot", "manager_pages", "target", "view", "replicas", "gets", "puts",
-        "subscription", "etcd", "coordinator", "pinned", "gpurdma",
+        "subscription", "etcd", "coordinator", "pinned", "gpurdma", "gpudirect",
         "arena_regions", "devices", "lane_end", "endpoints", "children",
     },
     "processes and the SDK": {"client", "manager", "dataserver"},
