@@ -197,10 +197,10 @@ class Keys:
     @classmethod
     def of(cls, memory: DeviceRegistration, rails: Sequence[Rail]) -> Keys | None:
         """Keys for these rails; None where not all of them know the memory by one address."""
+        if None in [memory.region(rail) for rail in rails]:  # each is asked, as each has a line in the log
+            return None
         keys = cls(memory)
         for rail in rails:
-            if memory.region(rail) is None:
-                return None
             try:
                 keys.lkey(rail)
             except FabricError as exc:
