@@ -31,7 +31,20 @@ from .fabric import (
     Timeout,
     Window,
 )
-from .verbs_wr import MW_TYPE_2, SPARES, Library, Rows, Stack, Tag, failed, make_channel, meaning_of, split
+from .verbs_wr import (
+    DMABUF_HINTS,
+    MW_TYPE_2,
+    SPARES,
+    Library,
+    Rows,
+    Stack,
+    Tag,
+    dmabuf_mr,
+    failed,
+    make_channel,
+    meaning_of,
+    split,
+)
 
 #: Operations of a chain, and under way on a link.
 DEPTH: Final = 256
@@ -66,17 +79,6 @@ _WINDOWS_2: Final = 1 << 23 | 1 << 24
 _ETHERNET: Final = 2
 
 
-#: What a refusal of a dma-buf means, by the name of its errno.
-_DMABUF_HINTS: Final = {
-    "EOPNOTSUPP": ": the device's driver takes none (mlx5 does from kernel 5.12 on)",
-    "ENOSYS": ": the device's driver takes none (mlx5 does from kernel 5.12 on)",
-    "EBADF": ": that descriptor is no dma-buf",
-    "EINVAL": ": the device does not take this one, or not these rights to it",
-    "ENOMEM": ": the device cannot map so much of it (the GPU's BAR, the IOMMU)",
-    "EFAULT": ": the GPU's memory cannot be reached from that device",
-}
-
-
 class VerbsRegion:
     """A memory region; see :class:`simm.fabric.Region`. ``dmabuf``: descriptor of the one that it is of; ``address`` is
     the offset in it then."""
@@ -101,11 +103,11 @@ class VerbsRegion:
             if dmabuf is None:
                 self.mr = stack.make("a region", lambda: library.MR(rail.pd, length, rights, address=address))
             else:
-                self.mr = stack.make("a region", lambda: _of_dmabuf(rail, dmabuf, address, length, rights))
+                self.mr = stack.make("a region", lambda: dmabuf_mr(library, rail.pd, dmabuf, address, length, rights))
         except FabricError as error:
             what = f"{rail.name}: cannot register {length} bytes"
             if dmabuf is not None:
-                hint = _DMABUF_HINTS.get(error.status, "")
+                hint = DMABUF_HINTS.get(error.status, "")
                 raise FabricError(f"{what} of a dma-buf: {error}{hint}", error.status) from error
             if error.status in ("ENOMEM", "EPERM"):
                 limit = rails_.memlock_bytes()
@@ -135,17 +137,6 @@ class VerbsRegion:
             self._stack.close()
             self.open = False
             self.rail.regions.discard(self)
-
-
-def _of_dmabuf(rail: VerbsRail, fd: int, offset: int, length: int, rights: int) -> Any:
-    """A dma-buf MR of pyverbs: see "dma-buf" in verbs. Raises FabricError where it has none for descriptors."""
-    library = rail.library
-    if library.DmaBufMR is None:
-        raise FabricError("this pyverbs has no call for it: install rdma-core and python3-pyverbs 44 or later")
-    try:
-        return library.DmaBufMR(rail.pd, length, rights, dmabuf=fd, offset=offset)
-    except TypeError as error:  # before descriptors were taken
-        raise FabricError(f"this pyverbs takes no descriptor ({error}): install rdma-core 44 or later") from error
 
 
 class VerbsWindow:

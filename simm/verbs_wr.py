@@ -47,6 +47,18 @@ _STATUSES: Final = (
     ("GENERAL_ERR", "the device failed"),
 )
 
+_NO_DMABUF: Final = ": the device's driver takes none (mlx5's does from kernel 5.12 on)"
+#: What a refusal of a dma-buf means, by the name of its errno; one number has two, of which Python gives either.
+DMABUF_HINTS: Final = {
+    "EOPNOTSUPP": _NO_DMABUF,
+    "ENOTSUP": _NO_DMABUF,
+    "ENOSYS": _NO_DMABUF,
+    "EBADF": ": that descriptor is no dma-buf",
+    "EINVAL": ": the device does not take this one, or not these rights to it",
+    "ENOMEM": ": the device cannot map so much of it (the GPU's BAR, the IOMMU)",
+    "EFAULT": ": the GPU's memory cannot be reached from that device",
+}
+
 _T = TypeVar("_T")
 
 
@@ -136,6 +148,16 @@ class Stack:
                 raise failed(f"cannot close a {type(last).__name__}", error) from error
             self._made.pop()
             unpin(last)
+
+
+def dmabuf_mr(library: Library, pd: Any, fd: int, offset: int, length: int, rights: int) -> Any:
+    """A dma-buf MR of pyverbs: see "dma-buf" in verbs. Raises FabricError where it has none for descriptors."""
+    if library.DmaBufMR is None:
+        raise FabricError("this pyverbs has no call for it: install rdma-core and python3-pyverbs 44 or later")
+    try:
+        return library.DmaBufMR(pd, length, rights, dmabuf=fd, offset=offset)
+    except TypeError as error:  # before descriptors were taken
+        raise FabricError(f"this pyverbs takes no descriptor ({error}): install rdma-core 44 or later") from error
 
 
 class Slot(NamedTuple):

@@ -312,6 +312,12 @@ def test_addresses_and_sizes_have_64_bits(both: Any) -> None:
         os.close(fd)
         with pytest.raises(CudaError, match="INVALID_VALUE"):
             driver.dma_buf(address + 1, PAGE)
+        assert not driver.managed(address + 2 * PAGE)
+        assert driver.flushes
+        driver.flush_writes()
+        driver.stream_synchronize(cuda.STREAM_LEGACY)
+        assert driver.attribute(0, cuda.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS) & cuda.FLUSH_BY_HOST
+        assert driver.attribute(0, cuda.GPU_DIRECT_RDMA_WRITES_ORDERING) < cuda.ALL_DEVICES
         driver.free(address)
         driver.context_synchronize()
     finally:

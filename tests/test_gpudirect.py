@@ -29,6 +29,7 @@ from simm.errors import TransportError
 from simm.fabric import FENCED_READ, READ, WRITE, Access, FabricError
 from simm.gpu import DeviceSpan, device_span
 from simm.gpudirect import DeviceRegistration, Keys
+from simm.lane import Lane
 from simm.remote_arena import Place
 
 #: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
@@ -796,6 +797,26 @@ def late_bytes(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, part: bool) -> N
 @pytest.mark.parametrize("part", [False, True])
 def test_a_deadline_with_a_read_under_way(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
     late_bytes(fake, monkeypatch, part)
+
+
+def test_control_without_closing_the_links_first(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Lane.close
+    left: list[Lane] = []
+
+    def close(self: Lane, reason: str = "closed") -> None:
+        if reason == "closed":
+            closed(self)
+            return
+        self.broken = reason
+        left.append(self)
+
+    monkeypatch.setattr(Lane, "close", close)
+    with pytest.raises(Harm):
+        try:
+            late_bytes(fake, monkeypatch, False)
+        finally:
+            for lane in left:
+                closed(lane)
 
 
 def test_control_a_link_that_was_closed_is_not_flushed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ pyverbs itself is played by ``PYVERBS``, just enough of version 59's names for d
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import textwrap
@@ -221,6 +222,76 @@ def test_a_device_that_does_not_open_is_left_out(played: Path) -> None:
     absence = verbs.open_fabric(sys_root=str(played))
     assert isinstance(absence, Absence)
     assert "one:1: " in absence.why and "two:1: " in absence.why and "/dev/infiniband" in absence.remedy
+
+
+DMABUF_MR = """
+        from .fork import calls
+        ERRORS = {}
+        MR = MW = MWBindInfo = None
+        class DmaBufMR:
+            def __init__(self, pd, length, access, dmabuf=None, offset=0, gpu=0, gtt=0):
+                if dmabuf in ERRORS:
+                    raise ERRORS[dmabuf]
+                calls.append(f"dma-buf {dmabuf} offset {offset} length {length} access {access}")
+                self.lkey, self.rkey = 77, 78
+            def close(self):
+                calls.append("close dma-buf mr")
+"""
+
+
+def test_a_dma_buf_is_registered_by_its_offset(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pyverbs has no parameter for another address."""
+    fresh.syspath_prepend(str(package(tmp_path, {**PYVERBS, "mr": DMABUF_MR})))
+    root = tmp_path / "root"
+    root.mkdir()
+    device(root, "one")
+    fabric = verbs.open_fabric(sys_root=str(root))
+    assert not isinstance(fabric, Absence)
+    from pyverbs import fork, mr
+    from pyverbs.pyverbs_error import PyverbsRDMAError  # type: ignore[import-not-found]
+
+    from simm.fabric import Access
+
+    rail = fabric.rails[0]
+    before = len(fork.calls)
+    region = rail.register_dmabuf(33, 0, 4096, Access.LOCAL_WRITE)
+    assert (region.address, region.length, region.lkey, region.rkey) == (0, 4096, 77, 78)
+    other = rail.register_dmabuf(33, 8292, 100, Access(0))
+    assert other.address == 8292
+    other.close()
+    other.close()
+    for code, status, hint in (
+        (95, "EOPNOTSUPP", "driver takes none"), (9, "EBADF", "no dma-buf"), (22, "EINVAL", "does not take this"),
+        (12, "ENOMEM", "BAR"), (14, "EFAULT", "cannot be reached"), (5, "EIO", ""),
+    ):  # fmt: skip
+        mr.ERRORS[34] = PyverbsRDMAError("Failed to register a dma-buf MR", code)
+        with pytest.raises(FabricError, match=f"one:1: cannot register 100 bytes of a dma-buf: .*{hint}") as caught:
+            rail.register_dmabuf(34, 0, 100, Access.LOCAL_WRITE)
+        assert getattr(errno, caught.value.status) == code == getattr(errno, status)
+    mr.ERRORS[34] = TypeError("Argument 'dmabuf' has incorrect type (expected pyverbs.dmabuf.DmaBuf, got int)")
+    with pytest.raises(FabricError, match=r"takes no descriptor .*: install rdma-core 44"):
+        rail.register_dmabuf(34, 0, 100, Access.LOCAL_WRITE)
+    for offset, length in ((-1, 100), (0, 0), (0, 1 << 47)):
+        with pytest.raises(FabricError):
+            rail.register_dmabuf(33, offset, length, Access.LOCAL_WRITE)
+    fabric.close()
+    with pytest.raises(FabricError, match="the rail is closed"):
+        rail.register_dmabuf(33, 0, 100, Access.LOCAL_WRITE)
+    assert fork.calls[before : before + 3] == [
+        "dma-buf 33 offset 0 length 4096 access 1", "dma-buf 33 offset 8292 length 100 access 0", "close dma-buf mr",
+    ]  # fmt: skip
+    assert [call for call in fork.calls if "close" in call][-3:] == ["close dma-buf mr", "close pd of one", "close one"]
+
+
+def test_a_pyverbs_without_dma_bufs(played: Path) -> None:
+    from simm.fabric import Access
+
+    device(played, "one")
+    fabric = verbs.open_fabric(sys_root=str(played))
+    assert not isinstance(fabric, Absence)
+    with pytest.raises(FabricError, match="no call for it: install rdma-core and python3-pyverbs 44"):
+        fabric.rails[0].register_dmabuf(33, 0, 100, Access.LOCAL_WRITE)
+    fabric.close()
 
 
 def test_limits_that_cannot_be(played: Path) -> None:

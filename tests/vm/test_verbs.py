@@ -257,6 +257,17 @@ def test_registrations_that_cannot_be(here: Here) -> None:
             rail.register(address, length, access)
 
 
+def test_soft_roce_takes_no_dma_buf_and_says_so(here: Here) -> None:
+    """Which is all that can be seen of it here: that pyverbs takes the call, and what its refusal comes out as."""
+    fd = os.memfd_create("no-dma-buf")
+    try:
+        with pytest.raises(FabricError, match=r"of a dma-buf: .*: the device's driver takes none") as caught:
+            here.rail.register_dmabuf(fd, 4096, 4096, Access.LOCAL_WRITE)
+    finally:
+        os.close(fd)
+    assert caught.value.status in ("EOPNOTSUPP", "ENOTSUP")
+
+
 def test_the_memlock_limit_is_named() -> None:
     """As nobody, because root may pin what it likes."""
     done = subprocess.run(
