@@ -274,9 +274,10 @@ class Client:
     def register(self, buffer: Any) -> Span:
         """The buffer as a :class:`Span`, kept alive by it: pass it, or parts of it, as value or buffer.
 
-        Over RDMA the device itself reads and writes such memory; it is pinned at its first use there, until
-        :meth:`deregister` or until nothing refers to the span any more. Other memory goes through buffers of ours. The
-        shm and TCP paths need no registration; it saves the lookup of the address.
+        Over RDMA the device itself reads and writes such memory, a GPU's too where it can (``gpudirect.py``); it is
+        pinned at its first use there, until :meth:`deregister` or until nothing refers to the span any more. Other
+        memory goes through buffers of ours. The shm and TCP paths need no registration; it saves the lookup of the
+        address.
         """
         if isinstance(buffer, Span):
             return registered(buffer)

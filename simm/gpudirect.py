@@ -256,14 +256,13 @@ def read(
     devices = {sinks[position].device for position in positions}
     try:
         left = read_host(positions, spans, got)
-    finally:
-        try:
+        flush(devices)
+    except CudaError:
+        raise
+    except BaseException:  # also when interrupted at the flush's very door
+        with contextlib.suppress(CudaError):
             flush(devices)
-        except CudaError:
-            raise
-        except BaseException:
-            flush(devices)  # interrupted at its very door, or in it
-            raise
+        raise
     for position, result in got.items():
         results[position] = result
     return left

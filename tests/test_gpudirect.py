@@ -11,12 +11,12 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakecuda import LEGACY, FakeCuda
+from fakefabric import FakeLink
 from rdmatown import RdmaTown, path_of, until_rdma
 
 from simm import cuda, gpu, gpudirect, gpurdma, rdmaget, registry
@@ -28,7 +28,7 @@ from simm.cuda import CudaError, Driver
 from simm.errors import TransportError
 from simm.fabric import FENCED_READ, READ, WRITE, Access, FabricError
 from simm.gpu import DeviceSpan, device_span
-from simm.gpudirect import DeviceRegistration, Keys
+from simm.gpudirect import Keys
 from simm.lane import Lane
 from simm.remote_arena import Place
 
@@ -688,6 +688,19 @@ def test_a_ctrl_c_at_the_door_of_the_flush(fake: FakeCuda, monkeypatch: pytest.M
         assert not fake.posted
         assert fake.peek(span.address, 5000) == noise(1, 5000)
 
+        # One during the READ stays one, though the GPU has failed as well.
+        def wait(*_: Any) -> None:
+            town.network.run()
+            fake.failing["cuFlushGPUDirectRDMAWrites"] = [999]
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeLink, "wait", wait)
+            with pytest.raises(KeyboardInterrupt):
+                client.get_into("key", span)
+        assert not fake.failing["cuFlushGPUDirectRDMAWrites"]
+        fake.land()
+
 
 # -- a writer between the steps of a READ ------------------------------------------------------------------------------
 
@@ -984,10 +997,3 @@ def test_host_memory_goes_its_way_without_a_driver(monkeypatch: pytest.MonkeyPat
         assert cuda.loaded() is None
     finally:
         cuda.use(before)
-
-
-def test_the_layers_below_are_not_asked_for_gpu_memory_by_address() -> None:
-    """A handle is what is looked at, never an address: nothing of ours maps those to registrations."""
-    source = Path(gpudirect.__file__).read_text()
-    assert "registration" in source and "bisect" not in source
-    assert DeviceRegistration.__slots__ == ("device",)
