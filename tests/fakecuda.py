@@ -552,7 +552,7 @@ class FakeCuda:
             each.address <= start and start + length <= each.address + each.reserved for each in self._memory
         ):  # fmt: skip
             return INVALID_VALUE
-        fd = os.memfd_create("fake-dma-buf")
+        fd = os.memfd_create("fake-dma-buf", 0)
         os.write(fd, struct.pack("QQ", start, length))
         _put(handle, fd)
         return OK

@@ -556,6 +556,7 @@ def test_the_streams_that_are_waited_for(fake: FakeCuda) -> None:
     assert waited() == []
     assert waited((0, 0), (0, 0)) == ["cuStreamSynchronize"]
     assert waited((0, LEGACY)) == ["cuStreamSynchronize"]
+    assert waited((1, mine)) == ["cuStreamSynchronize"] * 2, "the default one too"
     assert waited((1, mine), (1, 0), (0, 0)) == ["cuStreamSynchronize"] * 3
     assert waited((0, cuda.STREAM_PER_THREAD)) == ["cuCtxSynchronize"]
     with pytest.raises(CudaError):
@@ -861,6 +862,7 @@ def test_a_lane_that_breaks_leaves_the_rest_to_tcp(fake: FakeCuda, monkeypatch: 
     with town_with(fake, monkeypatch) as town:
         client = town.rdma()
         spans: list[Any] = [memory(client, fake, 9000, noise(at, 9000), device=at % 2, at=at) for at in range(6)]
+        spans[3] = device_span(Tensor(spans[3].address, 9000))  # staged
         keys = [f"k{at}" for at in range(6)]
 
         def breaks(*_: Any) -> None:
