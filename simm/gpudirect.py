@@ -17,8 +17,8 @@ What can go wrong, and what stands against it
 * *A device knows no streams.* A kernel that makes the value may not have run yet when it is WRITTEN, and one that still
   uses the buffer when it is READ into. So before anything is posted we wait, on the processor, for what was issued
   before the call: on the device's legacy default stream and on the one that the span names, as ``gpu.py`` promises. As
-  there, that wait has no bound; the deadline is counted from after it. It costs what those streams still have to do: a
-  staged copy waits for the same, but its READ goes on meanwhile.
+  there, that wait has no bound; the deadline is counted from after it (and from after registering, at the first use).
+  It costs what those streams still have to do: a staged copy waits for the same, but its READ goes on meanwhile.
 * *The completion is here before the bytes are.* It goes to host memory and the value to the GPU's, by ways of different
   length. So a READ is flushed (``cuFlushGPUDirectRDMAWrites``, for all GPUs) where the GPU does not order such writes
   by itself, before the call returns, raises, or leaves a key to TCP, whose copy a late write would overwrite: also

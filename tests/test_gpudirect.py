@@ -706,10 +706,10 @@ def test_a_ctrl_c_at_the_door_of_the_flush(fake: FakeCuda, monkeypatch: pytest.M
 # -- a writer between the steps of a READ ------------------------------------------------------------------------------
 
 
-def storm(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1) -> int:
+def storm(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1, way: str = "dma-buf") -> int:
     """Reads into a GPU while values are overwritten and deleted between any two steps; how many were hits."""
     rng, hits, size, keys = random.Random(seed), 0, 700, [f"k{number}" for number in range(4)]
-    with town_with(fake, monkeypatch, rails, seed=seed, pieces=12) as town:
+    with town_with(fake, monkeypatch, rails, way, seed=seed, pieces=12) as town:
         client, writer = town.rdma(deadline_s=20.0), town.client("shm")
         path_of(client).tend = lambda now: None  # type: ignore[method-assign]
         version = dict.fromkeys(keys, 0)
@@ -746,7 +746,7 @@ def storm(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int, rails: int
                 if length != size or not whole or seen[1] not in {each & 0xFF for each in live[keys[at]]}:
                     raise Harm(f"{keys[at]}: {length} bytes, {len(set(seen))} kinds of them")
         town.network.between = None
-        assert fake.dma[1]
+        assert bool(fake.dma[1]) is (way != "staged")
     return hits
 
 
@@ -757,6 +757,15 @@ def test_a_writer_between_all_steps(fake: FakeCuda, monkeypatch: pytest.MonkeyPa
         with pytest.MonkeyPatch.context() as inner:
             hits += storm(fake, inner, seed, rails)
     assert hits > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dma-buf", "nvidia-peermem", "staged"])
+def test_a_writer_between_all_steps_for_longer(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    for seed in range(4, 64):
+        with pytest.MonkeyPatch.context() as inner:
+            fake.dma = [0, 0]
+            storm(fake, inner, seed, 1 + seed % 2, way)
 
 
 def test_control_without_the_second_look(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
