@@ -119,7 +119,9 @@ class Endpoint(Service):
         self.lanes: set[Peer] = set()
         self.granted_bytes = 0
         self.counts = dict.fromkeys(_COUNTS, 0)
+        #: When a client sent something last, and whether what was kept for it has gone back since.
         self._heard = 0.0
+        self._quiet = True
         #: The session whose RECALLs are counted, and how many bytes of them have been seen to.
         self._recalls: tuple[WorkerSession | None, int] = (None, 0)
         loop.call_later(0.0, self._tick)
@@ -163,7 +165,10 @@ class Endpoint(Service):
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         lane: LaneEnd = peer.context
-        lane.heard = self._heard = self.loop.now
+        lane.heard = self.loop.now
+        if lane.role != M.Role.SUPERVISOR:  # which asks all the time
+            self._heard = self.loop.now
+            self._quiet = False
         lane.recalled = False
         msg = decode(frame)
         if lane.role is None and not isinstance(msg, M.Hello | M.Ping):
@@ -477,8 +482,10 @@ class Endpoint(Service):
         self._recalls = (session, session.recalled)
         if session.recalled > seen:
             self._recall(session.recalled - seen)
-        if now - self._heard > IDLE_S:
+        if not self._quiet and now - self._heard > IDLE_S:
+            self._quiet = True
             with contextlib.suppress(TransportError):
+                session.ask([])  # what is prepared for us comes with any answer
                 session.return_idle()
 
     def _recall(self, wanted: int, asking: LaneEnd | None = None) -> None:

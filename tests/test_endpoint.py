@@ -27,6 +27,7 @@ from simm.lane_end import LINKS_MAX, LaneEnd
 from simm.layout import MAGIC, State, Word
 from simm.loop import STALL_S
 from simm.messages import Status
+from simm.rpc import encode
 from simm.session import WorkerSession
 
 digest_of = Hasher("default")
@@ -688,6 +689,29 @@ def test_idle_lanes_are_asked_for_their_grants(server: EndpointThread, monkeypat
         mine.channel.poll_pushes()
         assert mine.pushes == [M.Recall(4096)]
         assert mine.give_back(two) == 1
+
+
+def test_what_is_kept_for_clients_goes_back_when_none_asks(
+    server: EndpointThread, worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
+    near, far = socket.socketpair()
+    server.do(lambda: server.endpoint.adopt_supervisor(far))
+    with lane(server) as mine:
+        for number in range(3):
+            one = mine.grant(4096)[0]
+            mine.write(one, b"1" * 4096)
+            mine.commit((digest_of(str(number)), one, 4096), wants=[(4096, 5)])
+        assert granted(worker) > 5 * 4096, "more than the lane has"
+
+    def asked() -> bool:
+        near.sendall(encode(M.Stats(0), 1))  # as a supervisor does all the time
+        assert near.recv(1 << 16)
+        return granted(worker) == 0
+
+    until(asked, "nobody keeps a grant")
+    server.stop()
+    near.close()
 
 
 def test_the_workers_recall_goes_on_to_lanes(server: EndpointThread, worker: WorkerThread) -> None:

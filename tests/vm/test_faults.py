@@ -109,9 +109,10 @@ def test_the_data_server_is_killed(town: Fleet) -> None:
 def test_a_link_goes_down(town: Fleet, device: str) -> None:
     with hammered(town, f"{device} unplugged") as (client, hammer):
         with rails.unplugged(device):
-            world.until(lambda: path_of(client).why, "the client notices")
+            target = world.targets(client)[0]
+            world.until(lambda: target.path != "rdma", "the client notices")
             hammer.wait_calls()
-            print(f"meanwhile: {path_of(client).why}")
+            print(f"meanwhile: {target.why}")
         print(f"by RDMA again after {wait_served(client, hammer):.1f} s")
 
 

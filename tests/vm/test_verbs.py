@@ -582,7 +582,7 @@ def test_memory_stays_flat_over_many_chains_and_links(peer: Peer, here: Here, li
     links(60)
     grown = resident_kib() - start
     print(f"50,000 chains: {took / 50_000 * 1e6:.0f} us each; {grown} KiB more with 60 links")
-    assert grown < 1500
+    assert grown < 6000, "more than a huge page or two"
 
 
 def test_threads_with_a_link_each(peer: Peer, here: Here) -> None:
