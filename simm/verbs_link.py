@@ -249,7 +249,7 @@ class VerbsLink:
         if self._connected:
             raise FabricError("the link is connected already")
         library, rail = self._library, self.rail
-        if rail.ethernet and not neighbours.answers(peer.gid, rail.gid):
+        if rail.ethernet and not neighbours.answers(peer.gid, rail.gid, rail.netdev):
             why = f"{rail.name}: nobody answers for {_text_of(peer.gid)}"
             self._break(why, "")
             raise FabricError(why)
@@ -522,6 +522,7 @@ class VerbsRail:
         self.numa = port.numa
         self.port = port.number
         self.gid_index = gid.index
+        self.netdev = gid.netdev
         self.lock = threading.RLock()
         self.regions: set[VerbsRegion] = set()
         self.links: set[VerbsLink] = set()

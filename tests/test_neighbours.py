@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 import threading
 import time
 from pathlib import Path
@@ -31,8 +32,8 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
-def asked(table: Path, timeout_s: float = 0.05) -> bool:
-    return neighbours.answers(gid(PEER), timeout_s=timeout_s, sys_root=str(table.parents[2]))
+def asked(table: Path, timeout_s: float = 0.05, netdev: str = "") -> bool:
+    return neighbours.answers(gid(PEER), netdev=netdev, timeout_s=timeout_s, sys_root=str(table.parents[2]))
 
 
 def test_one_that_is_known(table: Path) -> None:
@@ -45,6 +46,28 @@ def test_one_that_nobody_answers_for(table: Path) -> None:
     started = time.monotonic()
     assert not asked(table)
     assert time.monotonic() - started >= 0.05
+
+
+def test_only_the_ports_own_device_counts(table: Path) -> None:
+    table.write_text(HEAD + row(PEER, 0) + row(PEER, 2, "rnic1"))
+    assert asked(table) and asked(table, netdev="rnic1") and not asked(table, netdev="rnic0")
+    assert asked(table, netdev="rnic2"), "nothing is known of it there"
+
+
+def test_the_question_leaves_by_the_ports_own_device(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the routing table it need not leave at all: the peer may be another port of this host."""
+    options: list[tuple[int, int, bytes]] = []
+    real = socket.socket
+
+    class Watched(real):  # type: ignore[misc, valid-type]
+        def setsockopt(self, level: int, name: int, value: bytes) -> None:  # type: ignore[override]
+            options.append((level, name, value))
+            super().setsockopt(level, name, value)
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    table.write_text(HEAD + row(PEER, 0, "simm-none0"))
+    assert not asked(table, netdev="simm-none0"), "and there is no such device: it was asked all the same"
+    assert options == [(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"simm-none0")]
 
 
 def test_one_that_answers_after_a_while(table: Path) -> None:

@@ -86,6 +86,15 @@ def netdev(device: str) -> str:
     return (_IB / device / "parent").read_text().strip()
 
 
+def address(device: str) -> str:
+    """Its IPv4 address."""
+    shown = subprocess.run(
+        ["ip", "-j", "-4", "addr", "show", "dev", netdev(device)], capture_output=True, text=True, check=True
+    ).stdout
+    found: str = json.loads(shown)[0]["addr_info"][0]["local"]
+    return found
+
+
 def node(device: str) -> int:
     """Its NUMA node, -1 for none."""
     place = Path("/sys/class/net", netdev(device), "device/../numa_node")

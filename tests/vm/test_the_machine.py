@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from simm import neighbours
 
 from . import rails
 from .rails import DEVICES, PAIRS
@@ -59,3 +62,22 @@ def test_a_cable_can_be_pulled() -> None:
         assert "DOWN" in Path(f"/sys/class/infiniband/{DEVICES[0]}/ports/1/state").read_text()
     rails.wait_active(DEVICES[0])
     test_verbs_across_a_cable(0)
+
+
+def test_a_neighbour_that_failed_once_is_asked_again() -> None:
+    """Both ends of the cable are this machine's: only by the end's own device does the question come to the other."""
+    one, two = DEVICES[:2]
+    peer, card = rails.address(two), rails.netdev(one)
+    gid, own = (ipaddress.IPv6Address(f"::ffff:{address}").packed for address in (peer, rails.address(one)))
+
+    def fail() -> None:
+        subprocess.run(["ip", "neigh", "replace", peer, "dev", card, "nud", "failed"], check=True)
+
+    fail()
+    assert neighbours.answers(gid, own, card, timeout_s=30.0)
+    fail()
+    assert not neighbours.answers(gid, own), "by the routing table it stays at home"
+    with rails.unplugged(two):
+        fail()
+        assert not neighbours.answers(gid, own, card)
+    assert neighbours.answers(gid, own, card, timeout_s=30.0)
