@@ -360,9 +360,11 @@ class Writing:
             group.ops.append(self._flush(wire, group.flushes[wire]))
             group.waits.append((wire, wire.post(group.ops, self.until)))
             group.ops = []
-        self._writing.append(group)
-        while len(self._writing) > DEEP * len(self.lane.wires):
-            self._commit(self._writing.popleft())
+        writing = self._writing
+        writing.append(group)
+        # What is there by now is committed while the next group is made: with two groups in a batch it makes a third.
+        while writing and (len(writing) > DEEP * len(self.lane.wires) or _arrived(writing[0])):
+            self._commit(writing.popleft())
 
     # -- memory of our own --------------------------------------------------------------------------
 
@@ -470,6 +472,11 @@ class Writing:
         if stale:  # so are the others that we hold
             log.debug("%r: its grants were another worker's", lane)
             lane.return_idle()
+
+
+def _arrived(group: _Group) -> bool:
+    """Are its values in the server's memory? Does not wait. Raises FabricError when a link broke."""
+    return all([wire.link.poll() >= ticket for wire, ticket in group.waits])  # noqa: C419
 
 
 def _key_of(block: Block, wire: Wire) -> int:
