@@ -277,7 +277,7 @@ class Endpoint(Service):
         if session is None:
             return False
         enough = True
-        old = list(lane.prepared)
+        old = len(lane.prepared)
         for size, count in wants:
             chunk = chunk_bytes_for(size)
             allowed = min(count, self._room(lane, session, chunk))
@@ -286,10 +286,11 @@ class Endpoint(Service):
                 if len(grants) < allowed:
                     session.ask([(size, allowed - len(grants))])
                     grants += _taken(session, size, allowed - len(grants))
-                if not grants and self._spare(lane, session, old):
-                    old = []
-                    session.ask([(size, 1)])
-                    grants += _taken(session, size, 1)
+                if not grants and (allowed or old) and self._spare(lane, session, old, chunk):
+                    old = 0
+                    if self._room(lane, session, chunk):
+                        session.ask([(size, 1)])
+                        grants += _taken(session, size, 1)
             except FabricError:
                 raise
             except TransportError as exc:
@@ -317,13 +318,17 @@ class Endpoint(Service):
                     self._recall(chunk * (count - len(grants)), lane)
         return enough
 
-    def _spare(self, lane: LaneEnd, session: WorkerSession, prepared: Sequence[Held]) -> bool:
-        """The worker has no room: give back what nobody uses yet, of other sizes as it is. Was there any?
+    def _spare(self, lane: LaneEnd, session: WorkerSession, old: int, chunk: int) -> bool:
+        """There is no room: give back what nobody uses yet, of other sizes as it is: the first ``old`` prepared grants,
+        and our pool. Was there any? Nothing goes back where some of the prepared ones are just what is wanted.
 
         Each slab with a single chunk of it cannot become one of the size that is wanted. Raises FabricError: close the
         lane then.
         """
-        self._release(lane, [held for held in prepared if held in lane.prepared])
+        prepared = lane.prepared[:old]
+        if any(held.chunk == chunk for held in prepared):
+            return False
+        self._release(lane, prepared)
         return session.return_idle() > 0 or bool(prepared)
 
     def _room(self, lane: LaneEnd, session: WorkerSession, chunk: int) -> int:

@@ -673,6 +673,38 @@ def test_grants_are_bounded_for_a_lane_and_for_all(network: FakeNetwork) -> None
             mine.close()
 
 
+def test_a_lane_at_its_bound_gets_no_more_for_what_others_do_not_use(network: FakeNetwork) -> None:
+    with WorkerThread(64 << 20) as worker, EndpointThread(worker.path, network) as server:
+        total = worker.store.granted_bytes_max * endpoint_module.GRANTED_PERCENT // 100
+        with lane(server.ready()) as mine, lane(server) as other:
+            held = mine.grant(64 << 10, 4000)
+            for turn in range(20):
+                (one,) = other.grant(4096)
+                other.write(one, b"1" * 4096)
+                for wants in ([(4096, 4)], []):  # which leaves some in the endpoint's pool
+                    other.give_back(*other.commit((digest_of(str(turn)), one, 4096), wants=wants)[1])
+                held += mine.grant(64 << 10)
+            assert sum(grant.chunk for grant in held) <= total // endpoint_module.LANE_SHARE
+            session = server.endpoint.upstream.session
+            assert session is not None and any(session.grants.values()), "nor are theirs given back for it"
+
+
+def test_what_is_prepared_is_told_when_there_is_no_room_for_more(network: FakeNetwork) -> None:
+    with WorkerThread(16 << 20) as worker, EndpointThread(worker.path, network) as server, lane(server.ready()) as mine:
+        one, *_held = mine.grant(64 << 10, 4)
+        mine.write(one, b"1" * 4096)
+        assert mine.commit((digest_of("k"), one, 4096), wants=[(64 << 10, 8)])[0] == [OK]
+        (prepared,) = server.do(lambda: [len(peer.context.prepared) for peer in server.endpoint.lanes])
+        assert prepared > 1
+        greedy = worker.session(ring=False)
+        before = -1
+        while len(greedy.pool(64 << 10)) > before:
+            before = len(greedy.pool(64 << 10))
+            greedy.ask([(64 << 10, 1)])
+        assert len(mine.grant(64 << 10, 8)) == prepared, "and not given back for one of their kind"
+        greedy.close()
+
+
 def test_idle_lanes_are_asked_for_their_grants(server: EndpointThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
     with lane(server) as mine:
