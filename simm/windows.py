@@ -8,7 +8,8 @@ that is somebody else's by now.
 * Making a window is a call into the kernel; binding one is a few hundred ns of the device. They are pooled, for each
   link of its own: the kernel destroys what a process that is killed had in the reverse order of making, and a queue
   pair that is to go while an *older* window is bound to it is waited for. With soft-RoCE that was 50 s for each link,
-  with the process undead and no successor all the while.
+  with the process undead and no successor all the while. Where a device has no more of them, idle ones of other links
+  are freed, or a link that had many once would keep them from all others.
 * A window that was bound when its link was destroyed is in no state to be relied upon: it is freed, not pooled.
 * Cards compare a WRITE with the window's bounds. Linux's soft-RoCE (rxe, as of 6.1) looks up the window's key, and its
   link, and then compares with the bounds of the region below it: there only the time of a WRITE is guarded, not its
@@ -53,8 +54,8 @@ class Windows:
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
         self._rails = registration.rails
-        #: By link; which are compared by identity, and kept until :meth:`retire`.
-        self._idle: dict[Link, list[Window]] = {}
+        #: For each rail, by link; which are compared by identity, and kept until :meth:`retire`.
+        self._idle: list[dict[Link, list[Window]]] = [{} for _ in self._rails]
         self._made = [0] * len(self._rails)
 
     @property
@@ -68,7 +69,7 @@ class Windows:
 
     def check(self, in_use: int) -> None:
         """``in_use``: windows of all lanes. Raises CorruptionError when the books contradict themselves."""
-        idle = sum(map(len, self._idle.values()))
+        idle = sum(len(windows) for links in self._idle for windows in links.values())
         if self.made != idle + in_use:
             raise CorruptionError(f"{self.made} windows, of which {idle} are idle and {in_use} in use")
 
@@ -97,12 +98,12 @@ class Windows:
             region = bridge = place.register(
                 address, length, Access.REMOTE_READ | Access.LOCAL_WRITE | Access.WINDOWS
             )
-        idle = self._idle.get(link)
+        idle = self._idle[rail].get(link)
         if idle:
             window = idle.pop()
         else:
             try:
-                if self._made[rail] >= place.limits.windows:
+                if self._made[rail] >= place.limits.windows and not self._free_one(rail):
                     raise FabricError(f"all {place.limits.windows} memory windows of {place.name} are in use")
                 window = place.window()
             except FabricError:
@@ -111,6 +112,15 @@ class Windows:
                 raise
             self._made[rail] += 1
         return Cover(rail, link, Binding(window, region, address, length), bridge)
+
+    def _free_one(self, rail: int) -> bool:
+        """Free an idle window of whichever link of that rail has most; was there one? Raises FabricError."""
+        idle = max(self._idle[rail].values(), key=len, default=None)
+        if not idle:
+            return False
+        idle.pop().close()
+        self._made[rail] -= 1
+        return True
 
     def bind(self, link: Link, covers: Sequence[Cover]) -> None:
         """Bind them to a link: their keys are good from now on. Raises FabricError: close the link then."""
@@ -128,7 +138,7 @@ class Windows:
     def recycle(self, covers: Iterable[Cover]) -> None:
         """Keep windows that are not bound for the next chunks of their link."""
         for cover in covers:
-            idle = self._idle.setdefault(cover.link, [])
+            idle = self._idle[cover.rail].setdefault(cover.link, [])
             if len(idle) < IDLE_MAX:
                 idle.append(cover.binding.window)
             else:
@@ -145,7 +155,7 @@ class Windows:
 
     def retire(self, rail: int, link: Link) -> None:
         """A link of that rail has been closed: free those that were kept for it."""
-        for window in self._idle.pop(link, ()):
+        for window in self._idle[rail].pop(link, ()):
             window.close()
             self._made[rail] -= 1
 

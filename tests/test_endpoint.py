@@ -578,6 +578,22 @@ def test_no_windows_left(worker: WorkerThread) -> None:
     all_closed(network)
 
 
+def test_idle_windows_of_one_link_are_not_kept_from_others(worker: WorkerThread) -> None:
+    network = FakeNetwork(4, windows=8, background=True)
+    with EndpointThread(worker.path, network) as server, lane(server.ready()) as one, lane(server) as two:
+        for mine in (one, two, one):
+            grants = mine.grant(64, 6)
+            assert len(grants) == 6, "they are not used by anybody now"
+            for grant in grants:
+                mine.write(grant, b"v" * 64)
+            assert mine.commit(*((digest_of(str(grant.number)), grant, 64) for grant in grants))[0] == [OK] * 6
+            assert server.stats()["windows"] <= 8
+        kept = one.grant(64, 6)
+        assert two.grant(64, 3) == [] and len(two.grant(64, 2)) == 2, "those that are used stay where they are"
+        assert one.give_back(*kept) == 6
+    all_closed(network)
+
+
 def test_there_is_no_device_and_then_there_is(
     worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
