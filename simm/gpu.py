@@ -478,9 +478,9 @@ def host_view(source: memoryview | Span) -> memoryview:
 
 
 def parts(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> Iterator[Sequence[int]]:
-    """The positions, in runs of about ``GROUP_BYTES`` where a first source in GPU memory says that all must be
-    copied to host memory before they can go anywhere."""
-    if type(sources[positions[0]]) is not DeviceSpan:
+    """The positions, in runs of about ``GROUP_BYTES`` where some sources are in GPU memory, and must be copied to host
+    memory before they can go anywhere."""
+    if DeviceSpan not in map(type, map(sources.__getitem__, positions)):
         yield positions
         return
     run: list[int] = []

@@ -31,6 +31,7 @@ from simm.gpu import DeviceSpan, device_span
 from simm.gpudirect import Keys
 from simm.lane import Lane
 from simm.remote_arena import Place
+from simm.tcppath import TcpPath
 
 #: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -890,6 +891,38 @@ def test_a_lane_that_breaks_leaves_the_rest_to_tcp(fake: FakeCuda, monkeypatch: 
             until_rdma(client)
         assert client.counters["rdma_fallbacks"] == 12
         assert fake.dma == [0, 0]
+
+
+@pytest.mark.parametrize("first", ["host", "staged", "direct"])
+def test_what_is_left_to_tcp_is_copied_to_host_memory_in_parts(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whatever comes first: of a batch of any size that would be as much host memory."""
+    monkeypatch.setattr(gpu, "GROUP_BYTES", 20_000)
+    with town_with(fake, monkeypatch) as town:
+        client = town.rdma()
+        sources: list[Any] = [memory(client, fake, 9000, noise(at, 9000)) for at in range(8)]
+        if first == "host":
+            sources[0] = noise(0, 9000)
+        elif first == "staged":
+            sources[0] = Tensor(sources[0].address, 9000)
+
+        def breaks(*_: Any) -> None:
+            raise TransportError("broken")
+
+        stored: list[int] = []
+        real = TcpPath.store
+
+        def store(self: TcpPath, entries: Any, until: float = 0.0) -> list[int]:
+            stored.append(sum(entry[1].nbytes for entry in entries))
+            return real(self, entries, until)
+
+        monkeypatch.setattr("simm.rdmaput.Writing.put", breaks)
+        monkeypatch.setattr(TcpPath, "store", store)
+        keys = [f"k{at}" for at in range(8)]
+        assert client.put_many(keys, sources) == [True] * 8
+        assert sum(stored) == 72_000 and max(stored) <= 20_000
+        assert client.get_many(keys) == [noise(at, 9000) for at in range(8)]
 
 
 def test_memory_deregistered_under_a_call(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
