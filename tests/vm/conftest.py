@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def clients_say_all(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed test shows why the client left RDMA, which is said at DEBUG."""
+    caplog.set_level(logging.DEBUG, "simm.client")
 
 
 @pytest.fixture(autouse=True)
