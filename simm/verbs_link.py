@@ -562,16 +562,15 @@ class VerbsRail:
         return next(self._vectors)
 
     def register(self, address: int, length: int, access: Access) -> Region:
-        with self.lock:
-            self._usable()
-            region = VerbsRegion(self, address, length, access)
-            self.regions.add(region)
-            return region
+        return self._register(address, length, access, None)
 
     def register_dmabuf(self, fd: int, offset: int, length: int, access: Access) -> Region:
+        return self._register(offset, length, access, fd)
+
+    def _register(self, address: int, length: int, access: Access, dmabuf: int | None) -> Region:
         with self.lock:
             self._usable()
-            region = VerbsRegion(self, offset, length, access, fd)
+            region = VerbsRegion(self, address, length, access, dmabuf)
             self.regions.add(region)
             return region
 

@@ -118,8 +118,7 @@ class Windows:
         idle = max(self._idle[rail].values(), key=len, default=None)
         if not idle:
             return False
-        idle.pop().close()
-        self._made[rail] -= 1
+        self._close(rail, idle.pop())
         return True
 
     def bind(self, link: Link, covers: Sequence[Cover]) -> None:
@@ -142,23 +141,22 @@ class Windows:
             if len(idle) < IDLE_MAX:
                 idle.append(cover.binding.window)
             else:
-                self._close(cover)
+                self._close(cover.rail, cover.binding.window)
             if cover.bridge is not None:
                 cover.bridge.close()
 
     def free(self, covers: Iterable[Cover]) -> None:
         """Windows whose link has been closed while they were bound."""
         for cover in covers:
-            self._close(cover)
+            self._close(cover.rail, cover.binding.window)
             if cover.bridge is not None:
                 cover.bridge.close()
 
     def retire(self, rail: int, link: Link) -> None:
         """A link of that rail has been closed: free those that were kept for it."""
         for window in self._idle[rail].pop(link, ()):
-            window.close()
-            self._made[rail] -= 1
+            self._close(rail, window)
 
-    def _close(self, cover: Cover) -> None:
-        cover.binding.window.close()
-        self._made[cover.rail] -= 1
+    def _close(self, rail: int, window: Window) -> None:
+        window.close()
+        self._made[rail] -= 1

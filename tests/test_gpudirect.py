@@ -11,25 +11,27 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakecuda import LEGACY, FakeCuda
 from fakefabric import FakeLink
+from rdmascript import KEYS, ROOM, Harm, finds_harm, links_outlive_failures, reads
 from rdmatown import RdmaTown, path_of, until_rdma
+from test_gpu import InPython, Tensor, installed, noise
 
 from simm import cuda, gpu, gpudirect, gpurdma, rdmaget, registry
 from simm import session as session_module
 from simm.blocks import BlockView, deregister_mr, register_mr
 from simm.buffers import Span
 from simm.client import Client
-from simm.cuda import CudaError, Driver
+from simm.cuda import CudaError
 from simm.errors import TransportError
 from simm.fabric import FENCED_READ, READ, WRITE, Access, FabricError
 from simm.gpu import DeviceSpan, device_span
 from simm.gpudirect import Keys
-from simm.lane import Lane
 from simm.remote_arena import Place
 from simm.tcppath import TcpPath
 
@@ -39,31 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 KIB = 1 << 10
 MIB = 1 << 20
 PAGE = 4096
-
-
-class Harm(AssertionError):
-    """A script saw wrong bytes, or something else that must never be."""
-
-
-class Tensor:
-    """As torch's."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.device = SimpleNamespace(type="cuda", index=0)
-        self._address, self._size = address, size
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def numel(self) -> int:
-        return self._size
-
-    def element_size(self) -> int:
-        return 1
-
-
-def noise(seed: int, size: int) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 def descriptors() -> list[str]:
@@ -80,30 +57,19 @@ def descriptors() -> list[str]:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """The process's driver; at the end nothing of ours is left with it."""
-    library = FakeCuda()
-    driver = Driver(library)
-    before = cuda.use(driver)
     session_module._BURIED.clear()
     monkeypatch.setattr(gpudirect, "PEERMEM_MODULES", ["/nowhere"])
     try:
-        yield library
-        gpurdma.shutdown()
-        gc.collect()
-        gpu.shutdown()
-        registry.sweep()
-        assert library.registered() == 0, "host memory is still registered"
-        assert not descriptors()
-        driver.close()
-        assert library.violations == []
-        assert library.live() == 0, "streams or events left"
-        assert not library._contexts()
+        for handle in installed(InPython()):
+            yield handle.library
+            gpurdma.shutdown()
+            gc.collect()
+            registry.sweep()
+            assert not descriptors()
     finally:
         gpurdma.shutdown()
         gpudirect.shutdown()
-        gpu.shutdown()
         session_module._BURIED.clear()
-        cuda.use(before)
-        library.close()
 
 
 def town_with(
@@ -708,45 +674,11 @@ def test_a_ctrl_c_at_the_door_of_the_flush(fake: FakeCuda, monkeypatch: pytest.M
 
 
 def storm(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1, way: str = "dma-buf") -> int:
-    """Reads into a GPU while values are overwritten and deleted between any two steps; how many were hits."""
-    rng, hits, size, keys = random.Random(seed), 0, 700, [f"k{number}" for number in range(4)]
+    """Reads into a GPU while a writer works between any two steps; how many were hits. Raises Harm."""
     with town_with(fake, monkeypatch, rails, way, seed=seed, pieces=12) as town:
-        client, writer = town.rdma(deadline_s=20.0), town.client("shm")
-        path_of(client).tend = lambda now: None  # type: ignore[method-assign]
-        version = dict.fromkeys(keys, 0)
-        live: dict[str, set[int]] = {}
-
-        def put(key: str) -> None:
-            version[key] += 1
-            live.setdefault(key, set()).add(version[key])
-            assert writer.put(key, bytes([keys.index(key), version[key] & 0xFF]) * (size // 2))
-
-        def between() -> None:
-            if rng.random() < 0.03:
-                key = rng.choice(keys)
-                if rng.random() < 0.15:
-                    writer.delete(key)
-                else:
-                    put(key)
-
-        for key in keys:
-            put(key)
-        rooms: list[Any] = [memory(client, fake, size + 100, at=number) for number in range(4)]
-        town.network.between = between
-        for _ in range(20):
-            for key in keys:
-                live[key] = {version[key]}
-            chosen = [rng.randrange(4)] if rng.random() < 0.5 else list(range(4))
-            got = client.get_into_many([keys[at] for at in chosen], [rooms[at] for at in chosen])
-            for at, length in zip(chosen, got):
-                if length is None:
-                    continue
-                hits += 1
-                seen = fake.peek(rooms[at].address, size)
-                whole = seen == seen[:2] * (size // 2) and seen[0] == at
-                if length != size or not whole or seen[1] not in {each & 0xFF for each in live[keys[at]]}:
-                    raise Harm(f"{keys[at]}: {length} bytes, {len(set(seen))} kinds of them")
-        town.network.between = None
+        client = town.rdma(deadline_s=20.0)
+        rooms = [memory(client, fake, ROOM, at=number) for number in range(len(KEYS))]
+        hits = reads(town, client, seed, rooms, lambda room, size: fake.peek(room.address, size), rounds=20)
         assert bool(fake.dma[1]) is (way != "staged")
     return hits
 
@@ -774,13 +706,7 @@ def test_control_without_the_second_look(fake: FakeCuda, monkeypatch: pytest.Mon
         return True
 
     monkeypatch.setattr(rdmaget, "confirmed", believe)
-    for seed in range(20):
-        with pytest.MonkeyPatch.context() as inner:
-            try:
-                storm(fake, inner, seed)
-            except Harm:
-                return
-    pytest.fail("20 runs without the check, and nobody noticed")
+    finds_harm(partial(storm, fake))
 
 
 # -- deadlines and ends ------------------------------------------------------------------------------------------------
@@ -824,23 +750,8 @@ def test_a_deadline_with_a_read_under_way(fake: FakeCuda, monkeypatch: pytest.Mo
 
 
 def test_control_without_closing_the_links_first(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = Lane.close
-    left: list[Lane] = []
-
-    def close(self: Lane, reason: str = "closed") -> None:
-        if reason == "closed":
-            closed(self)
-            return
-        self.broken = reason
-        left.append(self)
-
-    monkeypatch.setattr(Lane, "close", close)
-    with pytest.raises(Harm):
-        try:
-            late_bytes(fake, monkeypatch, False)
-        finally:
-            for lane in left:
-                closed(lane)
+    with pytest.raises(Harm), links_outlive_failures(monkeypatch):
+        late_bytes(fake, monkeypatch, False)
 
 
 def test_control_a_link_that_was_closed_is_not_flushed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from clusters import wait_until
 from fakefabric import FakeLink
+from rdmascript import KEYS, ROOM, Harm, finds_harm, links_outlive_failures, reads, value_of, version_in
 from rdmatown import RdmaTown, path_of, until_rdma
 from town import ALL
 
@@ -23,7 +23,6 @@ from simm import lane as lane_module
 from simm import rdmaget, rdmapath, remote_arena
 from simm import session as session_module
 from simm.fabric import READ, WRITE
-from simm.lane import Lane
 from simm.layout import State, Word
 from simm.reader import ArenaReader
 from simm.remote_arena import Place
@@ -40,126 +39,30 @@ def nothing_buried() -> Iterator[None]:
     session_module._BURIED.clear()
 
 
-class Harm(AssertionError):
-    """A script saw wrong bytes, or something else that must never be."""
-
-
-def value_of(key: str, version: int, size: int) -> bytes:
-    """A value that says in every word what it is."""
-    word = (hash_of(key) << 32 | version).to_bytes(8, "little")
-    return (word * (size // 8 + 1))[:size]
-
-
-def hash_of(key: str) -> int:
-    return sum(key.encode()) & 0xFFFF
-
-
-def version_in(key: str, got: bytes) -> int:
-    """Which version these bytes are. Raises Harm when they are none."""
-    words = {got[at : at + 8] for at in range(0, len(got) - 7, 8)}
-    if len(words) != 1:
-        raise Harm(f"{key}: a mixture of {len(words)} words")
-    word = int.from_bytes(words.pop(), "little")
-    if word >> 32 != hash_of(key):
-        raise Harm(f"{key}: the value of another key")
-    return word & 0xFFFF_FFFF
-
-
 # -- a writer between the steps of a READ ----------------------------------------------------------------
 
 
-class Writer:
-    """Overwrites and deletes by shared memory, whenever the network lets it."""
-
-    def __init__(self, town: RdmaTown, seed: int, keys: list[str], often: float, size: int) -> None:
-        self.town, self.rng, self.keys, self.often, self.size = town, random.Random(seed), keys, often, size
-        self.client = town.client("shm")
-        #: Of each key: the versions stored so far; and those that were there at some time since `mark`.
-        self.version = dict.fromkeys(keys, 0)
-        self.live: dict[str, set[int]] = {key: set() for key in keys}
-        for key in keys:
-            self.put(key)
-
-    def put(self, key: str) -> None:
-        version = self.version[key] = self.version[key] + 1
-        self.live[key].add(version)
-        assert self.client.put(key, value_of(key, version, self.size))
-
-    def delete(self, key: str) -> None:
-        self.client.delete(key)
-        self.live[key].add(0)
-
-    def mark(self) -> None:
-        """From now on: what is there now, and what comes."""
-        for key in self.keys:
-            self.live[key] = {self.version[key]} if self.client.exists(key) else {0}
-
-    def between(self) -> None:
-        """What the network calls between two steps."""
-        if self.rng.random() < self.often:
-            key = self.rng.choice(self.keys)
-            if self.rng.random() < 0.15:
-                self.delete(key)
-            else:
-                self.put(key)
-
-
-def storm(monkeypatch: pytest.MonkeyPatch, seed: int, *, rounds: int = 25, rails: int = 1) -> int:
-    """Reads while a writer works between any two steps; how many were hits. Raises Harm."""
+def storm(monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1) -> int:
+    """Reads into host memory while a writer works between any two steps; how many were hits. Raises Harm."""
     names = [f"r{number}" for number in range(rails)]
-    hits = 0
     with RdmaTown(monkeypatch, seed=seed, rails=names, mine=names, pieces=12) as town:
         client = town.rdma(deadline_s=20.0)
-        path_of(client).tend = lambda now: None  # type: ignore[method-assign]
-        keys = [f"k{number}" for number in range(4)]
-        writer = Writer(town, seed, keys, 0.03, 700)
-        rng = random.Random(seed)
-        town.network.between = writer.between
-        sinks: dict[str, Any] = {key: client.register(bytearray(800)) for key in keys}
-        for _ in range(rounds):
-            writer.mark()
-            if rng.random() < 0.5:
-                key = rng.choice(keys)
-                got = {key: client.get_into(key, sinks[key])}
-            else:
-                got = dict(zip(keys, client.get_into_many(keys, [sinks[key] for key in keys])))
-            for key, size in got.items():
-                if size is None:
-                    continue
-                hits += 1
-                if size != 700:
-                    raise Harm(f"{key}: {size} bytes")
-                version = version_in(key, bytes(sinks[key].view()[:size]))
-                if version not in writer.live[key]:
-                    raise Harm(f"{key}: version {version}, there were {sorted(writer.live[key])}")
-        town.network.between = None
-    return hits
+        sinks = [client.register(bytearray(ROOM)) for _ in KEYS]
+        return reads(town, client, seed, sinks, lambda sink, size: bytes(sink.view()[:size]))
 
 
 @pytest.mark.parametrize("rails", [1, 2])
 def test_a_writer_between_all_steps(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
-    assert sum(storm(monkeypatch, seed, rails=rails) for seed in range(4)) > 50
+    assert sum(storm(monkeypatch, seed, rails) for seed in range(4)) > 50
 
 
 def _believe(place: Place, between: bytes, now: bytes, word: int) -> bool:
     return True
 
 
-def finds_harm(seeds: int = 20) -> None:
-    """With what was taken away some seed must see it."""
-    for seed in range(seeds):
-        with contextlib.ExitStack() as stack:
-            inner = stack.enter_context(pytest.MonkeyPatch.context())
-            try:
-                storm(inner, seed)
-            except Harm:
-                return
-    pytest.fail(f"{seeds} runs without the check, and nobody noticed")
-
-
 def test_control_without_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdmaget, "confirmed", _believe)
-    finds_harm()
+    finds_harm(storm)
 
 
 def late_value(monkeypatch: pytest.MonkeyPatch, *, single: bool) -> None:
@@ -277,23 +180,8 @@ def test_a_deadline_with_a_read_under_way(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_control_without_closing_the_links_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = Lane.close
-    left: list[Lane] = []
-
-    def close(self: Lane, reason: str = "closed") -> None:
-        if reason == "closed":
-            closed(self)
-            return
-        self.broken = reason
-        left.append(self)
-
-    monkeypatch.setattr(Lane, "close", close)
-    with pytest.raises(Harm):
-        try:
-            late_bytes(monkeypatch)
-        finally:
-            for lane in left:
-                closed(lane)
+    with pytest.raises(Harm), links_outlive_failures(monkeypatch):
+        late_bytes(monkeypatch)
 
 
 def test_a_deadline_with_a_write_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
