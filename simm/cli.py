@@ -1,10 +1,9 @@
-"""The ``simm`` command: everything a person does with SiMM from a shell.
+"""The ``simm`` command.
 
-Each subcommand is a function ``(arguments, prog) -> exit code`` that imports what it needs only when it runs, so that
-``simm version`` costs no numpy and a broken corner breaks its own command alone.
+Each subcommand is a function ``(arguments, prog) -> exit code`` that imports its modules when it runs. So
+``simm version`` does not load numpy, and a broken module affects its own command only.
 
-Whatever goes wrong is one sentence on stderr that says what to do, never a traceback; ``console.py`` has the exit
-codes.
+An error is one sentence on stderr that says what to do, never a traceback. ``tools/console.py`` has the exit codes.
 """
 
 from __future__ import annotations
@@ -13,42 +12,38 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
-from .console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_sigterm, guarded
 from .errors import SimmError, TransportError, UsageError
+from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
 
 if TYPE_CHECKING:
     from .client import Client
-    from .config import Settings
+    from .config.settings import Settings
 
-#: Arena of ``simm local`` where no size is given: a trial must not take 80 % of somebody's laptop.
+#: Default arena of ``simm local``. A trial must not take 80 % of a laptop's memory.
 LOCAL_MEMORY: Final = "1G"
 
 
 def _parser(prog: str, about: str, settings_of: str | None = None) -> Parser:
     parser = Parser(prog=prog, description=about)
     if settings_of is not None:
-        from .config import add_arguments
+        from .config.settings import add_arguments
 
         add_arguments(parser, settings_of)
     return parser
 
 
 def _settings(command: str, arguments: argparse.Namespace) -> Settings:
-    """Settings, with logging set up: errors only unless more was asked for."""
-    from .config import load_command
-    from .startup import set_up_logging
+    from .tools.connect import command_settings
 
-    settings = load_command(command, arguments)
-    if settings.origin("log_level") == "default":
-        settings = dataclasses.replace(settings, log_level="error")
-    set_up_logging(settings)
-    return settings
+    return command_settings(command, arguments)
 
 
 # --- values -----------------------------------------------------------------------------------------
@@ -57,7 +52,7 @@ def _settings(command: str, arguments: argparse.Namespace) -> Settings:
 @contextlib.contextmanager
 def _client(settings: Settings) -> Iterator[Client]:
     from .client import Client
-    from .connect import client_arguments, manager_client
+    from .tools.connect import client_arguments, manager_client
 
     manager_client(settings).close()
     with Client(**client_arguments(settings)) as client:
@@ -65,7 +60,7 @@ def _client(settings: Settings) -> Iterator[Client]:
 
 
 def _require_reached(client: Client) -> None:
-    """After a No: was it an answer, or nobody there? Raises TransportError."""
+    """Raise TransportError if a negative result came from a server that cannot be reached."""
     workers = client.stats()["workers"]
     if not workers:
         raise TransportError("no data server has joined this cluster: start one with `simm dataserver`")
@@ -77,8 +72,8 @@ def _require_reached(client: Client) -> None:
 
 
 def _put(argv: Sequence[str], prog: str) -> int:
-    """store a file or what comes down a pipe"""
-    parser = _parser(prog, "Store a file's bytes, or stdin's, under KEY.", "client")
+    """store a file or stdin"""
+    parser = _parser(prog, "Store the bytes of a file, or of stdin, under KEY.", "client")
     parser.add_argument("key", metavar="KEY")
     parser.add_argument("file", metavar="FILE", help="file to store; - is stdin")
     arguments = parser.parse_args(argv)
@@ -105,9 +100,9 @@ def _put(argv: Sequence[str], prog: str) -> int:
 
 def _get(argv: Sequence[str], prog: str) -> int:
     """write a value to a file or stdout"""
-    parser = _parser(prog, "Write the value of KEY to stdout, or to a file. Exit 1 when there is none.", "client")
+    parser = _parser(prog, "Write the value of KEY to stdout or to a file. Exit 1 if it is not stored.", "client")
     parser.add_argument("key", metavar="KEY")
-    parser.add_argument("-o", "--output", metavar="FILE", help="file to write; - is stdout, terminal or not")
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write; - is stdout, even if it is a terminal")
     arguments = parser.parse_args(argv)
     with _client(_settings("client", arguments)) as client:
         value = client.get(arguments.key)
@@ -120,7 +115,7 @@ def _get(argv: Sequence[str], prog: str) -> int:
         _write_file(arguments.output, value)
         return EXIT_OK
     if arguments.output is None and sys.stdout.isatty() and not _printable(value):
-        raise UsageError("the value is binary, and stdout is a terminal: give -o FILE, or -o - if you mean it")
+        raise UsageError("the value is binary, and stdout is a terminal: give -o FILE, or -o - to print it")
     sys.stdout.buffer.write(value)
     return EXIT_OK
 
@@ -134,7 +129,7 @@ def _printable(value: bytes) -> bool:
 
 
 def _write_file(path: str, value: bytes) -> None:
-    """The whole value or nothing: an old file stays as it was when the disk is full. Raises OSError."""
+    """Write the whole value or nothing, so that a full disk leaves an old file unchanged. Raises OSError."""
     if os.path.lexists(path) and not os.path.isfile(path):
         with open(path, "wb") as special:  # a device or a pipe cannot be replaced
             special.write(value)
@@ -155,101 +150,99 @@ def _write_file(path: str, value: bytes) -> None:
 
 
 def _exists(argv: Sequence[str], prog: str) -> int:
-    """say which keys are stored"""
-    parser = _parser(prog, "Say which keys are stored. Exit 1 when one is not.", "client")
+    """check which keys are stored"""
+    parser = _parser(prog, "Check which keys are stored. Exit 1 if one is not.", "client")
     parser.add_argument("keys", metavar="KEY", nargs="+")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing; the exit code says it")
-    arguments = parser.parse_args(argv)
-    with _client(_settings("client", arguments)) as client:
-        found = client.exists_many(arguments.keys)
-        if not all(found):
-            _require_reached(client)
-    if not arguments.quiet:
-        for key, there in zip(arguments.keys, found):
-            print(f"{'yes' if there else 'no '}  {key}")
-    return EXIT_OK if all(found) else EXIT_NO
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing; only set the exit code")
+    return _each_key(parser.parse_args(argv), "exists_many", "yes", "no ")
 
 
 def _delete(argv: Sequence[str], prog: str) -> int:
-    """drop keys"""
-    parser = _parser(prog, "Drop keys. Exit 1 when one was not stored.", "client")
+    """delete keys"""
+    parser = _parser(prog, "Delete keys. Exit 1 if one was not stored.", "client")
     parser.add_argument("keys", metavar="KEY", nargs="+")
-    arguments = parser.parse_args(argv)
+    return _each_key(parser.parse_args(argv), "delete_many", "deleted   ", "not stored")
+
+
+def _each_key(arguments: argparse.Namespace, method: str, yes: str, no: str) -> int:
+    """Call a method of the client with the keys, and print its answer for each of them."""
     with _client(_settings("client", arguments)) as client:
-        gone = client.delete_many(arguments.keys)
-        if not all(gone):
+        answers = getattr(client, method)(arguments.keys)
+        if not all(answers):
             _require_reached(client)
-    for key, done in zip(arguments.keys, gone):
-        print(f"{'deleted   ' if done else 'not stored'}  {key}")
-    return EXIT_OK if all(gone) else EXIT_NO
+    if not getattr(arguments, "quiet", False):
+        for key, answer in zip(arguments.keys, answers):
+            print(f"{yes if answer else no}  {key}")
+    return EXIT_OK if all(answers) else EXIT_NO
 
 
 # --- servers ----------------------------------------------------------------------------------------
 
 
-def _manager(argv: Sequence[str], prog: str) -> int:
-    """run a manager"""
-    from .manager import main as run
-
-    return run(argv, prog)
-
-
-def _dataserver(argv: Sequence[str], prog: str) -> int:
-    """run a data server"""
-    from .dataserver import main as run
-
-    return run(argv, prog)
-
-
 def _local(argv: Sequence[str], prog: str) -> int:
     """run a whole cluster on this machine until Ctrl-C"""
-    about = f"A manager and a data server until Ctrl-C, with an arena of {LOCAL_MEMORY} where --memory says nothing."
+    about = f"Run a manager and a data server until Ctrl-C, with an arena of {LOCAL_MEMORY} without --memory."
     arguments = _parser(prog, about, "local").parse_args(argv)
     settings = _settings("local", arguments)
+    if settings.origin("manager") == "--manager":
+        raise UsageError(
+            f"--manager {','.join(map(str, settings.manager))}: `{prog}` starts a manager of its own, whose address "
+            "--listen gives; `simm dataserver --manager` joins another one's cluster"
+        )
     flags = server_flags(settings)
-    from .local import LocalCluster
+    from .sdk.local_cluster import LocalCluster
 
     class Cluster(LocalCluster):
-        """With our flags after its own: the last one counts."""
+        """A local cluster with these flags after its own, as the last one counts."""
 
         def _start(self, module: str, *arguments: str) -> str:
             return super()._start(module, *arguments, *flags[module])
 
-    with Cluster(memory=LOCAL_MEMORY) as cluster:
-        print(f"READY local {cluster.manager}", flush=True)
+    name = "" if settings.origin("name").startswith("default") else settings.name
+    others = bool(settings.token_file or settings.insecure or settings.allow_uid)
+    with Cluster(
+        memory=LOCAL_MEMORY, name=name, own_token=not others, runtime_dir=settings.runtime_dir
+    ) as cluster:
+        token_file = cluster.token_file or settings.token_file
+        print(f"READY local {cluster.manager}{f' token-file={token_file}' if token_file else ''}", flush=True)
         if sys.stdout.isatty():
+            if token_file:
+                print("Programs of this user find the token. Where they do not:")
+                print(f"  export SIMM_TOKEN_FILE={shlex.quote(str(token_file))}")
             print(f"  simm put KEY FILE --manager {cluster.manager}\n  simm status --manager {cluster.manager}")
-            print("Ctrl-C ends it, and drops what is stored.", flush=True)
+            print("Ctrl-C stops it and drops the stored values.", flush=True)
         ended = _wait_for_any(cluster.pids)
-        raise SimmError(f"the {ended} has ended: {_last_line(cluster.folder, ended)}")
+        raise SimmError(f"the {ended} has ended: {cluster.how_ended(ended)}")
 
 
 def server_flags(settings: Settings) -> dict[str, list[str]]:
-    """Command-line flags of a local cluster's manager and data server, for all that was not left to its default."""
-    from .config import MANAGER, SERVER, SETTINGS, format_value
-    from .quantities import Address
+    """Return the flags of a local cluster's manager and data server for all settings that are not defaults."""
+    from .config.parsers import Address
+    from .config.settings import MANAGER, SERVER, SETTINGS, format_value
 
     flags: dict[str, list[str]] = {MANAGER: [], SERVER: []}
     for name, setting in SETTINGS.items():
         if settings.origin(name).startswith("default") or name in ("listen", "manager"):
             continue
         value = getattr(settings, name)
+        if isinstance(value, os.PathLike):
+            value = os.path.abspath(value)  # the children have a current folder of their own
         if setting.is_switch:
             flag = setting.flag if value else "--no-" + setting.flag.removeprefix("--")
         else:
             flag = f"{setting.flag}={'auto' if name == 'memory' and value is None else format_value(value)}"
         for role in flags:
-            # Two processes cannot serve pages at one address; the manager has them then.
+            # Two processes cannot serve pages at one address, so the manager serves them.
             if role in setting.roles and not (name == "http" and role == SERVER):
                 flags[role].append(flag)
     flags[MANAGER].append(f"--listen={settings.listen}")
-    # Whoever reaches the manager must reach the data server too.
+    # A client that reaches the manager must reach the data server too.
     flags[SERVER].append(f"--listen={Address(settings.listen.host, 0)}")
     return flags
 
 
 def _wait_for_any(pids: dict[str, int]) -> str:
-    """Wait until one of our children ends; its name."""
+    """Wait until a child process ends and return its name."""
     import select
 
     poll = select.poll()
@@ -265,56 +258,48 @@ def _wait_for_any(pids: dict[str, int]) -> str:
             os.close(fd)
 
 
-def _last_line(folder: str, module: str) -> str:
-    """The last a server said."""
-    with contextlib.suppress(OSError):
-        with open(os.path.join(folder, f"{module}.log"), encoding="utf-8", errors="replace") as log:
-            lines = log.read().strip().splitlines()
-        if lines:
-            return lines[-1]
-    return "it said nothing"
-
-
-# --- looking ----------------------------------------------------------------------------------------
+# --- inspection -------------------------------------------------------------------------------------
 
 
 def _status(argv: Sequence[str], prog: str) -> int:
     """show the cluster: servers, bytes, entries, paths"""
-    parser = _parser(prog, "Show the cluster as its manager sees it, and how it is reached from here.", "client")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = _parser(prog, "Show the cluster's state, and the path from this host to each worker.", "client")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     settings = _settings("client", arguments)
-    from . import status
+    from .tools import nodes
 
     with _client(settings) as client:
-        found = status.collect(settings, client)
+        found = nodes.collect(settings, client)
     if arguments.json:
         _print_json(found)
     else:
-        print(status.table(found))
-    return EXIT_OK if status.healthy(found) else EXIT_NO
+        print(nodes.cluster_table(found))
+    return EXIT_OK if nodes.healthy(found) else EXIT_NO
 
 
 def _node(argv: Sequence[str], prog: str) -> int:
-    """list data servers, empty one before it is stopped, take it back"""
+    """list data servers, drain one before it is stopped, or resume it"""
     about = (
-        "list: all data servers. drain NAME: move its shards and their values to the others, and show how that goes "
-        "on. resume NAME: let it take its share again. Exit 1 when a drain did not come to its end."
+        "list: all data servers. drain NAME: move its shards and their values to the others, and show the progress. "
+        "resume NAME: let it take its share again. Exit 1 if a drain did not finish."
     )
     parser = _parser(prog, about, "client")
     parser.add_argument("what", choices=["list", "drain", "resume"], metavar="list|drain|resume")
     parser.add_argument("node", nargs="?", metavar="NAME", help="a data server's --name; for drain and resume")
-    parser.add_argument("--no-wait", action="store_true", help="only ask for the drain")
-    parser.add_argument("--timeout", metavar="TIME", help="end the watching of a drain, as 10m; the drain goes on")
-    parser.add_argument("--json", action="store_true", help="list for programs")
+    parser.add_argument("--no-wait", action="store_true", help="request the drain and return")
+    parser.add_argument("--timeout", metavar="TIME", help="stop watching after this time, as 10m")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
     arguments = parser.parse_args(argv)
     if (arguments.node is None) != (arguments.what == "list"):
         parser.error("a NAME goes with drain and resume, and only with them")
-    from . import nodes
-    from .connect import manager_client
-    from .quantities import parse_duration
+    from .config.parsers import node_name, parse_duration
+    from .tools import nodes
+    from .tools.connect import manager_client
 
     timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else None
+    if arguments.node is not None:
+        node_name(arguments.node)  # before anything is sent
     settings = _settings("client", arguments)
     with manager_client(settings) as link:
         if arguments.what == "list":
@@ -322,9 +307,12 @@ def _node(argv: Sequence[str], prog: str) -> int:
             if arguments.json:
                 _print_json(found["nodes"])
             else:
-                print(nodes.table(found))
+                print(nodes.node_table(found))
             return EXIT_OK
         drain = arguments.what == "drain"
+        warning = nodes.room_text(link.status(), arguments.node) if drain else ""
+        if warning:
+            print(warning, flush=True)
         shards = nodes.request(link, arguments.node, drain)
         if drain and not arguments.no_wait:
             nodes.wait_drained(link, arguments.node, sys.stdout, timeout_s)
@@ -334,14 +322,14 @@ def _node(argv: Sequence[str], prog: str) -> int:
 
 
 def _config(argv: Sequence[str], prog: str) -> int:
-    """show every setting's value and where it came from"""
-    from .config import COMMANDS, SETTINGS, load_command
+    """show every setting's value and origin"""
+    from .config.settings import COMMANDS, SETTINGS, load_command
 
-    parser = _parser(prog, "Every setting, its value, and where it came from.", "config")
-    parser.add_argument("what", choices=["show"], help="the only thing to do, so far")
+    parser = _parser(prog, "Show every setting with its value and origin.", "config")
+    parser.add_argument("what", choices=["show"], help="the only action")
     parser.add_argument("command", nargs="?", default="config", choices=list(COMMANDS), metavar="COMMAND",
                         help="as this command sees them: " + ", ".join(COMMANDS))  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     settings = load_command(arguments.command, arguments)
     roles = set(COMMANDS[arguments.command])
@@ -357,18 +345,19 @@ def _config(argv: Sequence[str], prog: str) -> int:
 
 
 def _topo(argv: Sequence[str], prog: str) -> int:
-    """show NUMA nodes and RDMA ports, and which a worker would use"""
-    parser = _parser(prog, "NUMA nodes, RDMA ports, which of them a worker on each node would use, and why.")
+    """show NUMA nodes and RDMA ports, and which ones a worker would use"""
+    parser = _parser(prog, "Show NUMA nodes and RDMA ports, and which ports a worker on each node would use, and why.")
     parser.add_argument("--rdma-devices", metavar="LIST",
                         help="only these, as mlx5_0,mlx5_1:2 (default: SICL_NET_DEVICES, else all)")  # fmt: skip
-    parser.add_argument("--gids", action="store_true", help="with each port's whole GID table")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--gids", action="store_true", help="show each port's whole GID table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    from . import rails, topo
+    from .rdma import ports
+    from .tools import topo
 
-    spec, origin = rails.restriction(arguments.rdma_devices, os.environ)
-    known = rails.ports()
-    named = rails.parse_devices(spec, known) if spec else None
+    spec, origin = ports.restriction(arguments.rdma_devices, os.environ)
+    known = ports.ports()
+    named = ports.parse_devices(spec, known) if spec else None
     found = topo.collect(named, limits=topo.ask_devices(known))
     if arguments.json:
         _print_json(found)
@@ -378,11 +367,11 @@ def _topo(argv: Sequence[str], prog: str) -> int:
 
 
 def _doctor(argv: Sequence[str], prog: str) -> int:
-    """say what on this machine would hurt, and what to do about it"""
-    parser = _parser(prog, "What on this machine would make SiMM fail or slow. Exit 1 when a check fails.")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """check this machine and print remedies"""
+    parser = _parser(prog, "Check what on this machine would make SiMM fail or slow. Exit 1 if a check fails.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    from .doctor import run_checks
+    from .tools.doctor import run_checks
 
     findings = run_checks()
     bad = any(finding.status == "fail" for finding in findings)
@@ -406,27 +395,6 @@ def _version(argv: Sequence[str], prog: str) -> int:
     return EXIT_OK
 
 
-def _bench(argv: Sequence[str], prog: str) -> int:
-    """measure, beside a bare memcpy or a bare socket"""
-    from .bench import main as run
-
-    return run(argv, prog)
-
-
-def _demo(argv: Sequence[str], prog: str) -> int:
-    """show it at work: two engines share the KV cache of some prompts"""
-    from .demo import main as run
-
-    return run(argv, prog)
-
-
-def _simulate(argv: Sequence[str], prog: str) -> int:
-    """simulate a cluster of any size, with faults, from a seed"""
-    from .simulate import main as run
-
-    return run(argv, prog)
-
-
 def _print_json(value: Any) -> None:
     import json
 
@@ -437,22 +405,34 @@ def _print_json(value: Any) -> None:
 
 Command = Callable[[Sequence[str], str], int]
 
+
+def _main_of(module: str, about: str) -> Command:
+    """Return a command that is the ``main`` of a module of SiMM."""
+
+    def run(argv: Sequence[str], prog: str) -> int:
+        code: int = importlib.import_module(f"simm.{module}").main(argv, prog)
+        return code
+
+    run.__doc__ = about
+    return run
+
+
 COMMANDS: Final[dict[str, Command]] = {
-    "demo": _demo,
+    "demo": _main_of("tools.demo", "run a demonstration: two engines share the KV cache of some prompts"),
     "local": _local,
-    "manager": _manager,
-    "dataserver": _dataserver,
+    "manager": _main_of("manager", "run a manager"),
+    "dataserver": _main_of("dataserver", "run a data server"),
     "put": _put,
     "get": _get,
     "exists": _exists,
     "delete": _delete,
-    "bench": _bench,
+    "bench": _main_of("tools.bench.command", "measure operations next to a bare memcpy or a bare socket"),
     "status": _status,
     "node": _node,
     "config": _config,
     "topo": _topo,
     "doctor": _doctor,
-    "simulate": _simulate,
+    "simulate": _main_of("tools.simulate", "simulate a cluster of any size, with faults, from a seed"),
     "version": _version,
 }
 
@@ -464,17 +444,17 @@ def _help() -> str:
         [
             "usage: simm COMMAND [ARGUMENTS]",
             "",
-            "A store for the KV cache of LLM inference, in memory that all engines share.",
+            "A distributed in-memory store for the KV cache of LLM inference.",
             "",
             *lines,
             "",
-            "`simm COMMAND --help` says more. Settings come from flags, SIMM_* in the environment, or --config FILE.",
+            "See `simm COMMAND --help`. Settings come from flags, SIMM_* in the environment, or --config FILE.",
         ]
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script; the exit code."""
+    """Run the console script and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         if len(arguments) > 1 and arguments[1] in COMMANDS:
@@ -494,5 +474,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     prog = f"simm {name}"
     if name not in ("manager", "dataserver"):
-        end_cleanly_on_sigterm()  # servers have handlers of their own
+        end_cleanly_on_signals()  # servers install their own handlers
     return guarded(lambda: command(rest, prog), prog)

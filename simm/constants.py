@@ -1,7 +1,6 @@
 """Sizes and limits that more than one module relies on.
 
-Each number has its unit in its name and its relations to the others asserted at
-import, so a change that breaks one of them cannot get past the first test.
+Each number has its unit in its name. The relations between them are asserted at import.
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ DEFAULT_NAMESPACE = "default"
 
 DIGEST_BYTES = 16
 SHARD_COUNT = 16_384
-#: In a shard map's owner table: nobody owns this shard.
+#: In a shard map's owner table: the shard has no owner.
 NO_OWNER = 0xFFFF
 
 SLOT_BYTES = 64
 WAYS = 8
 SET_BYTES = SLOT_BYTES * WAYS
-#: "No slot": what a chunk's owner word says while it is granted, orphaned or free.
+#: Owner word of a chunk that belongs to no slot: a granted or detached one.
 NO_SLOT = 0xFFFF_FFFF
 
 #: Unit in which whole slabs change their size class; also the huge page size.
 SLAB_BYTES = 2 << 20
-#: Larger values are extents of their own; see slab.py for why it is a sixteenth.
+#: The smallest arena has four slabs.
+ARENA_BYTES_MIN = 4 * SLAB_BYTES
+#: Larger values get extents. slab.py explains the share.
 SLAB_CHUNK_BYTES_MAX = SLAB_BYTES // 16
 CHUNK_ALIGN_BYTES = 64
 
@@ -42,3 +43,9 @@ assert SLAB_CHUNK_BYTES_MAX % PAGE_BYTES == 0
 assert PAGE_BYTES % CHUNK_ALIGN_BYTES == 0 and CHUNK_ALIGN_BYTES % CACHE_LINE_BYTES == 0
 assert SHARD_COUNT & (SHARD_COUNT - 1) == 0 and SHARD_COUNT < NO_OWNER
 assert SET_BYTES % CACHE_LINE_BYTES == 0
+
+#: Names of the eviction policies in ``arena/eviction.py``.
+POLICY_NAMES = ("lru", "fifo", "sieve")
+#: The default policy of settings, data servers and stores.
+DEFAULT_POLICY = "lru"
+assert DEFAULT_POLICY in POLICY_NAMES

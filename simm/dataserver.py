@@ -1,23 +1,23 @@
-"""A data server: one supervisor, one worker per NUMA node, stream processes for TCP.
+"""A data server: one supervisor, one worker per NUMA node, and the processes that serve other hosts.
 
     supervisor   owns the segments, the listening sockets and the link to the manager; restarts what dies
-      worker     forked; the only writer of its arena          (worker.py)
-      stream     forked; TCP bulk, a local client of the arena (stream.py)
-      endpoint   forked where there is RDMA; lanes of clients   (endpoint.py, looked after by endpoints.py)
+      worker     forked; the only writer of its arena (server/worker.py)
+      stream     forked; TCP transfers, a local client of the arena (server/stream.py)
+      endpoint   forked if there is RDMA; RDMA connections of clients (server/rdma_endpoint.py, rdma_supervisor.py)
+      mover      forked while shards move to a worker; copies their values (server/migration.py)
 
-The supervisor is one thread with a selectors loop and touches no value and no metadata, so there
-is little in it that can fail. It creates the segments and faults their pages in, on the right
-node, before READY; it keeps the listening sockets, so that clients of a worker that died wait in
-the backlog instead of being refused; and it forks a successor on the same segment, which recovers it
-(``store.py``). Workers and streams end when it ends, by PDEATHSIG and by the closing of a socket pair.
+The supervisor is one thread with a selectors loop. It touches no value and no metadata, so little in it can fail. It
+creates the segments and faults their pages in before READY. It keeps the listening sockets, so clients of a worker that
+died wait in the backlog and are not refused. It forks a successor on the same segment, which recovers it
+(``arena/store.py``). All children end with it, by PDEATHSIG and because a socket pair closes.
 
-Ends
+Stop
 ----
-SIGTERM, SIGINT: leave the cluster, stop streams, then workers, store *closed*, remove segments and
-sockets; with ``--warm`` the segments stay, marked *suspended*, for the next start under this name. Without it the
-workers give their shards up before the manager hears LEAVE: the next owners get them by that, and may
-accept mutations while a reader with an old map still looks here.
-kill -9: the kernel ends the children; segments stay as leftovers and are removed at the next start.
+At SIGTERM or SIGINT the supervisor leaves the cluster, ends streams and endpoints, then workers, stores *closed*, and
+removes segments and sockets. Before LEAVE the workers give their shards up: the next owners accept mutations as soon
+as LEAVE has arrived, while a reader with an old map may still look here. With ``--warm`` the segments stay, marked
+*suspended*, for the next start under this name. After SIGKILL the kernel ends the children; the next start removes the
+segments, which are leftovers then.
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
-from . import arenas, mover, topology
-from . import messages as M
-from .children import Children
-from .config import add_arguments, load_command
-from .constants import NO_OWNER, SHARD_COUNT, SLAB_BYTES
-from .endpoints import Endpoints
-from .errors import ConfigError, SimmError
-from .layout import HEADER_BYTES, Geometry, State, Word
-from .loop import Loop, Peer, Service, listen_tcp, listen_unix
-from .member import Member
-from .membership import Membership
-from .mover import MoverSettings, run_mover
-from .process import Child, end_children, end_with, raise_file_limit, stop_on_signals
-from .quantities import Address
-from .rpc import Flag, Frame, decode, encode
-from .server_options import DataServerOptions, options_from
-from .server_pages import Row, healthz, metrics
-from .shm import OwnedSegment, default_arena_bytes
-from .startup import set_up_logging
-from .store import Store
-from .stream import run_stream
-from .web import Page, Web
-from .worker import WorkerSettings, run_worker
-from .worker_slot import STATS_ID, WorkerSlot
+from .arena.layout import State, Word
+from .cluster.assignment import DROP_ALL, Member, frozen_epoch
+from .config.parsers import Address
+from .config.settings import add_arguments, ensure_runtime_dir, load_command
+from .config.startup import say, set_up_logging
+from .constants import NO_OWNER
+from .errors import ConfigError, SimmError, UsageError, printable
+from .host import numa
+from .host.file_locks import LockFile
+from .ipc import segments
+from .net.http import Page, Web
+from .net.listeners import listen_tcp
+from .net.loop import Loop
+from .net.named_socket import NamedSocket
+from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
+from .rpc import Flag
+from .server import migration
+from .server.arena_stock import ArenaStock
+from .server.children import OOM_WORKER, SILENT_S, STATS_ID, ChildError, Children, StreamProcess, Supervised, WorkerSlot
+from .server.membership import Membership
+from .server.migration import MoverSettings, run_mover
+from .server.options import DataServerOptions, options_from
+from .server.pages import Row, healthz, metrics
+from .server.rdma_supervisor import Endpoints
+from .server.stream import run_stream
+from .server.worker import WorkerSettings, start_worker
+from .wire import messages as M
+from .wire.identity import instance_of, new_secret
 
 log = logging.getLogger("simm.dataserver")
 
@@ -67,26 +71,18 @@ log = logging.getLogger("simm.dataserver")
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 STOP_S: Final = 3.0
-#: A clean stop waits so long for the map that gives our shards away, and serves so long after it.
+#: A clean stop waits so long for the map that gives the shards to others, and serves so long after it.
 HAND_OVER_S: Final = 0.5
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
-#: No shard is ours.
-_GIVE_UP: Final = M.Shards(1, bytes(8 * SHARD_COUNT), bytes(SHARD_COUNT))
-
-#: A worker that has answered nothing for so long hangs, or is stopped.
-SILENT_S: Final = 5.0
-
-
-class _ChildLink(Service):
-    """The supervisor's side of a socket pair; the peer's context is the worker's slot."""
-
-    def __init__(self, on_message: Callable[[WorkerSlot, Any, int], None]) -> None:
-        self.on_message = on_message
-
-    def on_frame(self, peer: Peer, frame: Frame) -> None:
-        self.on_message(peer.context, decode(frame), frame.request_id)
+#: Exit code of a worker that finds its arena beyond recovery; how often that is believed of a running server's.
+UNRECOVERED: Final = 3
+UNRECOVERED_MAX: Final = 3
+#: A worker gives the kernel so long to end a supervisor whose connection has closed.
+ORPHAN_S: Final = 2.0
+#: Between two looks at the lock of this server's name.
+NAME_S: Final = 1.0
 
 
 class DataServer:
@@ -95,167 +91,206 @@ class DataServer:
     def __init__(self, options: DataServerOptions) -> None:
         self.options = options
         self.loop = Loop()
-        self.instance = secrets.randbits(63) | 1
+        secret = new_secret()
+        self.instance = instance_of(options.name, secret)
         self.slots: list[WorkerSlot] = []
         self.member = Member(options.name, self.instance, range(len(options.nodes)))
         self.membership = Membership(
-            self.loop, self.member, self, options.managers,
-            token=options.tokens[0] if options.tokens else "", join_timeout_s=options.join_timeout_s,
+            self.loop, self.member, self, options.managers, secret=secret,
+            token=options.own_token, join_timeout_s=options.join_timeout_s, tls=options.tls,
+            trusted=options.server_uids,
         )  # fmt: skip
         self.announced = False
         self.failed = ""
-        self._worker_link = _ChildLink(self._on_worker)
-        self._mover_link = _ChildLink(self._on_mover)
-        #: The newest map as a frame for movers, and its epoch.
-        self._map_frame = (0, b"")
         self.children = Children(self.loop, lambda: [slot.segment for slot in self.slots])
+        #: For the membership.
+        self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
+        self.stock = ArenaStock(options, self.instance)
         self._stopping = False
         #: The workers are told to give all shards up, whatever the map says.
         self._retiring = False
-        self._shared: list[socket.socket] = []
+        self._shared: list[socket.socket | NamedSocket] = []
+        #: On this server's name.
+        self._lock: LockFile | None = None
         self._web: Web | None = None
         #: Its address, for the READY line.
         self._http = ""
 
     # -- start ------------------------------------------------------------------------------------
 
-    @property
-    def prefix(self) -> str:
-        """Start of all our segments' names."""
-        return f"simm-{os.geteuid()}-{self.options.name}-"
-
     def start(self) -> None:
-        """Segments, sockets, processes, manager. Raises SimmError or OSError with nothing left behind."""
+        """Make segments and sockets, start the processes, look for the manager. Raises SimmError or OSError."""
         options = self.options
         raise_file_limit()
         stop_on_signals(self.loop, interrupt=True)
         if options.end_with:
             end_with(self.loop, options.end_with)
-        self.endpoints.look()
+        self.children.protect_parent()
+        self.endpoints.detect()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
-        arenas.check_name_is_free(options.runtime_dir, options.name)
-        warm = arenas.suspended(self.prefix, len(options.nodes)) if options.warm else {}
-        epochs = {arenas.epoch_of(segment) for segment in warm.values()}
-        self.membership.warm = len(warm) == len(options.nodes) and len(epochs) == 1  # JOIN has one epoch for all arenas
-        self.membership.warm_epoch = max(epochs, default=0)
-        for name in arenas.remove_old(self.prefix):
-            log.warning("removed %s, left by a data server that died", name)
-        size = (options.memory or default_arena_bytes(len(options.nodes))) // SLAB_BYTES * SLAB_BYTES
-        Geometry.plan(size, options.slots)  # says what is wrong with the sizes before memory is taken
+        self._lock = segments.take_name(options.runtime_dir, options.name)
+        self.loop.call_every(NAME_S, self._keep_name)
+        cluster = self._find_cluster()
+        if not self.loop.running:  # stopped, or given up
+            return
+        warm = self.stock.take_over(cluster)
+        self.membership.warm = bool(warm)
+        self.membership.warm_epoch, self.membership.warm_cluster = self.stock.epoch, self.stock.cluster
+        size = 0 if warm else self.stock.size()
         for number, node in enumerate(options.nodes):
-            segment = warm.pop(number, None)
-            if segment is None:
-                name = f"{self.prefix}{number}-{self.instance:016x}"
-                segment = OwnedSegment.create(
-                    name, size, mode=0o600 if options.group is None else 0o660, group=options.group
-                )
-            slot = WorkerSlot(number, node, segment, os.path.join(options.runtime_dir, f"{options.name}.{number}.sock"))
-            self.slots.append(slot)
-            multi = len(topology.nodes()) > 1
-            huge = segment.populate(huge=options.huge_pages, node=node if multi else None)
-            extra = ", huge pages asked for" if huge else ""
-            log.info("worker %d: %d MiB on node %d%s", number, segment.size >> 20, node, extra)
+            segment = warm[number] if warm else self.stock.new(number, node, size)
+            self.slots.append(WorkerSlot(number, node, segment))
+            if warm:
+                self.stock.populate(segment, number, node)
         for slot in self.slots:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(slot.uds)
-            slot.listener = listen_unix(slot.uds, mode=0o600 if options.group is None else 0o660)
+            path = segments.socket_path(options.runtime_dir, options.name, slot.number)
+            slot.unix = NamedSocket(path, options.group)
+            self._shared.append(slot.unix)
             port = options.listen_port + slot.number if options.listen_port else 0
+            rdma_port = self.endpoints.listen(slot, self._id_of(slot))
             slot.tcp = listen_tcp(options.listen_host, port)
-            slot.streams = [None] * options.streams
-            self._shared += [slot.listener, slot.tcp]
-            self.endpoints.listen(slot)
+            self._shared.append(slot.tcp)
+            slot.worker = self._worker_of(slot)
+            slot.streams = [self._stream_of(slot, slot.tcp, rdma_port) for _ in range(options.streams)]
+            slot.mover = self._mover_of(slot)
         if options.http is not None:
             routes = {"/metrics": self._metrics, "/healthz": self._healthz}
-            tokens = () if options.http.loopback else options.tokens
             listener = listen_tcp(*options.http)
             self._http = " http=" + str(Address(*listener.getsockname()[:2]))
-            self._web = Web(self.loop, listener, routes, tokens)
+            tls = options.tls.pages if options.tls else None
+            self._web = Web(self.loop, listener, routes, options.page_tokens, tls)
         for slot in self.slots:
             self._start_worker(slot)
-            for position in range(options.streams):
-                self._start_stream(slot, position)
+            for stream in slot.streams:
+                stream.start()
         self.endpoints.start()
         self._poll_stats()
         self.membership.start()
 
+    def _find_cluster(self) -> int:
+        """Return the manager's cluster if an arena was left whose fate depends on it; otherwise 0, at once."""
+        undecided = self.stock.undecided()
+        if not undecided:
+            return 0
+        log.info("%s is suspended: asking the manager which cluster it is of", undecided[0].name)
+        self.membership.find_cluster(max((each.epoch for each in undecided if not each.fault), default=1))
+        while self.loop.running and not self.membership.found_cluster:
+            self.loop.run_once(0.5)
+        return self.membership.found_cluster
+
+    def _keep_name(self) -> None:
+        """Take the lock again if its file was removed. End this server if another one has the name meanwhile."""
+        assert self._lock is not None
+        if self._lock.held or self._stopping:
+            return
+        try:
+            ensure_runtime_dir(Path(self.options.runtime_dir), self.options.group)
+            lock = LockFile.take(self._lock.path)
+        except (OSError, SimmError) as exc:
+            log.error("%s is lost and cannot be locked again: %s", self._lock.path, exc)
+            return
+        if lock is None:
+            self.give_up(f"{self._lock.path} was removed, and another data server of this name has been started")
+            return
+        log.warning("%s was lost, and is locked again", lock.path)
+        self._lock.release()
+        self._lock = lock
+
     # -- children ---------------------------------------------------------------------------------
 
-    def _start_worker(self, slot: WorkerSlot) -> None:
+    def _worker_of(self, slot: WorkerSlot) -> Supervised:
         options = self.options
-        listener = slot.listener
-        assert listener is not None
+        unix = slot.unix
 
         def body(supervisor: socket.socket) -> None:
-            topology.pin(slot.node)
-            slot.segment.lock_writer()
-            words = memoryview(slot.segment.mm)[:HEADER_BYTES].cast("Q")
-            fresh = words[Word.MAGIC] == 0
-            words.release()
-            if fresh:
-                store = Store.create(
-                    slot.segment.mm, slots=options.slots, policy=options.policy, instance=self.instance
-                )
-            else:
-                store = Store.recover(slot.segment.mm, slot.segment.name, policy=options.policy)
-            settings = WorkerSettings(
-                slot.segment.name, poll_us=options.poll_us, tokens=options.tokens, any_uid=options.group is not None
-            )
-            run_worker(store, settings, listener, supervisor)
-            if options.warm:
+            numa.pin(slot.node)
+            arena, any_uid = slot.segment, options.group is not None
+            arena.lock_writer()
+            fresh = self.stock.is_fresh(arena)
+            held = options.namespaces, options.quotas
+            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *held)
+            try:
+                store = self.stock.store_in(arena)
+                worker = start_worker(store, settings, unix, supervisor)
+            except (MemoryError, OSError, RuntimeError):
+                raise  # no fault of the arena; RuntimeError: no thread can be started
+            except Exception as exc:
+                if fresh:
+                    raise
+                text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
+                raise ChildError(text, UNRECOVERED) from exc
+            worker.run()
+            gone = worker.orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
+            if options.warm and store.header[Word.CLUSTER] and not gone:  # without a cluster there is nothing to keep
                 store.header[Word.STATE] = State.SUSPENDED
             else:
                 store.close()
+                # If the supervisor was killed, nobody else removes the segment before the next start.
+                arena.unlock()
+                segments.remove_if_left(arena.name, ORPHAN_S if worker.orphaned else 0.0)
 
-        slot.ready = False
-        slot.child = child = self.children.fork(body, [slot.segment.fd, listener.fileno()], slot.segment)
-        child.peer = self.loop.adopt(child.sock, self._worker_link, f"worker {slot.number}")
-        child.peer.context = slot
-        child.peer.send(encode(M.Stats(0), STATS_ID))
-        if self.member.map is not None:  # without one it takes no mutation, by itself
-            self._tell(slot)
-        log.info("worker %d is process %d", slot.number, child.pid)
+        return Supervised(
+            self.children, f"worker {slot.number}", body, [*slot.segment.fds, *unix.fds],
+            partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER,
+        )  # fmt: skip
 
-    def _start_stream(self, slot: WorkerSlot, position: int) -> None:
-        tcp = slot.tcp
-        assert tcp is not None
-        rdma_port = self.endpoints.port(slot.number)
+    def _id_of(self, slot: WorkerSlot) -> str:
+        """Return what clients with a token ask for."""
+        return M.WorkerInfo(slot.number, 0, 0, self.instance, 0, self.options.name, "", "", 0).server
+
+    def _stream_of(self, slot: WorkerSlot, tcp: socket.socket, rdma_port: int) -> StreamProcess:
+        def body(supervisor: socket.socket) -> None:
+            numa.pin(slot.node)
+            options, name = self.options, self._id_of(slot)
+            serve = (options.tls, options.users)
+            run_stream(tcp, slot.unix.direct_path, supervisor, options.tokens, rdma_port, name, *serve)
+
+        return StreamProcess(self.children, f"stream of worker {slot.number}", body, [tcp.fileno(), *slot.unix.fds])
+
+    def _mover_of(self, slot: WorkerSlot) -> Supervised:
+        options = self.options
+        settings = MoverSettings(
+            options.name, self.instance, slot.number, slot.unix.direct_path,
+            options.own_token, options.move_bytes_per_s, options.tls.movers if options.tls else None,
+            options.server_uids,
+        )  # fmt: skip
 
         def body(supervisor: socket.socket) -> None:
-            topology.pin(slot.node)
-            run_stream(tcp, slot.uds, supervisor, self.options.tokens, rdma_port)
+            numa.pin(slot.node)
+            run_mover(settings, supervisor)
 
-        slot.streams[position] = self.children.fork(body, [tcp.fileno()])
+        name = f"mover of worker {slot.number}"
+        return Supervised(self.children, name, body, slot.unix.fds, partial(self._on_mover, slot))
+
+    def _start_worker(self, slot: WorkerSlot) -> None:
+        slot.ready = False
+        slot.worker.start()
+        slot.worker.send(M.Stats(0), STATS_ID)
+        if self.member.map is not None or self.member.abandoned:  # a worker without a map takes no mutation
+            self._send_shards(slot)
 
     def _reap(self) -> None:
-        """Restart children that died. A worker comes back on its arena."""
+        """Restart children that died. A worker is restarted on its arena."""
         self.children.reap()
         self.endpoints.reap()
         for slot in self.slots:
-            if slot.child is not None and slot.child.ended():
-                self._worker_died(slot, slot.child)
-            if slot.mover is not None and time.monotonic() - slot.mover_heard > mover.SILENT_S:
-                # Stopped, or it hangs: without one writers wait for ever. The next begins where the words say.
-                log.error("mover of worker %d (process %d) says nothing: ending it", slot.number, slot.mover.pid)
-                slot.mover_heard = time.monotonic()
-                os.kill(slot.mover.pid, signal.SIGKILL)
-            if slot.mover is not None and slot.mover.ended():
-                slot.mover.lost()
-                slot.mover = None
+            worker = slot.worker.ended()
+            if worker is not None:
+                self._worker_died(slot, worker)
+            # Without a mover writers wait forever. The next one continues where the shard words say.
+            slot.mover.kill_if_silent(migration.SILENT_S)
+            if slot.mover.ended() is not None:
                 slot.mover_ended()
                 self.loop.call_later(MOVER_PAUSE_S, partial(self.children.or_later, partial(self._feed_mover, slot)))
-            for position, stream in enumerate(slot.streams):
-                if stream is not None and stream.ended():
-                    stream.lost()
-                    slot.streams[position] = None
-                    if not self._stopping:
-                        log.error("stream of worker %d (process %d) died: restarting", slot.number, stream.pid)
-                        self.children.or_later(partial(self._start_stream, slot, position))
+            for stream in slot.streams:
+                ended = stream.ended()
+                if ended is not None and not self._stopping:
+                    log.error("%s (process %d) died: restarting", stream.name, ended.pid)
+                    stream.start_or_retry()
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
-        child.lost()
-        slot.child = None
         slot.ready = slot.current = False
         if self._stopping:
             return
@@ -263,23 +298,49 @@ class DataServer:
         slot.restarts = [at for at in slot.restarts if now - at < RESTART_WINDOW_S] + [now]
         if len(slot.restarts) > RESTARTS_MAX:
             log.error("worker %d: giving up", slot.number)
-            self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s")
+            cold = "" if self.membership.offered else "; if that is the arena's fault, start once without --warm"
+            self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s{cold}")
+            return
+        slot.unrecovered = slot.unrecovered + 1 if child.code == UNRECOVERED else 0
+        if slot.unrecovered and not self.membership.offered:
+            self._start_cold(slot)
+            return
+        if slot.unrecovered >= UNRECOVERED_MAX:
+            # A new arena under this instance could not tell what it has lost from what it never had, and values of a
+            # previous owner may be superseded. A new instance can, and gets a new arena, as this one is not suspended.
+            name = slot.segment.name
+            self.give_up(f"worker {slot.number} cannot recover its arena {name}: start again, which will be cold")
             return
         log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
         self.children.or_later(partial(self._start_worker, slot))
 
+    def _start_cold(self, slot: WorkerSlot) -> None:
+        """Replace a worker's segment that cannot be recovered. No manager knows this server yet."""
+        old = slot.segment
+        log.warning("%s is set aside and removed: worker %d starts cold", old.name, slot.number)
+        self.membership.warm = False
+        try:
+            segments.store_closed(old.name)
+            old.unlink()
+            old.close()
+            slot.segment = self.stock.new(slot.number, slot.node, old.size)
+            slot.worker = self._worker_of(slot)
+        except SimmError as exc:
+            self.give_up(str(exc))
+            return
+        self.children.or_later(partial(self._start_worker, slot))
+
     def _poll_stats(self) -> None:
-        """Ask the workers for their counters, as often as there are heartbeats."""
+        """Ask the workers for their counters, once per heartbeat."""
         self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
         for slot in self.slots:
-            if slot.child is not None and slot.child.peer is not None and not slot.child.peer.closed:
-                slot.child.peer.send(encode(M.Stats(0), STATS_ID))
+            for process in (slot.worker, *slot.streams):
+                process.send(M.Stats(0), STATS_ID)
 
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
-        """A worker answered: it is up, and its counters are these; or it has taken the map."""
+        """Take a worker's answer: its counters, or that it has taken over the map."""
         if isinstance(msg, M.StatsReply):
             slot.stats = stats = json.loads(msg.json)
-            slot.heard = self.loop.clock()
             slot.data_bytes = stats["data_bytes"]
             slot.incarnation = stats["incarnation"]
             if not slot.ready:
@@ -287,86 +348,76 @@ class DataServer:
                 self.membership.join()
         elif isinstance(msg, M.Done) and request_id == slot.order_id:
             slot.current = True
-            if not self.member.fenced:
+            if self.member.abandoned:
+                self.membership.join()
+            elif not self.member.fenced:
                 slot.sharded = True
                 slot.taken = slot.order_epoch
-                self.membership.caught_up()
+                self.membership.acknowledge()
                 self._announce()
                 self.children.or_later(partial(self._feed_mover, slot))
 
     # -- shards -----------------------------------------------------------------------------------
 
     def on_map(self) -> None:
-        """The member has a newer map, or has been fenced: tell the workers what is theirs."""
+        """Send the workers what a newer map, or a fence, means for them."""
         for slot in self.slots:
-            if slot.child is not None:
-                self._tell(slot)
+            if slot.worker.child is not None:
+                self._send_shards(slot)
 
-    def _tell(self, slot: WorkerSlot) -> None:
-        assert slot.child is not None and slot.child.peer is not None
+    def _send_shards(self, slot: WorkerSlot) -> None:
         slot.order_id += 1
         slot.order_epoch = self.member.epoch
         slot.current = False
-        order = _GIVE_UP._replace(epoch=max(1, self.member.epoch)) if self._retiring else self.member.order(slot.number)
-        slot.child.peer.send(encode(order, slot.order_id))
+        order = self.member.order(slot.number)
+        if self._retiring:
+            order = DROP_ALL._replace(epoch=max(1, self.member.epoch), cluster=self.member.cluster)
+        slot.worker.send(order, slot.order_id)
 
     def _feed_mover(self, slot: WorkerSlot) -> None:
-        """Hand the worker's mover the map that the worker has taken; start one if there is something to move.
+        """Send the worker's mover the map that the worker has taken. Start a mover if there is something to move.
 
-        A mover ends by itself when nothing is left to do, so the map goes to one that has no task any more too.
+        A mover ends when nothing is left to do, so a mover without any task gets the map too.
         """
         left = self.member.moving(slot.number, slot.words())
-        if not slot.current or self._stopping or self.member.fenced or (not left and slot.mover is None):
+        running = slot.mover.child is not None
+        if not slot.current or self._stopping or self.member.fenced or (not left and not running):
             return
-        if slot.mover is None:
+        if not running:
             if not slot.moving:
                 slot.moved_before = 0  # a new move begins
-            self._start_mover(slot, len(left))
+            slot.mover.start(f": {len(left)} shards")
         slot.moving = True
-        if self._map_frame[0] != self.member.epoch:
-            offer = self.member.offer()
-            assert offer is not None
-            self._map_frame = (self.member.epoch, encode(M.MapReply(*offer), 0, flags=Flag.PUSH))
-        assert slot.mover is not None and slot.mover.peer is not None
-        slot.mover.peer.send(self._map_frame[1])
-
-    def _start_mover(self, slot: WorkerSlot, left: int) -> None:
-        options = self.options
-        settings = MoverSettings(
-            options.name, self.instance, slot.number, slot.uds, options.tokens[0] if options.tokens else "",
-            options.move_bytes_per_s,
-        )  # fmt: skip
-
-        def body(supervisor: socket.socket) -> None:
-            topology.pin(slot.node)
-            run_mover(settings, supervisor)
-
-        slot.mover = child = self.children.fork(body, [])
-        slot.mover_heard = time.monotonic()
-        child.peer = self.loop.adopt(child.sock, self._mover_link, f"mover of worker {slot.number}")
-        child.peer.context = slot
-        log.info("mover of worker %d is process %d: %d shards", slot.number, child.pid, left)
+        offer = self.member.offer()
+        assert offer is not None
+        slot.mover.send(M.MapReply(*offer), flags=Flag.PUSH)
 
     def _on_mover(self, slot: WorkerSlot, msg: Any, _request_id: int) -> None:
         if isinstance(msg, M.MoveProgress):
             slot.progress = msg
-            slot.mover_heard = time.monotonic()
             self.membership.report()
 
     def taken(self) -> int:
-        """Epoch of the newest map that all workers have taken over; 0 for none."""
+        """Return the epoch of the newest map that all workers have taken over, 0 for none."""
         return min(slot.taken for slot in self.slots)
 
+    def frozen(self) -> int:
+        """Return the highest epoch by which a shard is frozen, 0 if none is."""
+        return max(frozen_epoch(slot.words()) for slot in self.slots)
+
     def moved(self) -> list[M.Moved]:
-        """What has moved in and stands in the map as moving."""
+        """Return the shards that have moved in and that the map still lists as moving."""
         found = [self.member.moved(slot.number, slot.words()) for slot in self.slots]
         return [moved for moved in found if moved is not None]
 
     # -- what the membership asks for -----------------------------------------------------------------
 
     def infos(self) -> list[M.WorkerInfo] | None:
-        """All workers as the map is to name them, or None while one of them is not up."""
-        return [self._info(slot) for slot in self.slots] if all(slot.ready for slot in self.slots) else None
+        """Return all workers for JOIN, or None while one is not up or has entries to drop."""
+        up = bool(self.slots) and all(slot.ready for slot in self.slots)
+        if not up or (self.member.abandoned and not all(slot.current for slot in self.slots)):
+            return None
+        return [self._info(slot) for slot in self.slots]
 
     def _info(self, slot: WorkerSlot) -> M.WorkerInfo:
         assert slot.tcp is not None
@@ -376,37 +427,44 @@ class DataServer:
             host = socket.gethostname()
         name, capacity = self.options.name, slot.data_bytes
         return M.WorkerInfo(
-            slot.number, slot.node, slot.incarnation, self.instance, capacity, name, slot.uds, host, port
+            slot.number, slot.node, slot.incarnation, self.instance, capacity, name, slot.unix.path, host, port
         )
 
     def loads(self) -> list[M.WorkerLoad]:
-        """Of all workers, for a heartbeat."""
+        """Return the load of all workers, for a heartbeat."""
         loads = []
         for slot in self.slots:
             left = len(self.member.moving(slot.number, slot.words()))
-            slot.moving = slot.moving and bool(left or slot.mover)
+            slot.moving = slot.moving and bool(left or slot.mover.child)
             loads.append(slot.load(left))
         return loads
 
-    def on_joined(self) -> None:
-        """The manager knows us."""
+    def on_abandoned(self) -> None:
+        """Drop all entries, as the manager belongs to another cluster. What movers bring is not wanted either."""
+        for slot in self.slots:
+            slot.mover.kill()
+            slot.sharded = False
+            slot.taken = 0
+        # One-sided reads see no header, so the RDMA connections must end before an entry of the new cluster is stored.
+        end_children(self.endpoints.processes(), 0.0)
+        self.on_map()
 
     def give_up(self, why: str) -> None:
-        """There is no use in going on: end, with ``why``."""
+        """End this data server, for the reason ``why``."""
         self.failed = why
         self.loop.stop()
-
-    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
-        """A host's address by a child process, as a resolver may hang; the callback gets nothing when there is none."""
-        self.children.resolve(host, callback)
 
     # -- HTTP -------------------------------------------------------------------------------------
 
     def _healthz(self) -> Page:
         down = [slot.number for slot in self.slots if not slot.ready]
         now = self.loop.clock()
-        silent = [slot.number for slot in self.slots if slot.ready and now - slot.heard > SILENT_S]
-        return healthz(down, silent, self.membership.joined, self.member.fenced)
+        silent = [slot.number for slot in self.slots if slot.ready and now - slot.worker.last_seen > SILENT_S]
+        cut_off = [slot.number for slot in self.slots if any(stream.is_cut_off() for stream in slot.streams)]
+        unreachable = [slot.stats["unreachable"] for slot in self.slots if slot.stats.get("unreachable")]
+        return healthz(
+            down, silent, self.membership.joined, self.member.fenced, cut_off=cut_off, unreachable=unreachable
+        )
 
     def _metrics(self) -> Page:
         rows = []
@@ -414,13 +472,14 @@ class DataServer:
             moves = {key: count + getattr(slot.progress, key) for key, count in slot.moved_ever.items()}
             moves["left"] = len(self.member.moving(slot.number, slot.words()))
             moves["rate"] = slot.progress.rate
-            silent_s = self.loop.clock() - slot.heard if slot.ready else 0.0
+            silent_s = self.loop.clock() - slot.worker.last_seen if slot.ready else 0.0
             rdma = self.endpoints.row(slot.number)
-            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s, rdma))
+            cut_off = sum(stream.is_cut_off() for stream in slot.streams)
+            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s, rdma, cut_off))
         return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
 
     def _announce(self) -> None:
-        """READY, once: every worker serves, the cluster knows us, and the shards are ours."""
+        """Print READY, once, when every worker serves, the manager knows this server, and it has its shards."""
         if self.announced or not self.membership.joined or self.endpoints.awaited:
             return
         if not all(slot.ready and slot.sharded for slot in self.slots):
@@ -428,29 +487,28 @@ class DataServer:
         self.announced = True
         ports = ",".join(str(slot.tcp.getsockname()[1]) for slot in self.slots if slot.tcp is not None)
         memory = sum(slot.segment.size for slot in self.slots)
-        rdma = ",".join(str(place.port) for place in self.endpoints.places.values())
-        print(
+        rdma = ",".join(str(endpoint.port) for endpoint in self.endpoints.by_worker.values())
+        say(
             f"READY dataserver {self.options.name} {self.options.listen_host}:{ports} workers={len(self.slots)} "
-            f"memory={memory >> 20}M{self._http}{' rdma=' + rdma if rdma else ''}",
-            flush=True,
+            f"memory={memory >> 20}M{self._http}{' rdma=' + rdma if rdma else ''}"
         )
 
     # -- run and stop -----------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until a signal; the exit code. Cleans up in every case."""
+        """Serve until a signal, clean up in every case, and return the exit code."""
         try:
             self.start()
             self.loop.run()
         finally:
             self.stop()
         if self.failed:
-            print(f"simm dataserver: {self.failed}", file=sys.stderr, flush=True)
+            print(f"simm dataserver: {printable(self.failed)}", file=sys.stderr, flush=True)
             return 1
         return 0
 
     def stop(self) -> None:
-        """Leave the cluster, end the children, remove segments and sockets. Twice is harmless."""
+        """Leave the cluster, end the children, remove segments and sockets. Idempotent."""
         if self._stopping:
             return
         self._stopping = self.children.stopping = True
@@ -459,56 +517,59 @@ class DataServer:
             retired = self.options.warm or not self.membership.joined or self._retire()
             if retired:
                 self._hand_over()
-        except Exception:  # whatever it was, nothing is left behind
+        except Exception:  # the clean-up below must run
             log.exception("handing over failed")
-        movers = [slot.mover for slot in self.slots if slot.mover is not None]
-        streams = [child for slot in self.slots for child in slot.streams if child is not None]
-        workers = [slot.child for slot in self.slots if slot.child is not None]
-        end_children(movers + streams + self.endpoints.processes(), STOP_S / 3)
-        end_children(workers, STOP_S)
+        made = [slot for slot in self.slots if slot.tcp is not None]  # else a start failed before them
+        others = [each.child for slot in made for each in (slot.mover, *slot.streams)]
+        end_children([child for child in (*others, *self.endpoints.processes()) if child is not None], STOP_S / 3)
+        end_children([slot.worker.child for slot in made if slot.worker.child is not None], STOP_S)
+        for each in self._shared:
+            if isinstance(each, NamedSocket) and self._lock is not None and self._lock.held:
+                with contextlib.suppress(OSError):
+                    os.unlink(each.path)
         for slot in self.slots:
             try:
-                if not self.options.warm or arenas.state_of(slot.segment.name) != State.SUSPENDED:
-                    arenas.store_closed(slot.segment.name)
+                kept = self.options.warm and not self.member.displaced
+                if not (kept and self.stock.keep(slot.segment)):
+                    segments.store_closed(slot.segment.name)
                     slot.segment.unlink()
             except SimmError as exc:
                 log.error("removing %s: %s", slot.segment.name, exc)
             slot.segment.close()
-            if slot.listener is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(slot.uds)
-        if not retired:  # now nobody finds a shard here any more
+        if not retired:  # by now no reader finds a shard here
             self.membership.leave(warm=False)
-            self._serve_until(lambda: self.membership.said_all, HAND_OVER_S)
-        for sock in self._shared:
-            sock.close()
+            self._serve_until(lambda: self.membership.all_answered, HAND_OVER_S)
+        for each in self._shared:
+            each.close()
         self.endpoints.close()
         if self._web is not None:
             self._web.close()
         self.loop.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _retire(self) -> bool:
-        """Have the workers give all shards up; False if one of them does not answer."""
+        """Have the workers give all shards up. Return False if one of them does not answer."""
         self._retiring = True
         self.on_map()
         self._serve_until(lambda: all(slot.current for slot in self.slots), HAND_OVER_S)
         return all(slot.current for slot in self.slots)
 
     def _hand_over(self) -> None:
-        """Say goodbye. Without ``--warm``: serve until our shards are others', and a little longer, so that writers
-        hear WRONG_OWNER and go there instead of meeting a closed door."""
+        """Send LEAVE. Without ``--warm`` serve until other servers own the shards, and LINGER_S more.
+
+        So writers get WRONG_OWNER and go to the new owner, and are not refused.
+        """
         warm, member = self.options.warm, self.member
         if not self.membership.leave(warm=warm):
             return
 
-        def given_away() -> bool:
-            return not any(map(member.owned, member.workers)) and all(slot.current for slot in self.slots)
+        def done() -> bool:
+            """Return True if the shards are others', or with ``--warm`` if the workers have the newest map."""
+            return all(slot.current for slot in self.slots) and (warm or not any(map(member.owned, member.workers)))
 
-        def all_current() -> bool:
-            return all(slot.current for slot in self.slots)
-
-        self._serve_until(lambda: self.membership.said_all and (all_current() if warm else given_away()), HAND_OVER_S)
-        if not warm and given_away() and member.map is not None and any(at != NO_OWNER for at in member.map.owners):
+        self._serve_until(lambda: self.membership.all_answered and done(), HAND_OVER_S)
+        if not warm and done() and member.map is not None and any(at != NO_OWNER for at in member.map.owners):
             self._serve_until(lambda: False, LINGER_S)
 
     def _serve_until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -528,8 +589,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserv
         set_up_logging(settings)
         return DataServer(options_from(settings, end_with=arguments.end_with)).run()
     except (SimmError, OSError) as exc:
-        print(f"simm dataserver: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, ConfigError) else 1
+        print(f"simm dataserver: {printable(str(exc))}", file=sys.stderr)
+        return 2 if isinstance(exc, (ConfigError, UsageError)) else 1
 
 
 if __name__ == "__main__":

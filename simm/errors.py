@@ -1,7 +1,7 @@
-"""Every error SiMM raises, named by whose fault it is and what to do next.
+"""Every error that SiMM raises, by whose fault it is and what to do next.
 
-A miss is no error: it is ``None`` (or ``False``). An outage is none either, inside an
-engine: the client counts it and answers with a miss. What is left is below.
+A miss is not an error: it is ``None`` (or ``False``). Nor is an outage, inside an engine: the client counts it and
+answers with a miss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class SimmError(Exception):
 
 
 class UsageError(SimmError, ValueError):
-    """The caller's mistake (wrong type, size, key, closed object). Do not retry; mend the call."""
+    """The caller's mistake: wrong type, size or key, closed object. Correct the call; a retry fails again."""
 
 
 class ConfigError(SimmError, ValueError):
@@ -22,15 +22,27 @@ class ConfigError(SimmError, ValueError):
 
 
 class LocalProtocolError(SimmError):
-    """Our own side asked for a message that the protocol does not allow. A bug in SiMM."""
+    """This side built a message that the protocol does not allow. A bug in SiMM."""
 
 
-class RemoteProtocolError(SimmError):
-    """The peer sent bytes that are no valid message. The connection is closed."""
+class PeerError(SimmError):
+    """The peer or the link to it failed. Drop the connection; a new one may succeed."""
 
 
-class TransportError(SimmError):
-    """A link failed or a deadline passed. What was under way has an unknown outcome."""
+class RemoteProtocolError(PeerError):
+    """The peer sent bytes that are not a valid message. The connection is closed."""
+
+
+class TransportError(PeerError):
+    """A link failed or a deadline passed. Requests in flight have an unknown outcome."""
+
+
+class DeviceError(TransportError):
+    """A GPU's driver failed, or there is none. The paths to the servers are unaffected."""
+
+
+class UnfinishedCopy(DeviceError):
+    """The driver cannot say that a copy has ended: host memory that it may still write must not be used again."""
 
 
 class CapacityError(SimmError):
@@ -42,7 +54,7 @@ class SegmentError(SimmError):
 
 
 class CorruptionError(SimmError):
-    """A structure in memory or on disk contradicts itself. Raised by ``check()`` and by recovery."""
+    """A structure in memory or on disk is inconsistent."""
 
 
 class Code(IntEnum):
@@ -55,3 +67,13 @@ class Code(IntEnum):
     GET_FAILED = -2101
     UNAVAILABLE = -2300
     KEY_NOT_FOUND = -4003
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return text of a peer or a file as a terminal or a log may show it, ``most`` characters of it.
+
+    Control characters, line ends and characters that change the direction or the look of others become escapes.
+    """
+    if len(text) <= most and text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])

@@ -1,37 +1,38 @@
-"""The manager: who is in the cluster, who owns which shard, and telling everyone.
+"""Run the manager: keep the cluster's membership and shard map, and send the map to servers and clients.
 
-It is off the data path: with it down, every GET and PUT to known servers goes on. All decisions are
-``cluster.py``'s; this file gives it a socket, a clock and a disk.
+The manager is off the data path: without it, every GET and PUT to known servers goes on. ``cluster/machine.py`` makes
+all decisions; this file gives it a socket, a clock and a disk.
 
-    events   JOIN, HEARTBEAT, LEAVE, MOVED, DRAIN, MAP_OFFER, lost connections, ticks   ->  Cluster
-    actions  answers at once; a changed map is stored, then told: pushed to all subscribers, and to who asked
+    events   JOIN, HEARTBEAT, LEAVE, MOVED, DRAIN, MAP_OFFER, lost connections, time   ->  Cluster
+    actions  answers at once; a changed map is stored, then pushed to subscribers and sent to those who asked
 
-What can go wrong, and what stands against it
----------------------------------------------
-* *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S`` and
-  stored and pushed once. A subscriber that has not taken its last map gets the newest when it has,
-  never a queue of them; pushes go out ``PUSHES_PER_TURN`` a turn, so that heartbeats are heard between.
-* *Killed between a change and its storing.* No map is told before it is stored: who asks for it while one waits to be
-  stored is answered after that. Nor must an epoch that someone has seen come again with another map. So the file
-  *reserves* epochs: it names one further on, and a manager that was killed goes on from there. A clean stop writes
-  the exact one.
-* *There is no file any more.* The first server that joins brings a map, and so begins a rebuild (``cluster.py``).
-  Nobody is told a map until it ends: clients and servers go on with what they have.
-* *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. Should it be killed
-  meanwhile, the servers' heartbeats still know the newest epoch and raise ours (``cluster.py``).
-* *The state file is damaged, foreign, newer, or in use.* The manager does not start, says which, and
-  how to go on. It never begins anew by itself.
+What can go wrong, and what we chose
+------------------------------------
+* *A storm of changes* (a thousand servers join at once). Changes are collected for ``SETTLE_S``, then stored and pushed
+  once. A subscriber that has not taken its last map gets the newest when it has, never a queue of them. Pushes go out
+  ``PUSHES_PER_TURN`` a turn, so that heartbeats are read in between.
+* *Killed between a change and its storing.* No map is sent before it is stored: a request for it waits. Nor must an
+  epoch that was sent name another map later. So the file *reserves* epochs: it names one further on, and a manager
+  that was killed continues there. A clean stop writes the exact one.
+* *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. If the manager is killed
+  meanwhile, the servers' heartbeats name the newest epoch and raise ours. If the file is lost, the first server that
+  joins brings a map (``cluster/recovery.py``).
+* *The state file is damaged, foreign, newer, or in use.* The manager does not start. It says what is wrong and what to
+  do; it never starts a new cluster instead.
 * *Another manager leads* (``leading`` is false). All but PING and HELLO is answered NOT_LEADER; nothing is decided or
   stored here. :meth:`Manager.lead` and :meth:`Manager.step_down` change that; the latter closes all connections.
-* *We led, were stopped, and another leads since* (``coordinator.py``). Whether we lead is asked of the clock before
-  each request is looked at and again before anything is sent, and etcd asks at each write. With a coordinator nothing
-  is told that is not stored, so that a successor never knows less than the servers: while etcd does not take a
-  change, it waits.
-* *An fsync that takes seconds* stops this loop, and with it nothing but membership. The time does not
-  count as silence of the servers.
+* *This manager led, was stopped, and another leads since* (``control/election.py``). The coordinator's clock decides
+  whether it leads, before each request and again before each answer, and etcd decides at each write. With a coordinator
+  nothing is sent that is not stored, so that a successor never knows less than the servers.
+* *A client says that it is a data server.* Maps tell everybody each server's name and instance. JOIN must show the
+  secret of which the instance was made (``wire/identity.py``). HEARTBEAT, LEAVE, MOVED and MAP_OFFER count only on the
+  connection by which the server has joined last. So a server that has lost its connection joins at once by another
+  one, also at a manager that has never seen it.
+* *An fsync takes seconds.* A thread waits for it. Changes that must be stored first wait half a second at most; then
+  they are sent as if the disk had failed (``control/state_keeper.py``).
 
-Exit codes: 0 stopped by a signal, 1 cannot start (port taken, state in use), 2 the configuration
-or the state file must be mended.
+Exit codes: 0 stopped by a signal; 1 cannot start (port taken, state in use); 2 the configuration or the state file must
+be corrected.
 """
 
 from __future__ import annotations
@@ -46,71 +47,61 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from . import __version__
-from . import messages as M
-from .cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
-from .config import Settings, add_arguments, load_command
-from .coordinator import Coordinator, NotLeader, connect
-from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError
-from .greeting import agreed_protocol, token_fits
-from .loop import Loop, Peer, Service, listen_tcp
-from .manager_pages import ManagerPages
-from .messages import Status
-from .process import end_with, raise_file_limit, stop_on_signals
-from .quantities import Address
+from .cluster.machine import EPOCHS_RESERVED, Cluster
+from .cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
+from .config.parsers import Address
+from .config.settings import Settings, add_arguments, load_command
+from .config.startup import allowed_uids, check_exposure, say, server_tls_options, server_tokens, set_up_logging
+from .config.tokens import Token
+from .control.election import Coordinator, NotLeader, connect
+from .control.links import WILDCARDS, ServerLinks, asks_for_map, is_refusal, peer_host, secret_fault
+from .control.pages import ManagerPages
+from .control.state_file import StateFile
+from .control.state_keeper import ETCD_RETRY_S, StateKeeper
+from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
+from .net.http import Web
+from .net.listeners import listen_tcp
+from .net.local_users import LocalUsers
+from .net.loop import Loop, Peer, Service
+from .net.process import end_with, raise_file_limit, stop_on_signals
+from .net.tls_peer import accepting, server_tls
 from .rpc import Flag, Frame, decode, encode
-from .startup import check_exposure, read_tokens, set_up_logging
-from .statefile import StateFile
-from .web import Web
+from .wire import messages as M
+from .wire.auth import Gate
+from .wire.hello import Refusal, accept, opens
+from .wire.messages import Status, status_name
 
 log = logging.getLogger("simm.manager")
 
 SETTLE_S: Final = 0.02
-RETRY_S: Final = 5.0
-#: The same for etcd; and how long others may try to lead before one who could not tries again.
-ETCD_RETRY_S: Final = 1.0
-#: Time for data servers to find us again: they take 3 s to see that a stopped manager is silent, and as much for
-#: another that is no better.
+#: Time for data servers to connect again: they take 3 s to give up a stopped manager, and as long for another one that
+#: does not answer.
 RETURN_S: Final = 8.0
-#: A manager says READY when it knows who leads, and after this time in any case.
+#: A manager says READY when it knows which one leads, and after this time in any case.
 DECIDE_S: Final = 5.0
 PUSHES_PER_TURN: Final = 128
-#: Longest time between two ticks of the cluster; a quarter of a heartbeat if that is shorter.
-TICK_S: Final = 0.25
-_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+#: Longest time between two runs of maintenance; a quarter of a heartbeat if that is shorter.
+MAINTAIN_S: Final = 0.25
+#: What only the data server itself may say.
+_OF_SERVERS: Final = M.Heartbeat | M.Leave | M.Moved
 
 
-class StateStore(Protocol):
-    """Where a cluster's state is kept: a :class:`~simm.statefile.StateFile`, or something with the same manners."""
+class ConnectionState:
+    """What the manager knows of one connection."""
 
-    @property
-    def where(self) -> str:
-        """Its name, for people."""
+    __slots__ = ("asked", "epoch", "gate", "greeted", "stale")
 
-    def load(self) -> Any:
-        """The state last saved, or None when there never was one. Raises CorruptionError with the remedy."""
-
-    def save(self, state: Any) -> None:
-        """Replace the state, durably. Raises OSError; the old state is then still there."""
-
-    def close(self) -> None:
-        """Let others have it."""
-
-
-class Link:
-    """Per-connection state."""
-
-    __slots__ = ("epoch", "greeted", "node", "stale")
-
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
         self.greeted = False
-        #: (name, instance) of the data server that speaks here.
-        self.node: tuple[str, int] | None = None
-        #: Of the last map sent here.
+        #: A server that has joined by it was asked for its map, and has sent none since.
+        self.asked = False
+        #: Epoch of the last map sent.
         self.epoch = 0
-        #: A newer one is waiting to be sent.
+        #: A newer map waits to be sent.
         self.stale = False
 
 
@@ -118,16 +109,18 @@ class Manager(Service):
     """Serves one cluster on a loop. Without a store everything is in memory only.
 
     Args:
-        coordinator: says whether we lead, and is the store then.
-        leading: without a coordinator: lead at once; else answer NOT_LEADER until :meth:`lead`.
+        users: whose processes may connect without a token; None for all.
+        coordinator: decides whether this manager leads, and is the store then. Without one it leads at once.
 
     Raises CorruptionError when the stored state cannot be used.
     """
 
+    hello_first = True
+
     def __init__(
-        self, loop: Loop, *, timing: Timing = Timing(), store: StateStore | None = None,  # noqa: B008 -- immutable
-        tokens: Sequence[str] = (), insecure: bool = False, leading: bool = True,
-        coordinator: Coordinator | None = None,
+        self, loop: Loop, *, timing: Timing = Timing(), store: StateFile | None = None,  # noqa: B008 -- immutable
+        tokens: Sequence[Token] = (), insecure: bool = False, coordinator: Coordinator | None = None,
+        users: LocalUsers | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.timing = timing
@@ -135,59 +128,58 @@ class Manager(Service):
         self.leading = False
         self.started = loop.now
         self.counts = dict.fromkeys(
-            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_told", "maps_offered",
-             "unauthorized", "state_writes", "state_write_failures"), 0,
+            ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_reported", "maps_offered",
+             "unauthorized"), 0,
         )  # fmt: skip
-        self._tokens = [token.encode() for token in tokens]
+        self._tokens = tuple(tokens)
+        self._users = users
         self._coordinator = coordinator
-        #: The coordinator's, in which we serve.
+        #: The coordinator's term in which this manager leads.
         self._term = 0
-        self._store: StateStore | None = coordinator if coordinator is not None else store
-        self._reserved = 0
-        self._unsaved = False
+        self.state = StateKeeper(
+            loop, store if coordinator is None else coordinator, EPOCHS_RESERVED,
+            lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
+        )  # fmt: skip
         self._settling = False
-        self._failing = False
         self._subscribers: set[Peer] = set()
-        #: Who asked for the map while it could not be told, and the number of the request.
+        #: Requests for the map that could not be answered yet: connection and request number.
         self._waiting: list[tuple[Peer, int]] = []
         self._to_push: deque[Peer] = deque()
         self._push_frame = b""
         self._push_epoch = 0
-        #: The connection that each live instance was heard on last.
-        self._links: dict[tuple[str, int], Peer] = {}
+        self._links = ServerLinks()
         self.pages = ManagerPages(self.status, self._trouble)
         self.cluster = self._blank()
-        if leading and coordinator is None:
+        if coordinator is None:
             self.lead()
-        loop.call_every(min(TICK_S, timing.heartbeat_s / 4), self._tick)
+        loop.call_every(min(MAINTAIN_S, timing.heartbeat_s / 4), self._maintain)
 
     # -- leading ---------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Serve the cluster as it is stored. Raises CorruptionError, and what the store raises; does not lead then."""
-        self._failing = False
+        """Serve the stored cluster. Raises CorruptionError, and what the store raises; does not lead then."""
         self.cluster = self._load()
         self.leading = True
 
     def step_down(self, why: str) -> None:
-        """Another manager leads: forget the cluster, and send everybody there by closing their connections."""
+        """Stop leading: forget the cluster, and close all connections so that peers look for the leader."""
         log.warning("standing by: %s", why)
         self.leading = False
         self._waiting.clear()
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
         self.cluster = self._blank()
-        self._unsaved = False
+        self.state.forget()
 
-    def look(self) -> None:
-        """Lead, or lead no more, as the coordinator says. Raises CorruptionError for a state that cannot be used."""
+    def poll(self) -> None:
+        """Lead, or stop leading, as the coordinator says. Raises CorruptionError for a state that cannot be used."""
         coordinator = self._coordinator
         if coordinator is None or self._leads() or not (term := coordinator.term):
             return
         try:
             self._term = term
             self.lead()
-            if self.save():
+            if self.state.save_now():
                 log.info("leading: epoch %d, %d nodes", self.cluster.epoch, len(self.cluster.nodes))
                 return
             why = "the state cannot be stored"
@@ -197,139 +189,167 @@ class Manager(Service):
         coordinator.resign(ETCD_RETRY_S)
 
     def _leads(self) -> bool:
-        """Whether we lead at this moment. Ask before each act in a leader's name; if not, everybody is gone then."""
+        """Return True if this manager leads now; else close all connections. Call it before each act as the leader."""
         if self.leading and self._coordinator is not None and self._coordinator.term != self._term:
-            self.step_down("our time as the leader is over")
+            self.step_down("its term has ended")
         return self.leading
 
     def _blank(self) -> Cluster:
-        return Cluster(secrets.randbits(64), self.loop.now, self.timing)
+        return Cluster(secrets.randbits(64) or 1, self.loop.now, self.timing)  # 0 is no cluster
 
     # -- connections -----------------------------------------------------------------------------
 
     def on_connect(self, peer: Peer) -> None:
-        peer.context = Link()
+        peer.context = ConnectionState(Gate(M.Service.MANAGER, self._tokens))
+        if self._users is not None:
+            self._users.check(peer, self._count_refused)
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        link: Link = peer.context
         self._subscribers.discard(peer)
-        if link.node is not None and self._links.get(link.node) is peer:
-            del self._links[link.node]
-            log.debug("connection of %s closed: %s", link.node[0], reason)
-            self._apply(self.cluster.link_lost(self.loop.now, *link.node))
+        for node in self._links.closed(peer):
+            log.debug("connection of %s closed: %s", node[0], reason)
+            self._apply(self.cluster.link_lost(self.loop.now, *node))
 
     def on_drain(self, peer: Peer) -> None:
-        link: Link = peer.context
-        if link.stale:
-            self._push(peer, link)
+        state: ConnectionState = peer.context
+        if state.stale:
+            self._push(peer, state)
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
-        link: Link = peer.context
-        msg = decode(frame)
-        if frame.flags & (Flag.REPLY | Flag.PUSH):
-            raise RemoteProtocolError(f"a reply or push ({type(msg).__name__}) where a request is due")
+        state: ConnectionState = peer.context
         number, now = frame.request_id, self.loop.now
+        if frame.flags & (Flag.REPLY | Flag.PUSH):
+            raise RemoteProtocolError("a reply or push where a request is due")
+        if not state.greeted and not opens(frame):
+            if self._tokens:
+                text = "a token is required: the first message must be HELLO with one (--token-file)"
+                self._refuse(peer, number, text)
+                return
+            state.greeted = True
+            peer.admit()
+        if state.greeted and (text := state.gate.refusal(frame.opcode)):
+            self._refuse(peer, number, text)
+            return
+        msg = decode(frame)
         if isinstance(msg, M.Ping):
             peer.send_message(M.Pong(msg.cookie), number)
+        elif isinstance(msg, M.Auth | M.Prove):
+            answer, status = state.gate.take(msg)
+            if status == Status.UNAUTHORIZED and isinstance(answer, M.Error):
+                self._refuse(peer, number, answer.text)
+            else:
+                peer.send_message(answer, number, status=status)
         elif isinstance(msg, M.Hello):
-            self._hello(peer, link, number, msg)
-        elif self._tokens and not link.greeted:
-            self._refuse(peer, number, "a token is required: the first message must be HELLO with one (--token-file)")
+            self._hello(peer, state, number, msg)
         elif not self._leads():
             peer.send_error(number, Status.NOT_LEADER, f"{self._trouble()}: ask the one that leads")
+        elif isinstance(msg, M.Join):
+            self._join(peer, number, msg)
+        elif isinstance(msg, _OF_SERVERS) and not self._links.speaks_for(peer, (msg.name, msg.instance)):
+            text = f"{msg.name!r} has not joined by this connection as this instance: join again"
+            peer.send_error(number, Status.UNKNOWN_NODE, text)
         elif isinstance(msg, M.Heartbeat):
             self.counts["heartbeats"] += 1
-            actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads)
-            self._reply(peer, number, actions, (msg.name, msg.instance))
-        elif isinstance(msg, M.Join):
-            workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
-            actions = self.cluster.join(now, msg._replace(workers=workers))
-            ok = self._reply(peer, number, actions, (msg.name, msg.instance))
-            self.counts["joins" if ok else "joins_refused"] += 1
+            self._reply(peer, number, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads))
         elif isinstance(msg, M.Leave):
-            self._reply(peer, number, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), None)
+            actions = self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm))
+            if not is_refusal(actions):
+                self._links.unbind(msg.name)
+            self._reply(peer, number, actions)
         elif isinstance(msg, M.Moved):
-            self.counts["moves_told"] += 1
-            self._reply(peer, number, self.cluster.moved(now, msg), None)
+            self.counts["moves_reported"] += 1
+            self._reply(peer, number, self.cluster.moved(now, msg))
         elif isinstance(msg, M.Drain):
-            self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)), None)
+            self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)))
         elif isinstance(msg, M.MapOffer):
-            if link.node is None:
-                raise RemoteProtocolError("a map from somebody who has not joined")
+            if not (state.asked and self._links.has_joined(peer)):
+                raise RemoteProtocolError("a map that nobody asked for")
+            state.asked = False
             self.counts["maps_offered"] += 1
-            self._reply(peer, number, self.cluster.offer(now, msg), None)
+            self._reply(peer, number, self.cluster.offer(now, msg))
         elif isinstance(msg, M.MapGet):
             if msg.subscribe:
                 self._subscribers.add(peer)
-            self.cluster.noticed(now, msg.known_epoch)
+            self._apply(self.cluster.noticed(now, msg.known_epoch, server=self._links.has_joined(peer)))
             self._waiting.append((peer, number))
-            self._tell()
+            self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
             peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a manager")
 
-    def _hello(self, peer: Peer, link: Link, number: int, msg: M.Hello) -> None:
-        proto, text = agreed_protocol(msg, "manager")
-        if not proto:
-            peer.send_error(number, Status.VERSION, text)
+    def _hello(self, peer: Peer, state: ConnectionState, number: int, msg: M.Hello) -> None:
+        proto = accept(msg, "manager", state.gate)
+        if isinstance(proto, Refusal):
+            if proto.status == Status.UNAUTHORIZED:
+                self._refuse(peer, number, proto.text)
+            else:
+                peer.send_error(number, proto.status, proto.text)
             return
-        if self._tokens and not token_fits(self._tokens, msg.token.encode()):
-            self._refuse(peer, number, "wrong or missing token: see --token-file")
-            return
-        link.greeted = True
+        state.greeted = True
+        peer.admit()
         peer.send_message(M.Welcome(proto, 0, 0, 0, 0, 0, 0, ""), number)
 
-    def _refuse(self, peer: Peer, number: int, text: str) -> None:
+    def _count_refused(self) -> None:
         self.counts["unauthorized"] += 1
-        log.warning("refusing %s: %s", peer.address, text)
+
+    def _refuse(self, peer: Peer, number: int, text: str) -> None:
+        self._count_refused()
+        self.loop.noise(logging.WARNING, "refusing %s: %s", peer.address, text)
         peer.send_error(number, Status.UNAUTHORIZED, text)
         peer.close("unauthorized")
 
-    def _reply(self, peer: Peer, number: int, actions: list[Action], node: tuple[str, int] | None) -> bool:
-        """Send the answer among ``actions``, do the others; whether it was no refusal."""
+    def _join(self, peer: Peer, number: int, msg: M.Join) -> None:
+        """Take a JOIN, and bind the server to this connection and no other. It must show its secret each time."""
+        actions = secret_fault(msg)
+        if not actions:
+            workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
+            actions = self.cluster.join(self.loop.now, msg._replace(workers=workers, secret=b""))
+        if is_refusal(actions):
+            self.counts["joins_refused"] += 1
+        else:
+            self.counts["joins"] += 1
+            self._links.bind(peer, (msg.name, msg.instance))
+            peer.context.asked |= asks_for_map(actions)
+        self._reply(peer, number, actions)
+
+    def _reply(self, peer: Peer, number: int, actions: list[Action]) -> None:
+        """Send the answer among ``actions`` and do the others."""
         answer = actions[0]
         assert isinstance(answer, Answer)
-        ok = answer.status is Status.OK
-        link: Link = peer.context
-        if ok and node is not None and self._links.get(node) is not peer:
-            if link.node is not None and self._links.get(link.node) is peer:
-                del self._links[link.node]
-            link.node = node
-            self._links[node] = peer
-        elif not ok:
-            log.info("%s: %s: %s", peer.address, answer.status.name, answer.message.text)
+        if answer.status != Status.OK:
+            text = answer.message.text
+            self.loop.noise(logging.INFO, "%s: %s: %s", peer.address, status_name(answer.status), text)
         self._apply(actions)
-        if self._reserve() and self._leads():
+        if self.state.cover(self.cluster.epoch) and self._leads():
             peer.send_message(answer.message, number, status=answer.status)
-        return ok
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
-        self.look()
+    def _maintain(self) -> None:
+        self.poll()
         if self.leading:
-            self._apply(self.cluster.tick(self.loop.now))
-            self._tell()
+            self._apply(self.cluster.maintain(self.loop.now))
+            self._answer_waiting()
 
-    def _tell(self) -> None:
-        """Give the map to those who asked for it, if it may be told."""
-        if not self._waiting or self.cluster.rebuilding or (self._settling and self._store is not None):
+    def _answer_waiting(self) -> None:
+        """Answer the requests for the map, if it may be sent."""
+        if not self._waiting or self.cluster.rebuilding or (self._settling and self.state.used):
             return
-        if not self._reserve() or (self._unsaved and self._coordinator is not None) or not self._leads():
+        if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
             return
         reply = self.cluster.map_reply()
         waiting, self._waiting = self._waiting, []
         for peer, number in waiting:
             if not peer.closed:
-                link: Link = peer.context
-                link.stale = False
-                link.epoch = reply.epoch
+                state: ConnectionState = peer.context
+                state.stale = False
+                state.epoch = reply.epoch
                 self.counts["maps_sent"] += 1
                 peer.send_message(reply, number)
 
     def _apply(self, actions: Sequence[Action]) -> None:
-        """Log what changed; have it stored and pushed soon."""
+        """Log changes, and have them stored and pushed soon."""
         for action in actions:
             if isinstance(action, NodeChanged):
                 level = logging.WARNING if action.after in (NodeState.SUSPECT, NodeState.DEAD) else logging.INFO
@@ -339,19 +359,23 @@ class Manager(Service):
                 log.info("epoch %d: %d workers", action.epoch, len(self.cluster.live_workers()))
             else:
                 continue
-            self._unsaved = True
+            self.state.changed()
             if not self._settling:
                 self._settling = True
                 self.loop.call_later(SETTLE_S, self._settled)
 
     def _settled(self) -> None:
         self._settling = False
-        if not self.leading:
+        if self.leading:
+            self.state.save()
+            self._publish()
+
+    def _publish(self) -> None:
+        """Send the map to those who wait for it, and push it if it has changed; unless it must be stored first."""
+        if not self.leading or self.state.holds_back or not self._leads() or self.cluster.rebuilding:
             return
-        saved = self.save()
-        if (self._coordinator is not None and not saved) or not self._leads() or self.cluster.rebuilding:
-            return
-        self._tell()
+        self.state.sent()
+        self._answer_waiting()
         reply = self.cluster.map_reply()
         if reply.epoch == self._push_epoch:
             return
@@ -359,15 +383,15 @@ class Manager(Service):
         self._push_frame = encode(reply, 0, flags=Flag.PUSH)
         fresh = not self._to_push
         for peer in self._subscribers:
-            link: Link = peer.context
-            if not link.stale and link.epoch != reply.epoch:
-                link.stale = True
+            state: ConnectionState = peer.context
+            if not state.stale and state.epoch != reply.epoch:
+                state.stale = True
                 self._to_push.append(peer)
         if fresh:
             self._push_some()
 
     def _push_some(self) -> None:
-        self._leads()  # if not, they are closed
+        self._leads()  # if not, the connections are closed
         for _ in range(min(PUSHES_PER_TURN, len(self._to_push))):
             peer = self._to_push.popleft()
             if not peer.closed and peer.context.stale and not peer.out:
@@ -375,21 +399,20 @@ class Manager(Service):
         if self._to_push:
             self.loop.call_later(0.0, self._push_some)
 
-    def _push(self, peer: Peer, link: Link) -> None:
-        link.stale = False
-        link.epoch = self._push_epoch
+    def _push(self, peer: Peer, state: ConnectionState) -> None:
+        state.stale = False
+        state.epoch = self._push_epoch
         self.counts["pushes"] += 1
         peer.send(self._push_frame)
 
     # -- storing ---------------------------------------------------------------------------------
 
     def _load(self) -> Cluster:
-        stored = self._store.load() if self._store is not None else None
-        if stored is None or self._store is None:
+        stored, reserved = self.state.load(), 0
+        if stored is None:
             cluster = self._blank()
-            self._reserved = 0
         else:
-            where = self._store.where
+            where = self.state.where
             try:
                 reserved = int(stored["epochs_reserved"])
                 cluster = Cluster.from_state(stored.get("cluster"), self.loop.now, self.timing, reserved)
@@ -397,63 +420,20 @@ class Manager(Service):
                 raise CorruptionError(
                     f"{where} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
                 ) from exc
-            self._reserved = reserved
             log.info("%s: epoch %d, %d nodes", where, cluster.epoch, len(cluster.nodes))
         self._push_epoch = cluster.epoch
-        self._unsaved = True
+        self.state.begin(reserved)
         return cluster
-
-    def _reserve(self) -> bool:
-        """Nobody may see an epoch that the stored state does not cover; whether it may be seen."""
-        if self.cluster.epoch >= self._reserved and not self._failing:
-            self._unsaved = True
-            self.save()
-        # Of a disk that fails we only complain; a successor on another machine would not know of the epoch.
-        return self._coordinator is None or self.cluster.epoch < self._reserved
-
-    def save(self, *, last: bool = False) -> bool:
-        """Store what changed; whether all is stored. A failure is logged, counted, and retried later."""
-        if self._store is None or not self.leading or not (self._unsaved or last):
-            return True
-        reserved = self.cluster.epoch + (0 if last else EPOCHS_RESERVED)
-        try:
-            self._store.save({"cluster": self.cluster.to_state(), "epochs_reserved": reserved})
-        except NotLeader as exc:
-            self.step_down(str(exc))
-            return False
-        except OSError as exc:
-            self.counts["state_write_failures"] += 1
-            retry_s = RETRY_S if self._coordinator is None else ETCD_RETRY_S
-            log.error(
-                "cannot store the cluster's state in %s: %s; %s, trying again in %.0f s",
-                self._store.where, exc.strerror or exc,
-                "service goes on" if self._coordinator is None else "changes wait", retry_s,
-            )  # fmt: skip
-            if not self._failing:
-                self._failing = True
-                self.loop.call_later(retry_s, self._retry)
-            return False
-        self.counts["state_writes"] += 1
-        self._unsaved = False
-        self._reserved = reserved
-        return True
-
-    def _retry(self) -> None:
-        if not self._failing:
-            return
-        self._failing = False
-        if self.save() and not self._failing:
-            log.info("the cluster's state is stored again")
-            self._settled()
 
     # -- for people ------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The cluster's status and the manager's own counters."""
+        """Return the cluster's status and the manager's own counters."""
         leading = self._leads()
         status = self.cluster.status(self.loop.now)
         counters = {
             "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
+            "state_writes": self.state.writes, "state_write_failures": self.state.failures,
         }  # fmt: skip
         status["manager"] = {
             "pid": os.getpid(),
@@ -461,7 +441,7 @@ class Manager(Service):
             "uptime_s": round(self.loop.now - self.started, 1),
             "connections": len(self.loop.peers),
             "subscribers": len(self._subscribers),
-            "state_stored": self._store is not None and not self._unsaved,
+            "state_stored": self.state.up_to_date,
             "insecure": self.insecure,
             "leading": leading,
             "leader": self._leader(),
@@ -472,7 +452,7 @@ class Manager(Service):
         return status
 
     def _leader(self) -> str:
-        """Where the leader listens; empty if there is none, or no coordinator."""
+        """Return the leader's address; empty without a leader or a coordinator."""
         leader = self._coordinator.leader if self._coordinator is not None else None
         return leader.address if leader is not None else ""
 
@@ -480,17 +460,13 @@ class Manager(Service):
         if not self._leads():
             leader, coordinator = self._leader(), self._coordinator
             if not leader and coordinator is not None:
-                why = coordinator.trouble
-                return f"standing by, and etcd cannot say who leads ({why})" if why else "standing by, nobody leads yet"
+                reason = coordinator.trouble
+                unknown = f", and etcd cannot say who leads ({reason})"
+                return f"standing by{unknown if reason else ', no manager leads yet'}"
             return f"standing by, {leader or 'another manager'} leads"
         if self.cluster.rebuilding:
             return "collecting the map from the servers"
-        return "the state cannot be stored" if self._failing else ""
-
-
-def peer_host(peer: Peer, host: str) -> str:
-    """A worker's host as others reach it: a server that names none, or a wildcard, is where it comes from."""
-    return peer.address.rpartition(":")[0] if host in _WILDCARDS else host
+        return "the state cannot be stored" if self.state.failing else ""
 
 
 # --- process ----------------------------------------------------------------------------------
@@ -505,17 +481,19 @@ def open_listener(address: Address, flag: str) -> socket.socket:
 
 
 def bound_address(sock: socket.socket) -> Address:
-    """Where a listener really listens (port 0 became one)."""
+    """Return the address of a listener, with the port that port 0 became."""
     host, port = sock.getsockname()[:2]
     return Address(host, port)
 
 
 def run(settings: Settings, *, end_with_pid: int = 0) -> int:
-    """Run a manager until a signal; the exit code. Raises ConfigError, SimmError or OSError if it cannot start."""
-    tokens = read_tokens(settings.token_file)
+    """Run a manager until a signal. Return the exit code. Raises ConfigError, SimmError or OSError if it cannot."""
+    tokens = server_tokens(settings.token_file)
     check_exposure(settings.listen, tokens, settings.insecure, "--listen")
+    uids = allowed_uids(settings, tokens)
     if settings.http is not None:
         check_exposure(settings.http, tokens, settings.insecure, "--http")
+    tls = server_tls(server_tls_options(settings, connects=False))
     raise_file_limit()
     timing = Timing(
         settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
@@ -534,23 +512,28 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
             coordinator = stack.enter_context(contextlib.closing(connect(settings)))
         exposed = not settings.listen.loopback and not tokens
         manager = Manager(
-            loop, timing=timing, store=store, tokens=tokens, insecure=exposed, coordinator=coordinator
+            loop, timing=timing, store=store, tokens=tokens, insecure=exposed, coordinator=coordinator,
+            users=LocalUsers(uids) if uids is not None else None,
         )  # fmt: skip
         listener = stack.enter_context(open_listener(settings.listen, "--listen"))
         address = bound_address(listener)
         ready, page = f"READY manager {address}", ""
+        web = None
         if settings.http is not None:
             http = open_listener(settings.http, "--http")
             page = str(bound_address(http))
             ready += f" http={page}"
-            web_tokens = () if settings.http.loopback else tokens
+            web_tokens = () if settings.http.loopback else [token.secret for token in tokens]
             pages = manager.pages
             routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz, "/leader": pages.leader}
-            stack.callback(Web(loop, http, routes, web_tokens).close)
-        # On disk before anyone is told: a folder that cannot be written shows now, and not at the first change.
-        manager.save()
-        loop.listen(listener, manager)
-        # Not loop.run(), which would forget a signal that comes before it.
+            web = Web(loop, http, routes, web_tokens, tls.pages if tls else None)
+            stack.callback(web.close)
+        # Stored before READY: a folder that cannot be written fails now, not at the first change.
+        manager.state.save_now()
+        manager.state.save_in_background()
+        stack.callback(manager.state.close)
+        loop.listen(listener, manager, peers=accepting(tls))
+        # Not loop.run(), which would ignore an earlier signal.
         loop.running = True
         stop_on_signals(loop, interrupt=True)
         if end_with_pid:
@@ -558,23 +541,29 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         if coordinator is not None:
             ready += _campaign(loop, manager, coordinator, address, page)
         if loop.running:
-            print(ready, flush=True)
+            say(ready)
             log.info("%s, state in %s", ready, settings.coordinator or settings.state_dir or "memory only")
         while loop.running:
             loop.run_once(None)
         log.info("stopping")
-        manager.save(last=True)
+        # The disk may stand still. Whoever connects meanwhile must not wait for a manager that answers no more.
+        loop.stop_listening()
+        if web is not None:
+            web.close()
+        manager.state.close()
+        if manager.leading:
+            manager.state.save_now(last=True)
     return 0
 
 
 def _campaign(loop: Loop, manager: Manager, coordinator: Coordinator, address: Address, page: str) -> str:
-    """Begin to campaign, and serve until it is known who leads; what that makes of us, for the READY line."""
+    """Campaign, and serve until a leader is known. Return the role for the READY line."""
 
     def noticed(_mask: int) -> None:
         coordinator.noticed()
-        manager.look()
+        manager.poll()
 
-    named = address._replace(host=socket.gethostname()) if address.host in _WILDCARDS else address
+    named = address._replace(host=socket.gethostname()) if address.host in WILDCARDS else address
     coordinator.start(str(named), page)
     loop.watch(coordinator, noticed)
     until = loop.clock() + DECIDE_S
@@ -586,7 +575,7 @@ def _campaign(loop: Loop, manager: Manager, coordinator: Coordinator, address: A
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager") -> int:
-    """Run a manager until SIGTERM or Ctrl-C; the exit code."""
+    """Run a manager until SIGTERM or Ctrl-C. Return the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description="The SiMM manager: membership and the shard map.")
     add_arguments(parser, "manager")
     parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
@@ -596,7 +585,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager"
         set_up_logging(settings)
         return run(settings, end_with_pid=arguments.end_with)
     except (SimmError, OSError) as exc:
-        print(f"simm manager: {exc}", file=sys.stderr)
+        print(f"simm manager: {printable(str(exc))}", file=sys.stderr)
         return 2 if isinstance(exc, (ConfigError, CorruptionError)) else 1
 
 

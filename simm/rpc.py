@@ -1,34 +1,233 @@
-"""Frames and messages: bytes in, events out, no socket anywhere.
+"""Pack messages into frames and parse frames from bytes, without any I/O.
 
-The wire format is stated in ``docs/protocol.md``; a test holds its opcode table against
-this module. The design is h11's: a :class:`Connection` is told which bytes arrived and
-says which frames they make, one class for both ends, and whoever owns a socket feeds it.
+``wire/messages.py`` lists the messages and registers them here; docs/protocol.md specifies the bytes, and a test holds
+its tables against both modules. A :class:`Connection` follows h11's design: its owner feeds it the bytes that arrive,
+and takes frames out. Both ends of a socket use the same class.
 
-What can go wrong with a binary protocol, and what stands against it:
+Failure modes of a binary protocol, and the mitigations:
 
-* *Two lists of fields that drift apart.* Each message has one format string, checked at
-  import against its field names; the same compiled codec packs and unpacks it.
-* *A length that lies.* The header's body length is capped before a byte of the body is
-  kept, every string and list is checked against what is left, and a body must be consumed
-  to its last byte.
-* *A peer of another kind or age.* The first four bytes are a magic; the framing version is
-  in every header; the protocol version is settled by HELLO and WELCOME (highest common).
-* *Numbers that change their meaning.* Opcodes and statuses are never reused.
+* *Writer and reader disagree on the fields.* One format string per message serves both directions. It is checked
+  against the field names at import.
+* *A wrong length.* The body length is checked against a cap before any byte of the body is kept. Each string and list
+  is checked against the bytes left. A body must be consumed to its last byte.
+* *Another program or version.* Every header starts with a magic and the framing version. HELLO and WELCOME settle the
+  protocol version.
+* *A number that changes its meaning.* Opcodes and statuses are never reused.
 
-Anything malformed raises :class:`RemoteProtocolError`, never another error; the connection
-is then of no further use and is closed.
+Malformed input raises :class:`RemoteProtocolError` and nothing else. The connection is then unusable; its owner
+closes it.
 """
 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
-from . import messages as messages  # registers every codec
-from .codec import CODECS, OPCODES
 from .constants import FRAME_BYTES_MAX
 from .errors import LocalProtocolError, RemoteProtocolError
+
+# --- codecs: one format string packs and unpacks a message ------------------------------------
+#
+#   B H I Q 16s   a struct code; one Struct packs all leading ones
+#   s             UTF-8 text after a u16 length
+#   b             bytes after a u32 length
+#   *CODES        u32 count, then that many fixed records (tuples; plain values for a single code)
+#   [Name]        u16 count, then that many of the structure Name
+#
+# All little-endian, without padding.
+
+_U16 = struct.Struct("<H")
+_U32 = struct.Struct("<I")
+
+_Message = TypeVar("_Message", bound=type)
+_Writer = Callable[[Any], bytes]
+_Reader = Callable[[bytes, int], tuple[Any, int]]
+
+
+def _write_text(value: str) -> bytes:
+    raw = value.encode("utf-8")
+    if len(raw) > 0xFFFF:
+        raise LocalProtocolError(f"text of {len(raw)} bytes does not fit a 16-bit length")
+    return _U16.pack(len(raw)) + raw
+
+
+def _read_text(body: bytes, at: int) -> tuple[str, int]:
+    (size,) = _U16.unpack_from(body, at)
+    end = at + 2 + size
+    if end > len(body):
+        raise RemoteProtocolError(f"text of {size} bytes runs past the end of the message")
+    return body[at + 2 : end].decode("utf-8"), end
+
+
+def _write_bytes(value: bytes) -> bytes:
+    return _U32.pack(len(value)) + value
+
+
+def _read_bytes(body: bytes, at: int) -> tuple[bytes, int]:
+    (size,) = _U32.unpack_from(body, at)
+    end = at + 4 + size
+    if end > len(body):
+        raise RemoteProtocolError(f"{size} bytes run past the end of the message")
+    return body[at + 4 : end], end
+
+
+def _write_octets(value: Any) -> bytes:
+    try:
+        return _U32.pack(len(value)) + bytes(list(value))
+    except ValueError as exc:
+        raise LocalProtocolError(f"{value!r} do not fit a byte each: {exc}") from exc
+
+
+def _read_octets(body: bytes, at: int) -> tuple[list[int], int]:
+    (count,) = _U32.unpack_from(body, at)
+    at += 4
+    end = at + count
+    if end > len(body):
+        raise RemoteProtocolError(f"{count} records of 1 bytes run past the end of the message")
+    return list(body[at:end]), end
+
+
+def _records(codes: str) -> tuple[_Writer, _Reader]:
+    record = struct.Struct("<" + codes)
+    single = len(record.unpack(bytes(record.size))) == 1
+    pack, size = record.pack, record.size
+    if codes == "B":
+        return _write_octets, _read_octets  # statuses: a bytes object packs them five times as fast
+
+    def write(value: Any) -> bytes:
+        rows = [pack(row) for row in value] if single else [pack(*row) for row in value]
+        return _U32.pack(len(rows)) + b"".join(rows)
+
+    def read(body: bytes, at: int) -> tuple[list[Any], int]:
+        (count,) = _U32.unpack_from(body, at)
+        at += 4
+        end = at + count * size
+        if end > len(body):
+            raise RemoteProtocolError(f"{count} records of {size} bytes run past the end of the message")
+        rows = record.iter_unpack(body[at:end])
+        return ([row[0] for row in rows] if single else list(rows)), end
+
+    return write, read
+
+
+def _structures(name: str) -> tuple[_Writer, _Reader]:
+    codec = STRUCTURES[name]
+
+    def write(value: Any) -> bytes:
+        return _U16.pack(len(value)) + b"".join(codec.write(item) for item in value)
+
+    def read(body: bytes, at: int) -> tuple[list[Any], int]:
+        (count,) = _U16.unpack_from(body, at)
+        at += 2
+        items = []
+        for _ in range(count):
+            item, at = codec.read(body, at)
+            items.append(item)
+        return items, at
+
+    return write, read
+
+
+def _fixed(code: str) -> tuple[_Writer, _Reader]:
+    """A fixed field behind a variable one."""
+    field = struct.Struct("<" + code)
+
+    def read(body: bytes, at: int) -> tuple[Any, int]:
+        return field.unpack_from(body, at)[0], at + field.size
+
+    return field.pack, read
+
+
+def _field(token: str) -> tuple[_Writer, _Reader]:
+    if token == "s":
+        return _write_text, _read_text
+    if token == "b":
+        return _write_bytes, _read_bytes
+    if token[0] == "*":
+        return _records(token[1:])
+    if token[0] == "[":
+        return _structures(token[1:-1])
+    return _fixed(token)
+
+
+class Codec:
+    """Pack and unpack one message type by its format string."""
+
+    def __init__(self, cls: Any, layout: str) -> None:
+        tokens = layout.split()
+        if len(tokens) != len(cls._fields):
+            raise LocalProtocolError(f"{cls.__name__}: {len(tokens)} codes for {len(cls._fields)} fields")
+        fixed = 0
+        while fixed < len(tokens) and tokens[fixed][0] not in "sb*[":
+            fixed += 1
+        self.cls = cls
+        self.layout = layout
+        self._head = struct.Struct("<" + "".join(tokens[:fixed]))
+        self._head_fields = fixed
+        self._tail = [_field(token) for token in tokens[fixed:]]
+
+    def write(self, message: Any) -> bytes:
+        """Return the message's body. Raise LocalProtocolError for values that do not fit."""
+        split = self._head_fields
+        try:
+            out = self._head.pack(*message[:split])
+            for (write, _), value in zip(self._tail, message[split:]):
+                out += write(value)
+        except (struct.error, TypeError, AttributeError, UnicodeEncodeError) as exc:
+            raise LocalProtocolError(f"{self.cls.__name__} cannot be packed: {exc}") from exc
+        return out
+
+    def read(self, body: bytes, at: int = 0) -> tuple[Any, int]:
+        """Return the message that starts at ``at``, and its end."""
+        try:
+            values = list(self._head.unpack_from(body, at))
+            at += self._head.size
+            for _, read in self._tail:
+                value, at = read(body, at)
+                values.append(value)
+        except (struct.error, UnicodeDecodeError) as exc:
+            raise RemoteProtocolError(f"malformed {self.cls.__name__}: {exc}") from exc
+        return self.cls(*values), at
+
+    def decode(self, body: bytes) -> Any:
+        """Return the message that fills ``body`` to its last byte."""
+        message, end = self.read(body)
+        if end != len(body):
+            raise RemoteProtocolError(f"{self.cls.__name__} has {len(body) - end} bytes too many")
+        return message
+
+
+#: Codecs by opcode, opcodes by type, codecs of structures by name.
+CODECS: dict[int, Codec] = {}
+OPCODES: dict[type, int] = {}
+STRUCTURES: dict[str, Codec] = {}
+
+
+def message(opcode: int, layout: str) -> Callable[[_Message], _Message]:
+    """Register a NamedTuple as the message with this opcode (class decorator)."""
+
+    def register(cls: _Message) -> _Message:
+        if opcode in CODECS:
+            raise LocalProtocolError(f"opcode {opcode:#x} is taken by {CODECS[opcode].cls.__name__}")
+        OPCODES[cls] = opcode
+        CODECS[opcode] = Codec(cls, layout)
+        return cls
+
+    return register
+
+
+def structure(layout: str) -> Callable[[_Message], _Message]:
+    """Register a NamedTuple that occurs only inside messages (class decorator)."""
+
+    def register(cls: _Message) -> _Message:
+        STRUCTURES[cls.__name__] = Codec(cls, layout)
+        return cls
+
+    return register
+
+
+# --- frames -----------------------------------------------------------------------------------
 
 MAGIC: Final = int.from_bytes(b"SiMM", "little")
 FRAMING_VERSION: Final = 1
@@ -38,8 +237,8 @@ FRAMING_VERSION: Final = 1
 #   4    2 version      of the framing; another one is refused
 #   6    2 opcode
 #   8    2 flags        see Flag
-#  10    2 status       see Status; 0 in requests
-#  12    8 request_id   chosen by the asker, echoed in the reply; 0 for pushes
+#  10    2 status       see wire/messages.py; 0 in requests
+#  12    8 request_id   chosen by the requester, echoed in the reply; 0 for pushes
 #  20    4 body_bytes   <= FRAME_BYTES_MAX
 HEADER: Final = struct.Struct("<IHHHHQI")
 HEADER_BYTES: Final = HEADER.size
@@ -48,21 +247,18 @@ _pack_header = HEADER.pack
 _unpack_header = HEADER.unpack_from
 
 
-class Flag(IntEnum):
+class Flag:
     """Bits of the header's flags field."""
 
-    REPLY = 1
-    PUSH = 2
+    REPLY: Final = 1
+    PUSH: Final = 2
 
 
-_FLAGS_KNOWN: Final = int(Flag.REPLY) | int(Flag.PUSH)
-
-
-_REPLY: Final = int(Flag.REPLY)
+_FLAGS_KNOWN: Final = Flag.REPLY | Flag.PUSH
 
 
 class Frame(NamedTuple):
-    """One whole frame. ``body`` is bytes of its own: it outlives the receive buffer."""
+    """One whole frame. ``body`` is a copy, so it outlives the receive buffer."""
 
     opcode: int
     flags: int
@@ -72,10 +268,10 @@ class Frame(NamedTuple):
 
 
 def encode(msg: Any, request_id: int = 0, *, status: int = 0, flags: int = 0) -> bytes:
-    """A whole frame. Raises LocalProtocolError for values that do not fit."""
+    """Return a message as a whole frame. Raise LocalProtocolError for values that do not fit."""
     opcode = OPCODES.get(type(msg))
     if opcode is None:
-        raise LocalProtocolError(f"{type(msg).__name__} is no message")
+        raise LocalProtocolError(f"{type(msg).__name__} is not a message")
     body = CODECS[opcode].write(msg)
     if len(body) > FRAME_BYTES_MAX:
         raise LocalProtocolError(f"{type(msg).__name__} of {len(body)} bytes exceeds {FRAME_BYTES_MAX}")
@@ -83,12 +279,12 @@ def encode(msg: Any, request_id: int = 0, *, status: int = 0, flags: int = 0) ->
 
 
 def reply(msg: Any, request_id: int, status: int = 0) -> bytes:
-    """A whole reply frame."""
+    """Return a message as a whole reply frame."""
     return encode(msg, request_id, status=status, flags=Flag.REPLY)
 
 
 def decode(frame: Frame) -> Any:
-    """The message inside a frame. Raises RemoteProtocolError for an unknown opcode or a malformed body."""
+    """Return the message in a frame. Raise RemoteProtocolError for an unknown opcode or a malformed body."""
     codec = CODECS.get(frame.opcode)
     if codec is None:
         raise RemoteProtocolError(f"unknown opcode {frame.opcode:#x}")
@@ -96,12 +292,10 @@ def decode(frame: Frame) -> Any:
 
 
 def parse_header(buf: bytes | bytearray | memoryview, at: int = 0) -> tuple[int, int, int, int, int]:
-    """(opcode, flags, status, request id, body bytes) of a header, checked. Raises RemoteProtocolError."""
+    """Check a header and return (opcode, flags, status, request id, body bytes). Raise RemoteProtocolError."""
     magic, version, opcode, flags, status, request_id, size = _unpack_header(buf, at)
     if magic != MAGIC:
-        raise RemoteProtocolError(
-            f"not a SiMM peer: the frame starts with {magic:#010x}; is this the right port?"
-        )
+        raise RemoteProtocolError(_foreign(magic & 0xFF, f"the frame starts with {magic:#010x}; "))
     if version != FRAMING_VERSION:
         raise RemoteProtocolError(
             f"peer frames with version {version}, this build with {FRAMING_VERSION}: upgrade the older one"
@@ -115,175 +309,69 @@ def parse_header(buf: bytes | bytearray | memoryview, at: int = 0) -> tuple[int,
     return opcode, flags, status, request_id, size
 
 
-# --- one-key forms ----------------------------------------------------------------------------
-#
-# A put of one value is one COMMIT of one entry and one want, answered by one status and at most one grant. The
-# codec takes 1.6 to 2.5 us to pack or unpack such a message and there are four of those in a round trip of 10 us,
-# so these shapes have their own structs: the very same bytes, as a test asserts, in 0.3 us. What never varies
-# in such a frame is compared as bytes, so a frame of any other shape is not taken for one.
-
-#: frame head, request id, body bytes and entries, [digest, grant, length, crc, flags], 0 and wants, [size, count]
-_COMMIT_ONE: Final = struct.Struct("<12sQ8s" + "16sQIIH" + "6s" + "II")
-#: frame head, request id, body bytes and statuses, status, grants, [grant, offset, chunk]
-_COMMITTED_NONE: Final = struct.Struct("<12sQ8s" + "BI")
-_COMMITTED_ONE: Final = struct.Struct("<12sQ8s" + "BI" + "QQI")
-COMMIT_ONE_BYTES: Final = _COMMIT_ONE.size
-COMMITTED_ONE_BYTES: Final = _COMMITTED_ONE.size
-
-
-#: The same behind the frame's header, for whom a :class:`Connection` has taken that off.
-_COMMIT_ONE_BODY: Final = struct.Struct("<4s" + "16sQIIH" + "6s" + "II")
-_COMMITTED_ONE_BODY: Final = struct.Struct("<4s" + "BI" + "QQI")
-COMMIT_ONE_BODY_BYTES: Final = COMMIT_ONE_BYTES - HEADER_BYTES
-COMMITTED_ONE_BODY_BYTES: Final = COMMITTED_ONE_BYTES - HEADER_BYTES
-assert (_COMMIT_ONE_BODY.size, _COMMITTED_ONE_BODY.size) == (COMMIT_ONE_BODY_BYTES, COMMITTED_ONE_BODY_BYTES)
-
-
-def _head(msg: type, flags: int) -> bytes:
-    return _pack_header(MAGIC, FRAMING_VERSION, OPCODES[msg], flags, 0, 0, 0)[:12]
-
-
-def _count(frame_bytes: int) -> bytes:
-    return struct.pack("<II", frame_bytes - HEADER_BYTES, 1)
-
-
-_COMMIT_HEAD: Final = _head(messages.Commit, 0)
-_COMMIT_COUNT: Final = _count(COMMIT_ONE_BYTES)
-_COMMIT_WANTS: Final = struct.pack("<HI", 0, 1)
-_COMMITTED_HEAD: Final = _head(messages.Committed, _REPLY)
-_COMMITTED_NONE_COUNT: Final = _count(_COMMITTED_NONE.size)
-_COMMITTED_ONE_COUNT: Final = _count(COMMITTED_ONE_BYTES)
-_ONE: Final = struct.pack("<I", 1)
-_OP_COMMIT: Final = OPCODES[messages.Commit]
-_OP_COMMITTED: Final = OPCODES[messages.Committed]
-#: (entry, want, count, request id)
-CommitOne = tuple[tuple[bytes, int, int, int, int, int], int, int, int]
-#: (status, grant)
-CommittedOne = tuple[int, tuple[int, int, int] | None]
-
-
-def encode_commit_one(
-    digest: bytes, grant: int, length: int, crc: int, flags: int, want: int, count: int, request_id: int = 0
-) -> bytes:
-    """``encode(Commit([(digest, grant, length, crc, flags, 0)], [(want, count)]), request_id)``."""
-    return _COMMIT_ONE.pack(
-        _COMMIT_HEAD, request_id, _COMMIT_COUNT, digest, grant, length, crc, flags, _COMMIT_WANTS, want, count
-    )
-
-
-def parse_commit_one(buf: bytes | memoryview, at: int = 0) -> CommitOne | None:
-    """(entry, want, count, request id) of a COMMIT frame of that shape at ``at``; None for any other.
-
-    There must be COMMIT_ONE_BYTES from ``at`` on. Each byte is read once, so they may change meanwhile.
-    """
-    head, request_id, entries, digest, grant, length, crc, flags, wants, want, count = _COMMIT_ONE.unpack_from(buf, at)
-    if entries != _COMMIT_COUNT or head != _COMMIT_HEAD or wants != _COMMIT_WANTS:
-        return None
-    return (digest, grant, length, crc, flags, 0), want, count, request_id
-
-
-def reply_committed_one(status: int, request_id: int, grants: list[tuple[int, int, int]]) -> bytes:
-    """``reply(Committed([status], grants), request_id)``."""
-    if not grants:
-        return _COMMITTED_NONE.pack(_COMMITTED_HEAD, request_id, _COMMITTED_NONE_COUNT, status, 0)
-    if len(grants) == 1:
-        return _COMMITTED_ONE.pack(_COMMITTED_HEAD, request_id, _COMMITTED_ONE_COUNT, status, 1, *grants[0])
-    return reply(messages.Committed([status], grants), request_id)
-
-
-def parse_committed_one(buf: bytes | memoryview, at: int = 0) -> CommittedOne | None:
-    """(status, grant or None) of a COMMITTED frame of one status and at most one grant at ``at``; None for any other.
-
-    There must be COMMITTED_ONE_BYTES from ``at`` on, whether the frame fills them or not.
-    """
-    head, _, statuses, status, grants, grant, offset, chunk = _COMMITTED_ONE.unpack_from(buf, at)
-    if head != _COMMITTED_HEAD:
-        return None
-    if statuses == _COMMITTED_ONE_COUNT and grants == 1:
-        return status, (grant, offset, chunk)
-    if statuses == _COMMITTED_NONE_COUNT and grants == 0:
-        return status, None
-    return None
-
-
-def commit_one_of(frame: Frame) -> CommitOne | None:
-    """:func:`parse_commit_one` of a frame that came by socket."""
-    if frame.opcode != _OP_COMMIT or len(frame.body) != COMMIT_ONE_BODY_BYTES:
-        return None
-    entries, digest, grant, length, crc, flags, wants, want, count = _COMMIT_ONE_BODY.unpack(frame.body)
-    if entries != _ONE or wants != _COMMIT_WANTS:
-        return None
-    return (digest, grant, length, crc, flags, 0), want, count, frame.request_id
-
-
-def committed_one_of(frame: Frame) -> CommittedOne | None:
-    """:func:`parse_committed_one` of a frame that came by socket, with a grant; None for one without, too."""
-    if frame.opcode != _OP_COMMITTED or len(frame.body) != COMMITTED_ONE_BODY_BYTES:
-        return None
-    statuses, status, grants, grant, offset, chunk = _COMMITTED_ONE_BODY.unpack(frame.body)
-    return (status, (grant, offset, chunk)) if statuses == _ONE and grants == 1 else None
+def _foreign(first: int, detail: str = "") -> str:
+    """Return what is wrong with a peer whose first byte this is. 21 and 22 begin an alert and a handshake of TLS."""
+    hint = " It speaks TLS, and this side does not: see --tls-cert and --tls-ca" if first in (21, 22) else ""
+    return f"not a SiMM peer: {detail}is this the right port?{hint}"
 
 
 class Connection:
-    """Frames of one connection, from bytes; sans-I/O, the same class at both ends.
+    """Frames of one connection, parsed from bytes without I/O.
 
     >>> conn = Connection()
     >>> conn.receive_data(encode(Ping(7), 1))
     >>> decode(conn.next_frame())
     Ping(cookie=7)
 
-    The unparsed input never holds more than one frame's cap plus what one ``receive_data``
-    brought: callers parse before they read on. Once an error was raised every further call
-    raises it again.
+    The unparsed input stays below the cap of one frame plus the bytes of one ``receive_data``, as callers parse before
+    they read on. After an error every call raises it again.
     """
 
-    __slots__ = ("_at", "_buf", "_error")
+    __slots__ = ("_at", "_buf", "_error", "body_max")
 
     def __init__(self) -> None:
         self._buf = bytearray()
         self._at = 0
-        self._error: RemoteProtocolError | None = None
+        #: The most bytes of a body that are accepted.
+        self.body_max = FRAME_BYTES_MAX
+        #: Text of the error, empty without one. The exception itself would keep its traceback's frames alive.
+        self._error = ""
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:
-        """Take bytes that arrived. O(len(data)) amortised."""
-        if self._error is not None:
-            raise self._error
+        """Append bytes that arrived. O(len(data)) amortised."""
+        if self._error:
+            raise RemoteProtocolError(self._error)
         if self._at:
             del self._buf[: self._at]
             self._at = 0
         self._buf += data
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more bytes arrive. Raises RemoteProtocolError."""
-        if self._error is not None:
-            raise self._error
+        """Return the next whole frame, or None until more bytes arrive. Raise RemoteProtocolError."""
+        if self._error:
+            raise RemoteProtocolError(self._error)
         buf, at = self._buf, self._at
         have = len(buf) - at
         if have < HEADER_BYTES:
             if have and buf[at : at + 4] != b"SiMM"[: min(have, 4)]:
-                # Say so at the first wrong byte: a foreign client may wait for us and never send 24.
-                self._fail("not a SiMM peer: is this the right port?")
+                # Fail at the first wrong byte: a foreign client may wait for an answer and never send 24.
+                self._fail(_foreign(buf[at]))
             return None
         try:
             opcode, flags, status, request_id, size = parse_header(buf, at)
         except RemoteProtocolError as exc:
-            self._error = exc
+            self._error = str(exc)
             raise
+        if size > self.body_max:
+            self._fail(f"a body of {size} bytes where {self.body_max} are allowed: the first message must be HELLO")
         end = at + HEADER_BYTES + size
         if len(buf) < end:
             return None
         self._at = end
         return Frame(opcode, flags, status, request_id, bytes(buf[at + HEADER_BYTES : end]))
 
-    def take_rest(self) -> bytes:
-        """All bytes not parsed yet: the head of bulk data that follows a frame bare."""
-        rest = bytes(self._buf[self._at :])
-        self._buf.clear()
-        self._at = 0
-        return rest
-
     def take(self, most: int) -> bytes:
-        """At most ``most`` of the unparsed bytes, as bulk data."""
+        """Remove and return at most ``most`` unparsed bytes, as bulk data."""
         end = min(self._at + most, len(self._buf))
         data = bytes(self._buf[self._at : end])
         self._at = end
@@ -291,14 +379,14 @@ class Connection:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes received and not yet parsed."""
+        """Bytes received but not yet parsed."""
         return len(self._buf) - self._at
 
     def at_eof(self) -> None:
-        """The peer closed. Raises RemoteProtocolError when that was in the middle of a frame."""
-        if self._error is None and self.pending_bytes:
+        """Note that the peer closed. Raise RemoteProtocolError if that was in the middle of a frame."""
+        if not self._error and self.pending_bytes:
             self._fail(f"the peer closed {self.pending_bytes} bytes into a frame")
 
     def _fail(self, text: str) -> None:
-        self._error = RemoteProtocolError(text)
-        raise self._error
+        self._error = text
+        raise RemoteProtocolError(text)

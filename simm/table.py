@@ -1,87 +1,85 @@
-"""The hash table in shared memory: one writer, any number of readers that never ask.
+"""The hash table in shared memory: one writer, and readers that never ask it.
 
-What is a reader up against?
-----------------------------
-It shares no lock with the writer, may be stopped between any two of its instructions for any time,
-and may sit on another machine, reading by RDMA. The writer may be killed between any two of its
-stores. The reader must come out with the whole right value or with nothing.
+A reader shares no lock with the writer. It may be stopped between any two instructions for any time, and may be on
+another machine, reading by RDMA. The writer may be killed between any two of its stores. Even so, a reader gets the
+whole right value or nothing. This module owns the argument for readers on the same host; ``rdma/remote_arena.py`` has
+the one for RDMA.
 
-How does a lookup work?
------------------------
-A 16-byte digest names two candidate sets of eight 64-byte slots (``hashing.sets_of``). ``find`` looks for
-the digest's bytes in a set's 512 bytes with one C call; only a match at a slot's digest position counts,
-as the same bytes may occur across other fields. An entry never moves, so a reader that finds nothing
-in either set has a miss (an entry published while it looked was, for this reader, published later).
+Lookup
+------
+A 16-byte digest names two candidate sets of eight 64-byte slots (``hashing.sets_of``). ``find`` searches a set's 512
+bytes for the digest in one C call. Only a match at a slot's digest position counts, as the same bytes may occur across
+other fields. An entry never moves, so a reader that finds nothing in either set has a miss. An entry published
+meanwhile counts as published later.
 
     reader                                          writer (overwrite of a live slot)
     1  s = seq            odd? start over           a  undo record := old slot image, then its valid word
     2  fields             digest differs? start     b  seq := odd
     3  seq == s?          else the fields are torn  c  digest, offset, length, ... := new
     4  copy the value                               d  seq := even, two more than before
-    5  shard word == 0?   not ours any more: miss   e  grant line cleared; the old chunk may be reused
+    5  shard word == 0?   not owned any more: miss  e  grant line cleared; the old chunk may be reused
     6  seq == s?          else start over
 
-Why is the copy right when 6 holds?
------------------------------------
-The chunk named by the slot is written by others only after the slot stopped naming it, that is after (d)
-of an overwrite, delete or eviction (rule: *a freed chunk is reused only after its slot's seq has changed
-and is even again*; ``Store`` frees it after these methods return). So if bytes of the copy (4) come
-from the next tenant, (b) happened before that tenant wrote, and the load (6) sees another seq.
+Why the copy is right if 6 holds
+--------------------------------
+Another value is written to the slot's chunk only after the slot has stopped naming it, which is after (d) of an
+overwrite, delete or eviction. The rule: *a freed chunk is reused only after its slot's seq has changed and is even
+again*; ``Store`` frees it after these methods return. So if bytes of the copy (4) belong to the chunk's next value,
+(b) happened before those were written, and the load (6) returns another seq.
 
-Example: slot 5 holds K with seq 8. A reader loads seq 8, its fields, copies half the value and is
-stopped. The writer evicts K (seq 9, zeros, 10), gives the chunk to a client, which fills it. The reader goes
-on, copies the other tenant's bytes, loads seq 10, differs from 8: it starts over and misses.
+Example: slot 5 holds K with seq 8. A reader loads seq 8 and the fields, copies half the value, and is stopped. The
+writer evicts K (seq 9, zeros, 10) and grants the chunk to a client, which fills it. The reader continues, copies the
+new bytes, and loads seq 10, not 8. It starts over and misses.
 
-Could the seq come back to 8? (ABA)
------------------------------------
-The counter has 44 bits and the incarnation above it 20; both only grow. A reader would have to be stopped for
-2^43 writes to one slot.
+The seq cannot come back to 8 (ABA): the counter has 44 bits, with 20 bits of incarnation above it, and both only grow.
+A reader would have to be stopped for 2^43 writes to one slot.
 
-What orders these steps?
-------------------------
-x86-64 does: stores become visible in program order and loads are done in it (TSO), each word is one
-aligned 8-byte access, and every step here is a call of its own into C, so no compiler moves them.
-``copy`` may use non-temporal stores at the *destination*, which no other process reads. On other
-machines the one-sided path stays off (``reader.ONE_SIDED``) until a fence is in place and proven.
+Order of loads and stores
+-------------------------
+On x86-64, stores become visible in program order, and loads happen in it (TSO). Each word is one aligned 8-byte access.
+Each step is a call into C of its own, so no compiler reorders them. ``copy`` may use non-temporal stores for the
+*destination*, which no other process reads. On other machines the one-sided path stays off (``reader.ONE_SIDED``) until
+a fence is in place and proven.
 
-What if the writer dies?
-------------------------
-Before (a): nothing happened. Between (a) and (d): the slot is odd; readers retry and then ask the
-worker, and the next worker puts the undo record's image back under a fresh seq: the old value is there
-again, its chunk was not freed. After (d): the new value is there; a grant line that still names its chunk is
-outranked by the slot. The undo record's valid word holds slot + 1. It is zeroed before the image changes,
-so a half-written image is never used, and after (d), so that an old image is never used for a later write.
-One record is enough, as only one slot is ever odd.
+Death of the writer
+-------------------
+* Before (a): nothing has happened.
+* Between (a) and (d): the slot is odd, so readers retry and then ask the worker. The next worker restores the undo
+  record's image under a fresh seq: the old value is back, as its chunk was not freed.
+* After (d): the new value is stored. A grant line that still names its chunk is outranked by the slot.
 
-Only an overwrite has an old value to lose. A first write and a clear go without the record: a slot that
-its writer left odd without one is emptied, and that is the state before the write, or the one that
-the clear was about to make (an eviction may always happen; a delete was not answered yet).
+The undo record's valid word is slot + 1. It is zeroed before the image changes, so a half-written image is never used,
+and after (d), so that an old image is never used for a later write. One record is enough, as only one slot is ever odd.
 
-LIMITATIONS
+Only an overwrite can lose an old value. A first write and a clear use no record: recovery empties a slot left odd
+without one. That is the state before the write, or the one that the clear was about to reach (an eviction may always
+happen; a delete had no answer yet).
+
+Limitations
 -----------
-* Both sets full: the coldest of the sixteen must go (``Store`` does that and counts it).
-* An entry is found by digest alone; keys are not stored.
-* ``visited`` bytes are hints: a reader's store may be lost to the writer's clearing.
+* With both sets full, the coldest of the sixteen entries must go (``Store`` evicts and counts it).
+* An entry is found by its digest alone; keys are not stored.
+* ``visited`` bytes are hints: the writer's clearing may overwrite a reader's store.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
+from .arena.layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_FIELDS, SLOT_WORDS, Geometry
 from .constants import DIGEST_BYTES, SET_BYTES, SLOT_BYTES, WAYS
 from .errors import CorruptionError
-from .hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
-from .layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_FIELDS, SLOT_WORDS, Geometry
 
 ZERO_DIGEST: Final = bytes(DIGEST_BYTES)
 _EMPTY_BODY: Final = bytes(SLOT_BODY.size)
 _ALL_WAYS: Final = (1 << WAYS) - 1
-#: Lowest free way by the mask of used ones; -1 when all are.
+#: Lowest free way by the mask of used ones, -1 if all are used.
 _FREE_WAY: Final = [next((way for way in range(WAYS) if not mask >> way & 1), -1) for mask in range(256)]
 _USED: Final = [mask.bit_count() for mask in range(256)]
 
@@ -90,22 +88,22 @@ _WAY_MASK: Final = WAYS - 1
 _WAY_BITS: Final = _WAY_MASK.bit_length()
 
 
-#: Slots that recovery looks at together: a few MiB of temporaries.
+#: Slots that recovery reads at a time: a few MiB of temporaries.
 _BLOCK_SLOTS: Final = 1 << 15
 
 
 class LiveSlots(NamedTuple):
-    """Columns of :meth:`Table.live`, one row a live slot."""
+    """Columns of :meth:`Table.live`, one row per live slot."""
 
     slots: NDArray[np.int64]
     offsets: NDArray[np.uint64]
     chunks: NDArray[np.uint32]
     stored: NDArray[np.uint64]
-    shards: NDArray[np.uint64]
+    namespaces: NDArray[np.uint16]
 
 
 class Entry(NamedTuple):
-    """One slot's fields."""
+    """The fields of one slot."""
 
     digest: bytes
     offset: int
@@ -118,12 +116,9 @@ class Entry(NamedTuple):
 
 
 class Table:
-    """The writer's side. All methods are O(1) but the iteration, ``check`` and ``recover``.
+    """The writer's side. All methods are O(1), except for the iteration, ``live`` and ``recover``.
 
-    Args:
-        mm: the whole segment (``find`` is a method of mmap).
-        geometry: where slots and undo record lie.
-        incarnation: of the worker, goes into every seq written.
+    ``mm`` is the whole segment. The worker's ``incarnation`` enters every seq written.
     """
 
     def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int) -> None:
@@ -150,9 +145,9 @@ class Table:
     # -- lookup -----------------------------------------------------------------------------
 
     def lookup(self, digest: bytes) -> int:
-        """The digest's slot, or -1."""
+        """Return the digest's slot, or -1."""
         if digest == ZERO_DIGEST:
-            return -1  # found in any empty slot
+            return -1  # any empty slot has it
         base = self._slots_offset
         for which in sets_of(digest, self.geometry.sets):
             start = base + which * SET_BYTES
@@ -164,26 +159,31 @@ class Table:
         return -1
 
     def candidates(self, digest: bytes) -> list[int]:
-        """The sixteen slots where the digest may live."""
+        """Return the sixteen slots that the digest may occupy."""
         first, second = sets_of(digest, self.geometry.sets)
         return [*range(first * WAYS, first * WAYS + WAYS), *range(second * WAYS, second * WAYS + WAYS)]
 
     def entry(self, slot: int) -> Entry:
-        """The slot's fields; meaningful for a live slot."""
+        """Return the fields of a live slot."""
         return Entry(*SLOT.unpack_from(self._slots, slot * SLOT_BYTES)[1:-1])
 
     def offset(self, slot: int) -> int:
-        """Where the slot's value lies in the segment; 0 for an empty slot."""
+        """Return the offset of the slot's value in the arena, 0 for an empty slot."""
         word: int = self._words[slot * SLOT_WORDS + 3]
         return word
 
+    def shard(self, slot: int) -> int:
+        """Return the shard of the slot's digest, 0 for an empty slot."""
+        word: int = self._words[slot * SLOT_WORDS + 1]
+        return word & SHARD_MASK
+
     def stored(self, slot: int) -> int:
-        """When the slot was written, ms."""
+        """Return the time at which the slot was written, in ms."""
         word: int = self._words[slot * SLOT_WORDS + 6]
         return word
 
     def __iter__(self) -> Iterator[int]:
-        """Live slots in order. O(sets)."""
+        """Yield the live slots in order. O(sets)."""
         for number, mask in enumerate(self._used):
             if mask:
                 for way in range(WAYS):
@@ -197,12 +197,11 @@ class Table:
     ) -> tuple[int, int, int] | None:
         """Publish an entry in the digest's own slot, else in a free one of the emptier of its sets.
 
-        (offset of the value it replaced or -1, ``offset``, slot), or None, with nothing changed, where both sets
-        are full of others (or the digest is ZERO_DIGEST). The replaced chunk may be reused afterwards, and not
-        before. The letters are those of the table at the top.
+        Return (offset of the replaced value or -1, ``offset``, slot). Return None, with nothing changed, if other
+        entries fill both sets, or the digest is ZERO_DIGEST. The replaced chunk may be reused only after the return.
+        The letters in the comments are those of the module's table.
 
-        Finding the place and writing it are one method: with the loop over a batch's entries, a commit costs
-        1.9 to 2.7 us a key instead of 2.5 to 3.3 (CPython 3.11, EPYC 2.6 GHz).
+        Search and write are one method because the calls are a quarter of a commit's cost (``simm bench``).
         """
         low, high = split(digest)
         sets = self._sets
@@ -214,25 +213,27 @@ class Table:
         mask, other = used[first], used[second]
         base = self._slots_offset
         at = -1
-        if mask:  # a look into an empty set costs two cache misses
+        if mask:  # searching an empty set would cost two cache misses
             start = base + first * SET_BYTES
             at = self._find(digest, start, start + SET_BYTES)
         if at < 0 and other:
             start = base + second * SET_BYTES
             at = self._find(digest, start, start + SET_BYTES)
         at -= base
-        if at >= 0 and at & _SLOT_MASK != 8:  # the same bytes across other fields: look at every match
+        if at >= 0 and at & _SLOT_MASK != 8:  # the same bytes across other fields: check every match
             at = self.lookup(digest) * SLOT_BYTES + 8
         words = self._words
         if at >= 0:
             word = (at - 8) >> 3
             old: int = words[word + 3]
             if not old:
-                return None  # see below
+                if digest == ZERO_DIGEST:
+                    return None  # an empty slot
+                raise CorruptionError(f"slot {word >> 3} has a digest and no value")
             self._save(word >> 3)  # (a)
         else:
             if digest == ZERO_DIGEST:
-                return None  # no digest, as it is found in any empty slot
+                return None  # not a digest, as any empty slot has it
             if _USED[other] < _USED[mask]:
                 first, mask = second, other
             way = _FREE_WAY[mask]
@@ -253,7 +254,7 @@ class Table:
         return old, offset, word >> 3
 
     def clear(self, slot: int) -> None:
-        """Make a slot empty. Afterwards, and not before, its chunk may be reused."""
+        """Empty a slot. Its chunk may be reused only after the return."""
         words = self._words
         at = slot * SLOT_WORDS
         seq = words[at]
@@ -277,12 +278,11 @@ class Table:
 
     # -- recovery ---------------------------------------------------------------------------
 
-    def recover(self) -> list[str]:
-        """Repair a slot left odd by a dead writer and learn which slots are live. What was found, for people.
+    def recover(self, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Repair a slot that a dead writer left odd, and find the live slots. Return notes for the log.
 
-        Entries whose fields are impossible are dropped: a miss is always allowed. O(slots), by numpy, in
-        blocks; a slot in need of repair costs microseconds. Killed at any point and done again, it comes
-        to the same.
+        Entries with impossible fields are dropped: a miss is always allowed. Idempotent, even if killed at any point.
+        Calls ``beat`` after each block. O(slots), by numpy.
         """
         geometry = self.geometry
         notes: list[str] = []
@@ -292,7 +292,7 @@ class Table:
             stop = min(start + _BLOCK_SLOTS, geometry.slots)
             fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
             for slot in (np.flatnonzero(fields["seq"] & np.uint64(1)) + start).tolist():
-                if self._undo_words[0] == slot + 1:  # an overwrite: the old value is still in its chunk
+                if self._undo_words[0] == slot + 1:  # an overwrite: the chunk still has the old value
                     body = bytes(self._undo_image[8:])
                     notes.append(f"slot {slot} restored from the undo record")
                 else:
@@ -301,6 +301,7 @@ class Table:
                 self._restore(slot, body)
             named = fields["offset"] != 0
             sound = self._sound(fields, start)
+            sound &= fields["seq"] >> np.uint64(SEQ_BITS) <= np.uint64(self.incarnation)
             strange = (named | (fields["low"] != 0) | (fields["high"] != 0)) & ~sound
             for slot in (np.flatnonzero(strange) + start).tolist():
                 notes.append(f"slot {slot} has impossible fields: dropped")
@@ -308,20 +309,21 @@ class Table:
             live = named & sound
             self.entries += int(np.count_nonzero(live))
             self._used[start // WAYS : stop // WAYS] = np.packbits(live, bitorder="little").tobytes()
+            beat()
         self._undo_words[0] = 0
         return notes
 
     def _sound(self, fields: NDArray[Any], start: int) -> NDArray[np.bool_]:
-        """Which of these slots, the first being number ``start``, have fields that an entry can have."""
+        """Return a mask of the slots, from number ``start`` on, whose fields are possible for an entry."""
         geometry = self.geometry
         offset, chunk, length = fields["offset"], fields["chunk"].astype(np.uint64), fields["length"]
         sets = np.arange(start, start + len(fields), dtype=np.uint64) // np.uint64(WAYS)
         first, second = sets_of_words(fields["low"], fields["high"], geometry.sets)
-        end = np.uint64(geometry.size)
+        end = np.uint64(geometry.data_end)
         sound: NDArray[np.bool_] = (
             (offset >= np.uint64(geometry.data_offset))
             & (offset < end)
-            & (chunk <= end - offset)  # where the line above holds; else it does not matter
+            & (chunk <= end - offset)  # wraps only where the line above is False
             & (length > 0)
             & (length <= chunk)
             & ((sets == first) | (sets == second))
@@ -329,16 +331,27 @@ class Table:
         return sound
 
     def live(self) -> LiveSlots:
-        """All live slots in order, with what recovery and shard moves ask of them. O(slots), by numpy."""
+        """Return all live slots in order, with the fields that recovery needs. O(slots), by numpy."""
         slots = np.flatnonzero(np.unpackbits(np.frombuffer(self._used, np.uint8), bitorder="little"))
         fields = np.frombuffer(self._slots, SLOT_FIELDS, self.geometry.slots)
         return LiveSlots(
-            slots, fields["offset"][slots], fields["chunk"][slots], fields["stored"][slots],
-            fields["low"][slots] & np.uint64(SHARD_MASK),
+            slots, fields["offset"][slots], fields["chunk"][slots], fields["stored"][slots], fields["namespace"][slots]
         )  # fmt: skip
 
+    def of_shards(self, lost: NDArray[np.bool_], start: int) -> tuple[list[int], int]:
+        """Return the live slots from ``start`` on whose shards ``lost`` marks, and where the next block starts.
+
+        ``start`` is 0, or what the call before returned. O(slots of a block), by numpy.
+        """
+        stop = min(start + _BLOCK_SLOTS, self.geometry.slots)
+        used = np.frombuffer(self._used, np.uint8)[start // WAYS : stop // WAYS]
+        slots = np.flatnonzero(np.unpackbits(used, bitorder="little"))
+        low = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)["low"][slots]
+        found: list[int] = (slots[lost[low.astype(np.intp) & SHARD_MASK]] + start).tolist()
+        return found, stop
+
     def _restore(self, slot: int, body: bytes) -> None:
-        """Put a body into a slot under a fresh seq. No undo record: done again, it does the same."""
+        """Store a body in a slot under a fresh seq. It is idempotent, so it needs no undo record."""
         words = self._words
         at = slot * SLOT_WORDS
         seq = words[at]
@@ -346,35 +359,6 @@ class Table:
         start = slot * SLOT_BYTES + 8
         self._slots[start : start + len(body)] = body
         words[at] = self._high | ((seq | 1) + 1) & SEQ_MASK
-
-    def check(self) -> None:
-        """Raise CorruptionError unless every slot is well-formed and counted. O(slots)."""
-        words = self._words
-        live = 0
-        seen: set[bytes] = set()
-        for slot in range(self.geometry.slots):
-            at = slot * SLOT_WORDS
-            seq = words[at]
-            used = self._used[slot // WAYS] >> slot % WAYS & 1
-            if seq & 1:
-                raise CorruptionError(f"slot {slot} is odd ({seq:#x}) while nobody writes")
-            if seq >> SEQ_BITS > self.incarnation:
-                raise CorruptionError(f"slot {slot} has a seq of a later incarnation")
-            if bool(words[at + 3]) != bool(used):
-                raise CorruptionError(f"slot {slot} is {'live' if words[at + 3] else 'empty'}, its mask says otherwise")
-            if not used:
-                if words[at + 1] or words[at + 2]:
-                    raise CorruptionError(f"slot {slot} is empty and has a digest")
-                continue
-            live += 1
-            digest = self.entry(slot).digest
-            if digest in seen:
-                raise CorruptionError(f"digest {digest.hex()} is stored twice")
-            seen.add(digest)
-            if slot // WAYS not in sets_of(digest, self.geometry.sets):
-                raise CorruptionError(f"slot {slot} is in none of its digest's sets")
-        if live != self.entries:
-            raise CorruptionError(f"{live} live slots, {self.entries} counted")
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""

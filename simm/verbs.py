@@ -1,97 +1,471 @@
-"""RDMA by pyverbs: what :mod:`simm.fabric` asks for, on real devices. The only importer of pyverbs.
+"""RDMA by pyverbs: the implementation of :mod:`simm.rdma.api` on real devices, and the only importer of pyverbs.
 
-What can go wrong with verbs from Python
-----------------------------------------
-* **Importing it.** pyverbs is part of rdma-core, built by the distribution for its own Python: another one finds no
-  ``pyverbs.device``, a virtual environment finds nothing. So it is looked for at the first need, and whatever the
-  import raises is an :class:`~simm.fabric.Absence`, not an error. Version 59 renamed the module of the constants.
-* **The GIL.** No call of pyverbs gives it up. Registering (seconds per 10 GiB), connecting (a second when nobody
-  answers for the peer's address) and a blocking wait for an event stop all threads of the process. So big memory is
-  registered in pieces by who owns it; ``neighbours.py`` asks first whether somebody answers; and we sleep in
-  ``poll(2)`` on the completion channel's descriptor, which is non-blocking, before we ask for the event. pyverbs 44
-  does not tell the descriptor: it is the one that appears in ``/proc/self/fd`` while the channel is made, under a
-  lock, and made once more when two appeared.
-* **Memory that C keeps.** ``SGE`` and ``SendWR`` are freed by ``close()`` only, and a chained work request is not kept
-  alive by the one before. Ours are made once, linked once, and re-targeted in place; those of a closed link are kept
-  for the next (``SPARES``) and never freed, so that no version of pyverbs can free them twice.
-* **Destructors.** A pyverbs object that is dropped destroys its verbs object, in whatever order the collector likes,
-  with the errors going nowhere. Worse: a forked child inherits the uverbs descriptor, and a destructor that runs
-  there, be it at its exit, destroys the *parent's* queue pair. So each object has one reference too many from its
-  birth on (``pin``), which only our ``close`` takes away: no destructor ever runs by itself. What a process has
-  not closed when it ends the kernel destroys, as it does after a kill.
-* **Fork.** Kernels from 5.12 on copy pinned pages at a fork for the child, and the parent keeps what the device writes
-  to (``is_fork_initialized() == UNNEEDED``). On older ones ``fork_init`` must come before the first object: it takes
-  registered private memory away from children. In the child all is marked as of no use at once (``register_at_fork``).
-* **Endless retries.** ``retry_cnt`` and ``rnr_retry`` of 7 mean for ever. Ours are finite: a dead peer costs ``4.096
-  us * 2^timeout * (retry_cnt + 1)``, 1.1 s, and up to four times that on devices that round up.
-* **Queues.** Soft-RoCE takes more work requests than it was asked for and fails later; we count. There is a completion
-  for each chain and none for the operations before its last, which are done when that is: one queue pair completes in
-  order. An error has a completion of its own, signalled or not. Two queue pairs never share a completion queue.
-* **Bytes in flight after the end.** Destroying a queue pair is the fence: rxe stops its tasks and waits for them,
-  mlx5's firmware answers when the last DMA of the queue pair is done. Packets for it that arrive later find no such
-  queue pair; a later one with its number starts at a random packet number. Moving to the error state first cancels
-  what is queued, so that destroying 256 operations under way takes no longer than destroying none.
+pyverbs is optional. It is looked for at the first use, and every failure to import it is an
+:class:`~simm.rdma.api.Absence`, not an error.
 
-Chains
-------
-``post_send`` copies work requests into the device's queue before it returns. So a link has one row of them, each
-linked to the one before it in the row; a chain of n begins at the n-th and ends with the first, the only one that is
-ever signalled. Per operation that is six stores into C structs, 0.17 us natively (CPython 3.11), against 1.0 for new
-objects. ``post`` and ``wait`` together cost 1.4 us for a chain of one and 0.23 for each further operation, without
-what the C below does. On soft-RoCE in the emulator, where Python runs 20 times slower: an 8-byte READ 133 us, 86 with
-bare ``post_send`` and ``poll``; 64 KiB and more as quick as bare. Flags and opcode are set anew each time, so a fence
-cannot be left over from an earlier chain. The constants are plain ints: ``|`` of pyverbs' enums alone costs more than
-all of that. WRITEs are not sent inline: the processor would copy from the address, which is a crash where it is a
-GPU's. The fence of verbs waits for earlier READs; that a READ is carried out after earlier WRITEs is the responder's
-order.
-
-dma-buf
--------
-``DmaBufMR(pd, length, access, dmabuf=descriptor, offset=...)`` calls ``ibv_reg_dmabuf_mr`` with the offset as the I/O
-virtual address too, and has no parameter for another: operations on such a region count from the offset, and not from
-the GPU's address. (``ibv_reg_dmabuf_mr`` itself takes any, and mlx5's own ``Mlx5DmaBufMR`` has a parameter for it, in
-later versions and for that card alone; the plain one would need the pointer to the ``ibv_pd``, which pyverbs does not
-give.) So ``Region.address`` is the offset, and who posts translates (``gpudirect.py``). Without a descriptor pyverbs
-allocates memory of a GPU's by itself; so one is always passed. From then on the kernel has its own reference to the
-dma-buf, and the descriptor may be closed.
-
-Windows
--------
-Type 2, bound by a work request to one queue pair (so another client cannot use a key that it guessed). pyverbs sends
-the bind, with the next key after ``MW.rkey``; but it is the application that must then note the new key in the
-``ibv_mw``, or the next bind is refused and kills the queue pair, and pyverbs has no setter. The struct is part of the
-ABI of libibverbs. We find it through a work request that points to it, check all that pyverbs tells about it against
-what is there, and write that one word (``Tag``); where the check fails, windows are freed and allocated anew for
-each binding instead, which is slower by two system calls. Invalidation is ``LOCAL_INV``; its key goes into
-``imm_data``, which is the same word of ``ibv_send_wr``. The low byte of a key counts up, so a key is good again after
-256 bindings of the same window on the same link: it then allows what that link is granted at that time.
-
-A device may count a bound window as a user of its queue pair, and does of its region: either cannot go before it.
-``VerbsLink.close`` frees the windows bound to it, ``VerbsRegion.close`` those bound to it; they are allocated again at
-the next bind. Soft-RoCE (kernel 6.1) checks a window's key and queue pair, and not its bounds but the region's: there,
-and only there, a client with a grant could write beside it. And a packet of 4 KiB that it is copying on one processor
-while another invalidates the key is still copied: nothing that an honest client does, whose WRITEs are done before it
-commits.
+docs/rdma.md explains what is peculiar to verbs from Python: the GIL, object lifetimes, fork, retries, completion
+queues, reused work requests, dma-buf regions and memory windows. Regions and windows are in ``rdma/memory.py``, work
+requests in ``rdma/work_requests.py``, the choice of ports in ``rdma/ports.py``.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
 import os
+import secrets
+import select
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from . import rails as rails_
-from . import verbs_wr
-from .errors import ConfigError
-from .fabric import Absence, Fabric, FabricError, Rail
-from .verbs_link import VerbsRail
-from .verbs_wr import Library
+from .errors import UsageError
+from .host import fork
+from .rdma import ports as rails_
+from .rdma import work_requests
+from .rdma.api import (
+    Absence,
+    Access,
+    Binding,
+    Fabric,
+    FabricError,
+    Limits,
+    Op,
+    QueuePair,
+    QueuePairAddress,
+    Rail,
+    Region,
+    Timeout,
+    Window,
+)
+from .rdma.memory import Domain, VerbsRegion, VerbsWindow, check_bindings, own_window
+from .rdma.work_requests import SPARES, Library, RequestRings, Stack, Tag, failed, meaning_of, split
 
+#: The largest number of operations in one chain, and of operations in flight on one queue pair.
+DEPTH: Final = 256
+#: READs in flight from one end, and READs of the peer that one end accepts. All cards support 16.
+READS: Final = 16
+#: Seconds that a post waits for room, and a bind for its completion.
+QUEUE_S: Final = 5.0
+#: A message has at most 2^31 bytes, and each port has a limit. Longer operations are posted in pieces.
+_MESSAGE_BYTES: Final = 1 << 30
+_REGION_BYTES: Final = 1 << 46
+_DEPTH_LEAST: Final = 16
+#: Polls of the completion queue before :meth:`VerbsQueuePair.wait` sleeps, at most and at least. They are counted, not
+#: timed: on a slow machine a poll and a sleep become slower alike. At 0.25 us each, they hold the GIL for 0.2 ms.
+_LOOKS_MAX: Final = 800
+_LOOKS_MIN: Final = 50
+_POLL_MANY: Final = 16
+
+#: Opcode and flags of READ, WRITE and FENCED_READ in the kernel's interface, which is the same in all versions.
+_OPCODES: Final = {0: 4, 1: 0, 2: 4}
+_FLAGS: Final = {0: 0, 1: 0, 2: 1}
+_SIGNALED: Final = 2
+#: Device flags: memory windows of type 2A or 2B.
+_WINDOWS_2: Final = 1 << 23 | 1 << 24
+_ETHERNET: Final = 2
 _FORK_DISABLED: Final = 0
 
 
+class VerbsQueuePair:
+    """A queue pair with its own completion queue; see :class:`simm.rdma.api.Queue pair`."""
+
+    def __init__(self, rail: VerbsRail) -> None:
+        self.rail = rail
+        self.depth = rail.limits.depth
+        self.windows: set[VerbsWindow] = set()
+        self.open = True
+        self._psn = secrets.randbits(24)
+        self._connected = False
+        self._why = self._status = ""
+        #: Tickets of the last chain posted and the last chain done. Chains complete in order.
+        self._ticket = self._done = 0
+        #: Operations of each chain in flight, and the number of further operations that fit. The latter is 0 before the
+        #: connection and after a failure, so a post checks one number.
+        self._chains: deque[int] = deque()
+        self._room = 0
+        self._longest = rail.message_bytes
+        self._armed = False
+        self._looks = float(_LOOKS_MAX)
+        library = self._library = rail.library
+        self._stack = Stack(library)
+        self._channel, fd = work_requests.make_channel(library, rail.context, self._stack)
+        self._cq = self._stack.make(
+            "a completion queue",
+            lambda: library.CQ(rail.context, self.depth + _POLL_MANY, None, self._channel, rail.next_vector()),
+        )
+        cap = library.QPCap(max_send_wr=self.depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+        attributes = library.QPInitAttr(qp_type=library.rc, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
+        self._qp = self._stack.make("a queue pair", lambda: library.QP(rail.pd, attributes))
+        self._events = select.poll()
+        self._events.register(fd, select.POLLIN)
+        self._post_send = self._qp.post_send
+        self._cq_poll = self._cq.poll
+        try:
+            self._rings = SPARES.pop()
+        except IndexError:
+            self._rings = RequestRings()
+        self._transfers = self._rings.transfers
+
+    @property
+    def broken(self) -> str:
+        return self._why
+
+    def address(self) -> QueuePairAddress:
+        self._usable()
+        rail = self.rail
+        return QueuePairAddress(rail.gid, rail.lid, self._qp.qp_num, self._psn, rail.mtu, rail.limits.reads)
+
+    def connect(self, peer: QueuePairAddress) -> None:
+        self._usable()
+        if self._connected:
+            raise FabricError("the queue pair is connected already")
+        library, rail = self._library, self.rail
+        if rail.ethernet and not rails_.arp_resolves(peer.gid, rail.gid, rail.netdev):
+            why = f"{rail.name}: nobody answers for {rails_.gid_text(peer.gid)}"
+            self._break(why, "")
+            raise FabricError(why)
+        try:
+            attributes = work_requests.rts_attributes(
+                library, rail.port, rail.gid_index, rail.mtu, rail.limits.reads, rail.ethernet, self._psn, peer
+            )
+            self._qp.to_rts(attributes)
+        except (library.Error, ValueError, OverflowError) as error:
+            failure = failed(f"{rail.name}: cannot connect to {rails_.gid_text(peer.gid)}", error)
+            self._break(str(failure), failure.status)
+            raise failure from error
+        self._connected = True
+        self._room = self.depth
+
+    # --- transfers ---
+
+    def post(self, ops: Sequence[Op]) -> int:
+        size = len(ops)
+        if not 0 < size <= self._room:
+            self._make_room(size)
+        transfers = self._transfers
+        if len(transfers) < size:
+            self._rings.grow_transfers(self._library, size)
+        opcodes, flags, longest = _OPCODES, _FLAGS, self._longest
+        at = size
+        flag = 0
+        try:
+            for kind, local, lkey, length, remote, rkey in ops:
+                at -= 1
+                wr, sge, set_wr_rdma = transfers[at]
+                sge.addr = local
+                sge.lkey = lkey
+                sge.length = length
+                set_wr_rdma(rkey, remote)
+                wr.opcode = opcodes[kind]
+                wr.send_flags = flag = flags[kind]
+                if length > longest:
+                    return self.post(split(ops, longest))
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"no operations: {ops!r}") from error
+        last = transfers[0].wr
+        last.send_flags = flag | _SIGNALED
+        self._send(transfers[size - 1].wr, size)
+        return self._ticket
+
+    def poll(self) -> int:
+        while not self._why and self._drain() == _POLL_MANY:
+            pass
+        if self._why:
+            raise self._error()
+        return self._done
+
+    def wait(self, ticket: int, until: float) -> None:
+        if ticket <= self._done:
+            return
+        if self._why:
+            raise self._error()
+        if ticket > self._ticket:
+            raise UsageError(f"no chain has the ticket {ticket}")
+        clock, look = time.monotonic, self._cq_poll
+        looks = int(self._looks)
+        start = clock()
+        for number in range(looks):
+            count, completions = look()
+            if count:
+                self._take(completions)
+                if ticket <= self._done:
+                    self._looks += (min(4 * number + _LOOKS_MIN, _LOOKS_MAX) - self._looks) / 8
+                    return
+                if self._why:
+                    raise self._error()
+        looked = clock()
+        self._sleep(ticket, until)
+        # Learn how many polls would have fitted into the time that the completion took.
+        wanted = 2 * looks * (clock() - start) / max(looked - start, 1e-9)
+        self._looks += ((wanted if wanted <= _LOOKS_MAX else _LOOKS_MIN) - self._looks) / 8
+
+    def _drain(self) -> int:
+        """Take the available completions, up to ``_POLL_MANY``, and return their number."""
+        count, completions = self._cq_poll(_POLL_MANY)
+        self._take(completions)
+        return int(count)
+
+    def _take(self, completions: Sequence[Any]) -> None:
+        """Record which chains are done, or why the queue pair failed."""
+        for completion in completions:
+            status = completion.status
+            if status:
+                # The first error has the reason; everything behind it is flushed.
+                name, meaning = meaning_of(status)
+                self._break(f"{self.rail.name}: {meaning}", name)
+                return
+            self._room += self._chains.popleft()
+            self._done += 1
+
+    def _sleep(self, ticket: int, until: float) -> None:
+        """Wait for completion events until a chain is done. Raises Timeout, FabricError."""
+        while True:
+            if not self._armed:
+                # Completions after this call raise an event; the next poll finds the earlier ones.
+                self._cq.req_notify()
+                self._armed = True
+            # Take all: completions that are already in the queue raise no event.
+            while self._drain() == _POLL_MANY and ticket > self._done and not self._why:
+                pass
+            if ticket <= self._done:
+                return
+            if self._why:
+                raise self._error()
+            left = until - time.monotonic()
+            if left <= 0:
+                raise Timeout(f"{self.rail.name}: chain {ticket} was not done in time")
+            if self._events.poll(left * 1000 + 1):
+                self._channel.get_cq_event(self._cq)
+                self._cq.ack_events(1)
+                self._armed = False
+
+    def _make_room(self, size: int) -> None:
+        """Wait until ``size`` work requests fit. Raises FabricError, Timeout, UsageError."""
+        self._usable()
+        if not self._connected:
+            raise FabricError("the queue pair is not connected")
+        if not 0 < size <= self.depth:
+            raise UsageError(f"a chain of {size} operations, the queue pair takes 1 to {self.depth}")
+        until = time.monotonic() + QUEUE_S
+        while self._room < size:
+            self.wait(self._done + 1, until)
+
+    def _send(self, first: Any, size: int) -> None:
+        """Post a chain of which only the last request is signalled. It gets the next ticket."""
+        try:
+            self._post_send(first)
+        except self._library.Error as error:
+            # Part of the chain may be in flight.
+            failure = failed(f"{self.rail.name}: cannot post", error)
+            self._break(str(failure), failure.status)
+            raise failure from error
+        self._ticket += 1
+        self._room -= size
+        self._chains.append(size)
+
+    # --- windows ---
+
+    def bind(self, bindings: Sequence[Binding]) -> None:
+        library = self._library
+        check_bindings(self.rail, bindings)
+        for start in range(0, len(bindings), self.depth):
+            part = bindings[start : start + self.depth]
+            if len(part) > self._room:
+                self._make_room(len(part))
+            self._rings.grow(library, self._rings.binds, library.bind, len(part))
+            with self.rail.lock:
+                keys = []
+                for at, (window, region, address, length) in zip(range(len(part) - 1, -1, -1), part):
+                    assert isinstance(window, VerbsWindow) and isinstance(region, VerbsRegion)
+                    wr, mw = self._rings.binds[at], window.ready()
+                    wr.set_bind_wr(mw, library.MWBindInfo(region.mr, address, length, library.remote_write))
+                    if window.tag is None:
+                        window.tag = Tag.of(wr, mw, address, length)
+                    keys.append(wr.rkey)
+                self._send(self._rings.binds[len(part) - 1], len(part))
+                for key, (window, region, _, _) in zip(keys, part):
+                    assert isinstance(window, VerbsWindow) and isinstance(region, VerbsRegion)
+                    window.bound(self, region, key)
+            self.wait(self._ticket, time.monotonic() + QUEUE_S)
+
+    def invalidate(self, windows: Sequence[Window]) -> None:
+        library = self._library
+        own = [own_window(self.rail, window) for window in windows]
+        if any(window.qp is not self for window in own) or len(set(own)) < len(own):
+            raise UsageError("a window that is not bound to this queue pair")
+        for start in range(0, len(own), self.depth):
+            part = own[start : start + self.depth]
+            if len(part) > self._room:
+                self._make_room(len(part))
+            self._rings.grow(library, self._rings.invalidations, library.invalidate, len(part))
+            for at, window in zip(range(len(part) - 1, -1, -1), part):
+                # invalidate_rkey and imm_data share one word, which pyverbs stores unchanged.
+                self._rings.invalidations[at].imm_data = window.rkey
+            self._send(self._rings.invalidations[len(part) - 1], len(part))
+            self.wait(self._ticket, time.monotonic() + QUEUE_S)
+            with self.rail.lock:
+                for window in part:
+                    if window.tag is None:
+                        window.drop()
+                    window.unbound()
+
+    # --- the end ---
+
+    def close(self) -> None:
+        with self.rail.lock:
+            if not self.open:
+                return
+            library = self._library
+            try:
+                self._qp.modify(library.QPAttr(qp_state=library.error_state), library.state)
+            except library.Error:
+                pass  # destroying it is the fence; this only shortens it
+            for window in list(self.windows):
+                window.drop()
+            self._stack.close()
+            self.open = False
+            self._break("the queue pair is closed", "")
+            self.rail.queue_pairs.discard(self)
+            SPARES.append(self._rings)
+
+    def forget(self) -> None:
+        """Mark the queue pair unusable in a forked child, without closing it."""
+        self.open = False
+        self._room = 0
+        self._why, self._status = "the queue pair belongs to the process that this one was forked from", ""
+
+    def _break(self, why: str, status: str) -> None:
+        if not self._why:
+            self._why, self._status = why, status
+            self._room = 0
+
+    def _error(self) -> FabricError:
+        status = self._status
+        return FabricError(f"{self._why} ({status})" if status else self._why, status)
+
+    def _usable(self) -> None:
+        if self._why:
+            raise self._error()
+
+
+class VerbsRail(Domain):
+    """One port of an open device; see :class:`simm.rdma.api.Rail`."""
+
+    def __init__(self, library: Library, port: rails_.Port) -> None:
+        gid = port.gid
+        assert gid is not None, "rails.choose takes ports with a GID"
+        self.library = library
+        self.name = port.name
+        self.port = port.number
+        self.gid_index = gid.index
+        self.netdev = gid.netdev
+        self.lock = threading.RLock()
+        self.regions: set[VerbsRegion] = set()
+        self.queue_pairs: set[VerbsQueuePair] = set()
+        self.windows: set[VerbsWindow] = set()
+        self.open = True
+        self._why = "the rail is closed"
+        self._stack = Stack(library)
+        self.context = self._stack.make("a context", lambda: library.Context(name=port.device))
+        try:
+            self._query()
+        except library.Error as error:
+            self._stack.close()
+            raise failed("cannot ask the device", error) from error
+        self.pd = self._stack.make("a protection domain", lambda: library.PD(self.context))
+
+    def _query(self) -> None:
+        """Ask the device for its attributes. Impossible values are clamped."""
+        device = self.context.query_device()
+        port = self.context.query_port(self.port)
+        self.gid = ipaddress.IPv6Address(str(self.context.query_gid(self.port, self.gid_index))).packed
+        self.lid: int = port.lid
+        self.mtu = 128 << max(1, min(int(port.active_mtu), 5))
+        self.ethernet = int(port.link_layer) == _ETHERNET
+        self.message_bytes = min(int(port.max_msg_sz) or _MESSAGE_BYTES, _MESSAGE_BYTES)
+        size = int(device.max_mr_size)
+        windows = int(device.max_mw) if int(device.device_cap_flags) & _WINDOWS_2 else 0
+        self.limits = Limits(
+            region_bytes=size if 0 < size < _REGION_BYTES else _REGION_BYTES,
+            windows=max(windows, 0),
+            reads=max(1, min(int(device.max_qp_rd_atom), int(device.max_qp_init_rd_atom) or READS, READS)),
+            depth=max(_DEPTH_LEAST, min(int(device.max_qp_wr), int(device.max_cqe) - _POLL_MANY, DEPTH)),
+        )
+        self._vectors = itertools.cycle(range(max(1, int(self.context.num_comp_vectors))))
+
+    def next_vector(self) -> int:
+        """Return the completion vector of the next queue pair: they use the device's interrupts in turn."""
+        return next(self._vectors)
+
+    def register(self, address: int, length: int, access: Access) -> Region:
+        return self._register(address, length, access, None)
+
+    def register_dmabuf(self, fd: int, offset: int, length: int, access: Access) -> Region:
+        return self._register(offset, length, access, fd)
+
+    def _register(self, address: int, length: int, access: Access, dmabuf: int | None) -> Region:
+        with self.lock:
+            self._usable()
+            region = VerbsRegion(self, address, length, access, dmabuf)
+            self.regions.add(region)
+            return region
+
+    def queue_pair(self) -> QueuePair:
+        with self.lock:
+            self._usable()
+            qp = VerbsQueuePair(self)
+            self.queue_pairs.add(qp)
+            return qp
+
+    def window(self) -> Window:
+        with self.lock:
+            self._usable()
+            if not self.limits.windows:
+                raise FabricError(f"{self.name}: the device has no memory windows of type 2")
+            window = VerbsWindow(self)
+            self.windows.add(window)
+            return window
+
+    def close(self) -> None:
+        with self.lock:
+            if not self.open:
+                return
+            for qp in list(self.queue_pairs):
+                qp.close()
+            for window in list(self.windows):
+                window.close()
+            for region in list(self.regions):
+                region.close()
+            self._stack.close()
+            self.open = False
+
+    def forget(self) -> None:
+        """Mark everything unusable in a forked child. Takes no lock: a thread of the parent may have held it."""
+        self.lock = threading.RLock()
+        self.open = False
+        self._why = "the rail belongs to the process that this one was forked from"
+        for qp in list(self.queue_pairs):
+            qp.forget()
+        for window in list(self.windows):
+            window.open = False
+        for region in list(self.regions):
+            region.open = False
+
+    def _usable(self) -> None:
+        if not self.open:
+            raise FabricError(f"{self.name}: {self._why}")
+
+
+# --- opening -----------------------------------------------------------------------------------
+
+
 def _import() -> Library:
-    """Import pyverbs; raises whatever that does."""
+    """Import pyverbs. Raises whatever the import raises."""
     import pyverbs.addr
     import pyverbs.cq
     import pyverbs.device
@@ -115,7 +489,7 @@ _library: Library | None = None
 
 
 def _load() -> Library | Absence:
-    """pyverbs, or why this Python has none."""
+    """Return pyverbs, or the reason why this Python has none."""
     global _library
     if _library is None:
         try:
@@ -140,7 +514,10 @@ def _load() -> Library | Absence:
 
 
 class VerbsFabric:
-    """Rails of this process; see :class:`simm.fabric.Fabric`. ``skipped``: the ports that are not, with the reason."""
+    """The rails of this process; see :class:`simm.rdma.api.Fabric`.
+
+    ``skipped`` lists the ports that are not used, each with the reason.
+    """
 
     def __init__(self, opened: Sequence[VerbsRail], skipped: Sequence[tuple[str, str]]) -> None:
         self._rails = tuple(opened)
@@ -155,72 +532,49 @@ class VerbsFabric:
             _OPEN.remove(self)
 
     def abandon(self) -> None:
-        """Comes by itself in every child, and does no harm twice. In the parent it would only leak."""
+        """Mark all rails unusable. Runs automatically in every forked child; a second call changes nothing."""
         for rail in self._rails:
             rail.forget()
 
 
-#: All that are open, and so never dropped.
+#: All open fabrics. The list keeps them alive.
 _OPEN: Final[list[VerbsFabric]] = []
 
 
 def _in_the_child() -> None:
-    verbs_wr.forget_lock()
+    work_requests.forget_lock()
     for fabric in _OPEN:
         fabric.abandon()
-    # The child may use verbs on its own; what it inherited stays pinned.
+    # The child may open devices of its own; the inherited objects stay pinned.
     _OPEN.clear()
 
 
-os.register_at_fork(after_in_child=_in_the_child)
-
-
-# --- from outside -------------------------------------------------------------------------------
-
-
-def _usable_ports(
-    devices: str | None, numa: int, env: Mapping[str, str], sys_root: str
-) -> tuple[list[rails_.Port], list[tuple[str, str]]] | Absence:
-    """The ports to use, and those not to with the reason."""
-    known = rails_.ports(sys_root)
-    if not known:
-        return Absence("this host has no RDMA device", "load the card's driver; pass the devices into the container")
-    spec, source = rails_.restriction(devices, env)
-    try:
-        named = rails_.parse_devices(spec, known) if spec else None
-    except ConfigError as error:
-        return Absence(f"{source}: {error}", "name one of those")
-    verdicts = rails_.choose(numa, known, named=named)
-    chosen = [verdict.port for verdict in verdicts if verdict.used]
-    if not chosen:
-        reasons = "; ".join(f"{verdict.port.name}: {verdict.why}" for verdict in verdicts)
-        return Absence(f"no RDMA port can be used ({reasons})", "see simm topo; a port must be up and have an address")
-    return chosen, [(verdict.port.name, verdict.why) for verdict in verdicts if not verdict.used]
+fork.in_child(_in_the_child)
 
 
 def available(
     devices: str | None = None, *, numa: int = -1, env: Mapping[str, str] = os.environ, sys_root: str = "/"
 ) -> Absence | None:
-    """Whether it makes sense to call :func:`open_fabric`: None, or why not. Opens no device; some file reads."""
+    """Return None if :func:`open_fabric` may succeed, otherwise the reason. Reads some files, opens no device."""
     library = _load()
     if isinstance(library, Absence):
         return library
-    found = _usable_ports(devices, numa, env, sys_root)
+    found = rails_.usable(devices, numa, env, sys_root)
     return found if isinstance(found, Absence) else None
 
 
 def open_fabric(
     devices: str | None = None, *, numa: int = -1, env: Mapping[str, str] = os.environ, sys_root: str = "/"
 ) -> Fabric | Absence:
-    """Open the rails of NUMA node ``numa`` (-1: of none in particular), or say why there are none.
+    """Open the rails of NUMA node ``numa`` (-1: no particular node), or return the reason why there are none.
 
     ``devices`` restricts them (``mlx5_0,mlx5_1:2``), as the engines' variable in ``env`` does. A device that does not
-    open is left out, with the reason in ``skipped``. Never raises for what is missing. The caller owns the result.
+    open is left out, with the reason in ``skipped``. The caller owns the result. Nothing missing raises an error.
     """
     library = _load()
     if isinstance(library, Absence):
         return library
-    found = _usable_ports(devices, numa, env, sys_root)
+    found = rails_.usable(devices, numa, env, sys_root)
     if isinstance(found, Absence):
         return found
     chosen, skipped = found
@@ -228,7 +582,7 @@ def open_fabric(
         try:
             library.fork_init()
         except library.Error:
-            pass  # too late: somebody else's memory is registered already, and protecting it was up to them
+            pass  # too late: another library has registered memory already and must protect it itself
     opened = []
     for port in chosen:
         try:

@@ -1,14 +1,16 @@
 """A whole cluster on a fake network and clock: thousands of nodes, hours in minutes, every run again by its seed.
 
-What is real: ``cluster.py`` (the manager's decisions, its state file's contents included), ``member.py`` (what a map
-means for a server), ``shards.py`` (a worker's shard words) and ``shardmap.py``. What is played: processes, connections,
-clocks, the disk, the mover's and the client's exchanges, and what a store holds (digests with version numbers).
+What is real: ``cluster/machine.py`` (the manager's decisions, its state file's contents included),
+``cluster/assignment.py`` (what a map means for a server), ``arena/shard_words.py`` (a worker's shard words) and
+``cluster/shard_map.py``. What is played: processes, connections, clocks, the disk, the mover's and the client's
+exchanges, and what a store holds (digests with version numbers).
 
     net      the clock, the events, hosts and processes, the network and what is wrong with it
-    manager  cluster.py as manager.py drives it
-    server   member.py and shards.py as membership.py, worker.py and store.py drive them
-    mover    what mover.py exchanges with a previous owner and its own worker
-    client   where a client looks, as gets.py and puts.py have it
+    manager  cluster/machine.py as manager.py drives it
+    server   cluster/assignment.py and arena/shard_words.py as server/membership.py, server/worker.py and
+    arena/store.py drive them
+    mover    what server/migration.py exchanges with a previous owner and its own worker
+    client   where a client looks, as sdk/reads.py and sdk/writes.py have it
     oracle   what must never happen
     faults   what goes wrong when, from a seed
     world    all of that together; a run and its report

@@ -1,40 +1,36 @@
-"""A client: where it looks for a value, where it stores one, what it does when it is told no.
+"""Simulate a client: it reads by the real ``cluster/lookup.py`` and restates how it writes and follows the manager.
 
-Restated here from ``gets.py``, ``puts.py``, ``routing.py`` and ``subscription.py``: the order of questions, when the
-map is asked for, the breaker of each server. An operation is a generator that yields what it waits for, so that it
-reads like the code it restates. Some clients live on a server's host: their reads look into the arena themselves,
-whatever the server's processes do.
+Restated are ``sdk/writes.py``, ``sdk/routing.py`` and ``sdk/manager_link.py``: when a mutation is tried again, when the
+client asks for the map, the circuit breaker of each server. An operation is a generator that yields what it waits for.
+Some clients run on a server's host: they read the arena directly, even while the server's processes are stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+from ..arena.hashing import shard_of
+from ..cluster.lookup import HOPS, Unresolved
+from ..cluster.shard_map import ShardMap
 from ..constants import NO_OWNER
-from ..hashing import shard_of
-from ..messages import MapGet, MapReply, Status, WorkerInfo
-from ..shardmap import ShardMap
-from ..shards import EPOCH_MASK, FROZEN, MOVING
+from ..wire.messages import MapGet, MapReply, Status, WorkerInfo
 from .manager import decoded
 from .net import Process
-from .server import Arena, Worker
+from .worker import Arena, Worker, World
 
-if TYPE_CHECKING:
-    from .world import World
-
-HOPS: Final = 3
 AGAIN_S: Final = (0.003, 0.05)
 RETRY_S: Final = (0.1, 2.0)
 ASK_S: Final = 0.02
-#: A link on which nothing comes through is noticed after so long (keepalive, TCP_USER_TIMEOUT, PING).
+#: A connection on which nothing gets through is given up after so long (keepalive, TCP_USER_TIMEOUT, PING).
 SILENT_S: Final = 6.0
-#: A breaker's pauses.
+#: Shortest and longest pause between two probes of a server that failed.
 PROBE_S: Final = (0.2, 2.0)
 
 
 class Ask(NamedTuple):
-    """An exchange with a worker or its stream; yields its answer, or None."""
+    """An exchange with a worker or its stream; its result is the answer, or None."""
 
     info: WorkerInfo
     kind: str
@@ -43,7 +39,7 @@ class Ask(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Wait so long, or for a newer map than this."""
+    """Wait for a map newer than ``epoch``, at most ``seconds``."""
 
     seconds: float
     epoch: int
@@ -53,11 +49,32 @@ Steps = Generator[Any, Any, Any]
 
 
 class Found(NamedTuple):
-    """What a look at a server yields: a version, or why there is none, and the shard's word."""
+    """The result of a look at a server: a version or 0, and the shard's word."""
 
-    status: Status
     version: int
     word: int
+
+
+class OwnerTable:
+    """One map in the form that ``cluster/lookup.py`` reads."""
+
+    def __init__(self, shard_map: ShardMap | None) -> None:
+        self.map = shard_map
+
+    def owner(self, shard: int) -> WorkerInfo | None:
+        """Return the shard's owner, or None without one."""
+        found = self.map
+        return None if found is None or found.owners[shard] == NO_OWNER else found.workers[found.owners[shard]]
+
+    def previous(self, shard: int) -> WorkerInfo | None:
+        """Return the previous owner, or None if the shard is not moving."""
+        found = self.map
+        at = None if found is None else found.previous.get(shard)
+        return None if found is None or at is None else found.workers[at]
+
+    def since(self, shard: int) -> int:
+        """Return the epoch in which the owner got the shard."""
+        return 0 if self.map is None else self.map.since[shard]
 
 
 class Client:
@@ -72,11 +89,11 @@ class Client:
         self.process = Process(self.net, host, self.name)
         self.process.on_push = self._on_map
         self.map: ShardMap | None = None
-        #: Number of the connection with the manager, or 0.
+        #: Number of the connection to the manager, or 0.
         self.linked = 0
         self._retry_s = RETRY_S[0]
         self._asked_at = -1.0
-        #: Instances whose breaker is open -> the pause between two tries.
+        #: Instances that failed -> the pause between two probes.
         self.down: dict[int, float] = {}
         self._awaiting: list[tuple[int, Any]] = []
         self.counts = dict.fromkeys(("gets", "hits", "misses", "puts", "failed", "late"), 0)
@@ -117,7 +134,7 @@ class Client:
         self._retry_s = min(RETRY_S[1], self._retry_s * 2)
 
     def _ping(self) -> None:
-        """Is the manager there? Half the time that it may take, so that a silence is noticed in time."""
+        """Check that the manager answers, with half of ``SILENT_S`` for the answer."""
         if not self.linked:
             return
         manager, link = self.world.manager, self.linked
@@ -125,13 +142,13 @@ class Client:
 
         def pong(epoch: int) -> None:
             state["answered"] = True
-            # What was swallowed on its way here TCP sends again, sooner or later.
+            # TCP sends a lost push again, sooner or later.
             if self.linked == link and epoch > self.epoch:
                 self._ask()
 
         def ping() -> None:
             if link in manager.links:
-                self.net.send(manager.process, self.process, pong, manager.told)
+                self.net.send(manager.process, self.process, pong, manager.last_pushed)
             else:  # another life of the manager: its kernel knows no such connection
                 self.net.send(manager.process, self.process, self._reset, link)
 
@@ -153,11 +170,11 @@ class Client:
         self.net.send(self.process, manager.process, manager.request, self.linked, MapGet(self.epoch, 1), self._on_map)
 
     def refresh(self) -> None:
-        """Somebody said that our map is old."""
+        """Ask for a newer map, unless one was asked for just now."""
         if self.linked and self.net.now - self._asked_at >= ASK_S:
             self._ask()
 
-    def _on_map(self, msg: Any, _status: Status) -> None:
+    def _on_map(self, msg: Any, _status: int) -> None:
         if not isinstance(msg, MapReply):
             return
         self.world.oracle.told(msg)
@@ -180,7 +197,7 @@ class Client:
     # -- operations -----------------------------------------------------------------------------------
 
     def run(self, steps: Steps, done: Any) -> None:
-        """An operation, with a deadline; ``done(result, seconds)``; None when the time was up."""
+        """Run an operation with a deadline; call ``done(result, seconds)``, with None after the deadline."""
         deadline = self.world.options.deadline_s
         began = self.net.now
         state = {"turn": 0, "open": True}
@@ -203,7 +220,7 @@ class Client:
             except StopIteration as stop:
                 end(stop.value)
                 return
-            wake = _waker(resume, turn)
+            wake = partial(resume, turn)
             if isinstance(wish, Pause):
                 self._awaiting.append((wish.epoch, wake))
                 self.process.later(wish.seconds, wake, None)
@@ -214,7 +231,7 @@ class Client:
         resume(0, None)
 
     def _exchange(self, ask: Ask, wake: Any) -> None:
-        """Send; no answer comes from who is dead, paused or cut off. A dead process refuses at once."""
+        """Make an exchange. A dead process refuses at once; a paused or unreachable one never answers."""
         server = self.world.servers.get(ask.info.node)
         if server is None or server.instance != ask.info.instance:
             self.process.later(self.net.latency_s, wake, None)
@@ -237,29 +254,26 @@ class Client:
 
         self.net.send(self.process, target, there, once=True)
 
-    def _available(self, info: WorkerInfo) -> bool:
-        return info.instance not in self.down
-
     def _failed(self, info: WorkerInfo) -> None:
-        """The breaker opens: all fails at once until the server answers the one that knocks in the background."""
+        """Note a failure: all exchanges fail at once until the server answers a probe in the background."""
         if info.instance not in self.down:
-            self._knock_later(info, PROBE_S[0])
+            self._probe_later(info, PROBE_S[0])
 
-    def _knock_later(self, info: WorkerInfo, pause: float) -> None:
+    def _probe_later(self, info: WorkerInfo, pause: float) -> None:
         self.down[info.instance] = pause
-        self.process.later(pause * self.net.random.uniform(0.5, 1.0), self._knock, info, pause)
+        self.process.later(pause * self.net.random.uniform(0.5, 1.0), self._probe, info, pause)
 
-    def _knock(self, info: WorkerInfo, pause: float) -> None:
+    def _probe(self, info: WorkerInfo, pause: float) -> None:
         server = self.world.servers.get(info.node)
         if server is None or server.instance != info.instance:
-            return  # no map will name it for long
+            return  # the next map does not name it
         state = {"open": True}
 
         def answered(value: Any) -> None:
             if state["open"]:
                 state["open"] = False
                 if value is None:
-                    self._knock_later(info, min(PROBE_S[1], 2 * pause))
+                    self._probe_later(info, min(PROBE_S[1], 2 * pause))
                 else:
                     self.down.pop(info.instance, None)
 
@@ -267,74 +281,69 @@ class Client:
         self.process.later(self.world.options.deadline_s, answered, None)
 
     def _ask_at(self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0) -> Steps:
-        """An exchange behind the breaker."""
-        if not self._available(info):
+        """Make an exchange, unless the server failed and has not answered a probe since."""
+        if info.instance in self.down:
             return None
         try:
             answer = yield Ask(info, kind, digest, version)
         except GeneratorExit:
-            self._failed(info)  # it costs somebody the deadline once
+            self._failed(info)  # the deadline has passed
             raise
         if answer is None:
             self._failed(info)
         return answer
 
-    def place(self, shard: int) -> tuple[WorkerInfo | None, WorkerInfo | None, int]:
-        """Owner, previous owner and since, from one map."""
-        found = self.map
-        if found is None or found.owners[shard] == NO_OWNER:
-            return None, None, 0
-        at = found.previous.get(shard)
-        previous = found.workers[at] if at is not None else None
-        return found.workers[found.owners[shard]], previous, found.since[shard]
+    def owner(self, shard: int) -> WorkerInfo | None:
+        """Return the shard's owner by the newest map, or None without one."""
+        return OwnerTable(self.map).owner(shard)
 
     def get(self, digest: bytes) -> Steps:
-        """A read: (version or 0, the server's name or empty)."""
+        """Read: return (version or 0, the server's name or empty)."""
         shard = shard_of(digest)
-        for _ in range(HOPS + 1):
-            owner, previous, since = self.place(shard)
+        owner = self.owner(shard)
+        for hops in range(HOPS, -1, -1):
             if owner is None:
-                return 0, ""
+                break
             found = yield from self._ask_at(owner, "look", digest)
             if found is None:
-                return 0, ""
+                break
             if found.version:
                 return found.version, owner.node
-            if 0 < found.word < MOVING:
-                return 0, ""
-            status, epoch = Status.WRONG_OWNER, 0
-            if found.word < FROZEN:
-                # Moving in, or not here (yet): the worker knows.
-                epoch = found.word & EPOCH_MASK
-                status = yield from self._ask_at(owner, "exists", digest)
-                if status is None or status == Status.NOT_FOUND:
-                    return 0, ""
-            if status == Status.OK:
-                continue
-            if status == Status.PREVIOUS:
-                same = epoch == since if epoch else bool(self.linked)
-                if previous is not None and same:
-                    found = yield from self._ask_at(previous, "look previous", digest)
-                    return (found.version, previous.node) if found is not None and found.version else (0, "")
-            elif "ignores_wrong_owner" in self.world.plants and previous is not None:
-                found = yield from self._ask_at(previous, "look previous", digest)
-                return (found.version, previous.node) if found is not None and found.version else (0, "")
-            self.refresh()
-            now_owner, now_previous, now_since = self.place(shard)
-            if (now_owner, now_previous, now_since) == (owner, previous, since):
-                return 0, ""
+            unresolved = Unresolved()
+            unresolved.by_word(0, found.word)
+            if unresolved.ask_owner:
+                answer = yield from self._ask_at(owner, "resolve", digest)
+                if answer is None:
+                    break
+                unresolved.answered(unresolved.ask_owner[0], *answer)
+            table = OwnerTable(self.map)
+            named = table.previous(shard)
+            if unresolved.not_owner and "ignores_wrong_owner" in self.world.plants and named is not None:
+                return (yield from self._get_previous(named, digest))
+            following = unresolved.next_reads(
+                owner, table, lambda _position: shard, hops=hops, connected=bool(self.linked)
+            )
+            if following.refresh:
+                self.refresh()
+            for previous in following.at_previous:
+                return (yield from self._get_previous(previous, digest))
+            owner = next(iter(following.start_over), None)
         return 0, ""
 
+    def _get_previous(self, previous: WorkerInfo, digest: bytes) -> Steps:
+        found = yield from self._ask_at(previous, "look previous", digest)
+        return (found.version, previous.node) if found is not None and found.version else (0, "")
+
     def mutate(self, kind: str, digest: bytes, version: int) -> Steps:
-        """A put or a delete: OK; WRONG_OWNER when the time is up with that, so nothing was done; None: nobody knows."""
+        """Put or delete. Return the status; WRONG_OWNER: nothing was done; None: the outcome is unknown."""
         shard = shard_of(digest)
         until = self.net.now + self.world.options.deadline_s
         pause = AGAIN_S[0]
         while True:
-            owner, _, _ = self.place(shard)
+            owner = self.owner(shard)
             if owner is None:
                 return Status.WRONG_OWNER
-            if not self._available(owner):
+            if owner.instance in self.down:
                 return Status.UNAVAILABLE
             status = yield from self._ask_at(owner, kind, digest, version)
             if status is None:
@@ -345,31 +354,23 @@ class Client:
                 return Status.OK
             if self.net.now + 2 * AGAIN_S[1] >= until:
                 return Status.WRONG_OWNER
-            if self.place(shard)[0] == owner:
+            if self.owner(shard) == owner:
                 self.refresh()
                 yield Pause(pause * self.net.random.uniform(0.5, 1.0), self.epoch)
                 pause = min(AGAIN_S[1], pause * 2)
 
 
-def _waker(resume: Any, turn: int) -> Any:
-    return lambda value: resume(turn, value)
-
-
 def _look(arena: Arena, digest: bytes, previous: bool) -> Found:
     version = arena.hit(digest, frozen_too=previous)
-    return Found(Status.OK if version else Status.NOT_FOUND, version, arena.words[shard_of(digest)])
+    return Found(version, arena.words[shard_of(digest)])
 
 
 def _act(worker: Worker, ask: Ask) -> Any:
-    """What the server does."""
-    if ask.kind == "look":
-        return _look(worker.arena, ask.digest, False)
-    if ask.kind == "look previous":
-        return _look(worker.arena, ask.digest, True)
+    """Carry out a request at the server."""
+    if ask.kind.startswith("look"):
+        return _look(worker.arena, ask.digest, ask.kind == "look previous")
+    if ask.kind == "resolve":
+        return worker.resolve(ask.digest)
     if ask.kind == "ping":
         return Status.OK
-    if ask.kind == "exists":
-        return worker.exists(ask.digest)
-    if ask.kind == "put":
-        return worker.put(ask.digest, ask.version)
-    return worker.delete(ask.digest, ask.version)
+    return (worker.put if ask.kind == "put" else worker.delete)(ask.digest, ask.version)

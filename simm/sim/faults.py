@@ -1,24 +1,43 @@
-"""What goes wrong when, drawn from a seed; and the end of it all.
+"""Inject faults into a simulation, generated from a seed, and end them.
 
-Each fault has a beginning and an end. What it breaks it mends at its end, so that after the last one everything could
-be as it should: :meth:`Plan.heal` makes sure of it.
+Each fault has a beginning and an end, and its end repairs what it broke. :meth:`Plan.heal` ends all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from .server import Server
-    from .world import World
+from .client import Client
+from .manager import ManagerHost
+from .net import Net
+from .oracle import Oracle
+from .server import Server
+
+
+class World(Protocol):
+    """The simulation, as faults see it."""
+
+    net: Net
+    manager: ManagerHost
+    oracle: Oracle
+    servers: dict[str, Server]
+    clients: list[Client]
+
+    def add_server(self) -> Server: ...
+    def resume(self, name: str) -> None: ...
+
+
+#: What a kind of fault does up to its ``yield``, and what ends it after that. Without a ``yield`` nothing ends it.
+Steps = Generator[None, None, None]
 
 
 class Fault(NamedTuple):
-    """``begin`` makes it happen and returns how it ends, or None."""
+    """A kind of fault."""
 
     about: str
-    begin: Callable[[World, float], Callable[[], None] | None]
+    begin: Callable[[World], Steps | None]
 
 
 def _server(world: World) -> Server | None:
@@ -26,44 +45,35 @@ def _server(world: World) -> Server | None:
     return world.net.random.choice(up) if up else None
 
 
-def _crash(world: World, seconds: float) -> Callable[[], None] | None:
+def _crash(world: World) -> Steps:
     server = _server(world)
     if server is None:
-        return None
+        return
     world.oracle.trouble(server.host, True)
     server.crash()
-
-    def back() -> None:
-        world.oracle.trouble(server.host, False)
-        if not server.up:
-            server.start()
-
-    return back
+    yield
+    world.oracle.trouble(server.host, False)
+    if not server.up:
+        server.start()
 
 
-def _stop(warm: bool) -> Callable[[World, float], Callable[[], None] | None]:
-    def begin(world: World, seconds: float) -> Callable[[], None] | None:
-        server = _server(world)
-        if server is None or len(world.servers) < 2:
-            return None
-        server.stop(warm=warm)
-        world.oracle.trouble(server.host, True)
-
-        def back() -> None:
-            world.oracle.trouble(server.host, False)
-            if server.up:
-                server.crash()
-            server.start(warm=warm)
-
-        return back
-
-    return begin
+def _stop(world: World, *, warm: bool) -> Steps:
+    server = _server(world)
+    if server is None or len(world.servers) < 2:
+        return
+    server.stop(warm=warm)
+    world.oracle.trouble(server.host, True)
+    yield
+    world.oracle.trouble(server.host, False)
+    if server.up:
+        server.crash()
+    server.start(warm=warm)
 
 
-def _pause(world: World, seconds: float) -> Callable[[], None] | None:
+def _pause(world: World) -> Steps:
     server = _server(world)
     if server is None:
-        return None
+        return
     processes = server.processes()
     if world.net.random.random() < 0.3:
         processes = [world.net.random.choice(processes)]
@@ -71,17 +81,48 @@ def _pause(world: World, seconds: float) -> Callable[[], None] | None:
     world.oracle.trouble(server.host, True)
     for process in processes:
         process.pause()
+    yield
+    world.net.say("resumed: " + ", ".join(process.name for process in processes))
+    world.oracle.trouble(server.host, False)
+    for process in processes:
+        process.resume()
 
-    def resume() -> None:
-        world.net.say("resumed: " + ", ".join(process.name for process in processes))
+
+def _all_away(world: World) -> Steps:
+    """Stop all servers, or cut them off from the manager. They return within a second of each other."""
+    rng, net = world.net.random, world.net
+    servers = [server for server in world.servers.values() if server.up and not server.leaving]
+    if not servers or any(server.supervisor.paused for server in servers):
+        return
+    stopped = rng.random() < 0.6
+    manager = world.manager.HOST
+    cuts = {pair for server in servers for pair in ((server.host, manager), (manager, server.host))} - net.cuts
+    lives = [(process, process.life) for server in servers for process in server.processes()]
+    net.say("all servers " + ("stop" if stopped else "are cut off from the manager"))
+    for server in servers:
+        world.oracle.trouble(server.host, True)
+        if stopped:
+            for process in server.processes():
+                process.pause()
+    if not stopped:
+        net.cuts |= cuts
+    yield
+
+    def back(server: Server) -> None:
+        net.say(f"{server.name} is there again")
         world.oracle.trouble(server.host, False)
-        for process in processes:
-            process.resume()
+        if stopped:
+            for process, life in lives:
+                if process.host == server.host and process.life == life:
+                    process.resume()
+        else:
+            net.cuts.difference_update({pair for pair in cuts if server.host in pair})
 
-    return resume
+    for server in servers:
+        net.at(net.now + rng.uniform(0.0, 1.0), back, server)
 
 
-def _worker(world: World, seconds: float) -> None:
+def _worker(world: World) -> None:
     server = _server(world)
     if server is not None:
         world.oracle.trouble(server.host, True)
@@ -89,165 +130,150 @@ def _worker(world: World, seconds: float) -> None:
         world.oracle.trouble(server.host, False)
 
 
-def _mover(world: World, seconds: float) -> None:
+def _mover(world: World) -> None:
     moving = [server for server in world.servers.values() if server.movers]
     if moving:
         server = world.net.random.choice(moving)
         server.mover_dies(world.net.random.choice(sorted(server.movers)))
 
 
-def _manager_down(**disk: bool) -> Callable[[World, float], Callable[[], None] | None]:
-    def begin(world: World, seconds: float) -> Callable[[], None] | None:
-        if not world.manager.process.running:
-            return None
-        world.oracle.trouble("*", True)
-        world.manager.crash(**disk)
-
-        def back() -> None:
-            world.oracle.trouble("*", False)
-            if not world.manager.process.running:
-                world.manager.start()
-
-        return back
-
-    return begin
+def _manager_down(world: World, **disk: bool) -> Steps:
+    process = world.manager.process
+    if not process.running:
+        return
+    world.oracle.trouble("*", True)
+    world.manager.crash(**disk)
+    yield
+    world.oracle.trouble("*", False)
+    if not world.manager.process.running:
+        world.manager.start()
 
 
-def _manager_pause(world: World, seconds: float) -> Callable[[], None] | None:
+def _manager_pause(world: World) -> Steps:
     process = world.manager.process
     if not process.running or process.paused:
-        return None
+        return
     world.net.say("manager paused")
     world.oracle.trouble("*", True)
     process.pause()
-
-    def resume() -> None:
-        world.net.say("manager resumed")
-        world.oracle.trouble("*", False)
-        process.resume()
-
-    return resume
+    yield
+    world.net.say("manager resumed")
+    world.oracle.trouble("*", False)
+    process.resume()
 
 
-def _partition(world: World, seconds: float) -> Callable[[], None] | None:
-    """A host from the manager, from one other, or from all; both ways or one."""
+def _partition(world: World) -> Steps:
+    """Cut a host off from the manager, from another host, or from all; one way or both."""
     rng = world.net.random
     hosts = list(world.servers) + sorted({client.host for client in world.clients})
     host = rng.choice(hosts)
     other = rng.choice([world.manager.HOST, "*", rng.choice(hosts)])
     if host == other:
-        return None
+        return
     ways = [[(host, other)], [(other, host)], [(host, other), (other, host)]][min(rng.randrange(5), 2)]
     cuts = set(ways) - world.net.cuts
     if not cuts:
-        return None
-    world.net.say("cut: " + ", ".join(f"{source} to {target}" for source, target in sorted(cuts)))
-    manager = world.manager.HOST
-    troubled = [host] if other in (manager, "*") else []
-    for each in troubled:
-        world.oracle.trouble(each, True)
+        return
+    named = ", ".join(f"{source} to {target}" for source, target in sorted(cuts))
+    world.net.say(f"cut: {named}")
+    troubled = other in (world.manager.HOST, "*")
+    if troubled:
+        world.oracle.trouble(host, True)
     world.net.cuts |= cuts
-
-    def mend() -> None:
-        world.net.say("mended: " + ", ".join(f"{source} to {target}" for source, target in sorted(cuts)))
-        world.net.cuts -= cuts
-        for each in troubled:
-            world.oracle.trouble(each, False)
-
-    return mend
+    yield
+    world.net.say(f"mended: {named}")
+    world.net.cuts -= cuts
+    if troubled:
+        world.oracle.trouble(host, False)
 
 
-def _slow(world: World, seconds: float) -> Callable[[], None]:
+def _slow(world: World) -> Steps:
     host = world.net.random.choice([*world.servers, world.manager.HOST])
     world.net.say(f"{host} is slow")
     world.net.slow[host] = world.net.random.uniform(10, 60)
-
-    def quick() -> None:
-        world.net.slow.pop(host, None)
-
-    return quick
+    yield
+    world.net.slow.pop(host, None)
 
 
-def _network(name: str, most: float) -> Callable[[World, float], Callable[[], None]]:
-    def begin(world: World, seconds: float) -> Callable[[], None]:
-        setattr(world.net, name, world.net.random.uniform(0.02, most))
-        world.net.say(f"{name}: {getattr(world.net, name):.3f}")
-        return lambda: setattr(world.net, name, 0.0)
-
-    return begin
+def _network(world: World, name: str, most: float) -> Steps:
+    setattr(world.net, name, world.net.random.uniform(0.02, most))
+    world.net.say(f"{name}: {getattr(world.net, name):.3f}")
+    yield
+    setattr(world.net, name, 0.0)
 
 
-def _clock(world: World, seconds: float) -> None:
+def _clock(world: World) -> None:
     jump = world.net.random.choice([3600.0, -3600.0, 30.0, -30.0])
     world.net.say(f"the manager's clock jumps by {jump:g} s")
     world.manager.skew += jump
 
 
-def _drain(world: World, seconds: float) -> Callable[[], None] | None:
+def _drain(world: World) -> Steps:
     server = _server(world)
     if server is None:
-        return None
+        return
     world.net.say(f"drain {server.name}")
     world.manager.drain(server.name, True)
-    return lambda: world.resume(server.name)
+    yield
+    world.resume(server.name)
 
 
-def _join(world: World, seconds: float) -> None:
+def _join(world: World) -> None:
     world.add_server().start()
 
 
 FAULTS: Final[dict[str, Fault]] = {
     "crash": Fault("kill -9 of a data server, back cold", _crash),
-    "stop": Fault("a clean stop, back cold", _stop(False)),
-    "warm": Fault("a clean stop, back warm", _stop(True)),
+    "stop": Fault("a clean stop, back cold", partial(_stop, warm=False)),
+    "warm": Fault("a clean stop, back warm", partial(_stop, warm=True)),
     "pause": Fault("SIGSTOP of a data server or of one of its processes", _pause),
+    "all-away": Fault("all data servers stop, or are cut off from the manager, and come back together", _all_away),
     "worker": Fault("kill -9 of a worker", _worker),
     "mover": Fault("kill -9 of a mover", _mover),
-    "manager": Fault("kill -9 of the manager, back from its state file", _manager_down()),
-    "forget": Fault("kill -9 of the manager, back without a state file", _manager_down(lose_disk=True)),
+    "manager": Fault("kill -9 of the manager, back from its state file", _manager_down),
+    "forget": Fault("kill -9 of the manager, back without a state file", partial(_manager_down, lose_disk=True)),
     "manager-pause": Fault("SIGSTOP of the manager", _manager_pause),
     "partition": Fault("packets from or to a host are dropped", _partition),
     "slow": Fault("a slow host", _slow),
-    "loss": Fault("segments are lost and sent again", _network("loss", 0.3)),
-    "duplicate": Fault("messages come twice", _network("duplicates", 0.2)),
-    "reorder": Fault("messages overtake each other", _network("reordering", 0.3)),
+    "loss": Fault("segments are lost and sent again", partial(_network, name="loss", most=0.3)),
+    "duplicate": Fault("messages come twice", partial(_network, name="duplicates", most=0.2)),
+    "reorder": Fault("messages overtake each other", partial(_network, name="reordering", most=0.3)),
     "clock": Fault("the manager's clock jumps", _clock),
     "drain": Fault("a data server is drained, and taken back", _drain),
     "join": Fault("another data server", _join),
-    "old-file": Fault("kill -9 of the manager, back from an old state file", _manager_down(old_disk=True)),
+    "old-file": Fault("kill -9 of the manager, back from an old state file", partial(_manager_down, old_disk=True)),
 }
 
-#: What is drawn when nobody says otherwise. Restoring an old state file is an operator's mistake that the protocol does
-#: not undo for clients: epochs that were told come again with other maps until a server with a newer one has joined,
-#: and a client with a newer map than all servers waits for epochs to pass its own.
+#: The default kinds. Restoring an old state file is an operator's mistake that the protocol does not undo for clients:
+#: epochs that were sent come again with other maps until a server with a newer one has joined, and a client with a
+#: newer map than all servers waits for epochs to pass its own.
 DEFAULT: Final = tuple(kind for kind in FAULTS if kind != "old-file")
 
 
 class Plan:
-    """Draws faults and keeps how they end."""
+    """Begins faults and ends them."""
 
-    def __init__(self, world: World, kinds: Sequence[str]) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.kinds = list(kinds)
-        self.open: dict[int, Callable[[], None]] = {}
+        self.open: dict[int, Steps] = {}
         self.counts: dict[str, int] = {}
         self._number = 0
 
     def begin(self, kind: str, seconds: float) -> None:
-        """One, for so long."""
-        end = FAULTS[kind].begin(self.world, seconds)
+        """Begin a fault that lasts so long."""
+        steps = FAULTS[kind].begin(self.world)
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        if end is not None:
+        if steps is not None and next(steps, steps) is None:
             self._number += 1
-            self.open[self._number] = end
+            self.open[self._number] = steps
             self.world.net.at(self.world.net.now + seconds, self._end, self._number)
 
     def _end(self, number: int) -> None:
-        end = self.open.pop(number, None)
-        if end is not None:
-            end()
+        steps = self.open.pop(number, None)
+        if steps is not None:
+            next(steps, None)
 
     def heal(self) -> None:
-        """All that is broken is mended now."""
+        """End all faults now."""
         for number in sorted(self.open):
             self._end(number)

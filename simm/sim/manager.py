@@ -1,7 +1,7 @@
-"""A manager: ``cluster.py`` with a loop, a disk and subscribers, as ``manager.py`` drives it.
+"""Simulate a manager: the real ``cluster/machine.py`` with a loop, a disk and subscribers, as ``manager.py`` drives it.
 
-Restated here: what is collected before it is stored and pushed, the epochs that the file reserves, who is told what
-when. A crash loses everything that is not on the disk; a lost disk, that too.
+Restated are the collection of changes before a store and push, the reserved epochs of the state file, and which peers
+get a map when. A crash loses what is not on the disk; a lost disk loses that too.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..cluster import EPOCHS_RESERVED, Action, Answer, Cluster, MapChanged, NodeChanged, NodeState, Timing
-from ..messages import Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
-from ..shardmap import ShardMap
+from ..cluster.machine import EPOCHS_RESERVED, Cluster
+from ..cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
+from ..cluster.shard_map import ShardMap
+from ..wire.messages import Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
 from .net import Net, Process
 
 SETTLE_S: Final = 0.02
-TICK_S: Final = 0.25
+MAINTAIN_S: Final = 0.25
 
 
 class ManagerHost:
-    """See the module's docstring. ``links``: who has a connection, by process."""
+    """The manager's process, disk and connections."""
 
     HOST: Final = "manager"
 
@@ -30,34 +31,38 @@ class ManagerHost:
         self.process = Process(net, self.HOST, "manager")
         self.disk: dict[str, Any] | None = None
         self.cluster = Cluster(1, 0.0, timing)
-        #: Its clock is not the simulation's: it may jump.
+        #: Its clock may jump: the difference from the simulation's.
         self.skew = 0.0
         self.reserved = 0
-        #: Open connections by number: whose, of which life, and what is called there when it breaks.
+        #: Open connections by number: the process, its life, and its callback for a broken connection.
         self.links: dict[int, tuple[Process, int, Any]] = {}
         self.subscribers: set[int] = set()
         self.waiting: list[tuple[int, Any]] = []
         self._numbers = 0
         self.settling = self.unsaved = False
-        self.told = 0
+        self.last_pushed = 0
         #: Changes of owner in earlier lives.
         self.moves = 0
         self.messages = 0
         self.client_messages = 0
         #: Called with a node's name and its new state.
         self.on_turn: Any = lambda _name, _state: None
+        #: Called with each map that is made, sent or not.
+        self.on_made: Any = lambda _reply: None
+        #: It has lost its state, or got an older one back, at least once.
+        self.forgot = False
         self.epochs: list[int] = []
         self.newest: MapReply | None = None
         self.map_bytes = 0
         #: (name, from, to) with the time, for the report.
         self.turns: list[tuple[float, str, NodeState]] = []
-        #: What was on the disk before, oldest first: somebody may restore it.
+        #: Former states of the disk, oldest first: an operator may restore one.
         self.backups: deque[dict[str, Any]] = deque(maxlen=20)
 
     # -- its life -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """From what the disk has."""
+        """Start from the disk."""
         self.process.start()
         self.moves += self.cluster.moves
         self.links.clear()
@@ -72,15 +77,17 @@ class ManagerHost:
             reserved = int(self.disk["epochs_reserved"])
             self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved)
             self.reserved = reserved
-        self.told = self.cluster.epoch
+        self.last_pushed = self.cluster.epoch
+        self.on_made(self.cluster.map_reply())
         self.net.say(f"manager starts, {self.cluster!r}")
-        self._tick()
+        self._maintain()
 
     def crash(self, *, lose_disk: bool = False, old_disk: bool = False) -> None:
-        """kill -9: the kernel closes its connections. ``old_disk``: somebody restores an old state file."""
+        """Kill it: the kernel closes its connections. ``old_disk``: an operator restores an old state file."""
         about = " and its disk is lost" if lose_disk else " and an old state file is restored" if old_disk else ""
         self.net.say(f"manager dies{about}")
         self.process.die()
+        self.forgot |= lose_disk or old_disk
         if lose_disk:
             self.disk = None
         elif old_disk and self.backups:
@@ -93,15 +100,15 @@ class ManagerHost:
     def _clock(self) -> float:
         return self.net.now + self.skew
 
-    def _tick(self) -> None:
-        self._apply(self.cluster.tick(self._clock()))
-        self._tell()
-        self.process.later(TICK_S, self._tick)
+    def _maintain(self) -> None:
+        self._apply(self.cluster.maintain(self._clock()))
+        self._answer_waiting()
+        self.process.later(MAINTAIN_S, self._maintain)
 
     # -- messages ---------------------------------------------------------------------------------
 
     def connect(self, process: Process, closed: Any) -> int:
-        """A connection from a process, by its number; ``closed`` is called there when it breaks. 0: nobody listens."""
+        """Connect a process; return the connection's number, or 0. ``closed`` is called there when it breaks."""
         reaches = self.net.reaches
         if not (self.process.running and reaches(process.host, self.HOST) and reaches(self.HOST, process.host)):
             return 0
@@ -110,14 +117,14 @@ class ManagerHost:
         return self._numbers
 
     def closed(self, link: int, name: str = "", instance: int = 0) -> None:
-        """The other side has gone, or has closed it."""
+        """The peer has closed the connection, or has ended."""
         self.links.pop(link, None)
         self.subscribers.discard(link)
         if name:
             self._apply(self.cluster.link_lost(self._clock(), name, instance))
 
     def request(self, link: int, msg: Any, answer: Any) -> None:
-        """A request; ``answer(message, status)`` is called at the other side."""
+        """Take a request; ``answer(message, status)`` is called at the peer."""
         now = self._clock()
         if link not in self.links:
             return
@@ -134,9 +141,9 @@ class ManagerHost:
             self._reply(link, self.cluster.offer(now, msg), answer)
         elif isinstance(msg, MapGet):
             self.subscribers.add(link)
-            self.cluster.noticed(now, msg.known_epoch)
+            self._apply(self.cluster.noticed(now, msg.known_epoch))
             self.waiting.append((link, answer))
-            self._tell()
+            self._answer_waiting()
         else:
             raise TypeError(type(msg).__name__)
 
@@ -145,7 +152,7 @@ class ManagerHost:
         self.client_messages += process.name.startswith("client")
 
     def drain(self, name: str, on: bool) -> None:
-        """An operator's wish."""
+        """Start or end a drain for an operator."""
         if self.process.running and not self.process.paused:
             self._apply(self.cluster.drain(self._clock(), name, on))
 
@@ -158,7 +165,7 @@ class ManagerHost:
             self.save()
         self._answer(link, answer, said.message, said.status)
 
-    def _answer(self, link: int, answer: Any, message: Any, status: Status) -> None:
+    def _answer(self, link: int, answer: Any, message: Any, status: int) -> None:
         process, life, _ = self.links.get(link, (self.process, 0, None))
         if process.life == life:
             self._count(process)
@@ -174,6 +181,7 @@ class ManagerHost:
                 self.on_turn(action.name, action.after)
             elif isinstance(action, MapChanged):
                 self.net.say(f"manager: epoch {action.epoch}, {self.cluster.moves} moved")
+                self.on_made(self.cluster.map_reply())
             else:
                 continue
             self.unsaved = True
@@ -185,11 +193,11 @@ class ManagerHost:
         self.settling = False
         self.save()
         if not self.cluster.rebuilding:
-            self._tell()
+            self._answer_waiting()
             self._push()
 
     def save(self) -> None:
-        """To the disk."""
+        """Store the state on the disk."""
         if self.unsaved:
             self.reserved = self.cluster.epoch + EPOCHS_RESERVED
             if self.disk is not None:
@@ -197,7 +205,7 @@ class ManagerHost:
             self.disk = {"cluster": self.cluster.to_state(), "epochs_reserved": self.reserved}
             self.unsaved = False
 
-    def _tell(self) -> None:
+    def _answer_waiting(self) -> None:
         if not self.waiting or self.cluster.rebuilding or self.settling:
             return
         reply = self._map()
@@ -207,30 +215,30 @@ class ManagerHost:
 
     def _push(self) -> None:
         reply = self._map()
-        if reply.epoch == self.told:
+        if reply.epoch == self.last_pushed:
             return
-        self.told = reply.epoch
+        self.last_pushed = reply.epoch
         for link in sorted(self.subscribers):
             self._answer(link, self.links[link][0].on_push, reply, Status.OK)
 
     def _map(self) -> MapReply:
-        """The current map, noted for who checks."""
+        """Return the current map, and note its size."""
         reply = self.cluster.map_reply()
         if reply is not self.newest:
             self.newest = reply
             self.epochs.append(reply.epoch)
-            # What it takes on the wire: workers, owners, previous owners, epochs.
+            # Its size on the wire: workers, owners, previous owners, epochs.
             texts = sum(44 + len(info.node) + len(info.uds) + len(info.host) for info in reply.workers)
             self.map_bytes = 40 + texts + len(reply.owners) + 4 * len(reply.previous) + len(reply.since)
         return reply
 
 
-#: Decoded maps, by identity of the message: a thousand servers take the same one.
+#: Decoded maps, by identity of the message: a thousand servers take the same message.
 _DECODED: list[tuple[MapReply, ShardMap]] = []
 
 
 def decoded(msg: MapReply) -> ShardMap:
-    """A message's ShardMap; they are immutable, so all may have the same."""
+    """Return a message's ShardMap, shared by all that take the message."""
     for known, shard_map in _DECODED:
         if known is msg:
             return shard_map

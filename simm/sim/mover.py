@@ -1,33 +1,41 @@
-"""A mover, as ``mover.py`` has it: freeze there, adopt here, list and copy what is lacking, finish, retry, give up.
+"""Simulate a mover: it runs the real ``cluster/move_plan.py``, as ``server/migration.py`` does.
 
-One exchange after the other for each previous owner; a copy takes as long as its bytes take at ``move_bytes_s``.
+For each previous owner it makes one exchange after the other. A copy takes as long as its bytes take at
+``move_bytes_s``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, NamedTuple
 
-from ..hashing import shard_of
-from ..messages import WorkerInfo
-from ..shards import EPOCH_MASK, FROZEN
+from ..arena.hashing import shard_of
+from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, Patience
+from ..constants import SHARD_COUNT
+from ..wire.messages import Status, WorkerInfo
+from ..wire.shard_set import FROZEN
 from .net import Process
+from .worker import Arena, Server, Worker
 
-if TYPE_CHECKING:
-    from .server import Arena, Server, Worker
-
-FREEZE_S: Final = 2.0
-GIVE_UP_S: Final = 10.0
-RETRY_S: Final = (0.02, 0.2)
-REPLAN_S: Final = 1.0
-GROUP_SHARDS: Final = 256
 BATCH_KEYS: Final = 64
-#: An exchange of a mover that nobody answers.
+#: A mover waits so long for an answer.
 EXCHANGE_S: Final = 1.0
 
 
+class Exchange(NamedTuple):
+    """An exchange with a process, which there calls ``act(*details)``; its result is the answer."""
+
+    target: Process
+    act: Callable[..., Any]
+    details: tuple[Any, ...]
+
+
+#: Yields exchanges (None: the peer is away) and pauses in seconds; gets (answer, whether there was one).
+Steps = Generator[Any, Any, Any]
+
+
 class Mover:
-    """Brings what moved to one worker; see ``mover.py``."""
+    """Brings what moved to one worker."""
 
     def __init__(self, server: Server, worker: Worker) -> None:
         self.server = server
@@ -35,36 +43,28 @@ class Mover:
         self.net = server.net
         self.process = Process(self.net, server.host, f"{server.name}/mover{worker.number}")
         self.process.start()
-        self.taken: dict[int, int] = {}
+        self._plan = MovePlan(server.member, worker.number, SHARD_COUNT)
+        #: By name and instance of a previous owner, and its worker.
+        self._patience: dict[tuple[str, int, int], Patience] = {}
         self._replanning = False
 
-    def _still(self, since: dict[int, int]) -> list[int]:
-        """Those that the newest map still gives us by the same epoch, and that are not here yet."""
-        member = self.server.member
-        if member.map is None:
-            return []
-        moving = set(member.moving(self.worker.number, self.worker.arena.words))
-        known = member.map.since
-        return [shard for shard, epoch in since.items() if shard in moving and known[shard] == epoch]
+    def _wanted_of(self, job: Job) -> list[int]:
+        """Return those of a job's shards that the newest map still gives us and that are not finished."""
+        self._plan.update(self._plan.lacking(self.worker.arena.words))
+        return self._plan.wanted_of(job)
 
     def replan(self) -> None:
-        """Start on what the map wants and nobody works on."""
-        member = self.server.member
+        """Start the jobs that are not started yet."""
+        member, plan = self.server.member, self._plan
         if member.map is None or not self.process.running:
             return
-        known = member.map.since
-        moving = member.moving(self.worker.number, self.worker.arena.words)
-        wanted = {shard: known[shard] for shard in moving}
-        if not wanted:
+        lacking = plan.lacking(self.worker.arena.words)
+        if not lacking:
             self.server.report()
             return
-        for info, shards in member.tasks(self.worker.number):
-            fresh = {
-                shard: wanted[shard] for shard in shards if shard in wanted and self.taken.get(shard) != wanted[shard]
-            }
-            if fresh:
-                self.taken.update(fresh)
-                self._freeze(info, member.epoch, fresh, self.net.now + FREEZE_S)
+        plan.update(lacking)
+        for job in plan.new_jobs():
+            self._run(self._take_over(job))
         if not self._replanning:
             self._replanning = True
             self.process.later(REPLAN_S, self._again)
@@ -73,154 +73,136 @@ class Mover:
         self._replanning = False
         self.replan()
 
-    def _call(
-        self,
-        target: Process | None,
-        act: Callable[..., Any],
-        details: tuple[Any, ...],
-        done: Callable[[Any, bool], None],
-    ) -> None:
-        """An exchange: ``done(answer, True)``, or ``done(None, False)`` when there is none; once."""
+    # -- running steps ----------------------------------------------------------------------------
+
+    def _run(self, steps: Steps, answer: Any = None) -> None:
+        """Run steps until they end: make each exchange and each pause that they yield."""
+        try:
+            wish = steps.send(answer)
+        except StopIteration:
+            return
+        if isinstance(wish, float):
+            self.process.later(wish, self._run, steps)
+        else:
+            self._call(wish, steps)
+
+    def _call(self, exchange: Exchange | None, steps: Steps) -> None:
+        """Make an exchange and continue with (answer, True), or with (None, False) without an answer. None: no peer."""
         state = {"open": True}
 
         def finish(answer: Any, ok: bool) -> None:
             if state["open"]:
                 state["open"] = False
-                done(answer, ok)
+                self._run(steps, (answer, ok))
 
         def there() -> None:
-            answer = act(*details)
-            if target is not None:
-                self.net.send(target, self.process, finish, answer, True)
+            assert exchange is not None
+            self.net.send(exchange.target, self.process, finish, exchange.act(*exchange.details), True)
 
-        if target is None or not self.net.send(self.process, target, there):
-            self.process.later(0.01 if target is None or not target.running else EXCHANGE_S, finish, None, False)
-            return
-        self.process.later(EXCHANGE_S, finish, None, False)
+        if exchange is not None:
+            self.net.send(self.process, exchange.target, there)
+        refused = exchange is None or not exchange.target.running
+        self.process.later(0.01 if refused else EXCHANGE_S, finish, None, False)
 
-    def _peer(self, info: WorkerInfo) -> Server | None:
-        """The server that a map names, if it is still that instance."""
+    def _source(self, info: WorkerInfo) -> Worker | None:
+        """Return the worker that a map names, if its server is up and still that instance."""
         server = self.server.world.servers.get(info.node)
-        return server if server is not None and server.instance == info.instance and server.up else None
+        return server.workers[info.worker] if server and server.instance == info.instance and server.up else None
 
-    def _freeze(self, info: WorkerInfo, epoch: int, since: dict[int, int], until: float) -> None:
-        if not self._still(since):
-            self._put_back(since)
-            return
-        peer = self._peer(info)
-        worker = peer.workers[info.worker] if peer is not None else None
+    # -- a job ------------------------------------------------------------------------------------
 
-        def frozen(answer: list[int] | None, ok: bool) -> None:
-            if ok and answer is None:
-                self.net.say(f"{self.process.name}: {info.node} has a newer map than {epoch}")
-                self._put_back(since)
-            elif ok:
-                assert answer is not None
-                self._adopt(info, since, set(answer))
-            elif self.net.now > until:
-                self.net.say(f"{self.process.name}: {info.node} cannot be reached, {len(since)} shards without it")
-                self._adopt(info, since, set())
-            else:
-                self.process.later(self.net.random.uniform(*RETRY_S), self._freeze, info, epoch, since, until)
-
-        shards = list(since)
-        if worker is None:
-            self._call(None, _nothing, (), frozen)
-        else:
-            self._call(worker.process, worker.freeze, (epoch, shards), frozen)
-
-    def _put_back(self, since: dict[int, int]) -> None:
-        for shard, epoch in since.items():
-            if self.taken.get(shard) == epoch:
-                del self.taken[shard]
-
-    def _adopt(self, info: WorkerInfo, since: dict[int, int], frozen: set[int]) -> None:
-        here = self._still(since)
-        behind = [shard for shard in here if shard in frozen]
-        plain = [shard for shard in here if shard not in frozen]
-        epoch = self.server.member.epoch
-
-        def adopted(_answer: Any, ok: bool) -> None:
-            if not ok:
-                self._put_back(since)
+    def _take_over(self, job: Job) -> Steps:
+        """FREEZE at the previous owner, ADOPT here, then start the copies."""
+        info, name = job.source, self.process.name
+        tries = Freeze(self.net.now)
+        frozen: Sequence[int] | None = None
+        while frozen is None:
+            if not self._wanted_of(job):
+                self._plan.release(job)
                 return
-            self.net.say(f"{self.process.name}: adopts {len(here)} shards of {info.node}, {len(behind)} to be copied")
-            words = self.worker.arena.words
-            ours = {shard for shard in here if words[shard] & EPOCH_MASK == since[shard]}
-            self._put_back({shard: since[shard] for shard in since if shard not in ours})
-            self._finish(epoch, [shard for shard in plain if shard in ours])
-            group = [shard for shard in behind if shard in ours]
-            if group:
-                self._list(info, epoch, {shard: since[shard] for shard in group}, self.net.now)
-
-        self._call(self.worker.process, self.worker.adopt, (epoch, here, behind), adopted)
-
-    def _finish(self, epoch: int, shards: list[int]) -> None:
-        def finished(_answer: Any, _ok: bool) -> None:
-            self.replan()
-
-        self._call(self.worker.process, self.worker.finish, (epoch, shards), finished)
-
-    def _give_up(self, info: WorkerInfo, epoch: int, since: dict[int, int]) -> None:
-        self.net.say(f"{self.process.name}: what {info.node} still has is given up")
-        self._finish(epoch, self._still(since))
-
-    def _list(self, info: WorkerInfo, epoch: int, since: dict[int, int], progress: float) -> None:
-        """All digests that the previous owner has of these shards, read off its arena by its stream."""
-        if not self._still(since):
-            self._put_back(since)
-            return
-        peer = self._peer(info)
-
-        def listed(answer: list[bytes] | None, ok: bool) -> None:
-            if ok and answer is not None:
-                self._copy(info, epoch, since, answer, self.net.now)
-            elif self.net.now > progress + GIVE_UP_S:
-                self._give_up(info, epoch, since)
+            source = self._source(info)
+            frozen, ok = yield source and Exchange(source.process, source.freeze, (job.epoch, list(job.since)))
+            if frozen is not None:
+                break
+            following = tries.failed(Status.WRONG_OWNER if ok else None, self.net.now)
+            if following == Freeze.AWAIT_MAP:
+                self.net.say(f"{name}: {info.node} has a newer map than {job.epoch}")
+                self._plan.release(job)
+                return
+            if following == Freeze.GIVE_UP:
+                self.net.say(f"{name}: {info.node} cannot be reached, {len(job.since)} shards without it")
+                frozen = []
             else:
-                self.process.later(self.net.random.uniform(*RETRY_S), self._list, info, epoch, since, progress)
-
-        if peer is None:
-            self._call(None, _nothing, (), listed)
-        else:
-            arena = peer.workers[info.worker].arena
-            self._call(peer.stream, _list, (arena, frozenset(since)), listed)
-
-    def _copy(self, info: WorkerInfo, epoch: int, since: dict[int, int], digests: list[bytes], progress: float) -> None:
-        """Batch after batch, what is not here; then FINISH."""
-        left = [digest for digest in digests if digest not in self.worker.arena.entries]
-        still = set(self._still(since))
-        left = [digest for digest in left if shard_of(digest) in still]
-        if not left:
-            self._finish(epoch, list(still))
+                yield self.net.random.uniform(*RETRY_S)
+        here = self._wanted_of(job)
+        kept = set(frozen)
+        copied = [shard for shard in here if shard in kept]
+        _, ok = yield Exchange(self.worker.process, self.worker.adopt, (self._plan.epoch, here, copied))
+        if not ok:
+            self._plan.release(job)
             return
-        batch, rest = left[:BATCH_KEYS], left[BATCH_KEYS:]
-        peer = self._peer(info)
-        options = self.server.world.options
+        self.net.say(f"{name}: adopts {len(here)} shards of {info.node}, {len(copied)} to be copied")
+        adopted = self._plan.adopted(job, here, copied, self.worker.arena.words)
+        self._run(self._finish(list(adopted.finish)))
+        for group in adopted.copy:
+            self._run(self._copy(group))
 
-        def fetched(values: list[tuple[bytes, int]] | None, ok: bool) -> None:
-            if ok and values is not None:
-                allowed = set(self._still(since))
-                wanted = [value for value in values if shard_of(value[0]) in allowed]
-                count = len(values) * options.value_bytes * options.sampling
-                self.server.world.moved_bytes += count
-                seconds = count / options.move_bytes_s
+    def _finish(self, shards: Sequence[int]) -> Steps:
+        yield Exchange(self.worker.process, self.worker.finish, (self._plan.epoch, shards))
+        self.replan()
 
-                def committed(_answer: Any, done: bool) -> None:
-                    if done:
-                        self.process.later(seconds, self._copy, info, epoch, since, rest, self.net.now)
+    def _patience_with(self, info: WorkerInfo) -> Patience:
+        key = info.node, info.instance, info.worker
+        found = self._patience.get(key)
+        if found is None:
+            found = self._patience[key] = Patience(self.net.now)
+        return found
 
-                self._call(self.worker.process, self.worker.copy, (self.server.member.epoch, wanted), committed)
-            elif self.net.now > progress + GIVE_UP_S:
-                self._give_up(info, epoch, since)
-            else:
-                pause = self.net.random.uniform(*RETRY_S)
-                self.process.later(pause, self._copy, info, epoch, since, left, progress)
+    def _gives_up(self, job: Job, began: float) -> Steps:
+        """An exchange with the previous owner failed: wait and return False, or finish without the rest."""
+        if self._patience_with(job.source).failed(None, began, self.net.now):
+            self.net.say(f"{self.process.name}: what {job.source.node} still has is given up")
+            yield from self._finish(self._wanted_of(job))
+            return True
+        yield self.net.random.uniform(*RETRY_S)
+        return False
 
-        if peer is None:
-            self._call(None, _nothing, (), fetched)
-        else:
-            self._call(peer.stream, _fetch, (peer.workers[info.worker].arena, batch), fetched)
+    def _copy(self, job: Job) -> Steps:
+        """List what the previous owner has of a group, copy what is not here, batch after batch, then FINISH."""
+        began, options = self.net.now, self.server.world.options
+        left: list[bytes] | None = None
+        while left is None:
+            if not self._wanted_of(job):
+                self._plan.release(job)
+                return
+            source = self._source(job.source)
+            left, _ = yield source and Exchange(source.server.stream, _list, (source.arena, frozenset(job.since)))
+            if left is None and (yield from self._gives_up(job, began)):
+                return
+        self._patience_with(job.source).progress(self.net.now)
+        while True:
+            wanted = self._wanted_of(job)
+            still = set(wanted)
+            left = [digest for digest in left if digest not in self.worker.arena.entries and shard_of(digest) in still]
+            if not left:
+                yield from self._finish(wanted)
+                return
+            source = self._source(job.source)
+            values, _ = yield source and Exchange(source.server.stream, _fetch, (source.arena, left[:BATCH_KEYS]))
+            if values is None:
+                if (yield from self._gives_up(job, began)):
+                    return
+                continue
+            allowed = set(self._wanted_of(job))
+            stored = [value for value in values if shard_of(value[0]) in allowed]
+            count = len(values) * options.value_bytes * options.sampling
+            self.server.world.moved_bytes += count
+            _, done = yield Exchange(self.worker.process, self.worker.copy, (self._plan.epoch, stored))
+            if not done:
+                return
+            self._patience_with(job.source).progress(self.net.now)
+            yield count / options.move_bytes_s
+            left = left[BATCH_KEYS:]
 
 
 def _list(arena: Arena, shards: frozenset[int]) -> list[bytes]:
@@ -231,7 +213,3 @@ def _list(arena: Arena, shards: frozenset[int]) -> list[bytes]:
 def _fetch(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:
     found = [(digest, arena.hit(digest, frozen_too=True)) for digest in digests]
     return [(digest, version) for digest, version in found if version]
-
-
-def _nothing() -> None:
-    pass

@@ -1,11 +1,11 @@
-"""The clock, the queue of events, hosts with processes, and a network with everything that is wrong with networks.
+"""Simulate the clock, the event queue, hosts with processes, and a network with all its faults.
 
-A process is *running*, *paused* (SIGSTOP: what comes for it waits, its timers too) or *dead* (what comes for it is
-lost, whoever has a connection with it is told by the kernel, if the network lets him). Each start of it is another
-*life*: nothing that was meant for an earlier one reaches it.
+A process is *running*, *paused* (SIGSTOP: events and timers wait for it) or *dead* (events for it are lost, and the
+kernel tells its peers if the network lets it). Each start is another *life*: no event meant for an earlier life
+reaches it.
 
-Messages take a latency, more on slow hosts and with jitter, so they overtake each other. ``loss`` delays a message by
-retransmission, as TCP does; ``duplicates`` brings it twice. A *cut* between two hosts, or one way only, swallows it.
+Messages take a latency with jitter, more on slow hosts, so they overtake each other. ``loss`` delays a message by
+retransmission, as TCP does. ``duplicates`` delivers it twice. A *cut* between two hosts, or one way only, drops it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Final
 
 Act = Callable[..., None]
 
-#: Of a TCP connection that loses a segment, seconds.
+#: Retransmission time-out of a TCP connection, seconds.
 RETRANSMIT_S: Final = 0.2
 #: Events kept for the report of a failure.
 KEPT: Final = 4096
 
 
 class Process:
-    """Something that runs on a host: a manager, a supervisor, a worker, a mover, a client."""
+    """A process on a host: a manager, supervisor, worker, mover or client."""
 
     __slots__ = ("host", "life", "name", "on_push", "paused", "running", "waiting", "world")
 
@@ -38,21 +38,21 @@ class Process:
         self.paused = False
         self.life = 0
         self.waiting: deque[tuple[Act, tuple[Any, ...]]] = deque()
-        #: What it does with a map that a manager pushes.
-        self.on_push: Act = _nothing
+        #: Takes a map that the manager pushes.
+        self.on_push: Act = ignored
 
     def __repr__(self) -> str:
         state = "dead" if not self.running else "paused" if self.paused else "running"
         return f"<{self.name} {state} life={self.life}>"
 
     def start(self) -> None:
-        """A new life."""
+        """Begin a new life."""
         self.life += 1
         self.running, self.paused = True, False
         self.waiting.clear()
 
     def die(self) -> None:
-        """At once, with all that waits for it."""
+        """End at once, and drop all events that wait."""
         self.running = self.paused = False
         self.waiting.clear()
 
@@ -61,7 +61,7 @@ class Process:
             self.paused = True
 
     def resume(self) -> None:
-        """What has waited happens now, in its order."""
+        """Go on: the events that waited happen now, in order."""
         if self.paused:
             self.paused = False
             while self.waiting and not self.paused and self.running:
@@ -69,7 +69,7 @@ class Process:
                 act(*details)
 
     def take(self, life: int, act: Act, details: tuple[Any, ...]) -> None:
-        """Something for it to do."""
+        """Take an event of a life, now or once resumed."""
         if not self.running or life != self.life:
             return
         if self.paused:
@@ -78,7 +78,7 @@ class Process:
             act(*details)
 
     def later(self, seconds: float, act: Act, *details: Any) -> None:
-        """A timer of this life."""
+        """Set a timer of this life."""
         self.world.at(self.world.now + seconds, self.take, self.life, act, details)
 
 
@@ -86,8 +86,8 @@ class Net:
     """Clock, queue and network.
 
     Args:
-        seed: of everything random.
-        latency_s: of a message between two hosts, in the mean.
+        seed: of all random numbers.
+        latency_s: mean latency between two hosts.
     """
 
     def __init__(self, seed: int, latency_s: float = 0.0004) -> None:
@@ -99,7 +99,7 @@ class Net:
         self.reordering = 0.0
         #: host -> factor of its latency.
         self.slow: dict[str, float] = {}
-        #: (from, to): swallowed. "*" is everybody.
+        #: (from, to): messages are dropped. "*" is every host.
         self.cuts: set[tuple[str, str]] = set()
         self.events = 0
         self.messages = 0
@@ -117,7 +117,7 @@ class Net:
         heappush(self._queue, (when, self._number, act, details))
 
     def run(self, until: float) -> None:
-        """All events up to a time."""
+        """Run all events up to a time."""
         queue = self._queue
         while queue and queue[0][0] <= until:
             when, _, act, details = heappop(queue)
@@ -128,7 +128,7 @@ class Net:
         self.now = max(self.now, until)
 
     def say(self, text: str) -> None:
-        """Note what happened: for the trace, its hash, and people."""
+        """Log an event: for the trace's hash, and for people."""
         line = f"{self.now:.6f} {text}"
         self._trace = zlib.crc32(line.encode(), self._trace) | (zlib.adler32(line.encode()) ^ self._trace >> 32) << 32
         self.said.append((self.now, text))
@@ -137,23 +137,23 @@ class Net:
 
     @property
     def trace(self) -> str:
-        """A hash of all that was said: the same for two runs of a seed."""
+        """A hash of the log: equal for two runs of a seed."""
         return f"{self._trace:016x}-{self.events}"
 
     # -- messages ---------------------------------------------------------------------------------
 
     def reaches(self, source: str, target: str) -> bool:
-        """Does a message get from host to host now?"""
+        """Return True if a message gets from one host to another now."""
         cuts = self.cuts
         return source == target or not cuts or not (
             (source, target) in cuts or (source, "*") in cuts or ("*", target) in cuts
         )  # fmt: skip
 
     def delay(self, source: str, target: str) -> float:
-        """Of the next message, seconds."""
+        """Return the delay of the next message, seconds."""
         rng = self.random.random
         if source == target:
-            return 0.00002  # in order, as through a socket of the host's own
+            return 0.00002  # in order, as through a local socket
         seconds = self.latency_s * (0.5 + rng())
         if self.slow:
             seconds *= self.slow.get(source, 1.0) * self.slow.get(target, 1.0)
@@ -164,8 +164,10 @@ class Net:
         return seconds
 
     def send(self, source: Process, target: Process, act: Act, *details: Any, once: bool = False) -> bool:
-        """A message to a life of a process that runs now; whether it is on its way. ``once``: never twice, as by one
-        TCP connection; others may come again by a connection that replaces the first."""
+        """Send a message to the current life of a process; return True if it is in flight.
+
+        ``once``: never duplicated, as on one TCP connection. Others may be repeated on a connection that replaces it.
+        """
         self.messages += 1
         if not self.reaches(source.host, target.host):
             return False
@@ -178,10 +180,10 @@ class Net:
         return True
 
     def _arrive(self, source: str, target: Process, life: int, act: Act, details: tuple[Any, ...]) -> None:
-        """What was on its way when a cut came is lost too."""
+        """Deliver a message, unless a cut came while it was in flight."""
         if self.reaches(source, target.host):
             target.take(life, act, details)
 
 
-def _nothing(*_details: Any) -> None:
-    pass
+def ignored(*_details: Any) -> None:
+    """Take an event that has no consequences."""

@@ -1,41 +1,41 @@
-"""What must never happen, looked at while it would.
+"""Judge what happens in a simulation by what must never happen.
 
 * *Versions.* Each key has one writer, so its puts and deletes have an order. A read that began after an answered
-  mutation, or after a read that saw it, yields that version, a later one, or a miss.
-* *Two owners.* Of two workers that accept mutations of a shard by words of one epoch one is wrong; for ever, not only
-  while both do. Two by different epochs: the older one is behind, and what it accepts is *split off*.
-* *Epochs.* No epoch names two maps. Nobody's epoch goes back.
+  mutation, or after a read that saw it, returns that version, a later one, or a miss.
+* *Two owners.* If two workers ever accept mutations of a shard by words of one epoch, one of them is wrong. With
+  different epochs the older one is behind, and what it accepts is *split off*.
+* *Epochs.* No epoch names two maps. No process goes back to an older epoch.
+* *Values are kept.* A worker gives up a shard that it accepted only if the manager has made another arena its owner
+  since. So a server that was away, and that no other has replaced, finds all its values. Two exceptions: its own cold
+  goodbye, and a manager that lost its state or got an old one back, as it cannot know then.
 * *Split off.* The documented exception: a server that is cut off from the manager, and serves clients that are cut off
-  with it, may give them a superseded value, and what is stored there is lost. For a read both must have been out of
-  touch, for a mutation the server, within the time that a broken link takes to be noticed and mended (``TOUCH_S``). A
-  key that was written there is not looked at any more.
+  with it, may give them a superseded value, and values stored there are lost. A read is exempt if both were cut off,
+  a mutation if the server was, within the time that it takes to notice and repair a broken connection (``TOUCH_S``).
+  A key that was written there is not judged any more.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import SHARD_COUNT
-from ..hashing import shard_of
-from ..messages import MapReply
-from ..shards import EPOCH_MASK, FROZEN
+from ..arena.hashing import shard_of
+from ..constants import NO_OWNER, SHARD_COUNT
+from ..wire.messages import MapReply
+from ..wire.shard_set import EPOCH_MASK, FROZEN
+from .client import Client
 from .manager import decoded
+from .worker import Worker, World
 
-if TYPE_CHECKING:
-    from .client import Client
-    from .server import Worker
-    from .world import World
-
-#: Who was cut off counts as out of touch for so long after.
+#: A host counts as cut off for so long after it was.
 TOUCH_S: Final = 12.0
 
 
 class SimFailure(AssertionError):
-    """Something that must never happen has."""
+    """Something happened that must never happen."""
 
 
 class Key:
@@ -47,50 +47,53 @@ class Key:
         self.number = number
         self.digest = digest
         self.writer = writer
-        #: Version of the last mutation that was begun, of the last one answered, and the newest one that a read saw.
+        #: Versions: of the last mutation begun, of the last one answered, and the newest that a read saw.
         self.started = 0
         self.done = 0
         self.seen = 0
         self.deleted: set[int] = set()
-        #: Nobody knows any more what is right: split off.
+        #: Split off: its right version is not known any more.
         self.lost = False
 
     @property
     def floor(self) -> int:
-        """The oldest version that a read beginning now may yield."""
+        """The oldest version that a read which begins now may return."""
         return max(self.done, self.seen)
 
 
 class Oracle:
-    """See the module's docstring. Raises SimFailure."""
+    """The judge of one run. Methods raise SimFailure."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.by_digest: dict[bytes, Key] = {}
-        #: By cluster, as epochs of two are not compared: the highest epoch at which each shard was accepted, and where.
+        #: By cluster: the highest epoch at which each shard was accepted, and by which arena.
         self._accepted: dict[int, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}
+        #: Each shard's last owner by the map, as an arena, and the epoch in which it followed another.
+        self._owner = np.zeros(SHARD_COUNT, np.int64)
+        self._another = np.zeros(SHARD_COUNT, np.uint64)
         self._maps: dict[tuple[int, int], int] = {}
         self._observed: dict[str, tuple[int, int]] = {}
         self._last: MapReply | None = None
-        #: host -> how many troubles cut it off from the manager now; and when the last one ended.
+        #: host -> number of faults that cut it off from the manager now, and when the last change was.
         self._troubles: dict[str, int] = {}
         self._touched: dict[str, float] = {}
         self.exempt_reads = self.split_writes = self.checks = 0
 
     def fail(self, text: str) -> None:
-        """It has happened."""
+        """Fail the run."""
         self.world.net.say(f"FAILURE: {text}")
         raise SimFailure(text)
 
     # -- who is in touch with the manager ---------------------------------------------------------------
 
     def trouble(self, host: str, on: bool) -> None:
-        """A host ("*": all) cannot talk with the manager, or one of the two does not run; or that is over."""
+        """Note that a host ("*": all) is cut off from the manager, or that this is over."""
         self._troubles[host] = self._troubles.get(host, 0) + (1 if on else -1)
         self._touched[host] = self.world.net.now
 
     def in_touch(self, host: str) -> bool:
-        """Is it, and has it been for a while?"""
+        """Return True if a host is not cut off and has not been for a while."""
         for each in (host, "*"):
             if self._troubles.get(each, 0) or self.world.net.now - self._touched.get(each, -TOUCH_S) < TOUCH_S:
                 return False
@@ -99,7 +102,7 @@ class Oracle:
     # -- epochs and owners --------------------------------------------------------------------------------
 
     def told(self, reply: MapReply) -> None:
-        """Somebody has got this map."""
+        """A process has got this map."""
         if reply is self._last:
             return
         self._last = reply
@@ -110,8 +113,32 @@ class Oracle:
         if known != content:
             self.fail(f"epoch {reply.epoch} names two maps")
 
+    def made(self, reply: MapReply) -> None:
+        """The manager has made this map, sent or not."""
+        number = self.world.arena_numbers
+        table = np.zeros(NO_OWNER + 1, np.int64)
+        for position, info in enumerate(reply.workers):
+            table[position] = number.get((info.node, info.instance, info.worker), -1)
+        owners = table[np.frombuffer(reply.owners, "<u2")]
+        changed = (owners != 0) & (owners != self._owner)
+        self._another[changed & (self._owner != 0)] = reply.epoch
+        self._owner[changed] = owners[changed]
+
+    def gives_up(self, worker: Worker, before: NDArray[np.uint64]) -> None:
+        """A worker has taken a map; ``before``: its words until then."""
+        if self.world.manager.forgot or worker.server.leaving:
+            return
+        self.checks += 1
+        words = np.frombuffer(worker.arena.words, np.uint64)
+        given_up = (before != 0) & (before < np.uint64(FROZEN)) & ((words ^ before) & np.uint64(EPOCH_MASK) != 0)
+        mine = self._owner == worker.arena.number
+        bad = given_up & mine & (self._another <= (before & np.uint64(EPOCH_MASK)))
+        if bad.any():
+            shard = int(np.flatnonzero(bad)[0])
+            self.fail(f"{worker.process.name} gives up shard {shard}, which nobody else has owned")
+
     def observed(self, name: str, cluster: int, epoch: int) -> None:
-        """Somebody holds this epoch now."""
+        """A process holds this epoch now."""
         known = self._observed.get(name)
         if known is not None and known[0] == cluster and epoch < known[1]:
             self.fail(f"{name} went from epoch {known[1]} back to {epoch}")
@@ -138,7 +165,7 @@ class Oracle:
         where[newer] = worker.arena.number
 
     def _tables(self, worker: Worker) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Of the cluster whose map its server has."""
+        """Return the tables of the cluster whose map the worker's server has."""
         found = worker.server.member.map
         cluster = 0 if found is None else found.cluster
         if cluster not in self._accepted:
@@ -148,7 +175,7 @@ class Oracle:
     # -- versions -----------------------------------------------------------------------------------------
 
     def stored(self, worker: Worker, digest: bytes, _version: int) -> None:
-        """A worker has accepted a mutation: is somebody newer accepting them too?"""
+        """A worker has accepted a mutation: fail if a newer owner accepts them too and the worker was not cut off."""
         self.checks += 1
         shard = shard_of(digest)
         epoch = worker.arena.words[shard] & EPOCH_MASK
@@ -167,7 +194,7 @@ class Oracle:
         self.split_writes += 1
 
     def read(self, client: Client, key: Key, floor: int, version: int, node: str) -> None:
-        """A read has yielded a version; ``floor``: of the key when it began."""
+        """A read has returned a version; ``floor``: the key's when it began."""
         self.checks += 1
         if not version or key.lost:
             return

@@ -1,66 +1,40 @@
-"""All of it together: a cluster, its load, its faults; a run, and what came of it.
+"""Put a simulation together: a cluster, its load, its faults, one run and its report.
 
-A *scenario* is a small cluster for half a minute with everything that can go wrong, drawn from a seed. A *simulation*
-is a large one for hours; there a client stands for many, and a value for ``sampling`` values (the report says so).
+A *scenario* is a small cluster for half a minute with faults of every kind, generated from a seed. A *simulation* is a
+large cluster for hours. There a client stands for many, and a value for ``sampling`` values, as the report says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
 
-from ..cluster import NodeState, Timing
+from ..cluster.assignment import Member
+from ..cluster.nodes import NodeState, Timing
 from ..constants import NO_OWNER, SHARD_COUNT
-from ..member import Member
-from ..messages import MapReply, Status
-from ..shards import FROZEN
+from ..wire.messages import MapReply, Status
+from ..wire.shard_set import FROZEN
 from .client import Client
 from .faults import DEFAULT, Plan
 from .manager import ManagerHost, decoded
 from .net import Net
 from .oracle import Key, Oracle, SimFailure
 from .server import Server
+from .worker import Options
+from .worker import Server as AnyServer
 
-#: Everything must serve again so long after the last fault.
+#: All shards must be served again so long after the last fault.
 HEALED_S: Final = 10.0
-#: What one of a cluster's clients does is done by this many of them at most; each stands for the others.
+#: At most so many clients are simulated; each stands for others.
 CLIENTS_MOST: Final = 200
 
 
 @dataclass
-class Options:
-    """Of a run. ``faults``: kinds, see faults.py. ``fault_s``: mean time between two."""
-
-    nodes: int = 4
-    clients: int = 5
-    seconds: float = 40.0
-    seed: int = 7
-    faults: Sequence[str] = DEFAULT
-    fault_s: float = 4.0
-    fault_lasts_s: tuple[float, float] = (0.1, 12.0)
-    keys: int = 60
-    #: A client's mean time between two operations.
-    op_s: float = 0.15
-    deadline_s: float = 1.0
-    heartbeat_s: float = 1.0
-    entries: int = 400
-    value_bytes: int = 1 << 20
-    move_bytes_s: float = 200 << 20
-    #: Values that one simulated value stands for, when bytes are counted.
-    sampling: int = 1
-    latency_s: float = 0.0004
-    moves_at_once: int = 2048
-    plants: frozenset[str] = frozenset()
-    verbose: bool = False
-
-
-@dataclass
 class Report:
-    """What came of a run. Times are simulated seconds."""
+    """The outcome of a run. Times are simulated seconds."""
 
     options: Options
     failure: str = ""
@@ -70,7 +44,7 @@ class Report:
 
 
 class World:
-    """See the module's docstring."""
+    """One simulated cluster."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -85,22 +59,25 @@ class World:
         self.clients: list[Client] = []
         self.keys: list[Key] = []
         self.mine: dict[int, list[int]] = {}
-        self.plan = Plan(self, options.faults)
+        self.plan = Plan(self)
         self.manager.on_turn = self._turned
+        self.manager.on_made = self.oracle.made
+        #: (name, instance, worker) -> the number of its arena.
+        self.arena_numbers: dict[tuple[str, int, int], int] = {}
         self.moved_bytes = 0
         self.exact = options.nodes <= 64
         self.stopping = False
-        #: Chain of maps: epoch -> (the one before, instances that it concerns).
+        #: Chain of maps: epoch -> (the epoch before, instances that it concerns).
         self._chain: dict[int, tuple[int, frozenset[tuple[str, int]]]] = {}
         self._last: tuple[MapReply, Any, Any, Any] | None = None
         self._instances: dict[tuple[str, int, int], int] = {}
-        #: Of servers that were killed: when, until the manager calls them dead or hears of a successor.
+        #: When each killed server died, until the manager calls it dead or a successor joins.
         self.died: dict[str, float] = {}
-        #: Seconds from death to that.
+        #: Seconds from each death to its detection.
         self.detected: list[float] = []
 
     def _turned(self, name: str, state: NodeState) -> None:
-        """A node's state has changed, at the manager."""
+        """Note that a node's state has changed at the manager."""
         when = self.died.get(name)
         if when is not None and state in (NodeState.DEAD, NodeState.JOINING):
             del self.died[name]
@@ -108,7 +85,7 @@ class World:
                 self.detected.append(self.net.now - when)
 
     def number(self) -> int:
-        """One that nobody has had."""
+        """Return a number that was not returned before."""
         self._numbers += 1
         return self._numbers
 
@@ -120,7 +97,7 @@ class World:
         return server
 
     def build(self) -> None:
-        """Manager, servers, clients, keys."""
+        """Make the manager, servers, clients and keys."""
         options, rng = self.options, self.net.random
         self.manager.start()
         for _ in range(options.nodes):
@@ -150,11 +127,11 @@ class World:
     # -- maps, for many servers -----------------------------------------------------------------------------
 
     def moving(self, member: Member) -> bool:
-        """Does the map move anything?"""
+        """Return True if the map moves any shard."""
         return member.map is not None and bool(member.map.previous)
 
-    def concerns(self, server: Server, epoch: int, reply: MapReply) -> bool:
-        """Does anything between the map of ``epoch`` and this one concern a server? Always, in a small cluster."""
+    def concerns(self, server: AnyServer, epoch: int, reply: MapReply) -> bool:
+        """Return True if a map after ``epoch``, up to this one, concerns a server; always in a small cluster."""
         if self.exact:
             return True
         self._note(reply)
@@ -167,7 +144,7 @@ class World:
         return at != epoch
 
     def _note(self, reply: MapReply) -> None:
-        """Which instances a new map concerns, beside the one before."""
+        """Note which instances a new map concerns, compared with the one before."""
         if self._last is not None and self._last[0].epoch >= reply.epoch:
             return
         found = decoded(reply)
@@ -195,7 +172,7 @@ class World:
     # -- load -----------------------------------------------------------------------------------------
 
     def _work(self, client: Client) -> None:
-        """One operation, and the next one later."""
+        """Start one operation, and schedule the next."""
         if self.stopping:
             return
         rng = self.net.random
@@ -208,7 +185,7 @@ class World:
         client.process.later(rng.expovariate(1 / self.options.op_s), self._work, client)
 
     def get(self, client: Client, key: Key, done: Any = None) -> None:
-        """A read, judged."""
+        """Read a key and judge the result."""
         floor = key.floor
 
         def ended(result: tuple[int, str] | None, seconds: float) -> None:
@@ -226,22 +203,22 @@ class World:
         client.run(client.get(key.digest), ended)
 
     def mutate(self, client: Client, key: Key, *, delete: bool = False, done: Any = None) -> None:
-        """A put or delete of the key's only writer."""
-        if key.started > key.done:  # one of this key is under way
+        """Put or delete a key by its only writer."""
+        if key.started > key.done:  # one of this key is in flight
             return
         key.started += 1
         version = key.started
         if delete:
             key.deleted.add(version)
 
-        def ended(status: Status | None, seconds: float) -> None:
+        def ended(status: int | None, seconds: float) -> None:
             client.counts["puts"] += 1
             self._in_time(client, seconds)
             if status == Status.OK:
                 key.done = version
             else:
                 client.counts["failed"] += 1
-                # Perhaps it was carried out, perhaps it will be: the key is read on, and written no more.
+                # It may have been carried out, now or later: the key is still read, but not written any more.
                 mine = self.mine[client.number]
                 if key.number in mine:
                     mine.remove(key.number)
@@ -261,7 +238,7 @@ class World:
     # -- faults ---------------------------------------------------------------------------------------
 
     def resume(self, name: str) -> None:
-        """Of a drain; said again until the manager hears it."""
+        """End a drain; repeated until the manager takes it."""
         manager = self.manager
         if manager.process.running and not manager.process.paused and not manager.cluster.rebuilding:
             manager.drain(name, False)
@@ -280,13 +257,13 @@ class World:
     # -- a run ------------------------------------------------------------------------------------------
 
     def run(self) -> Report:
-        """Load and faults, healing, full service; what came of it."""
+        """Run load and faults, heal, check full service; return the report."""
         report = Report(self.options)
         try:
             self.build()
             until = self.options.seconds
             self.net.at(4.0, self._next_fault, until)
-            self.net.at(1.0, self._look_around)
+            self.net.at(1.0, self._check_invariants)
             self.net.run(until)
             self.net.say("all that is broken is mended")
             self.plan.heal()
@@ -305,18 +282,18 @@ class World:
         report.figures = self.figures()
         return report
 
-    def _look_around(self) -> None:
-        """Invariants that cost too much to look at with every event."""
+    def _check_invariants(self) -> None:
+        """Check the invariants that are too expensive to check at every event."""
         if self.manager.process.running:
             self.manager.cluster.check(settled=False)
         for server in self.servers.values():
             if self.exact:
                 for worker in server.workers:
                     worker.shards.check()
-        self.net.at(self.net.now + (1.0 if self.exact else 30.0), self._look_around)
+        self.net.at(self.net.now + (1.0 if self.exact else 30.0), self._check_invariants)
 
     def _full_service(self) -> None:
-        """Ten seconds after the last fault: every shard has an owner that knows it, every client can put and get."""
+        """Check, after the last fault, that every shard has an accepting owner and every client can put and get."""
         cluster = self.manager.cluster
         if cluster.rebuilding:
             self.oracle.fail(f"the manager still listens for maps {HEALED_S:g} s after the last fault")
@@ -353,7 +330,7 @@ class World:
             if version != 1 and self.options.entries > 100:  # else it may have been evicted
                 self.oracle.fail(f"{client.name} did not find key {key.number} after it was put, nothing being wrong")
 
-        def put(status: Status | None) -> None:
+        def put(status: int | None) -> None:
             if status != Status.OK:
                 name = getattr(status, "name", "no answer")
                 self.oracle.fail(f"{client.name} could not put key {key.number} ({name}), nothing being wrong")
@@ -364,7 +341,7 @@ class World:
     # -- figures ----------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the figures of the report."""
         counts: dict[str, int] = {}
         for client in self.clients:
             for name, value in client.counts.items():
@@ -395,7 +372,7 @@ class World:
 
 
 def scenario(seed: int, **changes: Any) -> Options:
-    """A small cluster, drawn from a seed."""
+    """Return a small cluster generated from a seed."""
     import random
 
     rng = random.Random(seed * 2654435761 % (1 << 32))
@@ -403,16 +380,14 @@ def scenario(seed: int, **changes: Any) -> Options:
         nodes=rng.choice([1, 2, 2, 3, 3, 4]), clients=rng.choice([2, 3, 4]), seconds=rng.choice([10.0, 14.0, 20.0]),
         seed=seed, fault_s=rng.choice([0.7, 1.5, 3.0]), entries=rng.choice([12, 40, 400]),
         move_bytes_s=rng.choice([4 << 20, 50 << 20, 1 << 30]), moves_at_once=rng.choice([1024, 4096, 16384, 16384]),
-        keys=40,
+        keys=40, faults=DEFAULT,
     )  # fmt: skip
     kinds = list(DEFAULT)
     if rng.random() < 0.5:
         options.faults = tuple(rng.sample(kinds, rng.randrange(2, 6)))
-    for name, value in changes.items():
-        setattr(options, name, value)
-    return options
+    return replace(options, **changes)
 
 
 def run_scenario(seed: int, **changes: Any) -> Report:
-    """One scenario, from its seed."""
+    """Run one scenario, from its seed."""
     return World(scenario(seed, **changes)).run()

@@ -1,0 +1,255 @@
+"""The layout of an arena, the memory of one worker: two files, one after the other.
+
+    metadata    0           header      4 KiB, 64-bit words, see :class:`Word`
+                4 KiB       shards      16,384 words, see arena/shard_words.py: since when it is owned, 0 = not owned
+                132 KiB     slots       sets x 8 ways x 64 bytes
+                ...         ledger      undo record, namespaces, sessions, holds (grants and pins)
+    data        page * n    data        chunks, 2 MiB * m bytes
+                ...         visited     a byte per slot; readers store 0x01
+                last word   stamp       the header's GENERATION
+
+All offsets count from the start of the metadata, also those in the data's file, which begins at ``data_offset``.
+
+The worker alone writes the metadata. Clients map it read-only, and the data's file writable: they store into ``data``,
+where they hold a grant, and into ``visited``. They are two files because the right to write a file cannot be given for
+a part of it (``ipc/arena_files.py``). All words are native-endian and aligned: an 8-byte load or store is one
+instruction, and never torn.
+
+    slot, 64 bytes              written by the worker alone
+    off size field
+      0    8 seq        even: stable, odd: being written; incarnation << 44 | counter
+      8   16 digest     zeros: no entry
+     24    8 offset     of the value, from the arena's start
+     32    4 length     of the value, bytes
+     36    4 crc32      of the value if flag ENTRY_CRC is set
+     40    4 chunk      bytes of its chunk
+     44    2 namespace  id in the ledger's table
+     46    2 flags      see ENTRY_CRC
+     48    8 stored     wall clock, ms
+     56    8 reserved
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..constants import ARENA_BYTES_MIN, PAGE_BYTES, SET_BYTES, SHARD_COUNT, SLAB_BYTES, SLOT_BYTES, WAYS
+from ..errors import SegmentError, UsageError
+
+MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
+LAYOUT_VERSION: Final = 4
+
+HEADER_BYTES: Final = PAGE_BYTES
+SHARDS_BYTES: Final = SHARD_COUNT * 8
+
+SLOT: Final = struct.Struct("@Q16sQIIIHHQQ")
+#: The slot after its seq word: the part that is stored while the seq is odd.
+SLOT_BODY: Final = struct.Struct("@16sQIIIHHQQ")
+SLOT_WORDS: Final = SLOT_BYTES // 8
+assert SLOT.size == SLOT_BYTES and SLOT_BODY.size == SLOT_BYTES - 8
+
+#: A slot for numpy. The digest is two little-endian words, as ``hashing.split`` takes it.
+SLOT_FIELDS: Final = np.dtype(
+    [
+        ("seq", "u8"), ("low", "<u8"), ("high", "<u8"), ("offset", "u8"), ("length", "u4"), ("crc", "u4"),
+        ("chunk", "u4"), ("namespace", "u2"), ("flags", "u2"), ("stored", "u8"), ("reserved", "u8"),
+    ]
+)  # fmt: skip
+assert SLOT_FIELDS.itemsize == SLOT_BYTES
+
+#: Bits of a sequence number's counter; the incarnation is above them.
+SEQ_BITS: Final = 44
+SEQ_MASK: Final = (1 << SEQ_BITS) - 1
+
+
+class Word:
+    """Positions of the header words. The geometry is written once, before the magic.
+
+    MAGIC, VERSION, STATE and CLUSTER keep their positions in all versions: a server must find out the cluster of any
+    arena.
+    """
+
+    MAGIC: Final = 0
+    VERSION: Final = 1
+    SIZE: Final = 2
+    SETS: Final = 3
+    SLOTS_OFFSET: Final = 4
+    VISITED_OFFSET: Final = 5
+    LEDGER_OFFSET: Final = 6
+    SESSION_LINES: Final = 7
+    HOLD_LINES: Final = 8
+    DATA_OFFSET: Final = 9
+    DATA_BYTES: Final = 10
+    INCARNATION: Final = 11
+    STATE: Final = 12
+    #: Incremented by the worker about ten times a second. A reader that sees it unchanged re-resolves.
+    HEARTBEAT: Final = 13
+    # 14 and 15 are reserved: older builds write them.
+    #: Highest map epoch the worker has acted on.
+    EPOCH: Final = 16
+    #: Cluster id of all entries and shard words; 0 before the first map, and in layouts before 3.
+    CLUSTER: Final = 17
+    #: A random number, not 0, that the data's file repeats as its last word: the two were made together.
+    GENERATION: Final = 18
+
+
+#: Header words in use.
+HEADER_WORDS: Final = Word.GENERATION + 1
+
+
+class State:
+    """The header's STATE word."""
+
+    STARTING: Final = 1
+    OPEN: Final = 2
+    #: Final. A process that still maps the segment must look for its successor.
+    CLOSED: Final = 3
+    #: After a clean stop with --warm. The next server of the same name may take the segment over.
+    SUSPENDED: Final = 4
+
+
+#: The arena's last word.
+STAMP_BYTES: Final = 8
+
+#: Bit of a slot's flags: ``crc`` is the value's CRC-32.
+ENTRY_CRC: Final = 1
+#: A client stored it that may use one namespace only, and the digest was its word alone. Readers of others miss it.
+ENTRY_BOUND: Final = 2
+
+# Ledger regions, in this order. Counts are in the header.
+UNDO_BYTES: Final = 128
+NAMESPACES: Final = 256
+NAMESPACE_LINE_BYTES: Final = 128
+SESSION_LINE_BYTES: Final = 64
+HOLD_LINE_BYTES: Final = 32
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Geometry(NamedTuple):
+    """Sizes and offsets of one arena, in bytes unless noted. The fields are header words from Word.SIZE on."""
+
+    size: int
+    sets: int
+    slots_offset: int
+    visited_offset: int
+    ledger_offset: int
+    session_lines: int
+    hold_lines: int
+    data_offset: int
+    data_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots."""
+        return self.sets * WAYS
+
+    @property
+    def ledger_bytes(self) -> int:
+        return (
+            UNDO_BYTES
+            + NAMESPACES * NAMESPACE_LINE_BYTES
+            + self.session_lines * SESSION_LINE_BYTES
+            + self.hold_lines * HOLD_LINE_BYTES
+        )
+
+    @property
+    def reader_bytes(self) -> int:
+        """Return the size of header, shards and slots, the part of the metadata that a reader needs."""
+        return self.ledger_offset
+
+    @property
+    def meta_bytes(self) -> int:
+        """Return the size of the metadata's file, where the data's begins."""
+        return self.data_offset
+
+    @property
+    def data_end(self) -> int:
+        """Return where the chunks end."""
+        return self.data_offset + self.data_bytes
+
+    @property
+    def data_file_bytes(self) -> int:
+        """Return the size of the data's file."""
+        return self.size - self.data_offset
+
+    @classmethod
+    def plan(cls, size: int, slots: int = 0) -> Geometry:
+        """Return the layout of an arena of ``size`` bytes in all. ``slots`` 0 means five per four pages of data.
+
+        Two-choice hashing into sets of 8 fills four fifths of the slots before a set overflows in practice. So with
+        values of 4 KiB the data region fills first, and the table takes 2 % of the memory.
+        """
+        size = size // SLAB_BYTES * SLAB_BYTES
+        if size < 4 * SLAB_BYTES:
+            raise UsageError(f"an arena has at least {ARENA_BYTES_MIN >> 20} MiB, not {size} bytes")
+        if slots < 0:
+            raise UsageError(f"slots must be positive, not {slots}")
+        wanted = slots or size // PAGE_BYTES * 5 // 4
+        sets = max(2, _round_up(wanted, WAYS) // WAYS)
+        slots_offset = HEADER_BYTES + SHARDS_BYTES
+        geometry = cls(
+            size=size,
+            sets=sets,
+            slots_offset=slots_offset,
+            visited_offset=0,
+            ledger_offset=_round_up(slots_offset + sets * SET_BYTES, PAGE_BYTES),
+            session_lines=min(4096, max(256, sets * WAYS // 8)),
+            hold_lines=min(65_536, max(1024, sets * WAYS // 4)),
+            data_offset=0,
+            data_bytes=0,
+        )
+        meta = _round_up(geometry.ledger_offset + geometry.ledger_bytes, PAGE_BYTES)
+        visited = _round_up(sets * WAYS + STAMP_BYTES, PAGE_BYTES)
+        data = (size - meta - visited) // SLAB_BYTES * SLAB_BYTES
+        if data < 2 * SLAB_BYTES:
+            raise UsageError(
+                f"an arena of {size >> 20} MiB has no room for {sets * WAYS} slots ({meta + visited >> 20} MiB of "
+                "tables): give it more memory or fewer slots"
+            )
+        end = size - visited
+        return geometry._replace(data_offset=end - data, data_bytes=data, visited_offset=end)
+
+    def write(self, words: memoryview) -> None:
+        """Store the geometry in a fresh header. :func:`publish` stores the magic later."""
+        words[Word.VERSION] = LAYOUT_VERSION
+        for at, field in enumerate(self, Word.SIZE):
+            words[at] = field
+
+    @classmethod
+    def read(cls, words: memoryview, size: int, name: str) -> Geometry:
+        """Return an existing arena's geometry, checked. Raise SegmentError if it is no arena of this layout.
+
+        ``size``: bytes of both files.
+        """
+        if words[Word.MAGIC] != MAGIC:
+            raise SegmentError(f"{name} is no arena (or not ready yet): its header has no SiMM magic")
+        if words[Word.VERSION] != LAYOUT_VERSION:
+            raise SegmentError(
+                f"{name} has arena layout {words[Word.VERSION]}, this build reads {LAYOUT_VERSION}: "
+                "run the same SiMM version on both sides"
+            )
+        found = cls(*words[Word.SIZE : Word.DATA_BYTES + 1])
+        ordered = (
+            found.sets >= 2
+            and found.slots_offset == HEADER_BYTES + SHARDS_BYTES
+            and found.slots_offset + found.sets * SET_BYTES <= found.ledger_offset
+            and found.ledger_offset + found.ledger_bytes <= found.data_offset
+            and found.ledger_offset % PAGE_BYTES == found.data_offset % PAGE_BYTES == 0
+            and found.data_bytes % SLAB_BYTES == 0
+            and found.data_end == found.visited_offset
+            and found.visited_offset + found.slots + STAMP_BYTES <= found.size == size
+        )
+        if not ordered:
+            raise SegmentError(f"{name} has a header that contradicts itself or its size of {size} bytes")
+        return found
+
+
+def publish(words: memoryview) -> None:
+    """Store the magic, the last word of a new arena."""
+    words[Word.MAGIC] = MAGIC

@@ -1,0 +1,75 @@
+"""Which slabs the entries of a dead worker lay in: recovery for all entries at once, by numpy.
+
+A million entries one by one take seconds, in which the worker answers nobody. Slabs whose entries contradict nothing
+are taken over as a whole. What is left, large values and slabs of which something is wrong, goes one by one, which
+tells what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..constants import CHUNK_ALIGN_BYTES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from ..slab import ALIGN_SHIFT, CHUNK_SIZES, CLASS_TABLE, LARGE_GROUP
+
+_Numbers = NDArray[np.int64]
+
+#: `CLASS_TABLE`, and the chunk size of each group, for numpy. The size of LARGE_GROUP stands for none.
+_CLASSES: Final = np.frombuffer(CLASS_TABLE, np.uint8).astype(np.int64)
+_SIZES: Final = np.array([*CHUNK_SIZES, SLAB_BYTES], np.int64)
+
+
+class WholeSlab(NamedTuple):
+    """A slab, the indices of its chunks, and which rows these are."""
+
+    base: int
+    group: int
+    indices: _Numbers
+    rows: _Numbers
+
+
+def groups_of(sizes: _Numbers) -> _Numbers:
+    """Return `class_of` for each of many sizes, which are positive. O(n)."""
+    small = sizes <= SLAB_CHUNK_BYTES_MAX
+    units = np.where(small, sizes + CHUNK_ALIGN_BYTES - 1 >> ALIGN_SHIFT, 0)
+    return np.where(small, _CLASSES[units], LARGE_GROUP)
+
+
+def whole_slabs(offsets: _Numbers, sizes: _Numbers, region: int) -> Iterator[WholeSlab]:
+    """Yield the slabs in ``region`` bytes whose chunks are all possible: of one class, in its grid, each named once.
+
+    A row is the offset and the size of a chunk. O(n log n).
+    """
+    if not len(offsets):
+        return
+    order = np.argsort(offsets, kind="stable")
+    at, groups = offsets[order], groups_of(sizes[order])
+    chunks = _SIZES[groups]
+    inside = (at >= 0) & (at < region // SLAB_BYTES * SLAB_BYTES)
+    bases = np.where(inside, at // SLAB_BYTES * SLAB_BYTES, -1)
+    indices = (at - bases) // chunks
+    sound = inside & (groups != LARGE_GROUP) & (sizes[order] == chunks) & (bases + indices * chunks == at)
+    sound &= indices < SLAB_BYTES // chunks
+    begins = np.concatenate(([True], bases[1:] != bases[:-1]))
+    sound[1:] &= begins[1:] | ((at[1:] > at[:-1]) & (groups[1:] == groups[:-1]))
+    starts = np.flatnonzero(begins)
+    ends = np.append(starts[1:], len(at))
+    whole = np.logical_and.reduceat(sound, starts)
+    for start, end in zip(starts[whole].tolist(), ends[whole].tolist()):
+        yield WholeSlab(int(bases[start]), int(groups[start]), indices[start:end], order[start:end])
+
+
+def overlapping(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Return a mask of the chunks that share bytes with another one, or with one that does. O(n log n)."""
+    order = np.argsort(offsets, kind="stable")
+    starts = offsets[order]
+    ends = np.maximum.accumulate(starts + chunks[order])
+    joined = np.zeros(len(order) + 1, bool)
+    joined[1:-1] = starts[1:] < ends[:-1]
+    mask = np.zeros(len(order), bool)
+    mask[order] = joined[1:] | joined[:-1]
+    return mask

@@ -1,0 +1,485 @@
+"""Room for values: allocate chunks, and evict entries to make room.
+
+An allocated chunk is in one of four states. *Published*: it belongs to a slot of the table, and may be evicted.
+*Granted*: it belongs to no slot, as a client is still writing into it. *Held*: a reader without a seqlock uses it (a
+view, or bytes on their way into a socket), or a dead client may still write into it. *Detached*: its slot is gone while
+it is held; the last unhold frees it. Only a published chunk that is not held is ever evicted.
+
+`Space.allocate` asks the allocator first. If that has no room, it evicts entries synchronously, through the owner's
+callback:
+
+1. *The coldest*: the group's own next victim or what another group can give, whichever is older
+   (`simm.arena.coldest`). Another group gives a whole slab or, for a large value, a window.
+2. *A window*: an address range of the bytes needed (for a new slab: an aligned 2 MiB) in which everything can be
+   evicted, as a large value needs neighbours that are free together. It is sought around *anchors*: the oldest large
+   values, and the coldest slab of each class. Of the windows older than the own victim, the one that loses least goes,
+   in bytes per age. A slab in it goes as a whole.
+3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced.
+4. *Any window.* If pins and grants fence all those, all of the group's entries are searched, then all of the region in
+   address order, which costs O(chunks of the region). A failure is remembered until something is published, released
+   or unheld. So a PUT fails only if its value is larger than the region, or what it needs is held or granted.
+
+Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. All of
+this is private to the worker and has no locks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simm.arena.coldest import NEVER, Coldest, coarse
+from simm.arena.eviction import Policy, make_policy
+from simm.arena.rebuild import groups_of, whole_slabs
+from simm.arena.spans import Windows, window_bytes
+from simm.constants import NO_SLOT, SLAB_BYTES
+from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
+from simm.errors import CorruptionError, UsageError
+from simm.slab import (
+    CHUNKS_PER_SLAB,
+    FREE,
+    GROUPS,
+    LARGE,
+    LARGE_GROUP,
+    SLOTS_MAX,
+    Allocator,
+    Span,
+    chunk_bytes_for,
+    class_of,
+)
+
+#: Victims of one group that are tried as anchors of a window.
+ANCHORS_MAX: Final = 4
+
+#: Reasons of evictions: the keys of Space.evictions.
+OWN, REASSIGNED, WINDOW, LAST_RESORT = "own", "reassigned", "window", "last_resort"
+
+
+class Space:
+    """The data region of one arena: ``size`` bytes of chunks for the entries of a table of ``slots`` slots.
+
+    ``visited`` has a byte per slot (see `simm.arena.eviction`). ``evict(slot)`` must remove the entry from the table,
+    and call `release` for its chunk, before it returns. Offsets are bytes from the region's start. A call that
+    contradicts the state raises `CorruptionError` and changes nothing.
+    """
+
+    def __init__(
+        self, size: int, slots: int, visited: memoryview, policy_name: str, evict: Callable[[int], None]
+    ) -> None:
+        if slots > SLOTS_MAX:
+            raise UsageError(f"{slots} slots are more than {SLOTS_MAX}")
+        self._allocator = Allocator(size)
+        self._policy: Policy = make_policy(policy_name, slots, GROUPS, visited)
+        self._evict = evict
+        #: Offset of each slot's chunk, or -1.
+        self._offsets = array("q", [-1]) * slots
+        #: Held chunks: offset -> number of holds.
+        self._holds: dict[int, int] = {}
+        #: Held chunks without a slot, freed at their last unhold.
+        self._detached: set[int] = set()
+        self._coldest = Coldest(
+            self._allocator, self._policy, lambda base: self._evictable(self._allocator.span_at(base))
+        )
+        self._windows = Windows(self._allocator, self._policy, self._coldest, lambda span: self._evictable(span))
+        #: Per slab class: an own victim with this since, or an earlier one, is no younger than what other groups give.
+        self._bounds = [-1] * GROUPS
+        #: The same for large values, by the bits of their size.
+        self._large_bounds: dict[int, int] = {}
+        #: No window of large values for a slab class has an earlier since than this.
+        self._large_bound = 0
+        #: True while the `evict` callback runs.
+        self._evicting = False
+        #: Chunk sizes for which the last search found nothing; cleared when room may have appeared.
+        self._known_full: set[int] = set()
+        #: Entries evicted so far, by reason.
+        self.evictions = {OWN: 0, REASSIGNED: 0, WINDOW: 0, LAST_RESORT: 0}
+
+    # ---- a chunk's life
+
+    def allocate(self, n: int) -> int:
+        """Return the offset of a fresh chunk for ``n`` bytes, granted to the caller. Evict as needed.
+
+        Return -1 only if the value is larger than the region, or all room for it is held or granted. `UsageError` below
+        1 byte. Amortised O(1) for a slab class; see the module's text.
+        """
+        offset = self._allocator.alloc(n)
+        if offset >= 0:
+            return offset
+        # The usual case in a full region: evict the class's own victim, and reuse its chunk.
+        if n <= _SMALL_MAX:
+            group = class_of(n)
+            slot = self._policy.victim(group, self._is_held)
+            if slot >= 0 and self._policy.since(slot) <= self._bounds[group]:
+                self._evict_slot(slot, OWN)
+                offset = self._allocator.alloc(n)
+                if offset >= 0:
+                    return offset
+        return self._make_room(n)
+
+    def allocate_many(self, n: int, count: int) -> list[int]:
+        """Return up to ``count`` chunks, as `allocate` does; fewer where it would return -1."""
+        if count < 2:
+            offset = self.allocate(n) if count == 1 else -1
+            return [offset] if offset >= 0 else []
+        offsets = self._allocator.alloc_many(n, count)
+        while len(offsets) < count:
+            offset = self.allocate(n)
+            if offset < 0:
+                break
+            offsets.append(offset)
+        return offsets
+
+    def publish(self, offset: int, slot: int) -> None:
+        """Assign the granted chunk at ``offset`` to ``slot``, which has none. O(1)."""
+        if not (0 <= slot < len(self._offsets) and self._offsets[slot] < 0):
+            raise CorruptionError(f"slot {slot} is unknown or has a chunk already")
+        if offset in self._detached:
+            raise CorruptionError(f"chunk at {offset} is detached")
+        group = self._allocator.set_owner(offset, slot)
+        self._offsets[slot] = offset
+        self._policy.insert(slot, group)
+        if self._known_full:
+            self._known_full.clear()
+
+    def publish_many(self, chunks: Iterable[tuple[int, int]]) -> None:
+        """Do `publish` for many: (offset, slot) each, in order. If one is refused, those before it are published."""
+        offsets, detached, set_owner = self._offsets, self._detached, self._allocator.set_owner
+        most = len(offsets)
+        fresh: list[int] = []
+        last = -1
+        try:
+            for offset, slot in chunks:
+                if not (0 <= slot < most and offsets[slot] < 0):
+                    raise CorruptionError(f"slot {slot} is unknown or has a chunk already")
+                if offset in detached:
+                    raise CorruptionError(f"chunk at {offset} is detached")
+                group = set_owner(offset, slot)
+                offsets[slot] = offset
+                if group != last:
+                    if fresh:
+                        self._policy.insert_many(fresh, last)
+                        fresh = []
+                    last = group
+                fresh.append(slot)
+        finally:
+            if fresh:
+                self._policy.insert_many(fresh, last)
+            if self._known_full:
+                self._known_full.clear()
+
+    def replace(self, old: int, new: int, slot: int) -> None:
+        """Move ``slot`` from its chunk ``old`` to the granted chunk ``new``, and release ``old``. O(1)."""
+        allocator = self._allocator
+        if not (0 <= slot < len(self._offsets) and self._offsets[slot] == old >= 0):
+            raise CorruptionError(f"slot {slot} does not have the chunk at {old}")
+        if old == new or new in self._detached:
+            raise CorruptionError(f"chunk at {new} is the slot's own already, or detached")
+        policy = self._policy
+        group = allocator.set_owner(new, slot)
+        self._offsets[slot] = new
+        if policy.group_of(slot) == group:
+            policy.replaced(slot)
+        else:
+            policy.remove(slot)
+            policy.insert(slot, group)
+        if old in self._holds:
+            self._free_or_detach(old)
+            return
+        allocator.free(old)
+        self._note_removed(old)
+        if self._known_full:
+            self._known_full.clear()
+
+    def release(self, offset: int) -> None:
+        """Free an entry's chunk, or detach it while it is held. O(1)."""
+        if offset in self._holds:
+            if offset in self._detached:
+                raise CorruptionError(f"chunk at {offset} is released twice")
+            slot = self._free_or_detach(offset)
+        else:
+            slot = self._allocator.free(offset)
+            if not self._evicting:
+                self._note_removed(offset)
+            if self._known_full:
+                self._known_full.clear()
+        if slot != NO_SLOT:
+            self._offsets[slot] = -1
+            self._policy.remove(slot)
+
+    def drop(self, offset: int) -> None:
+        """Free an unused granted chunk, or detach it while it is held. O(1)."""
+        owner = self._allocator.owner(offset)
+        if owner != NO_SLOT or offset in self._detached:
+            raise CorruptionError(f"chunk at {offset} is not granted: it is detached or belongs to slot {owner}")
+        self._free_or_detach(offset)
+
+    def hold(self, offset: int) -> None:
+        """Keep the chunk at ``offset`` allocated, and its entry from eviction, until the matching `unhold`. O(1)."""
+        holds = self._holds
+        if offset in holds:
+            holds[offset] += 1
+        else:
+            self._allocator.owner(offset)  # raises if no chunk is allocated there
+            holds[offset] = 1
+
+    def unhold(self, offset: int) -> None:
+        """Undo one `hold`. The last one frees a detached chunk. O(1)."""
+        count = self._holds.get(offset)
+        if count is None:
+            raise CorruptionError(f"chunk at {offset} is not held")
+        if count > 1:
+            self._holds[offset] = count - 1
+            return
+        del self._holds[offset]
+        self._known_full.clear()
+        if offset in self._detached:
+            self._detached.remove(offset)
+            self._allocator.free(offset)
+
+    def reserve(self, offset: int, chunk_bytes: int) -> None:
+        """Mark the chunk at ``offset`` allocated, as if granted: recovery then publishes or holds it.
+
+        `CorruptionError`, with nothing changed, if it overlaps another. Reserve all before anything is freed or
+        allocated: see `Allocator.reserve`.
+        """
+        self._allocator.reserve(offset, chunk_bytes)
+
+    def restore(
+        self, slots: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> list[tuple[int, str]]:
+        """Do `reserve` and `publish` for the chunks of recovered entries, the oldest first. Return those refused.
+
+        Those are (slot, reason) each. The slots are distinct and without a chunk. O(n log n), by numpy but for large
+        values.
+        """
+        done = np.zeros(len(slots), bool)
+        for slab in whole_slabs(offsets, sizes, self._allocator.size):
+            if self._allocator.reserve_slab(slab.base, slab.group, slab.indices, slots[slab.rows]):
+                done[slab.rows] = True
+        refused = []
+        for at in np.flatnonzero(~done).tolist():
+            slot, offset = int(slots[at]), int(offsets[at])
+            try:
+                self._allocator.reserve(offset, int(sizes[at]))
+            except CorruptionError as exc:
+                refused.append((slot, str(exc)))
+                continue
+            self._allocator.set_owner(offset, slot)
+            done[at] = True
+        np.frombuffer(self._offsets, np.int64)[slots[done]] = offsets[done]
+        self._policy.insert_all(slots[done], groups_of(sizes[done]))
+        self._known_full.clear()
+        return refused
+
+    def _free_or_detach(self, offset: int) -> int:
+        """Free a chunk, or detach it if it is held. Return its owner."""
+        self._known_full.clear()
+        if offset not in self._holds:
+            return self._allocator.free(offset)
+        slot = self._allocator.owner(offset)
+        self._allocator.set_owner(offset, NO_SLOT)
+        self._detached.add(offset)
+        return slot
+
+    def _note_removed(self, offset: int) -> None:
+        """Note that an entry was removed without eviction: the rest of its slab may be colder than the bounds say."""
+        if self._allocator.class_of_slab(offset) < 0:
+            self._large_bound = 0
+        elif not self._coldest.lost(offset & -SLAB_BYTES):
+            return
+        self._bounds = [-1] * GROUPS
+        self._large_bounds.clear()
+
+    # ---- inspection
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes free without an eviction (not necessarily in one piece, or for every class)."""
+        return self._allocator.free_bytes
+
+    def offset(self, slot: int) -> int:
+        """Return the offset of the slot's chunk, -1 without one. O(1)."""
+        return self._offsets[slot]
+
+    def chunk_bytes(self, offset: int) -> int:
+        """Return the bytes of the allocated chunk at ``offset``. O(1). `CorruptionError` if there is none."""
+        return self._allocator.chunk_bytes(offset)
+
+    def owned(self, offsets: Iterable[int]) -> set[int]:
+        """Return those of the offsets at which an entry's chunk begins. O(slots), by numpy."""
+        # A damaged line of the ledger may name any offset.
+        wanted = np.array([*sorted(offset for offset in offsets if 0 <= offset < 1 << 62), 1 << 62], np.int64)
+        entries = np.frombuffer(self._offsets, np.int64)
+        found: list[int] = entries[wanted[np.searchsorted(wanted, entries)] == entries].tolist()
+        return set(found) - {-1}
+
+    def is_held(self, offset: int) -> bool:
+        """Return True if the chunk at ``offset`` is held. O(1)."""
+        return offset in self._holds
+
+    # ---- making room
+
+    def _make_room(self, n: int) -> int:
+        """Evict for a value of ``n`` bytes, and allocate it. Return -1 if nothing may be evicted."""
+        need = chunk_bytes_for(n)
+        if need > self._allocator.size or need in self._known_full:
+            return -1
+        group = class_of(n)
+        if self._evict_coldest(group, need) or self._evict_around_any(need) or self._evict_anywhere(group, need):
+            offset = self._allocator.alloc(n)
+            if offset < 0:
+                raise CorruptionError(f"evicted for {n} bytes, but there is no room for them")
+            return offset
+        self._known_full.add(need)
+        return -1
+
+    def _is_held(self, slot: int) -> bool:
+        return self._offsets[slot] in self._holds
+
+    def _evict_slot(self, slot: int, reason: str) -> None:
+        self.evictions[reason] += 1
+        self._evicting = True
+        self._evict(slot)
+        self._evicting = False
+        if self._offsets[slot] >= 0:
+            raise CorruptionError(f"slot {slot} was evicted, but its chunk not released")
+
+    def _evict_spans(self, spans: Iterable[Span], reason: str) -> None:
+        for slot in self._windows.slots(spans):
+            self._evict_slot(slot, reason)
+
+    def _evict_coldest(self, group: int, need: int) -> bool:
+        """Evict the group's next victim, or what another group can give if that is older."""
+        policy = self._policy
+        own = policy.victim(group, self._is_held)
+        if group == LARGE_GROUP:
+            return self._evict_for_large(own, need)
+        limit = policy.since(own) if own >= 0 else NEVER
+        if limit > self._bounds[group]:
+            limit, base = self._coldest.find(group, limit)
+            window = self._large_offer(need, limit)
+            if not window and base >= 0:
+                window = [self._allocator.span_at(base)]
+            if window:
+                self._evict_spans(window, REASSIGNED if own >= 0 else WINDOW)
+                return True
+            self._bounds[group] = coarse(min(self._coldest.bound(group), self._large_bound), policy.clock)
+        if own >= 0:
+            self._evict_slot(own, OWN)
+        return own >= 0
+
+    def _large_offer(self, need: int, limit: int) -> list[Span]:
+        """Return what to evict for the coldest 2 MiB around the oldest large values, if colder than ``limit``."""
+        if self._large_bound >= limit:
+            return []
+        _, window, self._large_bound = self._coldest_window(LARGE_GROUP, need, limit)
+        return window
+
+    def _evict_for_large(self, own: int, need: int) -> bool:
+        """Do `_evict_coldest` for a large value, which may need several neighbours."""
+        policy, allocator = self._policy, self._allocator
+        size = need.bit_length()
+        window: list[Span] = []
+        if own >= 0 and allocator.chunk_bytes(self._offsets[own]) >= need:
+            limit, window = policy.since(own), [allocator.span_at(self._offsets[own])]
+            if limit <= self._large_bounds.get(size, -1):
+                self._evict_slot(own, OWN)
+                return True
+        else:
+            limit, window, _ = self._coldest_window(LARGE_GROUP, need, NEVER)
+        reason = OWN
+        offers = [allocator.span_at(base) for _, base in self._coldest.each(LARGE_GROUP, limit)]
+        if offers and need > SLAB_BYTES:  # less is lost where a part is free already
+            offers += allocator.largest_free(ANCHORS_MAX)
+        least = 0.0
+        for anchor in offers:
+            other = [anchor] if need <= SLAB_BYTES else self._windows.around(anchor, need)
+            if other and self._windows.since(other) < limit:
+                cost = sum(map(self._windows.cost, other))
+                if reason == OWN or cost < least:
+                    window, least, reason = other, cost, REASSIGNED if own >= 0 else WINDOW
+        if reason == OWN:
+            bound = limit if offers else self._coldest.bound(LARGE_GROUP)
+            self._large_bounds[size] = coarse(min(bound, policy.clock), policy.clock)
+        self._evict_spans(window, reason)
+        return bool(window)
+
+    def _evict_around_any(self, need: int) -> bool:
+        """Evict the cheapest window around a victim of any group, the oldest victim first."""
+        policy = self._policy
+        victims = [(policy.victim(group, self._is_held), group) for group in policy.groups()]
+        for _, group in sorted((policy.since(slot), group) for slot, group in victims if slot >= 0):
+            _, window, _ = self._coldest_window(group, need, NEVER)
+            if window:
+                self._evict_spans(window, WINDOW)
+                return True
+        return False
+
+    def _coldest_window(self, group: int, need: int, limit: int) -> tuple[int, list[Span], int]:
+        """Return the coldest window around the group's oldest entries: (its since, its spans, a bound for all others).
+
+        (``limit``, no spans) if none is colder than ``limit``. No later window of the group has an earlier since than
+        the bound. A window that is fenced now counts as half as old.
+        """
+        policy, offsets = self._policy, self._offsets
+        clock = bound = policy.clock
+        best: tuple[int, list[Span]] = limit, []
+        tried: set[int] = set()
+        first = policy.victim(group, self._is_held)
+        anchors = [first, *(slot for slot in islice(policy.slots(group), ANCHORS_MAX) if slot != first)]
+        for slot in anchors:
+            if slot < 0 or self._is_held(slot):
+                continue
+            since = policy.since(slot)
+            if since >= best[0]:
+                bound = min(bound, since)
+                break
+            span = self._allocator.span_of(offsets[slot])
+            if span.offset in tried:
+                continue
+            tried.add(span.offset)
+            if window := self._windows.around(span, need):
+                since = self._windows.since(window)
+                if since < best[0]:
+                    best = since, window
+                bound = min(bound, since)
+            else:
+                bound = min(bound, clock - (clock - since) // 2)
+        return *best, bound
+
+    def _evict_anywhere(self, group: int, need: int) -> bool:
+        """Evict any entry of the same slab class, or else the first window in the region: the last resort."""
+        if group != LARGE_GROUP:
+            for slot in self._policy.slots(group):
+                if not self._is_held(slot):
+                    self._evict_slot(slot, LAST_RESORT)
+                    return True
+        begin = 0
+        for span in self._allocator.walk():
+            end = span.offset + span.size
+            if not self._evictable(span):
+                begin = end
+                continue
+            start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
+            if start + window_bytes(need) <= end:
+                self._evict_spans(self._windows.spans(begin, start, need), LAST_RESORT)
+                return True
+        return False
+
+    def _evictable(self, span: Span) -> bool:
+        """Return True if everything in ``span`` is free, or published and not held."""
+        if span.kind == FREE:
+            return True
+        holds = self._holds
+        if span.kind == LARGE:
+            return span.detail != NO_SLOT and span.offset not in holds
+        if self._allocator.unowned_of_slab(span.offset):
+            return False
+        if len(holds) < CHUNKS_PER_SLAB[span.detail]:
+            return not any(span.offset <= offset < span.offset + SLAB_BYTES for offset in holds)
+        return not any(offset in holds for offset, _ in self._allocator.chunks_of_slab(span.offset))

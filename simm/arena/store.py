@@ -1,0 +1,600 @@
+"""One worker's store: table, chunks, policy, ledger and sessions together, as a structure over a buffer.
+
+It has no I/O, no sockets and no clock: the worker process sets ``now_ms`` before a batch of calls. Tests and models
+drive the same code.
+
+The order of stores in each operation makes a death at any point harmless:
+
+    grant     allocate chunk (private) -> hold line -> answer to the client, now or with its next commit
+    commit    slots published -> hold lines ended -> replaced chunks freed
+    pin       hold line -> answer to the client
+    evict     slot cleared -> chunk freed
+    release   hold line ended -> chunk freed
+
+At any moment a slot or a hold line names each chunk that is not free. A commit cut between its first two steps leaves
+both, and the slot wins at recovery. If a batch stores a key twice, the hold line alone then names the first value's
+chunk; it stays quarantined with its session.
+
+A CorruptionError says that the arena and the private state contradict each other: a slot was overwritten by a stray
+store, or bookkeeping failed halfway. The worker ends then, and its successor rebuilds everything from the slots, of
+which it drops those that are impossible. Where two slots name one chunk, no one can tell whose value it has, and
+both are dropped.
+
+``arena/sessions.py`` covers sessions, ``arena/shard_words.py`` the entries of shards that move.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..constants import DEFAULT_POLICY
+from ..errors import CorruptionError, SegmentError
+from ..table import ZERO_DIGEST, Entry, Table
+from ..wire.messages import ABSENT, BOUND, LOCATE_PREVIOUS, NAMESPACE_SHIFT, Status
+from ..wire.shard_set import EPOCH_MASK, FROZEN
+from .hashing import SHARD_MASK, shard_of
+from .layout import ENTRY_BOUND, HEADER_BYTES, SEQ_BITS, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
+from .ledger import GRANT, Ledger
+from .quotas import Quotas
+from .rebuild import overlapping
+from .sessions import Session, SessionTable
+from .shard_words import ShardWords
+from .space import Space
+
+#: Workers that one segment can have in succession. With a supervisor's pauses that takes years.
+INCARNATION_MAX: Final = (1 << 64 - SEQ_BITS) - 1
+
+#: Entries of lost shards that :meth:`Store.drop_some` drops, as a rule: some hundred microseconds.
+DROP_ENTRIES: Final = 64
+
+#: Causes of failed puts: the keys of ``put_failures``.
+BAD_REQUEST, WRONG_OWNER, STALE_GRANT = "bad_request", "wrong_owner", "stale_grant"
+TABLE_FULL, NO_ROOM, OVER_QUOTA = "table_full", "no_room", "over_quota"
+
+
+class Store:
+    """A worker's arena. Construct it with :meth:`create` or :meth:`recover`.
+
+    Its public offsets are from the arena's start.
+    """
+
+    def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str) -> None:
+        self.geometry = geometry
+        self.incarnation = incarnation
+        self.now_ms = 0
+        self.notes: list[str] = []
+        whole = memoryview(mm)
+        self._whole = whole
+        self.header = whole[:HEADER_BYTES].cast("Q")
+        self.shards = whole[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
+        self.shard_words = ShardWords(self.shards)
+        self.visited = whole[geometry.visited_offset : geometry.visited_offset + geometry.slots]
+        self.table = Table(mm, geometry, incarnation)
+        self.ledger = Ledger(mm, geometry)
+        self.policy_name = policy
+        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, self._drop_entry)
+        self.sessions = SessionTable(
+            geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
+        )
+        self._data = geometry.data_offset
+        #: Commits with deferred bookkeeping: (replaced chunk or -1, chunk, slot). See apply_pending().
+        self._pending: list[tuple[int, int, int]] = []
+        #: Slots of lost shards that have been found, and where to look for more.
+        self._doomed: list[int] = []
+        self._doomed_from = 0
+        #: None as long as no namespace has a quota.
+        self.quotas: Quotas | None = None
+        # Counters, for STATS and /metrics.
+        self.puts = 0
+        self.overwrites = 0
+        self.deletes = 0
+        self.set_evictions = 0
+        #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
+        self.commit_failures = {BAD_REQUEST: 0, WRONG_OWNER: 0, TABLE_FULL: 0, OVER_QUOTA: 0}
+        self.stale_commits = 0
+        self.copies = 0
+
+    # -- creation and recovery ----------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls, mm: mmap.mmap, *, slots: int = 0, policy: str = DEFAULT_POLICY, incarnation: int = 1, generation: int = 1
+    ) -> Store:
+        """Lay out a fresh, zeroed arena. The caller holds its writer lock and has faulted its pages in.
+
+        ``mm`` maps both files, one after the other. ``generation``: a random number, not 0, by which they know each
+        other again.
+        """
+        geometry = Geometry.plan(len(mm), slots)
+        with memoryview(mm) as whole, whole[-STAMP_BYTES:].cast("Q") as stamp:
+            stamp[0] = generation
+        words = memoryview(mm)[:HEADER_BYTES].cast("Q")
+        geometry.write(words)
+        words[Word.GENERATION] = generation
+        words[Word.INCARNATION] = incarnation
+        words[Word.STATE] = State.STARTING
+        store = cls(mm, geometry, incarnation, policy)
+        publish(words)
+        words.release()
+        return store
+
+    @classmethod
+    def recover(cls, mm: mmap.mmap, name: str, *, policy: str = DEFAULT_POLICY) -> Store:
+        """Take over a dead worker's arena. The caller holds its writer lock.
+
+        Raise SegmentError for a foreign or closed arena. O(slots + ledger lines).
+        """
+        words = memoryview(mm)[:HEADER_BYTES].cast("Q")
+        try:
+            geometry = Geometry.read(words, len(mm), name)
+            if words[Word.STATE] == State.CLOSED:
+                raise SegmentError(f"{name} is closed and cannot be taken over")
+            incarnation = words[Word.INCARNATION] + 1
+            if incarnation > INCARNATION_MAX:
+                raise SegmentError(f"{name} has had {incarnation - 1} workers, more than its sequence numbers can tell")
+            words[Word.INCARNATION] = incarnation
+        finally:
+            words.release()
+        store = cls(mm, geometry, incarnation, policy)
+        store._rebuild()
+        return store
+
+    def _rebuild(self) -> None:
+        """Rebuild the private state from the arena: entries first, then the holds that they do not outrank."""
+        table, space, ledger = self.table, self.space, self.ledger
+        self.shard_words.recover()
+        self.notes = table.recover(self._beat)
+        self.notes += ledger.recover()
+        self._clear_lost_shards()
+        found = table.live()
+        contested = overlapping(found.offsets, found.chunks)
+        if contested.any():
+            for slot in found.slots[contested].tolist():
+                self.notes.append(f"slot {slot} dropped: another one names the same bytes")
+                table.clear(slot)
+            found = table.live()
+        self._beat()
+        # Oldest first, as the policy's queues keep the order of storing.
+        order = np.argsort(found.stored, kind="stable")
+        offsets = (found.offsets[order] - np.uint64(self._data)).astype(np.int64)
+        for slot, reason in space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
+            self.notes.append(f"slot {slot} dropped: {reason}")
+            table.clear(slot)
+        self._beat()
+        sessions = self.sessions.by_id
+        for line, fields in list(ledger.sessions()):
+            session = Session(fields.session, line, fields.pid, fields.started, fields.namespace)
+            session.closed = True
+            sessions[fields.session] = session
+        held: list[int] = []
+        reserved: set[int] = set()
+        holds = list(ledger.holds())
+        live = space.owned([hold.offset - self._data for _, hold in holds])
+        for line, hold in holds:
+            owner = sessions.get(hold.session)
+            offset = hold.offset - self._data
+            outranked = hold.kind == GRANT and offset in live
+            if owner is None or outranked:
+                ledger.end_hold(line)
+                continue
+            if offset not in live and offset not in reserved:
+                try:
+                    space.reserve(offset, hold.chunk)
+                except CorruptionError as exc:
+                    self.notes.append(f"hold {hold.hold:#x} dropped: {exc}")
+                    ledger.end_hold(line)
+                    continue
+                reserved.add(offset)
+            if hold.kind == GRANT:
+                owner.grants[hold.hold] = (hold.offset, hold.chunk, line)
+                owner.granted_bytes += hold.chunk
+                self.sessions.granted_bytes += hold.chunk
+            else:
+                owner.pins[hold.hold] = (hold.offset, line)
+                held.append(offset)
+        for offset in held:
+            space.hold(offset)
+        for offset in reserved:
+            # A pinned chunk without an entry is freed with its last pin.
+            if offset in held:
+                space.release(offset)
+
+    def _beat(self) -> None:
+        """Show readers that a worker is there, in the middle of work that takes long."""
+        self.header[Word.HEARTBEAT] = (self.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF
+
+    def _clear_lost_shards(self) -> None:
+        """Recovery, before any chunk is reserved: a predecessor may have died while it gave a shard up."""
+        lost = self._lost_shards()
+        start = count = 0
+        while start < self.geometry.slots:
+            slots, start = self.table.of_shards(lost, start)
+            count += len(slots)
+            for slot in slots:
+                self.table.clear(slot)
+            self._beat()
+        if count:
+            self.notes.append(f"{count} entries of shards given up dropped")
+
+    def set_quotas(self, limits: Mapping[str, int]) -> None:
+        """Hold namespaces to so many bytes of this arena. O(slots), unless there are none."""
+        self.apply_pending()
+        self.quotas = Quotas(limits, self.ledger.names, self.geometry.slots, self.table.live()) if limits else None
+
+    def open(self) -> None:
+        """Let readers use the arena."""
+        self.header[Word.STATE] = State.OPEN
+
+    def close(self) -> None:
+        """Mark the arena closed for good, and zero the shard words, which readers check: they re-resolve."""
+        self.header[Word.STATE] = State.CLOSED
+        for shard in range(len(self.shards)):
+            self.shards[shard] = 0
+
+    def release(self) -> None:
+        """Drop every view of the segment."""
+        self.table.release()
+        self.ledger.release()
+        for view in (self.header, self.shards, self.visited, self._whole):
+            view.release()
+
+    # -- shards -------------------------------------------------------------------------------
+
+    def set_shards(self, epoch: int, since: bytes, roles: bytes, cluster: int = 0) -> int:
+        """Do :meth:`begin_shards`, drop all entries of lost shards, and return the number of shards owned.
+
+        O(shards + slots + entries lost).
+        """
+        self.begin_shards(epoch, since, roles, cluster)
+        while self.drop_some():
+            pass
+        return self.shard_words.count
+
+    def begin_shards(self, epoch: int, since: bytes, roles: bytes, cluster: int = 0) -> None:
+        """Take over and give up shards by a map (``messages.Shards``). Raise UsageError for a malformed one. O(shards).
+
+        The entries of lost shards are left to :meth:`drop_some`, which the caller calls until it returns False. A shard
+        that has them counts as clearing (``arena/shard_words.py``): nobody finds them, and no word is set before they
+        are gone. So a shard with word 0 that is not clearing has no entry (recovery drops those that a death left), and
+        its word may be set without a search in the table.
+
+        ``cluster`` is the map's. Epochs of two clusters are not comparable, so no word or entry of another cluster
+        stays. The header names the new cluster before its map sets any word.
+        """
+        self.apply_pending()
+        words = self.shard_words
+        if self.header[Word.CLUSTER] != cluster:
+            if words.retire(EPOCH_MASK, bytes(SHARDS_BYTES), bytes(len(words.words))):
+                self._begin_drop()
+            for session in self.sessions.by_id.values():
+                session.copies = 0  # a mover by the other cluster's map
+            self.header[Word.CLUSTER] = cluster
+        if words.retire(epoch, since, roles):
+            self._begin_drop()
+        self.header[Word.EPOCH] = epoch
+        words.take()
+
+    def freeze(self, epoch: int, shards: Sequence[int]) -> list[int] | None:
+        """Freeze shards that a new owner takes over: see :meth:`ShardWords.freeze`."""
+        self.apply_pending()
+        return self.shard_words.freeze(epoch, shards, self.header[Word.EPOCH])
+
+    def _begin_drop(self) -> None:
+        """Note that the last map has taken shards away: look for their entries, from the first slot on."""
+        self.shard_words.begin_clearing()
+        self._doomed.clear()
+        self._doomed_from = 0
+
+    def drop_some(self, most: int = DROP_ENTRIES) -> bool:
+        """Drop at most ``most`` entries of lost shards. Return True while there may be more. O(``most`` + a block)."""
+        words = self.shard_words
+        if not words.clearing:
+            return False
+        self.apply_pending()
+        doomed, table = self._doomed, self.table
+        if not doomed:
+            found, self._doomed_from = table.of_shards(self._lost_shards(), self._doomed_from)
+            doomed += found
+        left = max(0, len(doomed) - most)
+        for slot in doomed[left:]:
+            # Since the search it may have been evicted, and taken by an entry of a shard that is owned.
+            if table.offset(slot) and not self.shards[table.shard(slot)]:
+                self._drop_entry(slot)
+        del doomed[left:]
+        if doomed or self._doomed_from < self.geometry.slots:
+            return True
+        words.cleared()
+        return False
+
+    def _lost_shards(self) -> NDArray[np.bool_]:
+        """Return a mask of the shards without a word."""
+        mask: NDArray[np.bool_] = np.frombuffer(self.shards, np.uint64) == 0
+        return mask
+
+    # -- entries ------------------------------------------------------------------------------
+
+    def commit(self, session: Session, entries: Sequence[tuple[bytes, int, int, int, int, int]]) -> list[int]:
+        """Publish values in granted chunks: (digest, grant id, length, crc, flags, options) each. Return the statuses.
+
+        Each grant id is spent, whatever its status. On return, the values are published and the ledger is exact. The
+        private bookkeeping waits for :meth:`apply_pending`, so that the answer can leave first.
+        """
+        grants, shards = session.grants, self.shard_words.accepting
+        publish, pending, quotas = self.table.publish, self._pending, self.quotas
+        own, now = session.namespace, self.now_ms
+        statuses = []
+        #: Ledger lines of the published chunks, ended in one call.
+        lines = []
+        spent = 0
+        try:
+            for digest, number, length, crc, flags, options in entries:
+                grant = grants.pop(number, None)
+                if grant is None:
+                    self.stale_commits += 1
+                    statuses.append(Status.STALE_GRANT)
+                    continue
+                offset, chunk, line = grant
+                if not 0 < length <= chunk:
+                    self.sessions.release(session, grant)
+                    self.commit_failures[BAD_REQUEST] += 1
+                    statuses.append(Status.BAD_REQUEST)
+                    continue
+                if not 0 < shards[(digest[0] | digest[1] << 8) & SHARD_MASK] < FROZEN:
+                    self.sessions.release(session, grant)
+                    self.commit_failures[WRONG_OWNER] += 1
+                    statuses.append(Status.WRONG_OWNER)
+                    continue
+                namespace = own
+                if options:
+                    refused, namespace = self._take_options(session, digest, options)
+                    if refused:
+                        self.sessions.release(session, grant)
+                        statuses.append(refused)
+                        continue
+                    if options & BOUND:
+                        flags |= ENTRY_BOUND
+                if quotas is not None and not quotas.admits(namespace, chunk):
+                    self.sessions.release(session, grant)
+                    self.commit_failures[OVER_QUOTA] += 1
+                    statuses.append(Status.OVER_QUOTA)
+                    continue
+                done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
+                if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
+                    done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
+                if done is None:
+                    self.sessions.release(session, grant)
+                    self.commit_failures[TABLE_FULL if digest != ZERO_DIGEST else BAD_REQUEST] += 1
+                    statuses.append(Status.NO_SPACE if digest != ZERO_DIGEST else Status.BAD_REQUEST)
+                    continue
+                if quotas is not None:
+                    replaced = self.space.chunk_bytes(done[0] - self._data) if done[0] >= 0 else 0
+                    quotas.published(done[2], namespace, chunk, replaced)
+                lines.append(line)
+                spent += chunk
+                pending.append(done)
+                statuses.append(Status.OK)
+        finally:
+            self.ledger.end_holds(lines)
+            session.granted_bytes -= spent
+            self.sessions.granted_bytes -= spent
+        return statuses
+
+    def _take_options(self, session: Session, digest: bytes, options: int) -> tuple[int, int]:
+        """Return the status that refuses a commit with options, 0 if it is allowed; and the value's namespace."""
+        namespace = session.namespace
+        if options & ~ABSENT:
+            namespace = (options >> NAMESPACE_SHIFT) - 1
+            known = 0 <= namespace < len(self.ledger.names) and not options & (1 << NAMESPACE_SHIFT) - 1 & ~BOUND
+            if not (session.relays and known):
+                self.commit_failures[BAD_REQUEST] += 1
+                return Status.BAD_REQUEST, namespace
+            slot = self.table.lookup(digest) if options & BOUND else -1
+            if slot >= 0 and self.table.entry(slot).namespace != namespace:
+                self.commit_failures[BAD_REQUEST] += 1
+                return Status.UNAUTHORIZED, namespace
+            return Status.OK, namespace
+        if not self.shard_words.may_copy(digest, session.copies) or self.table.lookup(digest) >= 0:
+            return Status.PRESENT, namespace
+        self.copies += 1
+        return Status.OK, namespace
+
+    def apply_pending(self) -> None:
+        """Do the bookkeeping that commits deferred, then make the wanted grants. O(entries and grants since)."""
+        if self._pending:
+            self._apply_entries()
+        if self.sessions.wanted:
+            self.sessions.prepare_wanted()
+
+    def _apply_entries(self) -> None:
+        """Assign the chunks to their entries, and free the replaced ones."""
+        pending = self._pending
+        todo = pending[:]
+        pending.clear()  # in place, as a running commit refers to the list
+        space, data = self.space, self._data
+        self.puts += len(todo)
+        try:
+            if len(todo) == 1:
+                old, new, slot = todo[0]
+                if old < 0:
+                    space.publish(new - data, slot)
+                else:
+                    space.replace(old - data, new - data, slot)
+                    self.overwrites += 1
+            else:
+                self._assign(todo)
+        except Exception as exc:  # of any kind: the entries are published, and their bookkeeping is lost
+            raise CorruptionError(f"the bookkeeping of {len(todo)} commits failed: {exc!r}") from exc
+
+    def _assign(self, todo: list[tuple[int, int, int]]) -> None:
+        """Do :meth:`_apply_entries` for several commits."""
+        space, data = self.space, self._data
+        fresh: list[tuple[int, int]] = []
+        for old, new, slot in todo:
+            if old < 0:
+                fresh.append((new - data, slot))
+                continue
+            if fresh:  # the slot may be one of them
+                space.publish_many(fresh)
+                fresh = []
+            space.replace(old - data, new - data, slot)
+            self.overwrites += 1
+        if fresh:
+            space.publish_many(fresh)
+
+    def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
+        """Delete entries, and return the statuses. OK also if only the previous owner may have the value.
+
+        With ``sizes``, an entry whose value has another size stays, with status NOT_FOUND. A value at the previous
+        owner is dropped whatever its size, which is unknown here: a miss at worst.
+        """
+        self.apply_pending()
+        words = self.shard_words
+        statuses = []
+        for at, digest in enumerate(digests):
+            if not words.accepts(shard_of(digest)):
+                statuses.append(Status.WRONG_OWNER)
+                continue
+            slot = self.table.lookup(digest)
+            if slot >= 0:
+                if sizes is not None and self.table.entry(slot).length != sizes[at]:
+                    statuses.append(Status.NOT_FOUND)
+                    continue
+                self._drop_entry(slot)
+                self.deletes += 1
+            elif words.moving and words.status_of_miss(digest) == Status.PREVIOUS:
+                words.note_dropped(digest)
+            else:
+                statuses.append(Status.NOT_FOUND)
+                continue
+            statuses.append(Status.OK)
+        return statuses
+
+    def locate(
+        self, session: Session | None, digests: Sequence[bytes], how: int = 0
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        """Return (status, flags, length, crc, offset, pin id) per digest. With a session, pin each hit for it.
+
+        A miss has the status of :meth:`exists`; with PREVIOUS the offset is the epoch since which this worker owns the
+        shard (see ``messages.Located``). With LOCATE_PREVIOUS in ``how``, entries of frozen shards are hits too.
+        """
+        self.apply_pending()
+        found: list[tuple[int, int, int, int, int, int]] = []
+        for digest in digests:
+            word = self.shards[shard_of(digest)]
+            if not 0 < word < FROZEN and not (word and how & LOCATE_PREVIOUS):
+                found.append(self._miss(digest))
+                continue
+            slot = self.table.lookup(digest)
+            if slot < 0:
+                found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0) if word >= FROZEN else self._miss(digest))
+                continue
+            entry = self.table.entry(slot)
+            self._check(slot, entry)
+            pin = 0
+            if session is not None:
+                if entry.flags & ENTRY_BOUND and entry.namespace != session.namespace:
+                    found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0))  # whoever stored it is not believed about the key
+                    continue
+                pin = self.sessions.pin(session, entry.offset, entry.chunk)
+                if not pin:
+                    found.append((Status.NO_SPACE, 0, 0, 0, 0, 0))
+                    continue
+            self.visited[slot] = 1
+            found.append((Status.OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
+        return found
+
+    def _miss(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
+        """Return the answer of :meth:`locate` for a miss."""
+        status = self.shard_words.status_of_miss(digest)
+        since = self.shard_words.moved_since(digest) if status == Status.PREVIOUS else 0
+        return status, 0, 0, 0, since, 0
+
+    def exists(self, digests: Sequence[bytes]) -> list[int]:
+        """Return OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER per digest."""
+        words, lookup, shards = self.shard_words, self.table.lookup, self.shards
+        return [
+            Status.OK if 0 < shards[shard_of(digest)] < FROZEN and lookup(digest) >= 0 else words.status_of_miss(digest)
+            for digest in digests
+        ]
+
+    # -- eviction -----------------------------------------------------------------------------
+
+    def _drop_entry(self, slot: int) -> None:
+        """Remove an entry from the table, then free its chunk."""
+        if self.shard_words.moving:
+            self.shard_words.note_dropped(self.table.entry(slot).digest)
+        offset = self.space.offset(slot)
+        if self.table.offset(slot) - self._data != offset:
+            raise CorruptionError(f"slot {slot} names another chunk than its own at {offset}")
+        self.table.clear(slot)
+        if self.quotas is not None:
+            self.quotas.dropped(slot, self.space.chunk_bytes(offset))
+        self.space.release(offset)
+
+    def _check(self, slot: int, entry: Entry) -> None:
+        """Raise CorruptionError unless a live slot's fields name its own chunk, and not more bytes than that has."""
+        offset = self.space.offset(slot)
+        if entry.offset - self._data != offset or not 0 < entry.length <= entry.chunk == self.space.chunk_bytes(offset):
+            raise CorruptionError(f"slot {slot} names other bytes than those of its chunk at {offset}")
+
+    def _evict_from_sets(self, digest: bytes) -> bool:
+        """Evict the coldest entry without pins from the digest's full sets. Return False if all are pinned."""
+        self._apply_entries()  # but make no grants, which may evict
+        table, space, visited = self.table, self.space, self.visited
+        best, best_rank = -1, (True, 1 << 64)
+        for slot in table.candidates(digest):
+            if space.is_held(table.offset(slot) - self._data):
+                continue
+            rank = (visited[slot] > 0, table.stored(slot))  # readers may write any value to the byte
+            if rank < best_rank:
+                best, best_rank = slot, rank
+        if best < 0:
+            return False
+        self._drop_entry(best)
+        self.set_evictions += 1
+        visited[best] = 0
+        return True
+
+    # -- inspection ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and gauges. O(classes)."""
+        self.apply_pending()
+        sessions = self.sessions.by_id.values()
+        return {
+            "entries": self.table.entries,
+            "slots": self.geometry.slots,
+            "data_bytes": self.geometry.data_bytes,
+            "free_bytes": self.space.free_bytes,
+            "granted_bytes": self.sessions.granted_bytes,
+            "sessions": len(sessions),
+            "sessions_quarantined": sum(s.closed for s in sessions),
+            "grants": sum(len(s.grants) for s in sessions),
+            "pins": sum(len(s.pins) for s in sessions),
+            "puts": self.puts,
+            "overwrites": self.overwrites,
+            "deletes": self.deletes,
+            "evictions": dict(self.space.evictions),
+            "set_evictions": self.set_evictions,
+            "put_failures": {
+                **self.commit_failures,
+                STALE_GRANT: self.stale_commits,
+                NO_ROOM: self.sessions.refused,
+            },
+            "stale_commits": self.stale_commits,
+            "shards": self.shard_words.count,
+            "moving": self.shard_words.moving,
+            "frozen": self.shard_words.frozen,
+            "dropped": len(self.shard_words.dropped),
+            "overflows": self.shard_words.overflows,
+            "copies": self.copies,
+            "fenced": self.shard_words.fenced,
+            "incarnation": self.incarnation,
+            "policy": self.policy_name,
+            "quotas": self.quotas.stats() if self.quotas is not None else {},
+        }

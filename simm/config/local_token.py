@@ -1,0 +1,89 @@
+"""The token of a cluster that one user runs on this host (``simm local``), where this user's programs find it.
+
+The cluster's process writes it to ``local-HOST-PORT.token`` in the runtime folder, by its manager's address, with mode
+0600, and holds a lock on the file while it lives. A client of that address without a token of its own takes it from
+there. A file without a lock is of a process that was killed: another server may have the port by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from .parsers import Address
+
+_BYTES_MAX: Final = 4096
+#: Addresses by which a client on this host reaches a listener on all of them.
+_LOOPBACK: Final = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def line_of(token: str) -> str:
+    """Return the line of a token file: a local cluster's user may do everything with it."""
+    return f"admin local {token}\n"
+
+
+def token_path(folder: Path, manager: Address) -> Path:
+    """Return where the token of the cluster with this manager is."""
+    return folder / f"local-{_LOOPBACK.get(manager.host, manager.host)}-{manager.port}.token"
+
+
+class PublishedToken:
+    """A token in the runtime folder until :meth:`close`. Raises OSError, also if a live process has one there."""
+
+    def __init__(self, folder: Path, manager: Address, token: str) -> None:
+        self.path = token_path(folder, manager)
+        for left in folder.glob("local-*.token"):  # by processes that were killed
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if _take(left) is None:
+                    left.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, line_of(token).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove it. No effect the second time."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
+                os.unlink(self.path)
+        os.close(fd)
+
+
+def find(folder: Path, managers: Iterable[Address]) -> str:
+    """Return the token of this user's local cluster at one of the addresses; empty if there is none."""
+    for manager in managers:
+        if not Address(_LOOPBACK.get(manager.host, manager.host), manager.port).loopback:
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            token = _take(token_path(folder, manager))
+            if token:
+                return token
+    return ""
+
+
+def _take(path: Path) -> str | None:
+    """Return the token in a file of this user; None if no process has it locked. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        about = os.fstat(fd)
+        private = not stat.S_IMODE(about.st_mode) & 0o077
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or not private:
+            return None
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        return (os.read(fd, _BYTES_MAX).decode().split() or [""])[-1]
+    finally:
+        os.close(fd)

@@ -1,0 +1,201 @@
+"""Start of every SiMM command: logging, token files, and checks of the listening address."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import ConfigError, printable
+from .parsers import Address, TlsOptions
+from .settings import Settings
+from .tokens import Token, TokenRole, parse_tokens, token_for
+
+log = logging.getLogger("simm.config.startup")
+
+_LINE_MAX: Final = 8192
+_FORMAT: Final = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats a line without control characters, whatever a peer has put into its details."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return printable(super().formatMessage(record), _LINE_MAX)
+
+    def formatException(self, ei: Any) -> str:
+        """Return the lines of a traceback."""
+        return "\n".join(printable(line, _LINE_MAX) for line in super().formatException(ei).splitlines())
+
+
+class LogFile(logging.FileHandler):
+    """A log file. Lines that cannot be written are lost, which is reported on stderr once and raises nothing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Handle a line that could not be written."""
+        exc = sys.exc_info()[1]
+        if not isinstance(exc, OSError):
+            super().handleError(record)
+        elif not self._complained:
+            self._complained = True
+            with contextlib.suppress(OSError, ValueError):
+                print(f"simm: cannot write to the log file {self.baseFilename}: {exc.strerror or exc}", file=sys.stderr)
+
+
+def hold_standard_descriptors() -> None:
+    """Open the null device as each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next file or socket would get the number, and messages for stderr would go into it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, fd)  # even if it has that number already: standard streams are inheritable
+            os.set_inheritable(fd, True)
+            if opened != fd:
+                os.close(opened)
+    # Python sets None for a closed descriptor, and print() then uses stdout instead of stderr.
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
+
+
+def say(line: str) -> None:
+    """Print a line on stdout at once. A server does not fail if nobody can read it."""
+    try:
+        print(line, flush=True)
+    except OSError as exc:
+        log.warning("cannot print %r: %s", line, exc.strerror or exc)
+
+
+def log_handler(path: Path | None) -> tuple[logging.Handler, str]:
+    """Return a handler for a log file, or for stderr without one; and the reason if it is for stderr instead."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    trouble = ""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handler = LogFile(path)
+        except OSError as exc:
+            trouble = f"cannot log to {path} ({exc.strerror or exc}): logging to stderr"
+    handler.setFormatter(PlainFormatter(_FORMAT))
+    return handler, trouble
+
+
+def set_up_logging(settings: Settings) -> None:
+    """Log to the settings' file, or to stderr if it cannot be opened. Call this before opening any file.
+
+    Afterwards descriptors 0, 1 and 2 are open.
+    """
+    hold_standard_descriptors()
+    handler, trouble = log_handler(settings.log_file)
+    root = logging.getLogger("simm")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(settings.log_level.upper())
+    if trouble:
+        root.warning("%s", trouble)
+
+
+def server_tls_options(settings: Settings, *, connects: bool) -> TlsOptions | None:
+    """Return a server's files for TLS, None if it has none. ``connects``: it is a client of other servers too.
+
+    Raises ConfigError for half a set: the operator takes for encrypted what would not be.
+    """
+    names = ("tls_ca", "tls_cert", "tls_key", "tls_client_ca") if connects else ("tls_cert", "tls_key", "tls_client_ca")
+    found = {name: str(path.absolute()) for name in names if (path := getattr(settings, name)) is not None}
+    if not found:
+        return None
+    tls = TlsOptions(*(found.get(f"tls_{each}", "") for each in ("ca", "cert", "key", "client_ca")))
+    if not tls.cert:
+        given = settings.origin(next(iter(found)))
+        raise ConfigError(f"{given} goes with --tls-cert, without which the server would speak plain text")
+    if connects and not tls.ca:
+        raise ConfigError(
+            f"{settings.origin('tls_cert')} goes with --tls-ca: this server connects to the manager and to other data "
+            "servers, and must know which authority signed their certificates"
+        )
+    return tls._replace(name=settings.tls_name)
+
+
+def check_exposure(address: Address, tokens: Sequence[object], insecure: bool, flag: str) -> None:
+    """Raise ConfigError for an address beyond loopback without a token, unless ``insecure``."""
+    if address.loopback or tokens:
+        return
+    if not insecure:
+        raise ConfigError(
+            f"{flag} {address}: anyone who reaches this address could read and change the cluster. "
+            "Give a --token-file, use 127.0.0.1, or pass --insecure"
+        )
+    log.warning("listening on %s without a token (--insecure)", address)
+
+
+def allowed_uids(settings: Settings, tokens: Sequence[object]) -> tuple[int, ...] | None:
+    """Return the users besides its own and root whose processes a server lets in without a token; None for all.
+
+    Raises ConfigError if users are named where nobody looks at them.
+    """
+    if not tokens and not settings.insecure:
+        return settings.allow_uid
+    if settings.allow_uid:
+        other = "token_file" if tokens else "insecure"
+        means = "everybody shows a token" if tokens else "everybody is let in"
+        raise ConfigError(
+            f"{settings.origin('allow_uid')} has no effect with {settings.origin(other)}, as {means}: drop one of them"
+        )
+    return None
+
+
+def read_secret(path: Path, name: str, remedy: str = "") -> str:
+    """Return the text of a secret file. Raises ConfigError, in which ``name`` and ``remedy`` appear.
+
+    Its group may read it, as Kubernetes makes the files of a Secret readable for the pod's fsGroup. Nobody else may.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text("utf-8-sig")  # a mark of the byte order would hide the `#` of a comment
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read {name}: {exc}{remedy}") from exc
+    if stat.S_IMODE(mode) & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ConfigError(f"{name} may be read by all users, or written by its group: chmod 600 {path}")
+    return text
+
+
+def read_tokens(path: Path | None) -> tuple[Token, ...]:
+    """Return the tokens of a token file, none without a path. Raises ConfigError."""
+    if path is None:
+        return ()
+    where = f"the token file {path}"
+    return parse_tokens(read_secret(path, where), where)
+
+
+def server_tokens(path: Path | None) -> tuple[Token, ...]:
+    """Return the tokens that a manager or a data server asks its peers for. Raises ConfigError.
+
+    Warns of tokens of the old kind. One of the tokens must be a server's, or no data server could join.
+    """
+    tokens = read_tokens(path)
+    if tokens and token_for(tokens, TokenRole.SERVER, TokenRole.ADMIN) is None:
+        raise ConfigError(f"the token file {path} has no server's token: no data server can join without a line "
+                          "`server LABEL TOKEN`, the same one for manager and data servers")  # fmt: skip
+    if any(token.old for token in tokens):
+        log.warning(
+            "the tokens in %s have no role, so everybody who has one may do everything: write lines such as "
+            "`client LABEL TOKEN`, with the roles client, server and admin", path,
+        )  # fmt: skip
+    return tokens

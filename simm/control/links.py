@@ -1,0 +1,81 @@
+"""Know by which connection a data server speaks: the one by which it has joined last, and no other."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..cluster.nodes import Action, Answer, refusal
+from ..net.loop import Peer
+from ..wire.identity import is_instance
+from ..wire.messages import Join, Joined, Status
+
+#: Hosts of listeners that accept on every address.
+WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+
+#: A data server: its name and its instance.
+Server = tuple[str, int]
+
+
+class ServerLinks:
+    """The connection of each data server that has joined and is connected. A connection may have several of them.
+
+    A name has one, that of the instance that has joined last: nobody makes this grow by joining and leaving.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, tuple[Peer, int]] = {}
+        self._names: dict[Peer, set[str]] = {}
+
+    def bind(self, peer: Peer, server: Server) -> None:
+        """Take ``peer`` for the server's connection. An earlier one, which the server has lost, no longer counts."""
+        name, instance = server
+        self.unbind(name)
+        self._links[name] = peer, instance
+        self._names.setdefault(peer, set()).add(name)
+
+    def speaks_for(self, peer: Peer, server: Server) -> bool:
+        """Return True if ``peer`` is the server's connection."""
+        name, instance = server
+        return self._links.get(name) == (peer, instance)
+
+    def has_joined(self, peer: Peer) -> bool:
+        """Return True if ``peer`` is any server's connection."""
+        return peer in self._names
+
+    def closed(self, peer: Peer) -> list[Server]:
+        """Forget a closed connection. Return the servers whose connection it was."""
+        return [(name, self._links.pop(name)[1]) for name in sorted(self._names.pop(peer, ()))]
+
+    def unbind(self, name: str) -> None:
+        """Forget the connection of a server that has left."""
+        link = self._links.pop(name, None)
+        if link is not None:
+            names = self._names[link[0]]
+            names.discard(name)
+            if not names:
+                del self._names[link[0]]
+
+
+def secret_fault(msg: Join) -> list[Action]:
+    """Return the refusal of a JOIN that does not show the secret of its instance; nothing if it does."""
+    if is_instance(msg.name, msg.instance, msg.secret):
+        return []
+    text = f"that is not the secret of this instance of {msg.name!r}: what a map says proves nothing"
+    return [refusal(Status.UNAUTHORIZED, text)]
+
+
+def is_refusal(actions: list[Action]) -> bool:
+    """Return True if the answer among ``actions``, the first of them, is an error."""
+    answer = actions[0]
+    return isinstance(answer, Answer) and answer.status != Status.OK
+
+
+def asks_for_map(actions: list[Action]) -> bool:
+    """Return True if the answer among ``actions``, the first of them, asks the server for its map."""
+    answer = actions[0]
+    return isinstance(answer, Answer) and isinstance(answer.message, Joined) and bool(answer.message.wants_map)
+
+
+def peer_host(peer: Peer, host: str) -> str:
+    """Return a worker's host as others reach it: the peer's own if the server names none, or a wildcard."""
+    return peer.address.rpartition(":")[0] if host in WILDCARDS else host

@@ -1,0 +1,131 @@
+"""Keep a small JSON state that survives crashes: checksum, atomic replacement, one owner.
+
+    DIR/NAME.json   {"kind": ..., "format": 1, "crc32": of the state's canonical JSON, "state": {...}}
+    DIR/NAME.lock   flock'ed by the process that may write; its pid inside, for operators
+    DIR/NAME.tmp    the next version while it is written; a leftover has no meaning and is removed
+
+A save writes the temporary file, fsyncs it, renames it over the old one and fsyncs the folder. After a crash at any
+point the file holds the old state or the new one, whole. A state that cannot be read with certainty is never replaced
+by an empty one: the error says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import ConfigError, CorruptionError, SimmError
+
+FILE_FORMAT: Final = 1
+FILE_BYTES_MAX: Final = 64 << 20
+
+
+#: A link in the folder could name any file of this user: the lock and the new state would overwrite it.
+_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class StateFile:
+    """The state called ``name`` in a folder. Holds its lock from construction to :meth:`close`.
+
+    Raises ConfigError if the folder cannot be used, SimmError if another process owns the state.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.kind = f"simm {name} state"
+        self.path = folder / f"{name}.json"
+        self._tmp = folder / f"{name}.tmp"
+        self._folder = folder
+        lock = folder / f"{name}.lock"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot use the state folder {folder}: {exc.strerror or exc}; name another with --state-dir"
+            ) from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            owner = os.read(self._lock, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._lock)
+            raise SimmError(
+                f"{self.path} belongs to process {owner}, which is running: stop it, or give this one another "
+                "--state-dir"
+            ) from exc
+        # The pid is for operators: a full disk must not prevent the start.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+        with contextlib.suppress(FileNotFoundError):
+            self._tmp.unlink()
+
+    @property
+    def where(self) -> str:
+        """Its name, for messages."""
+        return str(self.path)
+
+    def load(self) -> Any:
+        """Return the state last saved, or None before the first. Raises CorruptionError with the remedy."""
+        way_out = f"to begin anew, move {self.path} away (the cluster then refills from its servers)"
+        try:
+            with self.path.open("rb") as file:
+                raw = file.read(FILE_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise CorruptionError(f"cannot read {self.path}: {exc.strerror or exc}; {way_out}") from exc
+        if len(raw) > FILE_BYTES_MAX:
+            raise CorruptionError(f"{self.path} is larger than {FILE_BYTES_MAX >> 20} MiB: not a state file; {way_out}")
+        try:
+            top = json.loads(raw)
+        except (ValueError, RecursionError) as exc:
+            raise CorruptionError(f"{self.path} is damaged ({exc}): restore a copy, or, {way_out}") from None
+        if not isinstance(top, dict) or top.get("kind") != self.kind:
+            raise CorruptionError(f"{self.path} is not a {self.kind}: is this the right --state-dir? Else, {way_out}")
+        version = top.get("format")
+        if version != FILE_FORMAT:
+            raise CorruptionError(
+                f"{self.path} has format {version!r}, this build reads {FILE_FORMAT}: run the SiMM that wrote it, or, "
+                f"{way_out}"
+            )
+        state = top.get("state")
+        if top.get("crc32") != zlib.crc32(canonical(state)):
+            raise CorruptionError(f"{self.path} is damaged (checksum): restore a copy, or, {way_out}")
+        return state
+
+    def save(self, state: Any) -> None:
+        """Replace the state, durably. Raises OSError, as for a full disk; the old state is then unaffected."""
+        body = canonical(state)
+        head = json.dumps({"kind": self.kind, "format": FILE_FORMAT, "crc32": zlib.crc32(body)})
+        try:
+            fd = os.open(self._tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
+            with open(fd, "wb") as file:
+                file.write(head[:-1].encode() + b', "state": ' + body + b"}\n")
+                file.flush()
+                os.fsync(fd)
+            os.rename(self._tmp, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._tmp.unlink()
+            raise
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        """Release the lock. Twice is harmless."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def canonical(state: Any) -> bytes:
+    """Return a state as JSON that depends on its content only."""
+    return json.dumps(state, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,281 @@
+"""Keep the manager's state stored: when to save, where, and what may be sent meanwhile.
+
+Rules, for which ``manager.py`` gives the reasons:
+
+* Nothing is sent before it is stored, unless the disk fails, or a save takes longer than ``PATIENCE_S``. With a
+  coordinator nothing is ever sent before, so that a successor never knows less than the servers.
+* A stored state reserves epochs: it names one ``reserve`` further on, and a manager that was killed continues there.
+* A failed save is logged, counted, and repeated after a while.
+
+A save in a file is made by a thread. An ``fsync`` takes milliseconds on an idle disk, and many seconds on one that is
+busy or about to fail; the manager's loop must not wait for it. One save is under way at any time, and what changes
+meanwhile is in the next one. A save by a coordinator is made at once, as it is the decision of who leads too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..net.loop import Loop
+from .election import Coordinator, NotLeader
+from .state_file import StateFile
+
+log = logging.getLogger("simm.manager")
+
+#: Between a failed save and the next, seconds: of a file, and by a coordinator. Also how long other managers may try to
+#: lead before one that could not tries again.
+RETRY_S: Final = 5.0
+ETCD_RETRY_S: Final = 1.0
+#: Longest time for which a change waits for its storing in a file.
+PATIENCE_S: Final = 0.5
+
+
+class StateKeeper:
+    """Stores the state of one manager, or keeps nothing if there is no store.
+
+    Args:
+        reserve: epochs that a state reserves.
+        snapshot: returns the newest epoch and the state to store, which nobody changes afterwards.
+        stored: called when what waited for a save may be sent.
+        deposed: called with the reason when a coordinator does not let this manager save.
+    """
+
+    def __init__(
+        self, loop: Loop, store: StateFile | Coordinator | None, reserve: int,
+        snapshot: Callable[[], tuple[int, Any]], stored: Callable[[], None], deposed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._store = store
+        #: What is stored decides over other managers: nothing is sent that is not stored.
+        self._binding = store is not None and not isinstance(store, StateFile)
+        self._reserve = reserve
+        self._snapshot = snapshot
+        self._stored = stored
+        self._deposed = deposed
+        #: Epochs below this one are covered by what is stored. The save under way raises it to ``_saving``.
+        self._reserved = self._saving = 0
+        self._unsaved = False
+        self._failed = False
+        #: The next attempt after a failure has its time.
+        self._pausing = False
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._ended = -1
+        #: When the first change began to wait for its storing; None if none waits.
+        self._waiting_since: float | None = None
+        self.writes = 0
+        self.failures = 0
+
+    @property
+    def used(self) -> bool:
+        """Whether there is a store."""
+        return self._store is not None
+
+    @property
+    def where(self) -> str:
+        """The store's name, for messages."""
+        return self._store.where if self._store is not None else "memory"
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last save failed."""
+        return self._failed
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether all is stored, in a store."""
+        return self._store is not None and not self._unsaved and self._thread is None
+
+    # -- before the service ------------------------------------------------------------------------
+
+    def load(self) -> Any:
+        """Return the state last saved, or None. Raises CorruptionError, and what the store raises."""
+        self._failed = self._pausing = False
+        return self._store.load() if self._store is not None else None
+
+    def begin(self, reserved: int) -> None:
+        """Go on from a state that reserves epochs below ``reserved``. It is to be saved before the next answer."""
+        self._reserved = reserved
+        self._unsaved = True
+
+    def forget(self) -> None:
+        """Nothing is to be saved any more."""
+        self._unsaved = False
+
+    def save_in_background(self) -> None:
+        """Save by a thread from now on, if the store is a file. Call :meth:`close` in the end."""
+        if isinstance(self._store, StateFile):
+            self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._loop.watch(self._ended, lambda _mask: self._background_ended())
+
+    def close(self) -> None:
+        """Wait for a save that is under way. Later ones are made at once."""
+        if self._ended >= 0:
+            if self._thread is not None:
+                self.wait()
+                self._collect()
+            self._loop.unwatch(self._ended)
+            os.close(self._ended)
+            self._ended = -1
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Note that something is to be saved."""
+        self._unsaved = True
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what has changed must not be sent yet."""
+        if self._binding:
+            return self._unsaved
+        return self._patience_s() > 0.0
+
+    def _patience_s(self) -> float:
+        """Return for how long changes still wait for the save under way. Several may wait for it in one turn."""
+        if self._thread is None or self._waiting_since is None:
+            return 0.0
+        return self._waiting_since + PATIENCE_S - self._loop.clock()
+
+    def sent(self) -> None:
+        """Note that the changes of until now have been sent."""
+        self._waiting_since = None
+
+    def cover(self, epoch: int) -> bool:
+        """Make the stored state cover an epoch. Return True if the epoch may be sent."""
+        # A save in the background must have ended before the last epoch is used, so it begins earlier.
+        ahead = self._reserve // 2 if self._ended >= 0 else 0
+        if epoch + ahead >= self._reserved and not self._pausing:
+            self._unsaved = True
+            self.save()
+        # The save under way may have begun too early to reserve this epoch; the next one does reserve it.
+        for _ in range(2):
+            left_s = self._patience_s()
+            if left_s > 0.0 and epoch >= self._reserved and self.wait(left_s):
+                self._collect()
+                self.changed()
+                self.save()
+        # A failing disk is only reported. But a successor on another machine would not know the epoch.
+        return not self._binding or epoch < self._reserved
+
+    def save(self) -> None:
+        """Store changes, or begin to: a thread saves in a file (:meth:`save_in_background`)."""
+        if self._ended < 0:
+            self.save_now()
+        elif self._unsaved and self._thread is None and not self._pausing:
+            document = self._document(self._reserve)
+            if not self._save_in_thread(document):
+                self._save(document)
+
+    def save_now(self, *, last: bool = False) -> bool:
+        """Store changes before the return, with no save under way. Return True if all is stored.
+
+        Args:
+            last: store the exact epoch. No other epoch follows.
+        """
+        if self._store is None or not (self._unsaved or last):
+            return True
+        return self._save(self._document(0 if last else self._reserve))
+
+    def _document(self, reserve: int) -> dict[str, Any]:
+        """Return what is to be stored. All changes until now are in it."""
+        epoch, state = self._snapshot()
+        self._saving = epoch + reserve
+        self._unsaved = False
+        return {"cluster": state, "epochs_reserved": self._saving}
+
+    def _save(self, document: dict[str, Any]) -> bool:
+        """Store it here and now. Return True if all is stored."""
+        assert self._store is not None
+        try:
+            self._store.save(document)
+        except NotLeader as exc:
+            self._deposed(str(exc))
+            return False
+        except OSError as exc:
+            return self._take(exc)
+        return self._take(None)
+
+    def _save_in_thread(self, document: dict[str, Any]) -> bool:
+        """Begin a save. Return False if this process gets no further thread."""
+        thread = threading.Thread(target=self._work, args=(document,), name="simm-state", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        if self._waiting_since is None:
+            self._waiting_since = self._loop.clock()
+            self._loop.call_later(PATIENCE_S, self._overdue)
+        return True
+
+    def _work(self, document: dict[str, Any]) -> None:
+        assert self._store is not None
+        self._error = None
+        try:
+            self._store.save(document)
+        except Exception as exc:
+            self._error = exc
+        os.eventfd_write(self._ended, 1)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is under way, for so long at most. Return True if none is."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _collect(self) -> bool:
+        """Take the result of a save that has ended. Return False if there is none."""
+        try:
+            os.eventfd_read(self._ended)
+        except BlockingIOError:
+            return False
+        self.wait()  # the thread's last act was to report its end
+        self._thread = None
+        self._take(self._error)
+        return True
+
+    def _background_ended(self) -> None:
+        if self._collect():
+            self.save()
+            self._stored()
+
+    def _overdue(self) -> None:
+        if self._thread is not None and self._waiting_since is not None and not self.holds_back:
+            log.warning("%s is not stored after %.1f s: service goes on", self.where, PATIENCE_S)
+            self._stored()
+
+    def _take(self, error: Exception | None) -> bool:
+        """Take the result of a save. Return True if the state is stored."""
+        if error is None:
+            self.writes += 1
+            self._reserved = self._saving
+            if not self._unsaved:
+                self._waiting_since = None  # also if nobody may be told yet: the next change has its own time
+            if self._failed:
+                self._failed = False
+                log.info("the cluster's state is stored again")
+            return not self._unsaved
+        self._unsaved = self._failed = True
+        self.failures += 1
+        retry_s = ETCD_RETRY_S if self._binding else RETRY_S
+        log.error(
+            "cannot store the cluster's state in %s: %s; %s, trying again in %.0f s",
+            self.where, getattr(error, "strerror", None) or error,
+            "changes wait" if self._binding else "service goes on", retry_s,
+        )  # fmt: skip
+        if not self._pausing:
+            self._pausing = True
+            self._loop.call_later(retry_s, self._retry)
+        return False
+
+    def _retry(self) -> None:
+        if not self._pausing:
+            return
+        self._pausing = False
+        self.save()
+        self._stored()

@@ -1,0 +1,472 @@
+"""Callers' memory: what it is, where it lies, and how to copy it.
+
+Kinds of memory
+---------------
+Operations take a value's memory as one of three types. A ``memoryview`` is memory of a Python object. A :class:`Span`
+is host memory by address. A :class:`DeviceBuffer` is memory that the CPU cannot address, a GPU's; its methods copy it.
+
+Copies in host memory
+---------------------
+Slicing a memoryview is cheapest for small values but holds the GIL. ``memmove`` through ctypes costs a little more and
+releases it, so it is used from ``RELEASE_BYTES`` on.
+
+Larger copies can go by libc's ``memmove`` or by numpy's loop for ``+x`` over bytes, which is a plain run of vector
+loads and stores and releases the GIL too. Which is faster depends on the processor and libc, by up to a factor of
+four. With glibc 2.36 on an EPYC, libc copies up to a MiB by ``rep movsb``. That crawls if the target lies 1 to 31
+bytes further into its page than the source, as every large numpy array does relative to an arena's pages. Elsewhere
+``memmove`` may win. So the first few copies of each magnitude go by both ways in turns, timed, and the others by the
+faster way (:class:`_Trial`). Nothing is copied only to measure. ``python -m simm bench`` shows the effect.
+
+Very large copies are split over a few threads on machines with more than two cores, as one core does not fill a
+server's memory bus.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeGuard
+
+import numpy as np
+
+from ..errors import UsageError
+from . import fork
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+#: From here on copies release the GIL.
+RELEASE_BYTES: Final = 32 << 10
+#: From here on a copy is split over threads.
+SPLIT_BYTES: Final = 8 << 20
+#: On two cores two threads are slower than one: the engine or the worker needs the other core.
+DEFAULT_COPY_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+
+#: From here on numpy's loop may be faster: it costs more to call.
+BLOCK_BYTES: Final = 64 << 10
+#: How many copies of each magnitude each of the two ways is tried with.
+TRIALS: Final = 8
+#: memmove wins the trial if it takes less than this share of the other's time: its slow cases are slower.
+CLEARLY: Final = 0.95
+#: ``rep movsb`` crawls if the target lies up to so many bytes further into its page than the source.
+ALIAS_BYTES: Final = 32
+
+memmove: Final = ctypes.memmove
+
+_U8: Final = np.dtype(np.uint8)
+_frombuffer: Final = np.frombuffer
+_positive: Final = np.positive
+#: All of this process's memory as one buffer, which makes an array at an address cheap.
+_ALL: Final[Any] = (ctypes.c_ubyte * (1 << 62)).from_address(0)
+
+
+class OnDevice(UsageError):
+    """The memory is a GPU's, which the CPU cannot address. ``gpu/buffers.py`` makes a :class:`DeviceBuffer` of it."""
+
+
+class Span:
+    """A piece of memory by address, as engines name it.
+
+    ``keep`` is kept alive with it. ``registration`` is the handle under which RDMA devices know the memory that the
+    span lies in (``rdma/registration.py``), or None. ``least`` is the size of the shortest value that may be read into
+    the span: a caller that wants values of exactly ``size`` bytes sets it to that (see :func:`fits`). Parts of the span
+    have 0 again.
+    """
+
+    __slots__ = ("address", "keep", "least", "registration", "size", "writable")
+
+    def __init__(
+        self, address: int, size: int, *, writable: bool = True, keep: Any = None, registration: Any = None
+    ) -> None:
+        if type(address) is not int or type(size) is not int:
+            raise UsageError(f"an address and a size are ints, not {type(address).__name__} and {type(size).__name__}")
+        if address <= 0 or size <= 0 or address + size > 1 << 63:
+            raise UsageError(f"no memory has address {address:#x} and size {size}")
+        self.address = address
+        self.size = size
+        self.writable = writable
+        self.keep = keep
+        self.least = 0
+        self.registration = registration
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Span({self.address:#x}, {self.size})"
+
+    def holds(self, other: Span) -> bool:
+        """Return True if all of ``other`` lies within this span."""
+        return self.address <= other.address and other.address + other.size <= self.address + self.size
+
+    def part(self, offset: int, size: int) -> Span:
+        """Return ``size`` bytes of it from ``offset`` on, with its registration. Raises UsageError outside of it."""
+        if type(offset) is not int or type(size) is not int or not 0 <= offset < offset + size <= self.size:
+            raise UsageError(f"a span of {self.size} bytes has no part of {size!r} bytes at {offset!r}")
+        return Span(
+            self.address + offset, size, writable=self.writable, keep=self.keep, registration=self.registration
+        )
+
+    def view(self) -> memoryview:
+        """Return the memory as writable bytes. The caller vouches for the address."""
+        return memoryview((ctypes.c_ubyte * self.size).from_address(self.address)).cast("B")
+
+    def host_view(self, size: int | None = None) -> memoryview:
+        """Return the first ``size`` bytes (or all) in host memory: in place where the CPU addresses them."""
+        return self.view()[:size]
+
+    def copy_from(self, data: memoryview) -> None:
+        """Copy ``data`` to the head of the memory."""
+        self.view()[: data.nbytes] = data
+
+
+class HostMapping(Protocol):
+    """A mapping in this process that a device can be told of, such as an arena's. Weakly referable."""
+
+    @property
+    def name(self) -> str:
+        """Return what the log calls it."""
+
+    @property
+    def data(self) -> memoryview:
+        """Return all of its bytes."""
+
+    @property
+    def data_address(self) -> int:
+        """Return where they begin, page-aligned."""
+
+
+#: A copy between a device and host memory: (buffer, host address, bytes, what ``pinned`` gave for that memory or None).
+DeviceCopy = tuple["DeviceBuffer", int, int, Any]
+
+
+class DeviceBuffer(Span, ABC):
+    """Memory of a device that the CPU cannot address.
+
+    ``sdk`` and ``ipc`` reach a GPU through these methods alone, so that they load no module of ``gpu/``: an operation
+    that is passed such a buffer finds the code with it. ``gpu/buffers.py`` has the implementation. Copies are done
+    when a method returns, also by an exception. Methods raise DeviceError; UnfinishedCopy where a copy may go on.
+    """
+
+    #: Ordinal of the device, and the handle of the stream whose work copies come after (0: the default stream).
+    __slots__ = ("device", "stream")
+
+    def __init__(
+        self, address: int, size: int, *, device: int, stream: int = 0, writable: bool = True, keep: Any = None,
+        registration: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(address, size, writable=writable, keep=keep, registration=registration)
+        self.device = device
+        self.stream = stream
+
+    def view(self) -> memoryview:
+        """Raise OnDevice."""
+        raise OnDevice("GPU memory has no bytes that the CPU could look at")
+
+    @abstractmethod
+    def host_view(self, size: int | None = None) -> memoryview:
+        """Return the first ``size`` bytes (or all), copied to new host memory."""
+
+    @abstractmethod
+    def copy_from(self, data: memoryview) -> None:
+        """Copy ``data`` from host memory to the head of the buffer."""
+
+    @abstractmethod
+    def piece(self, address: int, size: int, *, writable: bool = True) -> DeviceBuffer:
+        """Return memory at another address of the same allocation, which the caller vouches for.
+
+        It has the registration if it lies within that. Raises UsageError.
+        """
+
+    @abstractmethod
+    def register(self) -> None:
+        """Give the buffer a registration for RDMA devices, which registers with each device at its first use."""
+
+    # -- an arena on this host ----------------------------------------------------------------------
+
+    def copy_from_mapping(self, mapping: HostMapping, start: int, size: int) -> None:
+        """Copy ``size`` bytes of the mapping from ``start`` on to the head of the buffer."""
+        self.copy_to_device([(self, mapping.data_address + start, size, self.pinned(mapping))])
+
+    def copy_to_mapping(self, mapping: HostMapping, start: int, size: int) -> None:
+        """Copy the first ``size`` bytes of the buffer to ``start`` of the mapping."""
+        self.copy_to_host([(self, mapping.data_address + start, size, self.pinned(mapping))])
+
+    @abstractmethod
+    def pinned(self, mapping: HostMapping) -> Any:
+        """Return what a :class:`DeviceCopy` names the mapping by. The first call begins to pin it."""
+
+    @staticmethod
+    @abstractmethod
+    def copy_to_device(copies: Iterable[DeviceCopy]) -> None:
+        """Copy from host memory to the heads of buffers. Each copy begins when the iterable yields it."""
+
+    @staticmethod
+    @abstractmethod
+    def copy_to_host(copies: Iterable[DeviceCopy]) -> None:
+        """Copy the heads of buffers to host memory. Each copy begins when the iterable yields it."""
+
+    # -- a network ----------------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def read_remote(
+        read_host: Callable[[Sequence[int], Mapping[int, Span], dict[int, Any]], list[int]], positions: Sequence[int],
+        sinks: Sequence[Any], results: list[Any], rails: Sequence[Any],
+    ) -> list[int]:  # fmt: skip
+        """Read values whose sinks are all device buffers, and return the positions that are left over.
+
+        ``read_host(positions, sinks, results)`` reads into memory that the rails reach. It returns what it leaves
+        over, with nothing of that in flight. ``rails`` are those in use; none where the CPU must see the values.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def put_by_rdma(
+        put_host: Callable[[Sequence[int], _Sources, _Sources], bool], positions: Sequence[int],
+        sources: Sequence[memoryview | Span], rails: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Put values of which some are in device buffers, in order.
+
+        ``put_host(positions, sources, spare)`` puts from memory that the rails reach; ``spare`` are the sources for a
+        path on which the CPU sees the bytes. It returns, with nothing in flight, whether the memory is free at once.
+        ``rails`` are those in use; none where the CPU must see the values.
+        """
+
+
+_Sources = Mapping[int, memoryview | Span]
+
+#: Types of a value's memory that the CPU addresses; None stands for new bytes. All else is a :class:`DeviceBuffer`.
+#: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs.
+HOST_TYPES: Final[frozenset[type]] = frozenset((memoryview, Span, type(None)))
+
+
+def on_device(memory: object) -> TypeGuard[DeviceBuffer]:
+    """Return True if a value's memory, or a sink, is a :class:`DeviceBuffer`."""
+    return type(memory) not in HOST_TYPES
+
+
+def host_view(source: memoryview | Span) -> memoryview:
+    """Return the bytes of a put's source in host memory: in place, or copied there from a device."""
+    return source if type(source) is memoryview else source.host_view()
+
+
+def view_of(buffer: Any) -> memoryview:
+    """Return the buffer's bytes, flat. Raises UsageError if it has none or is not contiguous.
+
+    The result is a new view, also of a memoryview: a caller that releases its own must not take the memory away from a
+    copy in flight.
+    """
+    if isinstance(buffer, np.ndarray) and buffer.dtype != np.uint8:
+        # Types that the buffer protocol has no name for (bfloat16, datetime64, complex) are stored as bytes, too.
+        if not buffer.flags.c_contiguous:
+            raise UsageError("the array is not contiguous: pass np.ascontiguousarray(array)")
+        if buffer.dtype.hasobject:
+            raise UsageError("an array of Python objects has no bytes to store")
+        buffer = buffer.reshape(-1).view(np.uint8)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        view = _foreign(buffer)
+    except ValueError as exc:
+        raise UsageError(f"the memory of this {type(buffer).__name__} cannot be taken as bytes: {exc}") from None
+    if view.format != "B" or view.ndim != 1:
+        if not view.c_contiguous:
+            raise UsageError("the buffer is not contiguous: pass a contiguous copy")
+        # A zero in the shape cannot be cast; such a buffer is empty all the same.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+    elif not view.contiguous:
+        raise UsageError("the buffer is not contiguous: pass a contiguous copy")
+    return view
+
+
+def _foreign(buffer: Any) -> memoryview:
+    """Return the bytes of objects without the buffer protocol: Span, CPU tensors."""
+    if isinstance(buffer, Span):
+        view = buffer.view()
+        return view if buffer.writable else view.toreadonly()
+    span = tensor_span(buffer)
+    if span is not None:
+        return span.view()
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise OnDevice(f"the memory of this {type(buffer).__name__} is a GPU's")
+    raise UsageError(f"a value is bytes-like, an array or a tensor, not {type(buffer).__name__}")
+
+
+def tensor_span(tensor: Any) -> Span | None:
+    """Return the memory of a torch-like CPU tensor, without importing torch; None for anything else.
+
+    Raises UsageError, OnDevice for a CUDA tensor.
+    """
+    try:
+        pointer, count, item = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+    except (AttributeError, TypeError):
+        return None
+    device = getattr(getattr(tensor, "device", None), "type", "cpu")
+    if device == "cuda":
+        raise OnDevice("the memory of this tensor is a GPU's")
+    if device != "cpu":
+        raise UsageError(f"a tensor on {device} cannot be copied: move it to the CPU or to a CUDA device")
+    contiguous = getattr(tensor, "is_contiguous", None)
+    if contiguous is not None and not contiguous():
+        raise UsageError("the tensor is not contiguous: call .contiguous() first")
+    return Span(pointer, count * item, keep=tensor)
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the view's bytes lie. The caller keeps the view as long as it uses the address."""
+    if not view.readonly:
+        return _addressof(_from_buffer(view))  # a tenth of the time that numpy takes
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+_addressof: Final = ctypes.addressof
+_from_buffer: Final = ctypes.c_char.from_buffer
+
+
+def block_copy(target: int, source: int, size: int) -> None:
+    """Copy by numpy's loop, without the GIL. Source and target may overlap."""
+    _positive(_frombuffer(_ALL, _U8, size, source), _frombuffer(_ALL, _U8, size, target))
+
+
+class _Trial:
+    """Finds the faster way for copies of one magnitude: both in turns at first, then the one whose fastest was faster.
+
+    The fastest counts, as anything else that may happen to a copy (page faults, preemption) only makes it slower.
+    Threads may race here, which costs one turn more or less.
+    """
+
+    __slots__ = ("_best", "_left")
+
+    def __init__(self) -> None:
+        #: Nanoseconds per byte of the fastest copy so far: by memmove, by block_copy.
+        self._best = [float("inf"), float("inf")]
+        self._left = 2 * TRIALS
+
+    def copy(self, target: int, source: int, size: int) -> Callable[[int, int, int], Any] | None:
+        """Copy in one of the two ways. Return the faster way once it is known."""
+        way = self._left & 1
+        start = time.perf_counter_ns()
+        (block_copy if way else memmove)(target, source, size)
+        spent = (time.perf_counter_ns() - start) / size
+        self._best[way] = min(self._best[way], spent)
+        self._left -= 1
+        if self._left > 0:
+            return None
+        by_memmove, by_block = self._best
+        return memmove if by_memmove < by_block * CLEARLY else block_copy
+
+
+class Copier:
+    """Copies between addresses, large ones over ``threads`` threads."""
+
+    #: By the bit length of the size: the way for copies of that magnitude, or None while that is on trial. It depends
+    #: on the machine, so all copiers share it.
+    _ways: ClassVar[list[Callable[[int, int, int], Any] | None]] = [None] * 64
+    _trials: ClassVar[list[_Trial]] = [_Trial() for _ in range(64)]
+
+    def __init__(self, threads: int = DEFAULT_COPY_THREADS) -> None:
+        self.threads = max(1, threads)
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        fork.in_child(self._after_fork)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy ``size`` bytes without the GIL. Nothing is copied after the return, even an interrupted one."""
+        if size < BLOCK_BYTES:
+            if size >= RELEASE_BYTES and 0 < (target - source) & 4095 < ALIAS_BYTES:
+                block_copy(target, source, size)
+            else:
+                memmove(target, source, size)
+            return
+        if size < SPLIT_BYTES or self.threads == 1:
+            self._copy_block(target, source, size)
+            return
+        part = -(-size // self.threads) + 4095 & ~4095
+        submit = self._executor().submit
+        jobs: list[Future[Any]] = []
+        copy = self._copy_block
+        #: An item for each part that runs; one as soon as no further part may begin.
+        running: list[None] = []
+        ended: list[None] = []
+
+        def copy_part(at: int) -> None:
+            running.append(None)
+            try:
+                if not ended:
+                    copy(target + at, source + at, min(part, size - at))
+            finally:
+                running.pop()
+
+        try:
+            for at in range(part, size, part):
+                jobs.append(submit(copy_part, at))  # noqa: PERF401
+            copy(target, source, part)
+            for job in jobs:
+                job.result()
+        except BaseException:
+            _abandon(running, ended)  # not by `jobs`: an interrupted submit() has begun a job and returned none
+            raise
+
+    def _copy_block(self, target: int, source: int, size: int) -> None:
+        magnitude = size.bit_length()
+        way = self._ways[magnitude]
+        if way is not None:
+            way(target, source, size)
+        else:
+            self._ways[magnitude] = self._trials[magnitude].copy(target, source, size)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="simm-copy")
+            return self._pool
+
+    def _after_fork(self) -> None:
+        """Forget the threads, which only the parent has."""
+        self._pool = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+
+def _abandon(running: list[None], ended: list[None]) -> None:
+    """Let no further part of a copy begin, and wait for those that run, deferring KeyboardInterrupt.
+
+    A part appends to ``running`` before it reads ``ended``: one of the two sees the other.
+    """
+    interrupted: BaseException | None = None
+    while not ended or running:
+        try:
+            ended.append(None)
+            while running:
+                time.sleep(0.0002)
+        except BaseException as exc:
+            interrupted = exc
+    if interrupted is not None:
+        try:
+            raise interrupted
+        finally:
+            del interrupted  # else the exception and this frame hold each other, and with them the callers' arena
+
+
+def fits(length: int, sink: memoryview | Span) -> bool:
+    """Return True if a value of ``length`` bytes may be read into ``sink``. Every path checks it before it copies.
+
+    A value of exactly the sink's size always may, so the shared-memory path does not call this for it.
+    """
+    if type(sink) is memoryview:
+        return length <= len(sink)
+    return sink.least <= length <= sink.size

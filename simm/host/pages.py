@@ -1,0 +1,197 @@
+"""Pages of a map: their address, faulting them in, and keeping them from forked children.
+
+**Addresses and the GIL.** ``mmap.madvise`` holds the GIL, for tens of ms per 256 MiB when it populates: a client's
+background thread would stall the engine. ctypes releases it. The address comes through the buffer protocol, which
+read-only maps have too. The export keeps the map from being closed meanwhile.
+
+**Forks and MADV_DONTFORK.** The engine's children do not inherit a client's map: their views would outlive what
+protects them. The trap is that the *address range* is free in the child. malloc or a library may map memory there,
+and when the child drops the inherited Python mmap object, its ``munmap`` takes that other memory away. So a fork hook
+puts an inaccessible reservation on the range first. If the range is taken already, the object gets an export that is
+never released, and so never unmaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+from ..constants import PAGE_BYTES
+from ..errors import SegmentError, UsageError
+from . import fork
+from .memory import huge_pages_allowed
+
+#: Bytes that one madvise call populates: enough to be efficient, few enough to end soon on an error.
+POPULATE_STEP_BYTES = 256 << 20
+
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+_MAP_FIXED = 0x10
+_MAP_FIXED_NOREPLACE = 0x10_0000
+_MAP_NORESERVE = 0x4000
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's Py_buffer, the same in 3.10 to 3.13 (and part of the stable ABI since 3.11)."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+_GET_BUFFER = ctypes.pythonapi.PyObject_GetBuffer
+_GET_BUFFER.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_RELEASE_BUFFER = ctypes.pythonapi.PyBuffer_Release
+_RELEASE_BUFFER.argtypes = (ctypes.POINTER(_PyBuffer),)
+_RELEASE_BUFFER.restype = None
+
+
+@contextlib.contextmanager
+def address_of(mm: mmap.mmap) -> Iterator[int]:
+    """Yield the address at which a map begins, read-only maps included. The map cannot be closed inside the block.
+
+    Raises UsageError if it is closed already.
+    """
+    view = _PyBuffer()
+    try:
+        _GET_BUFFER(mm, ctypes.byref(view), 0)
+    except ValueError as error:
+        raise UsageError("the map is closed") from error
+    try:
+        yield int(view.buf or 0)
+    finally:
+        _RELEASE_BUFFER(ctypes.byref(view))
+
+
+def _madvise(address: int, length: int, advice: int) -> int:
+    """Call madvise(2) without the GIL and return 0 or the errno. Retries EAGAIN and EINTR (kernel short of pages)."""
+    for _ in range(3):
+        if _LIBC.madvise(address, length, advice) == 0:
+            return 0
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR):
+            break
+    return number
+
+
+def page_range(offset: int, length: int | None, size: int) -> tuple[int, int]:
+    """Return the pages that hold bytes offset .. offset+length of a map, as (start, stop)."""
+    end = size if length is None else offset + length
+    if offset < 0 or end > size or end < offset:
+        raise UsageError(f"bytes {offset} to {end} are not within a segment of {size} bytes")
+    return offset // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+
+
+def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    while start < stop:
+        length = min(POPULATE_STEP_BYTES - start % POPULATE_STEP_BYTES, stop - start)
+        yield start, length
+        start += length
+
+
+def populate_read(mm: mmap.mmap, offset: int = 0, length: int | None = None) -> bool:
+    """Fault pages of a map in for reading, without the GIL, so that the first copy runs at full speed.
+
+    ``offset`` and ``length`` are in bytes. Returns False if the kernel has no MADV_POPULATE_READ (before 5.14), which
+    costs speed only. Raises SegmentError if there are no pages, where a load would be a SIGBUS.
+    """
+    with address_of(mm) as base:
+        start, stop = page_range(offset, length, len(mm))
+        for at, count in _steps(start, stop):
+            number = _madvise(base + at, count, _MADV_POPULATE_READ)
+            if number == errno.EINVAL:
+                return False
+            if number:
+                raise SegmentError(
+                    f"cannot fault in bytes {at} to {at + count} of a map for reading: {os.strerror(number)}; "
+                    "the segment was cut short or /dev/shm is full"
+                )
+    return True
+
+
+def map_side_by_side(files: Sequence[tuple[int, int]]) -> mmap.mmap:
+    """Map files, (descriptor, bytes) each, read-write and one after the other, as one map.
+
+    The sizes are multiples of the page size. Raises OSError, or ValueError for a map beyond the address space.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = mmap.mmap(-1, sum(size for _, size in files), flags=flags)  # the address range
+    with address_of(whole) as base:
+        for fd, size in files:
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            if _LIBC.mmap(base, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != base:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            base += size
+    return whole
+
+
+def ask_for_huge_pages(mm: mmap.mmap, start: int, stop: int) -> bool:
+    """Ask for huge pages for bytes start .. stop. Return False if the kernel gives none for shared memory."""
+    with address_of(mm) as base:
+        return huge_pages_allowed() and _madvise(base + start, stop - start, _MADV_HUGEPAGE) == 0
+
+
+def populate_write(
+    mm: mmap.mmap, start: int, stop: int, instead: Callable[[int, int], int]
+) -> tuple[int, int] | None:
+    """Fault pages start .. stop in for writing. Return None when all are there, else (errno, at which byte).
+
+    On kernels without MADV_POPULATE_WRITE (before 5.14) ``instead(at, count)`` does it, and returns 0 or the errno.
+    """
+    with address_of(mm) as base:
+        for at, count in _steps(start, stop):
+            number = _madvise(base + at, count, _MADV_POPULATE_WRITE)
+            if number == errno.EINVAL:
+                number = instead(at, count)
+            if number:
+                return number, at
+    return None
+
+
+#: Maps under MADV_DONTFORK: id -> (map, address, length). The top of this module says why.
+_DONTFORK: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
+
+
+def _reserve_in_child() -> None:
+    """Reserve the address ranges of maps that were not inherited, in the child of a fork."""
+    for reference, address, length in list(_DONTFORK.values()):
+        mm = reference()
+        if mm is None or mm.closed:
+            continue
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+        got = _LIBC.mmap(address, length, 0, flags, -1, 0)
+        if got != address:
+            if got not in (None, ctypes.c_void_p(-1).value):  # a kernel before 4.17 took the address for a hint
+                _LIBC.munmap(got, length)
+            # An export that is never released: neither close() nor deallocation can unmap the range.
+            _GET_BUFFER(mm, ctypes.byref(_PyBuffer()), 0)
+    _DONTFORK.clear()
+
+
+fork.in_child(_reserve_in_child)
+
+
+def keep_from_forks(mm: mmap.mmap) -> int:
+    """Keep forked children from inheriting the map: touching it there is a SIGSEGV. Return 0 or the errno."""
+    with address_of(mm) as address:
+        number = _madvise(address, len(mm), _MADV_DONTFORK)
+    if not number:
+        key = id(mm)
+        _DONTFORK[key] = (weakref.ref(mm, lambda _: _DONTFORK.pop(key, None)), address, len(mm))
+    return number

@@ -1,0 +1,287 @@
+"""The two files of an arena: who may open them, and what a process that has one can do with it.
+
+Clients store values into an arena, and must not store into its table. The right to write a file holds for all of it, so
+the metadata and the data are files of their own (``arena/layout.py`` has their contents):
+
+    metadata   /dev/shm/NAME         written by the worker; clients map it read-only. 0600, with a group 0640
+    data       /dev/shm/NAME.data    written by clients too; 0600
+               or a sealed memfd     with a group
+
+The worker passes the data to a client as a descriptor, over its UNIX socket, whose mode decides who may connect. So
+nobody but the server's user opens the data by its name.
+
+Truncation
+----------
+Whoever can write a file can also truncate it, and the kernel then ends each process that touches what it has mapped of
+it (SIGBUS). For an ordinary file no mode and no flag separates the two. Sealing does: a memfd with F_SEAL_SHRINK and
+F_SEAL_GROW keeps its size whoever has it, and however it is opened again (``/proc/PID/fd``). Files of a tmpfs that have
+a name cannot be sealed, and a memfd cannot be given a name.
+
+* *Without a group* only processes of the server's user get at the data. They can also trace each other and the server,
+  so a seal would add nothing: the data has a name.
+* *With a group* the data is a sealed memfd. The supervisor and its children keep it, so it outlives the worker. A clean
+  stop with ``--warm`` moves it into the named file, which only the user may open, and the next start moves it out again
+  (:func:`move_bytes`, which holds no more than a piece twice). A move costs about a second for each GiB. A supervisor
+  that is killed in the middle, or at work, takes the data with it: the next start is cold.
+
+What the seals leave open: a process with the data's descriptor can punch holes into it (``fallocate``). Their bytes
+read as zeros, as if it had written them, and the next access takes pages anew. With memory overcommit switched off that
+may fail, with SIGBUS; a sealed memfd cannot prevent it, as the seal that does would forbid writing.
+
+Belonging together
+------------------
+The names contain the server's instance, which no two starts share. The metadata's GENERATION and the data's last word,
+the stamp, are one random number. A warm start compares them (``ipc/segments.py``), and counts the pages of both. The
+stamp is moved last, so a move that was cut short is seen. Files are made metadata first and removed data first, so the
+locks of the metadata decide over both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import mmap
+import os
+import secrets
+from typing import Any, Final
+
+from .. import shm
+from ..arena.layout import Geometry
+from ..errors import SegmentError
+from ..host.mapped_file import MappedFile
+from ..host.memory import mib
+from ..host.pages import map_side_by_side
+from ..shm import OwnedSegment, data_name
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Bytes that exist twice while data moves from one file to another.
+MOVE_BYTES: Final = 32 << 20
+
+
+def new_generation() -> int:
+    """Return a random number for a new arena, not 0."""
+    return secrets.randbits(63) | 1
+
+
+class SealedData(MappedFile):
+    """The data of an arena as a memfd that nobody can shrink or grow. It has no name, and ends with its processes."""
+
+    def __init__(self, name: str, size: int, *, moved: bool = False) -> None:
+        """Make one of ``size`` zero bytes, none faulted in yet. Raises SegmentError.
+
+        ``moved``: it takes no more memory than a file gives back meanwhile.
+        """
+        for at_hand, what, remedy in () if moved else self.bounds():
+            if size > at_hand:
+                raise SegmentError(
+                    f"{name} needs {mib(size)}, but only {mib(at_hand)} {what}; {remedy}, or configure a smaller arena"
+                )
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise SegmentError(f"cannot create {name} as a memfd: {error.strerror}") from error
+        try:
+            os.fchmod(fd, 0o600)  # for /proc/PID/fd
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            super().__init__(name, size, fd)
+        except OSError as error:
+            os.close(fd)
+            raise SegmentError(f"cannot seal {name} of {mib(size)}: {error.strerror}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def release_in_child(self) -> None:
+        """Do nothing: it has no locks."""
+
+    def unlock(self) -> None:
+        """Do nothing: it has no locks."""
+
+    def unlink(self) -> None:
+        """Do nothing: it has no name."""
+
+
+class OwnedArena:
+    """Both files of an arena, owned by this process as an OwnedSegment is.
+
+    ``size`` is that of both, in bytes. A forked child inherits the descriptors, but not the ownership: it calls
+    `release_in_child`.
+    """
+
+    def __init__(self, meta: OwnedSegment, data: OwnedSegment | SealedData) -> None:
+        """Internal, for `create` and `adopt`. Takes both over unless it raises."""
+        self.meta = meta
+        self.data = data
+        self.name = meta.name
+        self.size = meta.size + data.size
+
+    @functools.cached_property
+    def mm(self) -> mmap.mmap:
+        """Both files, mapped read-write one after the other at the first use: a supervisor needs no such map."""
+        try:
+            return map_side_by_side([(self.meta.fd, self.meta.size), (self.data.fd, self.data.size)])
+        except (OSError, ValueError) as error:
+            raise SegmentError(f"cannot map {mib(self.size)} of {self.name}: {error}; see ulimit -v") from error
+
+    @classmethod
+    def create(cls, name: str, size: int, *, slots: int = 0, group: int | None = None) -> OwnedArena:
+        """Make an arena of ``size`` zero bytes in all, for a table of ``slots`` slots (0: by its size).
+
+        ``group``: a gid whose members may read the metadata; the data is sealed then. Raises UsageError for impossible
+        sizes, SegmentError if a name is taken or memory is short. Nothing is left behind then.
+        """
+        geometry = Geometry.plan(size, slots)
+        with contextlib.ExitStack() as undo:
+            meta = OwnedSegment.create(name, geometry.meta_bytes, **_access(group))
+            undo.callback(_discard, meta)
+            data: OwnedSegment | SealedData
+            if group is None:
+                data = OwnedSegment.create(data_name(name), geometry.data_file_bytes)
+            else:
+                data = SealedData(data_name(name), geometry.data_file_bytes)
+            undo.callback(_discard, data)
+            made = cls(meta, data)
+            undo.pop_all()
+        return made
+
+    @classmethod
+    def adopt(cls, name: str, *, group: int | None = None) -> OwnedArena:
+        """Take over the arena that a clean stop with ``--warm`` has left, for this group from now on.
+
+        Raises SegmentError if a file is missing, foreign or in use, or memory is short. It stays as it is then, unless
+        its data was being moved.
+        """
+        with contextlib.ExitStack() as undo:
+            meta = OwnedSegment.adopt(name)
+            undo.callback(meta.close)
+            named = OwnedSegment.adopt(data_name(name))
+            undo.callback(named.close)
+            meta.set_access(**_access(group))
+            data: OwnedSegment | SealedData = named
+            if group is not None:
+                data = SealedData(named.name, named.size, moved=True)
+                undo.callback(data.close)
+                move_bytes(named, data)
+            made = cls(meta, data)
+            undo.pop_all()
+        if data is not named:
+            _discard(named)
+        return made
+
+    def __repr__(self) -> str:
+        return f"<OwnedArena {self.meta!r} {self.data!r}>"
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """The descriptors that a child which uses the arena must keep."""
+        return self.meta.fd, self.data.fd
+
+    @property
+    def sealed(self) -> bool:
+        """True if the data is a sealed memfd, which ends with its processes."""
+        return isinstance(self.data, SealedData)
+
+    def keep(self) -> None:
+        """Move sealed data into the named file, for the next start. Called by the owner, without any worker.
+
+        Raises SegmentError if there is no room; nothing is left of the data then.
+        """
+        sealed = self.data
+        if not isinstance(sealed, SealedData):
+            return
+        self._unmap()
+        self.data = named = OwnedSegment.create(sealed.name, sealed.size, moved=True)
+        try:
+            move_bytes(sealed, named)
+        except BaseException:
+            named.unlink()
+            raise
+        finally:
+            sealed.close()
+
+    @functools.cached_property
+    def buf(self) -> memoryview:
+        """A view of `mm`."""
+        return memoryview(self.mm)
+
+    def _unmap(self) -> None:
+        """Unmap `mm`. A map with exported views stays."""
+        buf, mm = self.__dict__.pop("buf", None), self.__dict__.pop("mm", None)
+        with contextlib.suppress(BufferError):
+            if buf is not None:
+                buf.release()
+            if mm is not None:
+                mm.close()
+
+    # -- as OwnedSegment ------------------------------------------------------------------------
+
+    def populate(self, *, huge: bool = True, node: int | None = None) -> bool:
+        """Do `MappedFile.populate` for all of both files."""
+        asked = self.meta.populate(huge=huge, node=node)
+        return self.data.populate(huge=huge, node=node) and asked
+
+    def remap(self, *, huge: bool = True) -> None:
+        """Do `MappedFile.remap` for both files."""
+        self.meta.remap(huge=huge)
+        self.data.remap(huge=huge)
+
+    @property
+    def is_owner(self) -> bool:
+        """Return True if this process holds the owner lock."""
+        return self.meta.is_owner
+
+    def lock_writer(self) -> None:
+        """Take the writer lock, as a worker does before its first store. Raises SegmentError."""
+        self.meta.lock_writer()
+
+    def unlock(self) -> None:
+        """Release all locks. The arena is then a leftover."""
+        self.data.unlock()
+        self.meta.unlock()
+
+    def release_in_child(self) -> None:
+        """Drop the parent's lock descriptors in a forked child. The map stays."""
+        self.meta.release_in_child()
+        self.data.release_in_child()
+
+    def unlink(self) -> None:
+        """Remove the names, as `OwnedSegment.unlink` does; the data's first. Raises SegmentError, UsageError."""
+        self.data.unlink()
+        self.meta.unlink()
+
+    def close(self) -> None:
+        """Drop locks, descriptors and maps; the names stay. A map with exported views stays. Twice is harmless."""
+        self.data.close()
+        self.meta.close()
+        self._unmap()
+
+
+def _access(group: int | None) -> dict[str, Any]:
+    return {"mode": 0o600 if group is None else 0o640, "group": group}
+
+
+def _discard(segment: OwnedSegment | SealedData) -> None:
+    segment.unlink()
+    segment.close()
+
+
+def move_bytes(source: MappedFile, target: MappedFile) -> None:
+    """Move all bytes, in order, and give the source's pages back on the way. Raises SegmentError if memory is short.
+
+    The target is empty, and of the same size. O(bytes).
+    """
+    for at in range(0, source.size, MOVE_BYTES):
+        count = min(MOVE_BYTES, source.size - at)
+        left = count
+        with memoryview(source.buf)[at : at + count] as piece:
+            while left:
+                try:
+                    left -= os.pwrite(target.fd, piece[count - left :], at + count - left)
+                except OSError as error:
+                    raise SegmentError(
+                        f"cannot move {mib(source.size)} of {source.name} ({error.strerror}): {mib(source.size - at)} "
+                        f"are left; the next start has to be cold, or needs more of {shm.SHM_DIR}"
+                    ) from error
+        source.mm.madvise(mmap.MADV_REMOVE, at, count)

@@ -1,0 +1,157 @@
+"""The commit ring: request and answer frames through shared memory instead of a socket.
+
+A session may have one ring: a sealed memfd that the client makes and passes to the worker. It carries the same frames
+as the socket, a few at a time. The socket stays for everything else.
+
+    header page, 64-bit words, each writer on cache lines of its own
+      0   tail       requests posted so far           client
+      8   head       answers posted so far            worker
+     16   sleeping   1: the worker does not poll      worker
+     24   announced  a commit is expected until then: CLOCK_MONOTONIC in ns, or 0      client
+    SLOTS request slots, then SLOTS answer slots, SLOT_BYTES each: a frame from the slot's start
+
+Request n lies in slot n mod SLOTS, and its answer in the same answer slot. A client posts at most SLOTS requests ahead
+of the answers that it has read, so nothing is overwritten unread.
+
+**Lost wake-ups.** The worker polls active rings (``server/ring_poller.py`` decides how long). Then it raises
+``sleeping``, looks once more, and waits in its selector. A client that sees the flag sends KICK, the doorbell, by
+socket. There is no fence between the worker's store and its second look. So x86 may let both sides miss each other, and
+no KICK is sent. Therefore a client that has polled for about as long as the worker sends KICK anyway. A lost wake-up
+costs microseconds, never a hang.
+
+**Announcements.** A client that puts values of some MiB posts every few hundred microseconds, about as long as the
+worker polls. If the worker stops just before, the commit waits for a wake-up. So the client stores the time at which
+its copy will be done, without a system call, and a worker that still polls goes on until then. It believes at most
+ANNOUNCED_MAX_NS, so nonsense or a dead client costs it no more.
+
+**Trust.** The client can write anything at any time, also while the worker reads. The worker checks the tail against
+the slots, and reads each byte of a frame once before it looks at any. It demands the seals that keep the memfd from
+being shrunk, which would be a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from typing import Final
+
+from ..constants import PAGE_BYTES
+from ..errors import RemoteProtocolError
+from ..rpc import HEADER_BYTES, Frame, parse_header
+from ..wire.fast_commit import CommitOne, CommittedOne, parse_commit_one, parse_committed_one
+
+SLOTS: Final = 4
+SLOT_BYTES: Final = 32 << 10
+RING_BYTES: Final = PAGE_BYTES + 2 * SLOTS * SLOT_BYTES
+TAIL: Final = 0
+HEAD: Final = 8
+SLEEPING: Final = 16
+ANNOUNCED: Final = 24
+#: The worker does not believe an announcement of more than this.
+ANNOUNCED_MAX_NS: Final = 4_000_000
+_REQUESTS: Final = PAGE_BYTES
+_REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Ring:
+    """One end's mapping of a ring."""
+
+    __slots__ = ("_bytes", "_map", "done", "words")
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, RING_BYTES)
+        self._bytes = memoryview(self._map)
+        self.words = self._bytes[:PAGE_BYTES].cast("Q")
+        #: Worker: requests handled. Client: answers read.
+        self.done = 0
+
+    @classmethod
+    def create(cls) -> tuple[Ring, int]:
+        """Make a ring, and return it with the descriptor to pass on; the client closes that afterwards."""
+        fd = os.memfd_create("simm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, RING_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            ring = cls(fd)
+            ring._map.madvise(mmap.MADV_DONTFORK)
+        except BaseException:
+            os.close(fd)
+            raise
+        return ring, fd
+
+    @classmethod
+    def attach(cls, fd: int) -> Ring:
+        """Map a client's ring. Raises RemoteProtocolError if it is not sealed or has another size."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise RemoteProtocolError(f"the ring is no memfd: {exc}") from exc
+        if seals & _SEALS != _SEALS:
+            raise RemoteProtocolError("the ring is not sealed against shrinking")
+        if os.fstat(fd).st_size != RING_BYTES:
+            raise RemoteProtocolError(f"the ring has {os.fstat(fd).st_size} bytes, not {RING_BYTES}")
+        return cls(fd)
+
+    # -- client -----------------------------------------------------------------------------
+
+    def post(self, frame: bytes) -> int:
+        """Post a request and return its number. The caller stays within SLOTS of the answers that it has read."""
+        words = self.words
+        number: int = words[TAIL]
+        at = _REQUESTS + number % SLOTS * SLOT_BYTES
+        self._bytes[at : at + len(frame)] = frame
+        words[TAIL] = number + 1
+        return number
+
+    def reply(self, number: int) -> Frame:
+        """Return the answer to request ``number``, which HEAD says is there. Raises RemoteProtocolError."""
+        return self._frame(_REPLIES + number % SLOTS * SLOT_BYTES)
+
+    def committed_one(self, number: int) -> CommittedOne | None:
+        """Return :meth:`reply` as ``parse_committed_one`` parses it, None if it has another shape."""
+        return parse_committed_one(self._bytes, _REPLIES + number % SLOTS * SLOT_BYTES)
+
+    # -- worker -----------------------------------------------------------------------------
+
+    def next_commit(self) -> CommitOne | None:
+        """Return the next request as ``parse_commit_one`` parses it, None if it has another shape."""
+        at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
+        if not 0 < self.words[TAIL] - self.done <= SLOTS:
+            return None  # nothing there, or nonsense: next_request says which
+        return parse_commit_one(self._bytes, at)
+
+    def next_request(self) -> Frame | None:
+        """Return the next request, copied out; None if there is none. Raises RemoteProtocolError."""
+        tail = self.words[TAIL]
+        if tail == self.done:
+            return None
+        if not 0 < tail - self.done <= SLOTS:
+            raise RemoteProtocolError(f"ring tail {tail} with {self.done} handled")
+        return self._frame(_REQUESTS + self.done % SLOTS * SLOT_BYTES)
+
+    def answer(self, frame: bytes) -> None:
+        """Post the answer to the request taken last. Raises RemoteProtocolError if it is too long."""
+        if len(frame) > SLOT_BYTES:
+            raise RemoteProtocolError(f"an answer of {len(frame)} bytes does not fit the ring: ask for less at once")
+        at = _REPLIES + self.done % SLOTS * SLOT_BYTES
+        self._bytes[at : at + len(frame)] = frame
+        self.done += 1
+        self.words[HEAD] = self.done
+
+    def _frame(self, at: int) -> Frame:
+        head = bytes(self._bytes[at : at + HEADER_BYTES])
+        opcode, flags, status, request_id, size = parse_header(head)
+        if size > SLOT_BYTES - HEADER_BYTES:
+            raise RemoteProtocolError(f"a frame of {size} bytes does not fit a ring slot")
+        start = at + HEADER_BYTES
+        return Frame(opcode, flags, status, request_id, bytes(self._bytes[start : start + size]))
+
+    def close(self) -> None:
+        """Unmap the ring. Idempotent."""
+        with contextlib.suppress(BufferError, ValueError):
+            self.words.release()
+            self._bytes.release()
+            self._map.close()

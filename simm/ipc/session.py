@@ -1,0 +1,491 @@
+"""A session with a worker on the same host: its connection, its exchanges, and the way it ends.
+
+The session must never let a copy write into a chunk that is no longer its own. Grants are the pool's matter
+(``ipc/grant_pool.py``). The end of a session is argued here:
+
+* A session that ends is *retired*, not forgotten. Copies into its chunks may still run in other threads, and views of
+  its pins may be alive. ``copying`` has an item for each. When it is empty, a later session of this process with the
+  same arena tells the worker to release the retired one.
+* A thread that has taken a grant and not begun its copy would be overlooked by that. So ``begin_copy`` adds its item
+  before it reads ``closed``, and ``close`` sets ``closed`` before anything reads ``copying``: one of the two sees the
+  other.
+
+``lock`` is the only lock here. A thread holds it for one exchange with the worker, never during a copy of a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..arena.reader import ArenaReader
+from ..errors import RemoteProtocolError, TransportError
+from ..host import fork
+from ..host.numa import current_cpu
+from ..host.users import NOT_TRUSTED, trusts
+from ..net.allowance import ALLOWANCE, allowed
+from ..net.channel import Channel, weakly
+from ..net.peer_uid import credentials
+from ..rpc import Frame, encode
+from ..wire import messages as M
+from ..wire.fast_commit import committed_one_of, encode_commit_one
+from ..wire.hello import client_hello
+from . import grant_pool
+from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from .grant_pool import GrantPool, GrantTuple
+
+log = logging.getLogger("simm.ipc.session")
+
+#: Copies of at least this size are announced to a worker that polls. Shorter ones end before it would stop.
+ANNOUNCE_BYTES: Final = 256 << 10
+#: An announced commit is expected within this many ns, and half a one for each byte still to be copied (2 GB/s).
+_ANNOUNCE_NS: Final = 100_000
+#: Polls of the ring before the client sends KICK and sleeps, about 100 us. Two wake-ups of a core cost more.
+_RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
+#: Polls of the socket before the client sleeps, about as long.
+_SOCKET_POLLS: Final = 150 if _RING_POLLS else 0
+#: Two doorbells within this time, seconds, are a sign that client and worker take turns on one CPU.
+DOORBELLS_APART_S: Final = 1e-3
+#: Pins that are released together.
+_UNPIN_BATCH: Final = 16
+
+
+class NotTrusted(TransportError):
+    """The worker is of another user. It could end this process by truncating the arena that this one maps."""
+
+
+class WorkerSession:
+    """A session with the worker whose UNIX socket is ``path``. Each exchange takes ``deadline_s`` seconds at most.
+
+    ``ring``: also make a commit ring, if the system allows it. ``cluster``: of the map that named the worker; 0 accepts
+    any. ``trusted``: users besides this process's own and root whose worker is spoken with. Raises TransportError if
+    the worker cannot be reached, NotTrusted if it is another user's, Refused if it refuses, SegmentError.
+    """
+
+    def __init__(
+        self, path: str, namespace: str, deadline_s: float, *, ring: bool = True, role: int = M.Role.CLIENT,
+        cluster: int = 0, trusted: Container[int] = (),
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.deadline_s = deadline_s
+        self.lock = threading.Lock()
+        #: An item for each copy in flight into or out of this session's chunks, and for each view of one. A list:
+        #: append and pop are atomic, safe in finalizers, and cheaper than a lock.
+        self.copying: list[None] = []
+        #: No copy may begin. Separate from ``broken``: a broken session is closed by its owner, later.
+        self.closed = False
+        self.pool: GrantPool[GrantTuple] = GrantPool()
+        self.unpins: deque[int] = deque()
+        self.ring: Ring | None = None
+        self._ring_frames: dict[int, Frame] = {}
+        #: A WAKE is in flight: polling the ring is worth it although the worker's flag may still be up.
+        self._woken = False
+        #: Poll the socket before sleeping.
+        self._polls_socket = False
+        self._doorbell_at = 0.0
+        #: How often the worker had to be woken.
+        self.doorbells = 0
+        until = time.monotonic() + deadline_s
+        self.channel = Channel.unix(path, deadline_s, weakly(self._on_push))
+        self.channel.bound(until)  # one deadline for connecting, HELLO and the ring
+        try:
+            uid = credentials(self.channel.sock)[1]
+            if not trusts(uid, trusted):
+                raise NotTrusted(f"{path} is of uid {uid}, {NOT_TRUSTED}")
+            welcome = self.channel.call(client_hello(role, namespace=namespace, cluster=cluster, pid=os.getpid()))
+            if not isinstance(welcome, M.Welcome):
+                raise TransportError(f"{path} answered HELLO with {type(welcome).__name__}")
+            self.welcome = welcome
+            self.session = welcome.session
+            self.pool.bytes_max = welcome.grant_bytes_max
+            with self._data_fd() as data_fd:
+                self.reader = ArenaReader(welcome.segment, cluster=cluster, data_fd=data_fd, trusted=trusted)
+            self.reader.namespace = welcome.namespace_id
+            self.pool.within = (self.reader.data_offset, self.reader.data_end)
+            self.release_retired()
+            if ring:
+                self._attach_ring()
+            self._polls_socket = self.ring is None and role == M.Role.CLIENT
+            self.channel.bound()
+        except BaseException:
+            self.channel.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = self.channel.broken or "open"
+        return f"<WorkerSession {self.session:#x} {state} {self.pool!r}>"
+
+    @property
+    def broken(self) -> str:
+        """Why the session cannot be used; empty while it can."""
+        return self.channel.broken
+
+    @contextlib.contextmanager
+    def _data_fd(self) -> Iterator[int]:
+        """Yield a descriptor of the arena's data, which the worker passes by a socket made for that."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as exc:
+            raise TransportError(f"cannot make a socket: {exc.strerror}") from exc
+        with ours:
+            with theirs:
+                self.channel.call(M.DataAttach(0), fds=(theirs.fileno(),))
+            try:
+                _, fds, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+            except OSError as exc:
+                raise TransportError(f"{self.path} has passed no data: {exc.strerror}") from exc
+        if len(fds) != 1:
+            raise TransportError(f"{self.path} has passed no data: this process may be out of descriptors")
+        try:
+            yield fds[0]
+        finally:
+            os.close(fds[0])
+
+    def _attach_ring(self) -> None:
+        try:
+            ring, fd = Ring.create()
+        except OSError as exc:  # no descriptor or memory left: the socket does the same, more slowly
+            log.warning("no commit ring: %s", exc)
+            return
+        try:
+            self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,))
+        except TransportError:
+            ring.close()
+            raise
+        finally:
+            os.close(fd)
+        self.ring = ring
+
+    def _on_push(self, msg: Any) -> None:
+        if isinstance(msg, M.Recall):
+            self.pool.recall(msg.bytes)
+
+    # -- exchanges; with ``_locked`` in the name the caller holds the lock --------------------
+
+    def acquire(self) -> None:
+        """Take the lock within the deadline. Raises TransportError, also if the call has no time left."""
+        if ALLOWANCE.seconds <= 0.0:
+            raise TransportError("the call's deadline has passed")
+        if not self.lock.acquire(False) and not self.lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
+            raise TransportError("deadline passed while another thread waited for the worker")
+        if self.channel.broken:
+            self.lock.release()
+            raise TransportError(self.channel.broken)
+
+    def exchange(self, msg: Any, items: int = 1) -> Any:
+        """Make one exchange about ``items`` keys, and return the answer, of the right kind and size.
+
+        Raises TransportError, Refused.
+        """
+        self.acquire()
+        try:
+            return self.checked_locked(msg, self.wait_locked(self.submit_locked(msg), items))
+        finally:
+            self.lock.release()
+
+    def checked_locked(self, msg: Any, answer: Any) -> Any:
+        """Return the answer to ``msg``. Break the session if it is none, or not for as many keys as were asked for."""
+        kind, asked, told = _ANSWERS.get(type(msg), (None, "", ""))
+        if kind is not None and (
+            type(answer) is not kind or (asked and len(getattr(msg, asked)) != len(getattr(answer, told)))
+        ):
+            self.channel.fail(f"the worker answered {type(msg).__name__} with something else")
+        return answer
+
+    def submit(self, msg: Any) -> int:
+        """Send a request, and return a ticket for :meth:`wait_locked`. Raises TransportError."""
+        self.acquire()
+        try:
+            return self.submit_locked(msg)
+        finally:
+            self.lock.release()
+
+    def submit_locked(self, msg: Any) -> int:
+        """Send a request by ring or socket, and return a ticket for :meth:`wait_locked`."""
+        ring = self.ring
+        if ring is not None:
+            frame = encode(msg)
+            if len(frame) <= SLOT_BYTES:
+                while ring.words[TAIL] - ring.done >= SLOTS:
+                    self._collect(ring)
+                return ring.post(frame)
+        return -1 - self.channel.submit(msg)
+
+    def announce_commit(self, nbytes: int) -> None:
+        """Tell a polling worker to go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
+        ring = self.ring
+        if ring is not None and nbytes >= ANNOUNCE_BYTES:
+            ring.words[ANNOUNCED] = time.monotonic_ns() + min(_ANNOUNCE_NS + (nbytes >> 1), ANNOUNCED_MAX_NS - 1)
+
+    def clear_announcement(self) -> None:
+        """Take :meth:`announce_commit` back: the commit has been sent."""
+        ring = self.ring
+        if ring is not None:
+            ring.words[ANNOUNCED] = 0
+
+    def wake(self, nbytes: int = 0) -> None:
+        """Announce a commit, and wake the worker with WAKE if it sleeps.
+
+        Waking an idle core takes about as long as copying a MiB. Never waits: if the lock is taken, another thread is
+        talking to the worker already.
+        """
+        self.announce_commit(nbytes)
+        ring = self.ring
+        if ring is None or not ring.words[SLEEPING] or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self.channel.broken:
+                self.channel.submit(M.Wake(current_cpu()))
+                self._woken = True
+        except TransportError:
+            pass  # the commit will meet it
+        finally:
+            self.lock.release()
+
+    def wait_locked(self, ticket: int, items: int = 1) -> Any:
+        """Wait for the answer to a request of ``items`` keys. More keys mean more polls before the doorbell."""
+        if ticket < 0:
+            return self.channel.result(self._wait_socket(-1 - ticket, items))
+        ring = self.ring
+        assert ring is not None
+        while ticket >= ring.done:
+            self._collect(ring, _RING_POLLS + min(items, 64) * _RING_POLLS // 8)
+        return self.channel.result(self._ring_frames.pop(ticket))
+
+    def _await(self, ring: Ring, polls: int = _RING_POLLS) -> int:
+        """Wait for at least one more answer, and return the ring's head, checked."""
+        words = ring.words
+        done = ring.done
+        if words[HEAD] == done and (self._woken or not words[SLEEPING]):
+            self._woken = False
+            for _ in range(polls):
+                if words[HEAD] != done:
+                    break
+        head: int = words[HEAD]
+        if head == done:
+            self._count_doorbell()
+            self.channel.call(M.Kick(words[TAIL]))
+            head = words[HEAD]
+            if head == done:
+                self.channel.fail("the worker answered a KICK but not the ring")
+        if not done < head <= words[TAIL]:
+            self.channel.fail(f"the worker moved the ring's head to {head}, {done} handled of {words[TAIL]}")
+        return head
+
+    def _count_doorbell(self) -> None:
+        """Note that the worker had to be woken.
+
+        If that happens in quick succession, worker and client share a CPU: the worker polls while the client cannot
+        run, and sleeps when it can. A WAKE names this CPU, and the worker moves to another one.
+        """
+        self.doorbells += 1
+        now = time.monotonic()
+        if now - self._doorbell_at < DOORBELLS_APART_S:
+            self.channel.submit(M.Wake(current_cpu()))
+        self._doorbell_at = now
+
+    def _wait_socket(self, number: int, items: int = 1) -> Frame:
+        """Wait for the answer to a request sent by socket."""
+        channel = self.channel
+        slept = channel.slept
+        frame = channel.wait(number, _SOCKET_POLLS + min(items, 64) * _SOCKET_POLLS // 8 if self._polls_socket else 0)
+        if channel.slept != slept:
+            self._count_doorbell()
+        return frame
+
+    def _collect(self, ring: Ring, polls: int = _RING_POLLS) -> None:
+        """Wait for at least one more answer, and take all that are there."""
+        head = self._await(ring, polls)
+        try:
+            while ring.done < head:
+                self._ring_frames[ring.done] = ring.reply(ring.done)
+                ring.done += 1
+        except RemoteProtocolError as exc:
+            self.channel.fail(str(exc))
+
+    def commit_one(self, digest: bytes, grant: int, length: int, crc: int, flags: int, want: int, count: int) -> int:
+        """Commit one entry, and ask for ``count`` grants for values of ``want`` bytes. Return its Status.
+
+        The grants of the answer go to the pool. Raises TransportError.
+        """
+        lock = self.lock
+        # An acquire with a timeout costs several times as much.
+        if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
+            raise TransportError("deadline passed while another thread waited for the worker")
+        try:
+            channel = self.channel
+            if channel.broken:
+                raise TransportError(channel.broken)
+            ring = self.ring
+            if ring is None:
+                number = channel.next_id()
+                channel.send_raw(encode_commit_one(digest, grant, length, crc, flags, want, count, number))
+                frame = self._wait_socket(number)
+                answered = committed_one_of(frame)
+                if answered is not None:
+                    status, granted = answered
+                    if granted is not None:
+                        self.pool.release(granted)
+                    return status
+            else:
+                while ring.words[TAIL] - ring.done >= SLOTS:
+                    self._collect(ring)
+                ticket = ring.post(encode_commit_one(digest, grant, length, crc, flags, want, count))
+                if ticket == ring.done:  # nothing else is in flight
+                    self._await(ring)
+                    answered = ring.committed_one(ticket)
+                    if answered is not None:
+                        ring.done = ticket + 1
+                        status, granted = answered
+                        if granted is not None:
+                            self.pool.release(granted)
+                        return status
+                while ticket >= ring.done:
+                    self._collect(ring)
+                frame = self._ring_frames.pop(ticket)
+            answer = channel.result(frame)
+            if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
+                channel.fail("the worker answered COMMIT with something else")
+            self.pool.add(answer.grants)
+            outcome: int = answer.statuses[0]
+            return outcome
+        finally:
+            lock.release()
+
+    # -- grants ---------------------------------------------------------------------------------
+
+    def ask(self, wants: Sequence[tuple[int, int]]) -> None:
+        """Ask for grants, (value bytes, count) each. What comes is in the pool; without room nothing comes."""
+        self.pool.add(self.exchange(M.Grant(list(wants)), sum(count for _, count in wants)).grants)
+
+    def return_grants(self, numbers: Sequence[int]) -> None:
+        """Return grants by id; see :func:`grant_pool.return_idle`."""
+        self.exchange(M.ReturnGrants(list(numbers)))
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def begin_copy(self) -> None:
+        """Count a copy into or out of a chunk. Raises TransportError if the session has been closed."""
+        self.copying.append(None)
+        if self.closed:
+            self.copying.pop()
+            raise TransportError("the session was closed")
+
+    def end_copy(self) -> None:
+        """Count a copy as ended."""
+        self.copying.pop()
+
+    # -- pins -----------------------------------------------------------------------------------
+
+    def pin(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
+        """Pin a value, and return its (status, flags, length, crc, offset, pin id).
+
+        The caller has called :meth:`begin_copy`. Raises TransportError.
+        """
+        self.flush_unpins()
+        entry: tuple[int, int, int, int, int, int] = self.exchange(M.Locate(1, [digest])).entries[0]
+        status, _flags, length, _crc, offset, _pin = entry
+        if status == M.Status.OK and not self.reader.data_offset <= offset <= self.reader.data_end - length:
+            self.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
+        return entry
+
+    def unpin_later(self, pin: int) -> None:
+        """Release a pin soon. Safe in finalizers: takes no lock and does no I/O."""
+        self.unpins.append(pin)
+
+    def flush_unpins(self, *, at_least: int = _UNPIN_BATCH) -> None:
+        """Release queued pins if there are at least so many. Raises TransportError."""
+        if len(self.unpins) < at_least:
+            return
+        pins: list[int] = []
+        with contextlib.suppress(IndexError):
+            while len(pins) < 1000:
+                pins.append(self.unpins.popleft())
+        if pins:
+            self.exchange(M.Unpin(pins))
+
+    # -- maintenance and end -------------------------------------------------------------------------
+
+    def maintain(self) -> int:
+        """Read pushes, answer recalls, release pins and retired sessions. Call it periodically, from one thread.
+
+        Return the bytes recalled since the last call. Raises TransportError.
+        """
+        if self.lock.acquire(blocking=False):
+            try:
+                self.channel.poll_pushes()
+            finally:
+                self.lock.release()
+        recalled = grant_pool.maintain(self)
+        self.flush_unpins(at_least=1)
+        self.release_retired()
+        return recalled
+
+    def release_retired(self) -> None:
+        """Tell the worker which retired sessions no copy and no view uses any longer. Raises TransportError."""
+        if not _RETIRED:
+            return
+        segment = self.welcome.segment
+        free = [old for old in list(_RETIRED) if old.segment == segment and not old.copying]
+        if free:
+            self.exchange(M.ReleaseSessions([old.session for old in free]))
+            for old in free:
+                with contextlib.suppress(ValueError):
+                    _RETIRED.remove(old)
+
+    def close(self, *, clean: bool = True) -> None:
+        """End the session; with ``clean``, return grants and release pins first. Never raises. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        try:  # also when interrupted: its grants would be lost to all until this process ends
+            if clean and not self.channel.broken:
+                with contextlib.suppress(TransportError):
+                    self.flush_unpins(at_least=1)
+                    grant_pool.return_idle(self)
+                    self.release_retired()
+        finally:
+            got = False
+            try:
+                got = self.lock.acquire(timeout=self.deadline_s)
+                self.channel.close()
+                self.pool.clear()
+                if got:
+                    self.ring = None  # unmapped with its last user: wake() reads it without the lock
+            finally:
+                if got:
+                    self.lock.release()
+                _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying))
+
+
+#: By request: its answer, and the fields of both that have an item for each key.
+_ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
+    M.Grant: (M.Granted, "", ""),
+    M.ReturnGrants: (M.Done, "", ""),
+    M.Unpin: (M.Done, "", ""),
+    M.ReleaseSessions: (M.Done, "", ""),
+    M.Locate: (M.Located, "digests", "entries"),
+    M.Exists: (M.Statuses, "digests", "statuses"),
+    M.Delete: (M.Statuses, "digests", "statuses"),
+    M.DeleteSized: (M.Statuses, "entries", "statuses"),
+}
+
+
+class RetiredSession(NamedTuple):
+    """What is needed to release an ended session. Keeps no mapping alive."""
+
+    segment: str
+    session: int
+    copying: list[None]
+
+
+#: The retired sessions of all clients of this process. Appending is atomic, removal is by value.
+_RETIRED: Final[list[RetiredSession]] = []
+fork.in_child(_RETIRED.clear)

@@ -1,0 +1,458 @@
+"""A blocking client connection with one deadline per exchange, and the pauses between attempts to connect.
+
+Pushes that arrive between replies go to a callback. A deadline that passes in the middle of an exchange leaves the
+stream of replies out of step. The channel is then broken for good, and its owner makes a new one. A channel is not
+thread-safe; its owner holds a lock.
+
+The deadline covers an exchange as a whole, from the first byte sent to the last byte of its reply. A peer that sends or
+takes one byte at a time does not extend it. :meth:`Channel.bound` limits several exchanges to one deadline. What a
+call that makes several exchanges may still wait is its thread's ``ALLOWANCE`` (``allowance.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import random
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Container
+from typing import Any, Final, NoReturn
+
+from ..config.parsers import TlsOptions
+from ..errors import RemoteProtocolError, TransportError, printable
+from ..host import fork
+from ..rpc import Connection, Flag, Frame, decode, encode
+from ..wire import messages as M
+from .allowance import ALLOWANCE
+from .peer_uid import foreign_server
+
+#: Pause between two attempts to connect: the first and the longest, seconds.
+BACKOFF_S: Final = (0.05, 1.0)
+_TIMEVAL: Final = struct.Struct("@ll")
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+_RECV_BYTES: Final = 64 << 10
+#: The channel sets the kernel's timeouts again when they are off by more than this.
+_SLACK_S: Final = 0.01
+#: Pieces handled in one poll for pushes, or after a deadline, so that a peer that never stops sending delays no caller.
+_PUSH_PIECES: Final = 64
+
+
+def timeval(seconds: float) -> bytes:
+    """Return a struct timeval for SO_RCVTIMEO, at least a millisecond, as 0 means no timeout."""
+    micros = max(1000, int(seconds * 1e6))
+    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+
+
+class Refused(TransportError):
+    """The peer replied with ERROR and this ``status``."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(printable(text))
+        self.status = status
+
+
+def weakly(on_push: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a callback that calls a bound method without keeping its object alive.
+
+    An owner and a channel that refer to each other would live until the cycle collector runs. A session would keep a
+    whole arena mapped until then.
+    """
+    method = weakref.WeakMethod(on_push)
+
+    def call(msg: Any) -> None:
+        found = method()
+        if found is not None:
+            found(msg)
+
+    return call
+
+
+class Backoff:
+    """The time of the next attempt: after a jittered pause that doubles with each failure in a row.
+
+    ``pauses``: the first and the longest, seconds.
+    """
+
+    __slots__ = ("_pause_s", "_pauses", "_uniform", "failures", "retry_at")
+
+    def __init__(
+        self, uniform: Callable[[float, float], float] = random.uniform, pauses: tuple[float, float] = BACKOFF_S
+    ) -> None:
+        self._uniform = uniform
+        self._pauses = pauses
+        self._pause_s = pauses[0]
+        #: Monotonic seconds.
+        self.retry_at = 0.0
+        #: In a row.
+        self.failures = 0
+
+    def failed(self, now: float) -> None:
+        """Record a failure at ``now``, monotonic seconds."""
+        self.failures += 1
+        self.retry_at = now + self._pause_s * self._uniform(0.5, 1.0)
+        self._pause_s = min(self._pauses[1], self._pause_s * 2)
+
+    def worked(self) -> None:
+        """Record a success, so that the next failure counts as the first."""
+        self.failures = 0
+        self._pause_s = self._pauses[0]
+
+    def due(self, now: float) -> bool:
+        """Return whether it is time to try again."""
+        return now >= self.retry_at
+
+
+class Channel:
+    """Requests over a connected socket.
+
+    The channel calls ``on_push`` with each push. An owner passes its own method through :func:`weakly`.
+
+    The kernel's timeouts bound the common case, a reply in one piece, without a poll per call: one ``send`` and one
+    ``recv`` per request.
+    """
+
+    def __init__(self, sock: socket.socket, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> None:
+        self.sock = sock
+        self.deadline_s = deadline_s
+        self.broken = ""
+        #: The server has shown a certificate, which TLS has checked.
+        self.certified = False
+        self._conn = Connection()
+        self._on_push = on_push
+        self._last_id = 0
+        self._early: dict[int, Frame] = {}
+        #: Number of waits whose polls all found nothing.
+        self.slept = 0
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLIN)
+        #: When the exchange in progress must end, monotonic seconds; each request sets it.
+        self.until = math.inf
+        self._bound = math.inf
+        sock.settimeout(None)
+        raw = timeval(deadline_s)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, raw)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, raw)
+        #: The kernel's timeouts, seconds.
+        self._receives_s = self._sends_s = deadline_s
+
+    @classmethod
+    def unix(cls, path: str, deadline_s: float, on_push: Callable[[Any], None] | None = None) -> Channel:
+        """Connect to a UNIX socket. Raises TransportError."""
+        sock = _socket(socket.AF_UNIX)
+        _connect(sock, path, path, deadline_s)
+        return cls(sock, deadline_s, on_push)
+
+    @classmethod
+    def tcp(
+        cls, host: str, port: int, deadline_s: float, on_push: Callable[[Any], None] | None = None,
+        tls: TlsOptions | None = None,
+    ) -> Channel:  # fmt: skip
+        """Connect by TCP, and with ``tls`` by TLS (:func:`check_tls`). Raises TransportError."""
+        until = time.monotonic() + deadline_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = _socket(family)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _connect(sock, (host, port), f"{host}:{port}", deadline_s)
+        if tls is not None:
+            from .tls import connected  # most clients have no TLS
+
+            sock = connected(sock, tls, host, until)
+        made = cls(sock, deadline_s, on_push)
+        made.certified = tls is not None
+        fork.in_child(made._after_fork)
+        return made
+
+    def foreign_server(self, trusted: Container[int]) -> str:
+        """Return why a server that has answered is not believed without a token; empty if it is."""
+        return "" if self.certified else foreign_server(self.sock, trusted)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.sock.fileno()
+
+    # -- exchange -----------------------------------------------------------------------------
+
+    def call(self, msg: Any, *, fds: tuple[int, ...] = ()) -> Any:
+        """Send a request and return the decoded reply. Raises Refused for ERROR, TransportError otherwise."""
+        number = self.submit(msg, fds=fds)
+        return self.result(self.wait(number))
+
+    def submit(self, msg: Any, *, fds: tuple[int, ...] = ()) -> int:
+        """Send a request and return its id for :meth:`wait`."""
+        number = self.next_id()
+        self.send_raw(encode(msg, number), fds)
+        return number
+
+    def next_id(self) -> int:
+        """Allocate a request id, for a caller that sends the frame itself."""
+        self._last_id = number = self._last_id + 1
+        return number
+
+    def bound(self, until: float = math.inf) -> None:
+        """End all later exchanges by ``until`` (monotonic seconds), until the next call."""
+        self._bound = until
+
+    def begin(self) -> None:
+        """Start an exchange's deadline, for a caller that sends the frame itself."""
+        until = time.monotonic() + min(self.deadline_s, ALLOWANCE.seconds)
+        self.until = min(until, self._bound, ALLOWANCE.until)
+
+    def arm(self, doing: str, *, sending: bool = False) -> None:
+        """Set the kernel's timeout to the time left. Raises TransportError when the deadline has passed."""
+        left = self.until - time.monotonic()
+        if left <= 0:
+            self.fail(f"deadline passed while {doing}")
+        self._arm(left, sending)
+
+    def _arm(self, left: float, sending: bool) -> None:
+        if sending:
+            if not -_SLACK_S < left - self._sends_s < _SLACK_S:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(left))
+                self._sends_s = left
+        elif not -_SLACK_S < left - self._receives_s < _SLACK_S:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(left))
+            self._receives_s = left
+
+    def receive_bulk(self, target: memoryview) -> None:
+        """Fill ``target`` with bulk bytes, first those that arrived with a frame. Raises TransportError."""
+        at, size = 0, len(target)
+        if self._conn.pending_bytes:
+            data = self._conn.take(size)
+            at = len(data)
+            target[:at] = data
+        sock = self.sock
+        while at < size:
+            self.arm("receiving a value")
+            try:
+                # One call per value: the kernel wakes the thread when all bytes are there, or at the deadline.
+                got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
+            except OSError as exc:
+                self.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
+            if not got:
+                self.fail("the server closed the connection in the middle of a value")
+            at += got
+
+    def send_raw(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send all of ``data``. Raises TransportError and breaks the channel on failure."""
+        if self.broken:
+            raise TransportError(self.broken)
+        self.begin()
+        try:
+            sent = socket.send_fds(self.sock, [data], list(fds)) if fds else self.sock.send(data)
+            while sent < len(data):  # rare: the peer does not read
+                self.arm("sending", sending=True)
+                data = data[sent:]
+                sent = self.sock.send(data)
+        except OSError as exc:
+            self.fail(_reason(exc, "sending"))
+
+    def wait(self, number: int, polls: int = 0) -> Frame:
+        """Return the reply to request ``number``. Raises TransportError and breaks the channel on failure.
+
+        ``polls``: how often to poll for it before the thread sleeps, for peers that poll as well.
+        """
+        frame = self._early.pop(number, None)
+        if frame is not None:
+            return frame
+        conn = self._conn
+        late = 0
+        try:
+            while True:
+                frame = conn.next_frame()
+                if frame is None:
+                    if polls:
+                        self._poll(polls)
+                        polls = 0
+                    left = self.until - time.monotonic()
+                    if left > 0:
+                        self._arm(left, False)
+                        data = self.sock.recv(_RECV_BYTES)
+                    elif late < _PUSH_PIECES:
+                        # Replies that have arrived count: the caller may have sent the request long ago.
+                        late += 1
+                        data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+                    else:
+                        self.fail("deadline passed in the middle of a reply")
+                    if not data:
+                        self.fail("the peer closed the connection")
+                    conn.receive_data(data)
+                    continue
+                if frame.flags & Flag.PUSH:
+                    self._push(frame)
+                    continue
+                if frame.request_id == number:
+                    return frame
+                if frame.opcode == M.OP_ERROR and frame.request_id == 0:
+                    self.fail(str(self._error_text(frame)))
+                if frame.request_id > self._last_id:
+                    raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
+                self._early[frame.request_id] = frame
+        except OSError as exc:
+            self.fail(_reason(exc, "waiting for a reply"))
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+
+    def _poll(self, polls: int) -> None:
+        """Poll for input up to ``polls`` times, so that a fast reply costs no wake-up."""
+        poll = self._poller.poll
+        for _ in range(polls):
+            if poll(0):
+                return
+        self.slept += 1
+
+    def result(self, frame: Frame) -> Any:
+        """Return the message of a reply. Raises Refused for ERROR."""
+        try:
+            msg = decode(frame)
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+        if isinstance(msg, M.Error):
+            raise Refused(frame.status, msg.text)
+        return msg
+
+    def poll_pushes(self) -> None:
+        """Handle input that has arrived, without waiting. Raises TransportError when the peer is gone."""
+        if self.broken:
+            raise TransportError(self.broken)
+        try:
+            for _ in range(_PUSH_PIECES):
+                data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+                if not data:
+                    self.fail("the peer closed the connection")
+                self._conn.receive_data(data)
+                while (frame := self._conn.next_frame()) is not None:
+                    if frame.flags & Flag.PUSH:
+                        self._push(frame)
+                    elif frame.request_id > self._last_id:
+                        raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
+                    else:
+                        self._early[frame.request_id] = frame
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self.fail(_reason(exc, "reading"))
+        except RemoteProtocolError as exc:
+            self.fail(str(exc))
+
+    def _push(self, frame: Frame) -> None:
+        if self._on_push is not None:
+            self._on_push(decode(frame))
+
+    @staticmethod
+    def _error_text(frame: Frame) -> str:
+        with contextlib.suppress(RemoteProtocolError):
+            return printable(decode(frame).text)
+        return "the peer reported an error"
+
+    def fail(self, reason: str) -> NoReturn:
+        """Mark the channel broken and raise TransportError."""
+        self.broken = self.broken or reason
+        raise TransportError(reason)
+
+    def close(self) -> None:
+        """Close the socket. A second call does nothing.
+
+        A broken connection is reset. Otherwise the kernel would go on sending its buffer for minutes. A put that was
+        reported as failed, and that the caller has repeated, would then arrive after the repetition.
+        """
+        if self.broken and self.sock.family != socket.AF_UNIX:
+            reset_on_close(self.sock)
+        self.broken = self.broken or "closed"
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+    def _after_fork(self) -> None:
+        """Close the child's copy of the socket, in the middle of an exchange too.
+
+        While a child has a copy, the peer does not see that its client hung up. It would execute a request that the
+        client gave up long ago.
+        """
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+def check_tls(options: TlsOptions | None) -> None:
+    """Read the files for TLS. Raises ConfigError if they are of no use. Later faults of theirs cost a connection."""
+    if options is not None:
+        from .tls import for_channels
+
+        for_channels(options)
+
+
+def greet(
+    channel: Channel, service: int, hello: M.Hello, token: str, server: str = "", trusted: Container[int] = ()
+) -> M.Welcome:
+    """Say HELLO to a server of this kind; with a token, after both sides have proven that they know it.
+
+    ``server``: which one (``wire/auth.py``). ``trusted``: users besides this process's own and root whose server on
+    this host is believed without a token.
+
+    Raises Refused, with UNAUTHORIZED if the server has not proven it or is another user's, and TransportError
+    otherwise. That is also what a push gets: the owner would believe it of a peer that has proven nothing.
+    """
+    on_push, channel._on_push = channel._on_push, _too_early
+    welcome = _greet(channel, service, hello, token, server)
+    if not token:
+        fault = channel.foreign_server(trusted)
+        if fault:
+            channel.broken = channel.broken or fault
+            raise Refused(M.Status.UNAUTHORIZED, fault)
+    channel._on_push = on_push
+    return welcome
+
+
+def _too_early(_msg: Any) -> NoReturn:
+    raise RemoteProtocolError("the peer sent a push before it had answered HELLO")
+
+
+def _greet(channel: Channel, service: int, hello: M.Hello, token: str, server: str) -> M.Welcome:
+    numbers = []
+    if token:
+        from ..wire.auth import Asker  # a client without a token has no need of it
+
+        asker = Asker(token, service, hello.role, server)
+        prove = asker.prove(channel.call(asker.auth))
+        if isinstance(prove, str):
+            channel.broken = channel.broken or prove
+            raise Refused(M.Status.UNAUTHORIZED, prove)
+        numbers.append(channel.submit(prove))
+    numbers.append(channel.submit(hello))
+    answers = [channel.result(channel.wait(number)) for number in numbers]
+    if not isinstance(answers[-1], M.Welcome):
+        channel.fail("the peer answered HELLO with something else")
+    welcome: M.Welcome = answers[-1]
+    return welcome
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Make the next close reset the connection."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    """Return a new socket. Raises TransportError, so an engine that is out of descriptors sees misses, not errors."""
+    try:
+        return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as exc:
+        raise TransportError(f"cannot create a socket: {exc.strerror or exc}") from exc
+
+
+def _connect(sock: socket.socket, address: Any, name: str, deadline_s: float) -> None:
+    try:
+        sock.settimeout(deadline_s)
+        sock.connect(address)
+    except OSError as exc:
+        sock.close()
+        raise TransportError(f"cannot connect to {name}: {exc.strerror or exc}") from exc
+
+
+def _reason(exc: OSError, doing: str) -> str:
+    if exc.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.ETIMEDOUT) or isinstance(exc, TimeoutError):
+        return f"deadline passed while {doing}"
+    return f"connection lost while {doing}: {exc.strerror or exc}"

@@ -1,0 +1,300 @@
+"""A minimal HTTP server on the event loop, for /metrics, /healthz and a status page.
+
+It answers GET and HEAD, one request per connection, from functions that return at once. Requests are limited to
+``REQUEST_BYTES_MAX``, connections to ``CONNECTIONS_MAX`` and ``DEADLINE_S``. The server does not read request bodies.
+
+When ``CONNECTIONS_MAX`` connections are open, a new one replaces the oldest. A probe sends its request at once and gets
+its answer in the same turn, so the oldest connection belongs to a client that does not read or does not ask. If the
+server refused the new one instead, 64 idle connections would make it look dead to its probes.
+
+On a loopback address every page except those requires a ``Host`` of this host: an address, ``localhost``, or the host's
+name. A web page from elsewhere whose name was made to lead here (DNS rebinding) names another, and learns nothing.
+
+With TLS the handshake is part of the time that a connection has. Who asks by plain HTTP is told so.
+
+With tokens, every page except /healthz and /leader requires ``Authorization: Bearer TOKEN``. Prometheus can send it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import re
+import resource
+import selectors
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ..wire.hello import token_fits
+from .channel import reset_on_close
+from .loop import Loop
+
+if TYPE_CHECKING:
+    from .tls import Context, ServerHandshake
+
+log = logging.getLogger("simm.net.http")
+
+REQUEST_BYTES_MAX: Final = 8 << 10
+#: A whole record of TLS: what OpenSSL would keep, no selector reports.
+_READ_BYTES: Final = 16 << 10
+CONNECTIONS_MAX: Final = 64
+DEADLINE_S: Final = 10.0
+#: Pages that need no token. Probes cannot send one, and these pages reveal only that the server is alive.
+OPEN_PAGES: Final = frozenset({"/healthz", "/leader"})
+
+_HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:\s]+))(?::\d*)?")
+
+TEXT: Final = "text/plain; charset=utf-8"
+HTML: Final = "text/html; charset=utf-8"
+METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Page(NamedTuple):
+    """A route's result."""
+
+    body: str
+    content_type: str = TEXT
+    status: int = 200
+
+
+class _Client:
+    """A connection: the request so far, then the part of the answer that is not sent yet."""
+
+    __slots__ = ("deadline", "incoming", "outgoing", "sock")
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self.sock = sock
+        self.deadline = deadline
+        self.incoming = bytearray()
+        self.outgoing = memoryview(b"")
+
+
+class Web:
+    """A server for ``routes`` (path -> function) on a listening socket, in the loop's thread."""
+
+    def __init__(
+        self, loop: Loop, listener: socket.socket, routes: Mapping[str, Callable[[], Page]],
+        tokens: Iterable[str] = (), tls: Context | None = None,
+    ) -> None:  # fmt: skip
+        self.loop = loop
+        self.routes = routes
+        self.requests = 0
+        self._tokens = [token.encode() for token in tokens]
+        self._tls = tls
+        self._listener = listener
+        self._loopback = _is_loopback(listener.getsockname()[0])
+        #: In order of arrival, oldest first.
+        self._clients: dict[_Client, None] = {}
+        self.displaced = 0
+        # One a turn: the loop reads it before so many others have come that it is the oldest.
+        loop.accept(listener, self._take, per_turn=1)
+        loop.call_every(1.0, self._maintain)
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._clients)
+
+    def close(self) -> None:
+        """Close the listener and all connections."""
+        self.loop.unwatch(self._listener)
+        self._listener.close()
+        for client in list(self._clients):
+            self._drop(client)
+
+    def _take(self, sock: socket.socket, _address: Any) -> None:
+        sock.setblocking(False)
+        if len(self._clients) >= CONNECTIONS_MAX:
+            self.displaced += 1
+            self._drop(next(iter(self._clients)), abort=True)
+        client = _Client(sock, self.loop.now + DEADLINE_S)
+        self._clients[client] = None
+        if self._tls is None:
+            self.loop.watch(sock, lambda _mask: self._readable(client))
+            return
+        from .tls import ServerHandshake
+
+        handshake = ServerHandshake(sock, self._tls)
+        self.loop.watch(sock, lambda _mask: self._shake(client, handshake))
+
+    def _shake(self, client: _Client, handshake: ServerHandshake) -> None:
+        """Go on with the handshake, and read when it is done."""
+        from .tls import PlainText
+
+        try:
+            wants = handshake.step()
+        except PlainText:
+            self._answer(client, Page("this page takes https only\n", TEXT, 400), False)
+            return
+        except OSError as exc:
+            client.sock = handshake.sock
+            log.debug("a page was not asked for: %s", exc)
+            self._drop(client)
+            return
+        client.sock = handshake.sock
+        self.loop.unwatch(client.sock)
+        if wants:
+            self.loop.selector.register(client.sock, wants, lambda _mask: self._shake(client, handshake))
+        else:
+            self.loop.watch(client.sock, lambda _mask: self._readable(client))
+
+    def _readable(self, client: _Client) -> None:
+        try:
+            data = client.sock.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)
+            return
+        client.incoming += data
+        end = client.incoming.find(b"\r\n\r\n")
+        if end < 0:
+            if len(client.incoming) > REQUEST_BYTES_MAX:
+                self._answer(client, Page("request too large\n", TEXT, 431), False)
+            return
+        self.requests += 1
+        method, page = self._page(bytes(client.incoming[:end]))
+        self._answer(client, page, method == "HEAD")
+
+    def _page(self, head: bytes) -> tuple[str, Page]:
+        lines = head.decode("latin-1").split("\r\n")
+        words = lines[0].split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return "", Page("not HTTP\n", TEXT, 400)
+        method, target = words[0], words[1].partition("?")[0]
+        if method not in ("GET", "HEAD"):
+            return method, Page("only GET and HEAD\n", TEXT, 405)
+        route = self.routes.get(target)
+        if route is None:
+            return method, Page("pages: " + " ".join(sorted(self.routes)) + "\n", TEXT, 404)
+        if self._loopback and target not in OPEN_PAGES and not _names_this_host(lines[1:]):
+            return method, Page("open this page as localhost, or by its address\n", TEXT, 403)
+        if self._tokens and target not in OPEN_PAGES and not self._allowed(lines[1:]):
+            return method, Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
+        try:
+            return method, route()
+        except Exception:
+            log.exception("page %s failed", target)
+            return method, Page("internal error\n", TEXT, 500)
+
+    def _allowed(self, headers: list[str]) -> bool:
+        for line in headers:
+            name, _, value = line.partition(":")
+            scheme, _, given = value.strip().partition(" ")
+            if name.lower() == "authorization" and scheme.lower() == "bearer":
+                return token_fits(self._tokens, given.strip().encode("latin-1"))
+        return False
+
+    def _answer(self, client: _Client, page: Page, head_only: bool) -> None:
+        body = page.body.encode()
+        extra = "WWW-Authenticate: Bearer\r\n" if page.status == 401 else ""
+        head = (
+            f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\n"
+            f"Content-Type: {page.content_type}\r\nContent-Length: {len(body)}\r\n"
+            f"Cache-Control: no-store\r\n{extra}Connection: close\r\n\r\n"
+        ).encode()
+        client.outgoing = memoryview(head if head_only else head + body)
+        self.loop.unwatch(client.sock)
+        # Not loop.watch(), which waits for input: only output is left.
+        self.loop.selector.register(client.sock, selectors.EVENT_WRITE, lambda _mask: self._writable(client))
+        self._writable(client)
+
+    def _writable(self, client: _Client) -> None:
+        try:
+            while client.outgoing:
+                client.outgoing = client.outgoing[client.sock.send(client.outgoing) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            pass
+        self._drop(client)
+
+    def _drop(self, client: _Client, *, abort: bool = False) -> None:
+        if client not in self._clients:
+            return
+        del self._clients[client]
+        self.loop.unwatch(client.sock)
+        if abort:
+            reset_on_close(client.sock)
+        else:
+            with contextlib.suppress(OSError):
+                # Unread input would turn the answer into a reset.
+                client.sock.shutdown(socket.SHUT_WR)
+                client.sock.recv(4096)
+        client.sock.close()
+
+    def _maintain(self) -> None:
+        for client in list(self._clients):
+            if self.loop.now > client.deadline:
+                self._drop(client, abort=True)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _names_this_host(headers: list[str]) -> bool:
+    """Return False if a Host header names what may be another host's page. HTTP/1.0 needs none."""
+    for line in headers:
+        name, _, value = line.partition(":")
+        if name.strip().lower() != "host":
+            continue
+        found = _HOST.fullmatch(value.strip())
+        if found is None:
+            return False
+        host = (found["six"] or found["host"]).lower().rstrip(".")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if host not in ("localhost", socket.gethostname().lower()) and not host.endswith(".localhost"):
+                return False
+    return True
+
+
+#: (name, type, help, labels, value) of a metric.
+Sample = tuple[str, str, str, Mapping[str, Any], float]
+
+
+def process_samples() -> list[Sample]:
+    """Return Prometheus' usual metrics of this process. Empty if the system does not tell."""
+    import psutil  # 10 ms, for servers whose metrics are read
+
+    process = psutil.Process()
+    try:
+        with process.oneshot():
+            times, memory, began = process.cpu_times(), process.memory_info(), process.create_time()
+            files, threads = process.num_fds(), process.num_threads()
+    except (psutil.Error, OSError):
+        return []
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return [
+        ("process_cpu_seconds_total", "counter", "user and system time", {}, times.user + times.system),
+        ("process_resident_memory_bytes", "gauge", "memory in use, with shared memory", {}, float(memory.rss)),
+        ("process_virtual_memory_bytes", "gauge", "addresses in use", {}, float(memory.vms)),
+        ("process_start_time_seconds", "gauge", "start, seconds since 1970", {}, began),
+        ("process_open_fds", "gauge", "open files", {}, float(files)),
+        ("process_max_fds", "gauge", "open files that are allowed", {}, float(most)),
+        ("process_threads", "gauge", "threads", {}, float(threads)),
+    ]
+
+
+def prometheus(samples: Iterable[tuple[str, str, str, Mapping[str, Any], float]]) -> str:
+    """Return samples (name, type, help, labels, value) as Prometheus text. Samples of one name must be adjacent."""
+    lines: list[str] = []
+    last = ""
+    for name, kind, about, labels, value in samples:
+        if name != last:
+            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+            last = name
+        inner = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())
+        lines.append(f"{name}{{{inner}}} {value}" if inner else f"{name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,91 @@
+"""Make listening sockets, accept from them, and set the TCP options of what they accept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any, Final
+
+_TCP_NOTSENT_LOWAT: Final = 25
+
+
+_NONE_LEFT: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+#: Errors of the waiting connection only, see accept(2).
+_PASSING: Final = frozenset(
+    (
+        errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+        errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENONET,
+    )
+)  # fmt: skip
+
+
+class OutOfDescriptors(Exception):
+    """No connection can be accepted before this process, or the system, has descriptors or memory again."""
+
+
+def accepted(listener: socket.socket, most: int) -> Iterator[tuple[socket.socket, Any]]:
+    """Yield up to ``most`` connections that wait at a non-blocking listener, with their addresses.
+
+    Raises OutOfDescriptors, and OSError if the listener itself is broken.
+    """
+    for _ in range(most):
+        try:
+            found = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            if exc.errno in _NONE_LEFT:
+                raise OutOfDescriptors(str(exc)) from exc
+            if exc.errno not in _PASSING:
+                raise
+        else:
+            yield found
+
+
+def tune(sock: socket.socket, unsent_bytes: int, stall_s: float) -> None:
+    """Set a server's TCP options: no delay, a bound on unsent bytes, and detection of a peer that is gone."""
+    seconds = max(1, int(stall_s))
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 3)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000),
+        *([(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)] if unsent_bytes else ()),
+    ):
+        sock.setsockopt(level, option, value)
+
+
+def listen_tcp(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
+    """Return a listening TCP socket. Raises OSError with the address in its text."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(backlog)
+    except OSError as exc:
+        sock.close()
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+    return sock
+
+
+def listen_unix(path: str, *, group: int | None = None, backlog: int = 1024) -> socket.socket:
+    """Return a listening UNIX socket at ``path``, which must not exist, for this user and members of ``group`` (a gid).
+
+    Its owner, group and mode are set before a client can connect. Raises OSError with the path in its text.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(path)
+        if group is not None:
+            os.chown(path, -1, group)
+        os.chmod(path, 0o600 if group is None else 0o660)
+        sock.listen(backlog)
+    except OSError as exc:
+        sock.close()
+        raise OSError(exc.errno, f"cannot listen on {path}: {exc.strerror or exc}") from exc
+    return sock

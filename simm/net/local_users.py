@@ -1,0 +1,68 @@
+"""Who may connect on loopback to a server without a token: its own user, root, and users that ``--allow-uid`` names.
+
+Every user of a host reaches its loopback addresses. So a server without tokens takes the uid of each connection's other
+end (``net/peer_uid.py``) in their place. It is looked up when the server accepts the connection, and a refusal answers
+the first request, so that the client reads the reason.
+
+Members of the data server's ``--group`` are not let in for that: of a TCP connection the kernel tells the user only,
+and to ask a directory service for the user's groups could stop the server. Besides, by TCP a client moves shards and
+drains servers; the worker's socket, which the group may use, takes no such request of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+
+from ..host.users import is_certain, trusts
+from ..rpc import Frame
+from ..wire.messages import Status
+from .loop import Peer, Service
+from .peer_uid import UnknownUser, credentials, tcp_uid
+
+
+class LocalUsers:
+    """Decides by the user of a connection's other end. ``named``: uids besides this process's own and root's."""
+
+    def __init__(self, named: Iterable[int] = ()) -> None:
+        self.named = frozenset(named)
+
+    def __repr__(self) -> str:
+        return f"<LocalUsers {sorted({os.geteuid(), 0, *self.named})}>"
+
+    def fault(self, sock: socket.socket) -> str:
+        """Return why a connection is not accepted; empty if it is."""
+        taken = ", ".join(f"uid {uid}" for uid in sorted({os.geteuid(), 0, *self.named}))
+        rule = f"a server without --token-file takes connections of {taken} only"
+        remedy = "give both sides a --token-file"
+        try:
+            uid = credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock)
+        except UnknownUser as exc:
+            return f"{rule}, and the user of this one cannot be told ({exc}): {remedy}"
+        if trusts(uid, self.named):
+            return ""
+        if not is_certain(uid):
+            return f"{rule}, and this user has no number in the server's user namespace: {remedy}"
+        return f"{rule}, and this one is of uid {uid}: start it with --allow-uid {uid}, or {remedy}"
+
+    def check(self, peer: Peer, on_refused: Callable[[], None] = lambda: None) -> None:
+        """Let a new connection be, or have its first request refused and nothing of it decoded."""
+        fault = self.fault(peer.sock)
+        if fault:
+            peer.service = _Refusing(fault, on_refused)
+
+
+class _Refusing(Service):
+    """Answers the first request of a peer with the reason, and closes the connection."""
+
+    def __init__(self, text: str, on_refused: Callable[[], None]) -> None:
+        self._text = text
+        self._on_refused = on_refused
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        self._on_refused()
+        peer.loop.noise(logging.WARNING, "refusing %s: %s", peer.address, self._text)
+        peer.send_error(frame.request_id, Status.UNAUTHORIZED, self._text)
+        peer.close("unauthorized")

@@ -1,0 +1,331 @@
+"""What operations take and return: values and buffers as memory, batches of reads, results, views, patience.
+
+The type of an object tells at once whether it is host memory. Only an object without bytes that the CPU can address is
+then tried as a tensor or array in a GPU's memory, which loads the modules of ``gpu/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from ..constants import VALUE_BYTES_MAX
+from ..errors import UsageError
+from ..host.buffers import DeviceBuffer, OnDevice, Span, address_of, tensor_span, view_of
+from ..net.allowance import ALLOWANCE
+
+if TYPE_CHECKING:
+    from ..arena.reader import ArenaReader
+    from ..ipc.grant_pool import RoomWait
+    from ..ipc.session import WorkerSession
+
+_device_span: Callable[[Any], DeviceBuffer] | None = None
+
+
+def device_buffer(thing: Any) -> DeviceBuffer:
+    """Return the memory of a CUDA tensor, or of an object with ``__cuda_array_interface__``. Raises UsageError.
+
+    The first call loads ``gpu/``. Any thread may make it.
+    """
+    global _device_span
+    if _device_span is None:
+        from ..gpu.buffers import device_span  # few clients have a GPU, and none of the servers
+
+        _device_span = device_span
+    return _device_span(thing)
+
+
+def source_of(value: Any) -> memoryview | Span:
+    """Return a value in the form that put takes. Raises UsageError for a wrong type or size."""
+    kind = type(value)
+    source: memoryview | Span
+    if kind is bytes or kind is bytearray:
+        source = memoryview(value)  # view_of looks at more
+    else:
+        try:
+            source = value if kind is Span else view_of(value.data if kind is View else value)
+        except OnDevice:
+            source = device_buffer(value)
+    if not 0 < len(source) <= VALUE_BYTES_MAX:
+        raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
+    return source
+
+
+def sink_of(buffer: Any) -> memoryview | Span:
+    """Return a buffer in the form that get takes. Raises UsageError if it is read-only."""
+    kind = type(buffer)
+    if kind is Span:
+        if not buffer.writable:
+            raise UsageError("the buffer is read-only")
+        return buffer  # type: ignore[no-any-return]
+    if kind is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
+        view = memoryview(buffer)  # view_of looks at more
+    else:
+        try:
+            view = view_of(buffer)
+        except OnDevice:
+            span = device_buffer(buffer)
+            if not span.writable:
+                raise UsageError("the buffer is read-only") from None
+            return span
+    if view.readonly:
+        raise UsageError("the buffer is read-only: pass a bytearray, a writable array or a tensor")
+    return view
+
+
+def span_of(buffer: Any) -> Span:
+    """Return the memory of a buffer, array or tensor as a span, which keeps it alive. Raises UsageError."""
+    if isinstance(buffer, Span):
+        return buffer
+    try:
+        span = tensor_span(buffer)
+        if span is not None:
+            return span
+        view = view_of(buffer)
+    except OnDevice:
+        return device_buffer(buffer)
+    if not view.nbytes:
+        raise UsageError("an empty buffer cannot be registered")
+    return Span(address_of(view), view.nbytes, writable=not view.readonly, keep=view)
+
+
+class NoValue(enum.IntEnum):
+    """Why a read has no value. None is above 0, so a result above 0 is a hit's length."""
+
+    MISS = 0
+    #: The owner cannot be reached, or the shard has none.
+    UNAVAILABLE = -1
+    #: The value is longer than the buffer.
+    TOO_SMALL = -2
+
+
+#: By name, as reads meet them all the time.
+MISS: Final = NoValue.MISS
+UNAVAILABLE: Final = NoValue.UNAVAILABLE
+
+
+class WrongSize(int):
+    """The result for a value that has not the exact size its buffer wants. Below every :class:`NoValue`."""
+
+    _BASE: Final = -(1 << 40)
+
+    @classmethod
+    def of(cls, length: int) -> WrongSize:
+        """Return the result for a value of ``length`` bytes."""
+        return cls(cls._BASE - length)
+
+    @property
+    def length(self) -> int:
+        """The value's length, bytes."""
+        return self._BASE - self
+
+    def __repr__(self) -> str:
+        return f"<WrongSize {self.length}>"
+
+
+#: A hit's length, or why there is no value.
+Result = int | NoValue | WrongSize
+#: The same for a single read, or the bytes themselves if its sink is None.
+Answer = Result | bytes
+#: Where a value goes; None for new bytes.
+Sink = memoryview | Span | None
+
+
+def misfit(length: int, sink: Sink) -> Result:
+    """Return the result for a value that does not fit: WrongSize if ``sink`` takes one size, else TOO_SMALL."""
+    return WrongSize.of(length) if isinstance(sink, Span) and sink.least else NoValue.TOO_SMALL
+
+
+def is_hit(got: Any) -> bool:
+    """Return whether this result is a value, or its length."""
+    return type(got) is bytes or got > 0
+
+
+class Server(Protocol):
+    """A server as :class:`Patience` sees it: a ``Target``."""
+
+    @property
+    def path(self) -> str:
+        """The path in use, or ``down``."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether :meth:`ready` waits for the first connection."""
+
+    def ready(self) -> bool:
+        """Wait for that, and return whether there is a path."""
+
+
+class Patience:
+    """How long a call waits for servers that do not answer: a deadline, however many it touches. A context manager.
+
+    The time that is lost with servers that fail, with first connections and with waits for room is taken off the
+    deadline. The exchanges with each further server get what is left. That must be half a deadline at least, as a
+    healthy server that is given no time counts as failed: with less, the call turns to no other one. Transfers with
+    servers that answer are not counted, as a batch may have any size.
+
+    ``began``: when the call began, monotonic seconds. All its time counts then, as is right for one key, and for
+    another attempt after WRONG_OWNER, whose server gets a quarter of a deadline at least.
+    """
+
+    __slots__ = ("_deadline_s", "_least_s", "_left_s", "_outer", "_since", "_spent_before", "_target", "_until")
+
+    def __init__(self, deadline_s: float, began: float | None = None) -> None:
+        #: Of the call that this one is a part of, if any.
+        self._outer = ALLOWANCE.seconds, ALLOWANCE.until
+        self._deadline_s = self._left_s = min(deadline_s, max(0.0, ALLOWANCE.seconds))
+        self._least_s = self._deadline_s / 2
+        self._until = ALLOWANCE.until
+        self._spent_before = ALLOWANCE.spent
+        self._target: Server | None = None
+        self._since = 0.0
+        if began is not None:
+            self.count_all(began)
+
+    def __enter__(self) -> Patience:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ALLOWANCE.seconds, ALLOWANCE.until = self._outer
+
+    def count_all(self, began: float) -> None:
+        """Let the call end within a deadline from ``began``, whatever it does until then."""
+        self._least_s = self._deadline_s / 4
+        self._until = min(self._until, began + self._deadline_s)
+
+    @property
+    def last_turn(self) -> float:
+        """When the call may turn to a server for the last time, monotonic seconds. After :meth:`count_all`."""
+        return self._until - self._least_s
+
+    def has_time_for(self, target: Server) -> bool:
+        """Return whether the call may wait for this server, which it turns to now. Account for the one before."""
+        now = time.monotonic()
+        before = self._target
+        if before is not None and before.path == "down":
+            self._left_s -= now - self._since
+        self._target, self._since = target, now
+        if not self._allow(now):
+            return False
+        if target.fresh:
+            target.ready()
+            self._since = time.monotonic()
+            self._left_s -= self._since - now
+            return self._allow(self._since)
+        return True
+
+    def _allow(self, now: float) -> bool:
+        """Give the next exchanges what is left. Return False if that is not enough; sessions then begin none."""
+        left_s = self._left_s - (ALLOWANCE.spent - self._spent_before)
+        if min(left_s, self._until - now) < self._least_s:
+            ALLOWANCE.seconds = 0.0
+            return False
+        ALLOWANCE.seconds, ALLOWANCE.until = left_s, self._until
+        return True
+
+
+class Batch:
+    """Keys to read, and a result for each: a :data:`Result`, or the bytes themselves if the sink is None.
+
+    Without ``sinks`` the batch only asks whether the keys are stored. The result is then 1 for a stored key.
+    """
+
+    __slots__ = ("digests", "patience", "results", "sinks")
+
+    def __init__(
+        self, digests: Sequence[bytes], sinks: Sequence[Sink] | None, patience: Patience | None = None
+    ) -> None:
+        self.digests = digests
+        self.sinks = sinks
+        self.results: list[Any] = [MISS] * len(digests)
+        #: Of a call that may touch several servers.
+        self.patience = patience
+
+
+class PutBatch(NamedTuple):
+    """Values to store, a Status for each, and how long the call may wait for room."""
+
+    digests: Sequence[bytes]
+    sources: Sequence[memoryview | Span]
+    statuses: list[int]
+    room: RoomWait
+
+
+class View:
+    """A value in place, or a miss: false, of no bytes. ``data`` is a read-only memoryview.
+
+    The entry stays pinned until the view is closed *and* everything made from it (slices, numpy arrays) is gone. So the
+    bytes stay valid as long as the caller can reach them. Usable as a context manager.
+
+    From Python 3.12 on the view is a read-only buffer itself (PEP 688): ``memoryview(view)``, ``np.frombuffer(view)``.
+    Before, these take ``view.data``. ``bytes(view)`` and ``len(view)`` work everywhere.
+    """
+
+    __slots__ = ("_data", "length")
+
+    def __init__(self, data: memoryview) -> None:
+        self._data: memoryview | None = data
+        self.length = len(data)
+
+    @classmethod
+    def miss(cls) -> View:
+        """Return the view of a key that is not stored."""
+        return cls(memoryview(b""))
+
+    @classmethod
+    def pinned(cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int) -> View:
+        """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun."""
+        base = (ctypes.c_ubyte * length).from_address(reader.data_address + offset - reader.data_offset)
+        weakref.finalize(base, _unpin, session, reader, pin).atexit = False
+        return cls(memoryview(base).cast("B").toreadonly())
+
+    @property
+    def data(self) -> memoryview:
+        """The value's bytes; none after a miss. Raises UsageError once closed."""
+        if self._data is None:
+            raise UsageError("this view is closed; take another with client.view(key)")
+        return self._data
+
+    def __bool__(self) -> bool:
+        """Return whether there is a value: every value has a byte at least. Also once closed."""
+        return self.length > 0
+
+    def __len__(self) -> int:
+        """Return the value's length in bytes, 0 after a miss."""
+        return self.length
+
+    def __bytes__(self) -> bytes:
+        """Return a copy. Raises UsageError once closed."""
+        return bytes(self.data)
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return the bytes to the interpreter, from Python 3.12 on. Raises UsageError once closed."""
+        return memoryview(self.data)  # a new one: the caller may release it
+
+    def close(self) -> None:
+        """Release the value. Twice is harmless."""
+        data, self._data = self._data, None
+        if data is not None:
+            with contextlib.suppress(BufferError):
+                data.release()
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        what = f"View of {self.length} bytes" if self.length else "View of a miss"
+        return f"<{what}{'' if self._data is not None else ', closed'}>"
+
+
+def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int) -> None:
+    """Finalizer of a view's memory: no lock, no I/O. ``_reader`` kept the mapping until now."""
+    session.unpin_later(pin)
+    session.end_copy()

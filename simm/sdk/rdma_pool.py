@@ -1,0 +1,491 @@
+"""The client's RDMA path to one worker: a pool of connections, the location cache, and a check that the worker lives.
+
+``sdk/path.py`` explains the states. Any failure of a connection takes the path down: idle connections are closed, and
+operations use TCP. A connection counts once each of its queue pairs has READ the arena's header, so a broken rail drops
+out, and returns with a later connection. It costs about 0.1 MiB of pinned memory per queue pair.
+
+What can go wrong
+-----------------
+* *A value is replaced, or its entry is old, or its shard has moved*: ``rdma/remote_arena.py``.
+* *A deadline passes while a device writes into the caller's buffer.* The queue pairs are closed before the call
+  returns, which is the fence (``sdk/rdma_connection.py``).
+* *A connection breaks during a batch*, also by Ctrl-C. Keys confirmed by then are done; all others go to TCP. Nothing
+  tries to find out what could still be used.
+* *A PUT's commit was sent and not answered.* Its outcome is unknown: UNAVAILABLE. TCP does not repeat it, as it might
+  overwrite a later value. TCP puts what was not committed.
+* *A staging block is reused in flight.* Blocks return to the pool when all transfers are done or all queue pairs are
+  closed.
+* *A fork.* The child touches nothing of its parent: they share device descriptors, and closing here would destroy
+  there.
+* *The worker is gone but its arena is not.* READs need no worker. So about ten times per second an idle connection
+  READs the header's STATE and HEARTBEAT. The rules are those of ``sdk/worker_path.py`` for a mapped arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from ..errors import PeerError, TransportError
+from ..host.buffers import Copier
+from ..net.allowance import allowed
+from ..rdma.api import Absence, FabricError, Op, Rail
+from ..rdma.registration import close_dropped
+from ..rdma.remote_arena import OP_BYTES_MAX, Locations, RemoteArena
+from ..rdma.staging import BLOCK_BYTES, StagingBuffer, StagingPool
+from .path import ClientContext, Heartbeat, Path, PathState, arena_closed
+from .rdma_connection import PairedLink, RdmaConnection
+
+log = logging.getLogger("simm.client")
+
+CONNECTIONS_MAX: Final = 4
+LOCATIONS_MAX: Final = 1 << 15
+#: Pauses between attempts to reconnect, seconds.
+PAUSES_S: Final = (0.1, 5.0)
+#: Seconds that one maintenance waits for the header, and after which the path counts as broken.
+HEARTBEAT_POLL_S: Final = 0.02
+HEARTBEAT_TIMEOUT_S: Final = 1.0
+#: The share of a deadline that RDMA may use before TCP has its turn.
+SHARE: Final = 0.5
+#: Values of this size and more are striped over all queue pairs of a connection.
+STRIPE_BYTES: Final = OP_BYTES_MAX
+#: Groups in flight on each queue pair.
+DEEP: Final = 2
+EXCHANGE_BYTES: Final = 64 << 20
+STAGING_BLOCKS: Final = 8
+
+
+class RdmaPath(Path):
+    """One worker by RDMA. Any thread may call it; :meth:`maintain` from one.
+
+    Args:
+        context: the client's.
+        address: (host, port) of the worker's endpoint.
+        cluster: id in the map that led here; 0 for any.
+    """
+
+    thread_name = "simm-rdma-connect"
+    _idle: list[RdmaConnection]
+
+    def __init__(self, context: ClientContext, address: tuple[str, int], *, cluster: int = 0, server: str = "") -> None:
+        super().__init__(context, PAUSES_S)
+        self.server = server
+        self.address = address
+        self.deadline_s = context.options.deadline_s
+        self.cluster = cluster
+        self.staging = context.rdma.staging if context.rdma.staging is not None else StagingPool()
+        self.locations = Locations(LOCATIONS_MAX)
+        self.arena: RemoteArena | None = None
+        #: This process's rails that its connections have used.
+        self.rails: tuple[Rail, ...] = ()
+        #: Guarded by the lock, as all that follows.
+        self._connections = 0
+        self._turn = 0
+        #: Pairs of rails that did not work; see RdmaConnection.
+        self._failed: dict[tuple[str, int], float] = {}
+        self._heartbeat = Heartbeat()
+        self._stale = False
+        #: The connection that maintenance uses, and whether maintenance waits for one.
+        self._watched: RdmaConnection | None = None
+        self._asking = False
+
+    def __repr__(self) -> str:
+        host, port = self.address
+        return f"<RdmaPath {host}:{port} {self.down_reason or 'up'} connections={self._connections}>"
+
+    # -- connections ------------------------------------------------------------------------------------
+
+    def connect(self, until: float) -> bool:
+        """Make the first connection by ``until`` (monotonic seconds); return whether the path is up. Never raises."""
+        connection: RdmaConnection | None = None
+        failure: str | None = "internal error, see the log"
+        try:
+            connection = self._open(until)
+            self._prove(connection, until)
+            failure = None
+        except PeerError as exc:
+            failure = str(exc)
+        except Exception:
+            log.exception("connecting to %s:%d by RDMA", *self.address)
+        if failure is not None and connection is not None:
+            self._end(connection, failure)
+            connection = None
+        with self._changed:
+            self.connecting = False
+            if failure is not None:
+                self._set_down(failure)
+            elif connection is not None and self.state is not PathState.CLOSED:
+                self._adopt(connection)
+                self._connections += 1
+                self._idle.append(connection)
+                self._set_up()
+                connection = None
+            self._changed.notify_all()
+        if connection is not None:
+            self._end(connection)
+        return self.state is PathState.UP
+
+    def _attempt(self) -> None:
+        self.connect(time.monotonic() + self.deadline_s)
+
+    def _open(self, until: float) -> RdmaConnection:
+        source = self._context.rdma.fabric
+        fabric = Absence("this client has no RDMA") if source is None else source()
+        if isinstance(fabric, Absence):
+            with self._lock:
+                self._set_down(str(fabric), PathState.ABSENT)
+            raise FabricError(str(fabric))
+        with self._changed:
+            turn, self._turn = self._turn, self._turn + 1
+            known = self.arena
+        return RdmaConnection(
+            fabric, self.address, self._context.options, until, turn=turn, known=known, failed=self._failed,
+            cluster=self.cluster, server=self.server,
+        )  # fmt: skip
+
+    def _adopt(self, connection: RdmaConnection) -> None:
+        """Make connections to one endpoint share the arena and its cached entries. The lock is held."""
+        self.rails += tuple(link.rail for link in connection.links if link.rail not in self.rails)
+        if connection.arena is not self.arena:
+            if self.arena is not None and connection.arena.key == self.arena.key:
+                connection.arena = self.arena
+                for link in connection.links:
+                    region_map = self.arena.region_maps[link.region_map.rail]
+                    assert region_map is not None
+                    link.region_map = region_map
+            else:
+                self.arena = connection.arena
+                # Another one: calls that are still at the old arena go on filling its own.
+                self.locations = Locations(LOCATIONS_MAX)
+        connection.locations = self.locations
+
+    def _prove(self, connection: RdmaConnection, until: float) -> None:
+        """Raise FabricError unless the worker is alive. If its heartbeat stood still before, it must move."""
+        before = self._heartbeat.value
+        while True:
+            connection.request_heartbeat()
+            assert connection.watching is not None
+            connection.links[0].qp.wait(connection.watching[0], until)
+            seen = connection.read_heartbeat()
+            if seen is None:
+                raise FabricError("a READ that was waited for is not done")
+            state, heartbeat = seen
+            if arena_closed(state):
+                raise FabricError("the worker's arena is closed")
+            if not self._stale or heartbeat != before:
+                break
+            if time.monotonic() + 0.05 > until:
+                raise FabricError("the worker's heartbeat stands still, and no manager is followed")
+            time.sleep(0.05)
+        self._stale = False
+        self._heartbeat.restart(self._context.clock(), heartbeat)
+
+    def acquire(self, until: float) -> RdmaConnection:
+        """Return a connection for this thread: idle, new, or the next that is returned. Raises TransportError."""
+        with self._changed:
+            while True:
+                if self.down_reason is not None:
+                    raise TransportError(self.down_reason)
+                if self._idle:
+                    return self._idle.pop()
+                if self._connections < CONNECTIONS_MAX:
+                    self._connections += 1
+                    break
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TransportError("deadline passed while all connections were in use")
+                self._changed.wait(left)
+        try:
+            connection = self._open(until)
+        except BaseException as exc:
+            with self._changed:
+                self._connections -= 1
+                alone = not self._connections
+                self._changed.notify()
+            if not isinstance(exc, PeerError):
+                raise
+            if alone:  # nothing says that the endpoint is there
+                self.drop(str(exc))
+            raise TransportError(str(exc)) from exc
+        with self._changed:
+            if self.state is PathState.UP:
+                self._adopt(connection)
+                return connection
+            reason = self.down_reason or "closed"
+        self.lost(connection, reason)
+        raise TransportError(reason)
+
+    def release(self, connection: RdmaConnection) -> None:
+        """Take a connection back that has nothing in flight on it."""
+        with self._changed:
+            if self.down_reason is None and not connection.broken and connection.arena is self.arena:
+                if self._asking and self._watched is None:
+                    self._asking = False
+                    self._watched = connection
+                else:
+                    self._idle.append(connection)
+                    self._changed.notify()
+                return
+            self._connections -= 1
+            self._changed.notify()
+        self._end(connection)
+
+    def lost(self, connection: RdmaConnection, reason: str) -> None:
+        """Close a connection after a failure. When this returns, it touches no local memory any more.
+
+        Raises FabricError if a queue pair cannot be destroyed.
+        """
+        try:
+            connection.close(reason)
+        finally:
+            with self._changed:
+                self._connections -= 1
+                self._changed.notify()
+            self.drop(reason)
+
+    def drop(self, reason: str) -> None:
+        """Take the path down and close its idle connections."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+            self._connections -= len(idle)
+            news = self.state is PathState.UP
+            if news:
+                self._set_down(reason)
+            self._changed.notify_all()
+        if news:
+            log.info("RDMA to %s:%d is down: %s", *self.address, reason)
+        for connection in idle:
+            self._end(connection, reason)
+
+    # -- background -------------------------------------------------------------------------------
+
+    def maintain(self, now: float) -> None:
+        """Read the worker's heartbeat, and handle what the endpoint has pushed.
+
+        Waits HEARTBEAT_POLL_S at most, plus one exchange if the endpoint has recalled grants.
+        """
+        close_dropped()
+        with self._changed:
+            connection, self._watched = self._watched, None
+            if connection is None:
+                if self.down_reason is not None:
+                    return
+                if not self._idle:
+                    self._asking = True  # the next that comes back is for the next tick
+                    return
+                self._asking = False
+                connection = self._idle.pop(0)
+        try:
+            done = self._poll(connection, now)
+        except PeerError as exc:
+            self.lost(connection, str(exc))
+            return
+        except BaseException:
+            self.lost(connection, "interrupted")
+            raise
+        if not done:
+            with self._changed:
+                if self.down_reason is None:  # else nobody would close it any more
+                    self._watched = connection
+                    return
+        self.release(connection)
+
+    def _poll(self, connection: RdmaConnection, now: float) -> bool:
+        """Return whether the heartbeat was read; drop the path if the worker is gone. Raises TransportError."""
+        if connection.watching is None:
+            connection.maintain()
+            connection.request_heartbeat()
+        until = time.monotonic() + HEARTBEAT_POLL_S
+        seen = connection.read_heartbeat()
+        while seen is None and time.monotonic() < until:
+            time.sleep(0.001)
+            seen = connection.read_heartbeat()
+        if seen is None:
+            assert connection.watching is not None
+            if time.monotonic() - connection.watching[1] > HEARTBEAT_TIMEOUT_S:
+                raise FabricError("the server's memory does not answer")
+            return False
+        state, heartbeat = seen
+        self._heartbeat.seen(heartbeat, now)
+        if arena_closed(state):
+            self.drop("the worker's arena is closed")
+            self._context.refresh()
+        elif self._heartbeat.stale(now) and not self._context.manager_connected():
+            self._stale = True
+            self.drop("the worker's heartbeat stands still, and no manager is followed")
+        return True
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def _set_closed(self, reason: str = "closed") -> list[RdmaConnection]:
+        idle: list[RdmaConnection] = super()._set_closed(reason)
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            idle.append(watched)
+        self._connections -= len(idle)
+        return idle
+
+    def _in_use(self) -> bool:
+        return self._connections > 0 or super()._in_use()
+
+    def _end(self, connection: RdmaConnection, reason: str = "closed") -> None:
+        """Close a connection that no call uses. close_dropped() tries a queue pair again that cannot be destroyed."""
+        with contextlib.suppress(FabricError):
+            connection.close(reason)
+
+
+class Group:
+    """Keys that travel together, on ``link``; ``waits`` must be done before the next step."""
+
+    __slots__ = ("block", "link", "waits")
+
+    def __init__(self, link: PairedLink) -> None:
+        self.link = link
+        self.block: StagingBuffer | None = None
+        self.waits: list[tuple[PairedLink, int]] = []
+
+
+class Transfer:
+    """One call's transfers on one connection. Subclasses implement :meth:`carry_out` and :meth:`left_over`.
+
+    Chains are posted in groups of keys. Each group uses one queue pair, in turn, unless its value is striped over all
+    of them. Values in unregistered memory pass through staging blocks, of which a call takes STAGING_BLOCKS at most,
+    once; a group uses one, and a value larger than a block slides through all. A call may use SHARE of its deadline
+    before TCP has its turn. After EXCHANGE_BYTES that starts anew, as in TCP's exchanges.
+    """
+
+    def __init__(self, copier: Copier, digests: Sequence[bytes]) -> None:
+        self._copier = copier
+        self.digests = digests
+        #: The staging blocks of this call; ``_free_blocks`` are those that no group uses.
+        self.blocks: list[StagingBuffer] = []
+        #: When this must be over, monotonic seconds: a share of the deadline.
+        self.until = 0.0
+
+    def begin(self, path: RdmaPath, connection: RdmaConnection, until: float) -> None:
+        """Use this connection until ``until``."""
+        self.path = path
+        self.connection = connection
+        self.links = connection.links
+        self.until = until
+        self._turn = 0
+        self._bytes = 0
+        self._free_blocks: list[StagingBuffer] = []
+
+    def carry_out(self, positions: Sequence[int]) -> None:
+        """Do it all. Raises TransportError."""
+        raise NotImplementedError
+
+    def left_over(self, positions: Sequence[int], done: bool) -> list[int]:
+        """Return the positions that TCP must handle; ``done`` unless the connection was lost."""
+        raise NotImplementedError
+
+    def run(self, path: RdmaPath, positions: Sequence[int], counters: dict[str, int]) -> list[int]:
+        """Carry it out on a connection of ``path``; return the positions that TCP must handle.
+
+        At the return, also by an exception, no transfer touches local memory any more.
+        """
+        self.until = until = time.monotonic() + allowed(path.deadline_s) * SHARE
+        try:
+            connection = path.acquire(until)
+        except TransportError as exc:
+            log.debug("%r: %s", path, exc)
+            counters["rdma_fallbacks"] += len(positions)
+            return list(positions)
+        done = False
+        try:
+            try:
+                self.begin(path, connection, until)
+                self.carry_out(positions)
+            except PeerError as exc:
+                path.lost(connection, str(exc))
+            except BaseException:
+                path.lost(connection, "interrupted")
+                raise
+            else:
+                done = True
+                path.release(connection)
+        finally:
+            if done or not connection.links:  # otherwise a queue pair was not closed and may still use the blocks
+                path.staging.release(self.blocks)
+        left = self.left_over(positions, done)
+        counters["rdma_fallbacks"] += len(left)
+        return left
+
+    def next_link(self) -> PairedLink:
+        """Return the queue pair for the next group, in turn."""
+        self._turn += 1
+        return self.links[self._turn % len(self.links)]
+
+    def count(self, length: int) -> bool:
+        """Count bytes; return True if the deadline starts anew."""
+        self._bytes += length
+        if self._bytes < EXCHANGE_BYTES:
+            return False
+        self._bytes = 0
+        self.until = time.monotonic() + allowed(self.path.deadline_s) * SHARE
+        return True
+
+    def wait(self, group: Group) -> None:
+        """Wait until a group's chains are done. Raises FabricError, Timeout."""
+        for link, ticket in group.waits:
+            link.qp.wait(ticket, self.until)
+
+    # -- staging memory ---------------------------------------------------------------------------
+
+    def borrow(self) -> None:
+        """Take this call's blocks, unless it has them. Raises TransportError when no block is free in time."""
+        if not self.blocks:
+            self.blocks = self.path.staging.take(STAGING_BLOCKS, self.until)
+            self._free_blocks = list(self.blocks)
+
+    def free_block(self, group: Group) -> None:
+        """Free a group's block for the next one."""
+        if group.block is not None:
+            self._free_blocks.append(group.block)
+            group.block = None
+
+    def slide(
+        self, length: int, build: Callable[[PairedLink, StagingBuffer, int, int], list[Op]],
+        drain: Callable[[StagingBuffer, int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Move a large value through this call's blocks, each on the next queue pair.
+
+        ``build(link, block, at, bytes)`` returns the operations of a part. ``drain(block, at, bytes)`` takes its bytes
+        once it is done. Without ``drain`` the last parts may still be in flight on return. No block may be in use.
+        """
+        self.borrow()
+        links, blocks = self.links, self.blocks
+        busy: deque[tuple[PairedLink, int, StagingBuffer, int, int]] = deque()
+
+        def finish() -> None:
+            link, ticket, block, at, part = busy.popleft()
+            link.qp.wait(ticket, self.until)
+            if drain is not None:
+                drain(block, at, part)
+
+        for turn, at in enumerate(range(0, length, BLOCK_BYTES)):
+            if len(busy) == len(blocks):
+                finish()
+            link, block, part = links[turn % len(links)], blocks[turn % len(blocks)], min(BLOCK_BYTES, length - at)
+            busy.append((link, link.post(build(link, block, at, part), self.until), block, at, part))
+        while drain is not None and busy:
+            finish()
+
+
+def key_of(block: StagingBuffer, link: PairedLink) -> int:
+    """Return the lkey of a block. Raises FabricError if it cannot be registered."""
+    key = block.registration.lkey(link.rail)
+    if key is None:
+        raise FabricError("staging memory cannot be registered: raise the memlock limit")
+    return key
+
+
+def stripes(number: int, links: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of the stripes of a value that go over queue pair ``number`` of ``links``."""
+    for at in range(number * STRIPE_BYTES, length, links * STRIPE_BYTES):
+        yield at, min(STRIPE_BYTES, length - at)

@@ -1,0 +1,218 @@
+"""Two copies of each value, on different nodes, for namespaces whose values are hot or expensive.
+
+Only the client knows of the copies; servers do not. The first copy lies under the key's digest. The second lies under a
+digest derived from that one, in the shard that it falls into. Its owner must be on another node, or one death would
+take both copies. So there are four candidates, and the client takes the first whose owner is not on the primary owner's
+node, by the current map. There is no second copy on a single node, and with n nodes with probability (1/n)^4. The
+digest is derived from the key's digest, which contains the namespace, so a caller that has digests only can do it.
+
+What can go wrong
+-----------------
+* *The copies differ.* Replicated namespaces are put-once: a put of an existing key stores nothing and returns True. The
+  check is best effort: if two clients put different values at the same moment, a read returns either. Callers that
+  change values must not use replicas.
+* *A deleted value comes back.* Delete goes to the primary and to all candidates. It misses a copy on a server that
+  cannot be reached, and reads find that copy when the server is back. A new key or namespace stops serving a value for
+  certain.
+* *A map change moves the second copy to another candidate.* Reads try the two current copies and then all other
+  candidates. Nothing is copied again: a value that has lost a copy has one until it is deleted and put again.
+* *One copy was stored, the other was not.* The put succeeds (True) and is counted as ``single_copies``.
+
+Costs: twice the memory. A put first asks whether the key exists, and then takes twice as long. A hit goes to one of
+both copies at random, so a hot key has two servers. A miss asks up to five times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+from ..arena.hashing import shard_of
+from ..constants import DIGEST_BYTES
+from ..host.buffers import Span
+from ..wire.messages import Status
+from .batch import MISS, UNAVAILABLE, Patience, Sink, View
+from .reads import Gets
+from .routing import Routes
+from .worker_path import Target
+from .writes import Puts
+
+CANDIDATES: Final = 4
+
+_PERSONS: Final = tuple(b"simm copy %d" % number for number in range(1, CANDIDATES + 1))
+
+
+def candidates(digest: bytes) -> list[bytes]:
+    """Return the digests under which a second copy may lie, in order of preference."""
+    return [blake2b(digest, digest_size=DIGEST_BYTES, person=person).digest() for person in _PERSONS]
+
+
+def second(digest: bytes, node_of: Callable[[bytes], str | None]) -> bytes | None:
+    """Return the candidate for the second copy, or None if no other node can hold it.
+
+    ``node_of`` returns the node of a digest's owner, or None without an owner.
+    """
+    primary = node_of(digest)
+    for person in _PERSONS:
+        candidate = blake2b(digest, digest_size=DIGEST_BYTES, person=person).digest()
+        node = node_of(candidate)
+        if node is not None and node != primary:
+            return candidate
+    return None
+
+
+class Replicas:
+    """Read, store and delete two copies. Any thread may call it."""
+
+    def __init__(
+        self, routes: Routes, gets: Gets, puts: Puts, counters: dict[str, int], rng: random.Random | None = None
+    ) -> None:
+        self._routes = routes
+        self._gets = gets
+        self._puts = puts
+        self.counters = counters
+        self._random = (rng or random.Random()).random
+
+    def _node_of(self, digest: bytes) -> str | None:
+        owner: Target | None = self._routes.table().owner(shard_of(digest))
+        return None if owner is None else owner.info.node
+
+    def second(self, digest: bytes) -> bytes | None:
+        """Return where the second copy belongs by the current map, or None."""
+        return second(digest, self._node_of)
+
+    def order(self, digest: bytes) -> list[bytes]:
+        """Return all digests under which the value may be, in the order in which to try them."""
+        self._routes.target(digest)  # makes the router after a fork
+        other = self.second(digest)
+        all_others = candidates(digest)
+        if other is None:
+            return [digest, *all_others]
+        rest = [each for each in all_others if each != other]
+        return [digest, other, *rest] if self._random() < 0.5 else [other, digest, *rest]
+
+    # -- mutations --------------------------------------------------------------------------------------
+
+    def put(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+        """Store values that do not exist yet, twice if there are two nodes; return a Status for each."""
+        with self._routes.patience() as patience:
+            return self._put(digests, sources, patience)
+
+    def _put(
+        self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], patience: Patience
+    ) -> list[int]:
+        there = self.stored_many(digests, patience)
+        statuses = [Status.OK] * len(digests)
+        todo = [position for position, hit in enumerate(there) if not hit]
+        # Of a duplicate key in a batch the later value is stored, as without replicas.
+        last = {digests[position]: position for position in todo}
+        todo = [position for position in todo if last[digests[position]] == position]
+        if not todo:
+            self.counters["puts"] += len(statuses)
+            return statuses
+        copies = [digests[position] for position in todo]
+        values = [sources[position] for position in todo]
+        seconds: dict[int, int] = {}
+        for at, position in enumerate(todo):
+            other = self.second(digests[position])
+            if other is not None:
+                seconds[at] = len(copies)
+                copies.append(other)
+                values.append(sources[position])
+        stored = self._puts.store(copies, values, patience)
+        for at, position in enumerate(todo):
+            status = stored[at]
+            if at in seconds:
+                other_status = stored[seconds[at]]
+                if (status == Status.OK) != (other_status == Status.OK):
+                    self.counters["single_copies"] += 1
+                if other_status == Status.OK:
+                    status = Status.OK
+            statuses[position] = status
+        for position, hit in enumerate(there):
+            if not hit:
+                statuses[position] = statuses[last[digests[position]]]
+        self._puts.count(digests, statuses)
+        return statuses
+
+    def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
+        """Drop all copies that can be reached. Return OK if there was one, else UNAVAILABLE if one may be left.
+
+        ``sizes`` as in :meth:`Puts.delete`.
+        """
+        copies = [each for digest in digests for each in (digest, *candidates(digest))]
+        answers = self._puts.delete(
+            copies, None if sizes is None else [size for size in sizes for _ in range(CANDIDATES + 1)]
+        )
+        statuses = []
+        for at in range(0, len(copies), CANDIDATES + 1):
+            mine = answers[at : at + CANDIDATES + 1]
+            if Status.OK in mine:
+                statuses.append(Status.OK)
+            else:
+                statuses.append(next((status for status in mine if status != Status.NOT_FOUND), Status.NOT_FOUND))
+        return statuses
+
+    # -- reads ------------------------------------------------------------------------------------------
+
+    def read(self, digests: Sequence[bytes], sinks: Sequence[Sink]) -> list[Any]:
+        """Read each value from whichever copy exists; results as of :meth:`Gets.read_many`."""
+        with self._routes.patience() as patience:
+            return self._read(digests, sinks, patience)
+
+    def _read(self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience) -> list[Any]:
+        results: list[Any] = [UNAVAILABLE] * len(digests)
+        for left, copies, last in self._rounds(digests):
+            still = []
+            for position, result in zip(
+                left, self._gets.read_many(copies, [sinks[each] for each in left], patience)
+            ):  # fmt: skip
+                absent = result in (MISS, UNAVAILABLE)
+                if not absent or result == MISS:
+                    results[position] = result
+                if absent:
+                    still.append(position)
+                    if result == MISS and not last:
+                        self.counters["misses"] -= 1  # a miss counts once, however many copies were tried
+            left[:] = still
+        return results
+
+    def stored_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[bool]:
+        """Return for each whether there is a copy."""
+        if patience is None:
+            with self._routes.patience() as patience:
+                return self.stored_many(digests, patience)
+        hits = [False] * len(digests)
+        for left, copies, _last in self._rounds(digests):
+            for position, hit in zip(left, self._gets.stored_many(copies, patience)):
+                hits[position] = hit
+            left[:] = [position for position in left if not hits[position]]
+        return hits
+
+    def _rounds(self, digests: Sequence[bytes]) -> Iterator[tuple[list[int], list[bytes], bool]]:
+        """Yield, copy by copy, the positions that are left, the digests to try, and whether they are the last.
+
+        The caller takes what it has found out of the list of positions.
+        """
+        orders = [self.order(digest) for digest in digests]
+        left = list(range(len(digests)))
+        for step in range(CANDIDATES + 1):
+            if left or not step:
+                yield left, [orders[position][step] for position in left], step == CANDIDATES
+
+    def view(self, digest: bytes) -> View:
+        """Return a view of whichever copy exists; it is false if none does."""
+        with self._routes.patience() as patience:
+            for step, copy in enumerate(self.order(digest)):
+                misses = self.counters["misses"]
+                target = self._routes.target(copy)
+                if target is not None and not patience.has_time_for(target) and target.reader is None:
+                    target = None
+                view = self._gets.view(target, copy)
+                if view:
+                    return view
+                if step < CANDIDATES:
+                    self.counters["misses"] = misses
+        return View.miss()

@@ -1,0 +1,497 @@
+"""From a digest to the worker that owns it.
+
+:class:`Router` has the newest shard map as a :class:`RouteTable`, and a :class:`~simm.sdk.worker_path.Target` for each
+worker in it. One thread follows the manager (``sdk/manager_link.py``). Another does the work that must not delay an
+operation: it reconnects, returns recalled grants, and finds servers that have died. :class:`Routes` is what operations
+use; it makes a new router in a forked child.
+
+Epochs of one cluster never decrease. The router ignores a map with an older epoch than its own from any sender, so a
+manager that was stopped and has lost the lead cannot mislead clients. It accepts a map of another cluster id whatever
+its epoch: the manager's state was lost and the cluster has been rebuilt. The exception is a map of another cluster in
+which no shard has an owner. Such a manager has just started with no state, and the servers will report to it in a
+moment.
+
+A shard's owner and its previous owner are always taken from one map. The owner of an old map and the previous owner of
+a new one are the same worker, frozen, with superseded values. A target that a new map does not name stays open for one
+deadline, so that operations that chose it just before end properly, or meet WRONG_OWNER and go elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ..arena.hashing import SHARD_MASK
+from ..cluster.shard_map import ShardMap
+from ..config.client_options import DEFAULT_DEADLINE_S, ClientOptions
+from ..constants import NO_OWNER, SHARD_COUNT
+from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError
+from ..host import fork
+from ..ipc.session import WorkerSession
+from ..wire import messages as M
+from .batch import Patience
+from .manager_link import Subscription
+from .path import ClientContext, ClientRdma, PathState
+from .worker_path import TICK_S, Target
+
+if TYPE_CHECKING:
+    from .tcp import TcpPath
+
+log = logging.getLogger("simm.client")
+
+#: How long a new client waits for a manager to come up, seconds.
+MAP_TIMEOUT_S: Final = 5.0
+#: Pauses of an operation between two attempts, unless a new map comes earlier: the first and the longest, seconds.
+RETRY_S: Final = (0.003, 0.05)
+#: The line about the cluster waits so long for paths that are still being tried, seconds; it names so many workers.
+ANNOUNCE_S: Final = 5.0
+_ANNOUNCED_MAX: Final = 32
+#: Attempts to connect at the same time in the background.
+_ATTEMPTS_MAX: Final = 8
+
+
+class RouteTable:
+    """One map, with the targets of its workers. Immutable."""
+
+    __slots__ = ("by_position", "map", "moving")
+
+    def __init__(self, shard_map: ShardMap | None, by_position: Sequence[Target]) -> None:
+        self.map = shard_map
+        self.by_position = by_position
+        self.moving: Mapping[int, int] = {} if shard_map is None else shard_map.previous
+
+    def owner(self, shard: int) -> Target | None:
+        """Return the shard's owner, or None."""
+        at = NO_OWNER if self.map is None else self.map.owners[shard]
+        return None if at == NO_OWNER else self.by_position[at]
+
+    def previous(self, shard: int) -> Target | None:
+        """Return the owner before, which may have values that the owner lacks; None if the shard is not moving."""
+        at = self.moving.get(shard)
+        return None if at is None else self.by_position[at]
+
+    def since(self, shard: int) -> int:
+        """Return the epoch in which the shard got its owner; 0 if the map does not say."""
+        return 0 if self.map is None else self.map.since[shard]
+
+
+class _Connections:
+    """The targets of a router. Its background thread closes them if the router goes without :meth:`Router.close`.
+
+    An arena's grants are its process's until a session returns them, so an engine that drops one client after another
+    would come to hold all of them. A finalizer must not do that: it runs wherever the collector does, within locks too.
+    """
+
+    __slots__ = ("context", "draining", "targets")
+
+    def __init__(self, context: ClientContext) -> None:
+        self.context = context
+        self.targets: dict[tuple[str, int, int], Target] = {}
+        #: Those that the newest map does not name, and until when they stay open.
+        self.draining: list[tuple[float, Target]] = []
+
+    def close(self, patience_s: float, *, clean: bool) -> None:
+        """Close every connection. ``patience_s``: for calls of other threads that use the RDMA devices."""
+        with contextlib.ExitStack() as each:  # the others too if one is interrupted
+            for _, target in self.draining:
+                each.callback(target.close, clean=False)
+            for target in self.targets.values():
+                each.callback(target.close, clean=clean)
+        close = self.context.rdma.close
+        if not close(patience_s):
+            log.warning("RDMA devices stay open until the calls of other threads that are still using them have ended")
+            with contextlib.suppress(RuntimeError):  # no more threads: they stay open to the process's end
+                threading.Thread(target=_close_when_gone, args=(close,), name="simm-rdma-close", daemon=True).start()
+
+
+class Router:
+    """The shard map, the targets and the background threads.
+
+    Raises TransportError if no manager answers within ``map_timeout_s``. None: return at once, without a map; the
+    background thread gets it.
+    """
+
+    def __init__(self, options: ClientOptions, map_timeout_s: float | None = MAP_TIMEOUT_S) -> None:
+        managers = options.managers
+        self.context = ClientContext(options, rdma=ClientRdma(options.rdma_devices))
+        self.deadline_s = options.deadline_s
+        self.epoch = 0
+        self.cluster = 0
+        #: The owner of each shard, or None. Changed in place.
+        self.route: list[Target | None] = [None] * SHARD_COUNT
+        self.table = RouteTable(None, ())
+        #: The target of all shards if there is only one: batches then need no grouping.
+        self.sole: Target | None = None
+        self.targets: dict[tuple[str, int, int], Target] = {}
+        self._connections = _Connections(self.context)
+        self._wake = threading.Event()
+        self._closed = False
+        #: Whether :meth:`maintain` connects to workers that no operation has asked for yet.
+        self._ahead = False
+        #: When the line about the cluster is logged at the latest, monotonic seconds; None once it has been.
+        self._announce_by: float | None = float("inf")
+        #: Guards the change to another map, and announces it.
+        self._map_changed = threading.Condition(threading.Lock())
+        mine = weakref.ref(self)
+
+        def on_map(msg: M.MapReply) -> bool:
+            router = mine()
+            return router is not None and router.apply(msg)
+
+        self.subscription = Subscription(
+            managers, options.deadline_s, options.token, on_map, options.namespace, tls=options.tls,
+            trusted=options.server_uids,
+        )
+        self._ended = weakref.finalize(self, self.subscription.close)
+        self._ended.atexit = False
+        fork.in_child(self._after_fork)
+        self.context.refresh = self.subscription.refresh
+        subscription = self.subscription
+        self.context.manager_connected = lambda: subscription.connected
+        if map_timeout_s is not None:
+            try:
+                self.subscription.connect(map_timeout_s)
+            except BaseException:
+                self.subscription.close()
+                raise
+        self.subscription.start()
+        self._thread = threading.Thread(
+            target=_maintain, args=(mine, self._wake, self._connections), name="simm-client", daemon=True
+        )
+        self._thread.start()
+
+    # -- map ----------------------------------------------------------------------------------------
+
+    def apply(self, msg: M.MapReply) -> bool:
+        """Take over a map and keep the targets that stay; return whether it was news. Raises RemoteProtocolError."""
+        if msg.cluster == self.cluster and msg.epoch <= self.epoch:
+            return False
+        shard_map = ShardMap(msg)
+        # Decoded here, so that no operation meets an invalid map.
+        if shard_map.previous and len(shard_map.since) != SHARD_COUNT:
+            raise RemoteProtocolError("the map's epochs are not one for each shard")
+        if self.epoch and msg.cluster != self.cluster and all(owner == NO_OWNER for owner in shard_map.owners):
+            return False
+        with self._map_changed:
+            if self._closed or (msg.cluster == self.cluster and msg.epoch <= self.epoch):
+                return False
+            # Sessions and mappings belong to the cluster of the map before.
+            known, before = self.targets, self.targets
+            if msg.cluster != self.cluster:
+                known = {}
+            targets: dict[tuple[str, int, int], Target] = {}
+            by_position: list[Target] = []
+            for info in msg.workers:
+                key = (info.node, info.worker, info.instance)
+                target = known.get(key)
+                if target is None or (target.info.host, target.info.port) != (info.host, info.port):
+                    target = Target(info, self.context, msg.cluster)
+                target.info = info
+                targets[key] = target
+                by_position.append(target)
+            table = RouteTable(shard_map, by_position)
+            # An operation that finds the new owner in `route` must find it in `table` too, so that comes first.
+            self.table = table
+            self.route[:] = [by_position[owner] if owner != NO_OWNER else None for owner in shard_map.owners]
+            self.targets = self._connections.targets = targets
+            self.sole = by_position[0] if len(by_position) == 1 and NO_OWNER not in shard_map.owners else None
+            self.epoch = msg.epoch
+            self.cluster = msg.cluster
+            until = time.monotonic() + self.deadline_s
+            self._connections.draining += [(until, old) for key, old in before.items() if targets.get(key) is not old]
+            self._map_changed.notify_all()
+        log.debug("map of epoch %d, %d workers, %d shards moving", msg.epoch, len(by_position), len(table.moving))
+        return True
+
+    def await_map(self, epoch: int, until: float) -> bool:
+        """Wait for a map of another epoch, until ``until`` (monotonic seconds); return whether it came."""
+        with self._map_changed:
+            return self._map_changed.wait_for(
+                lambda: self.epoch != epoch or self._closed, max(0.0, until - time.monotonic())
+            )
+
+    def wake(self) -> None:
+        """Run the background thread now."""
+        self._wake.set()
+
+    def connect_ahead(self) -> None:
+        """Connect to all workers in the background, before the first operation needs them."""
+        self._ahead = True
+        self._wake.set()
+
+    # -- background -----------------------------------------------------------------------------------
+
+    def maintain(self, now: float | None = None) -> bool:
+        """Do periodic work, every ``TICK_S`` or after :meth:`wake`; return False once closed."""
+        if self._closed:
+            return False
+        now = time.monotonic() if now is None else now
+        targets = list(self.targets.values())
+        for target in targets:
+            try:
+                target.maintain(now)
+            except Exception:  # the other targets have arenas to drop, too
+                log.exception("maintaining %r", target)
+        waiting = [target for target in targets if target.wants_connection(now)]
+        if self._ahead and targets:
+            new = [target for target in targets if target.state is PathState.NEW]
+            waiting += [target for target in new if not target.connecting]
+            self._ahead = bool(new)
+        self._announce(targets, now)
+        if waiting:
+            random.shuffle(waiting)
+            free = _ATTEMPTS_MAX - sum(target.connecting for target in targets)
+            for target in waiting[: max(0, free)]:
+                target.connect_soon()
+        held = self._connections
+        if held.draining:
+            with self._map_changed:
+                over = [target for until, target in held.draining if now >= until]
+                held.draining = [(until, target) for until, target in held.draining if now < until]
+            for target in over:
+                target.close(clean=False)
+        self.context.rdma.tidy()
+        return not self._closed
+
+    def _announce(self, targets: Sequence[Target], now: float) -> None:
+        """Log once which cluster this is, and by which path each worker is reached."""
+        by = self._announce_by
+        if by is None or not self.epoch:
+            return
+        if by == float("inf"):
+            self._announce_by = by = now + ANNOUNCE_S
+        if now < by and not (targets and all(target.settled for target in targets)):
+            return
+        self._announce_by = None
+        options = self.context.options
+        paths = [target.summary for target in targets[:_ANNOUNCED_MAX]]
+        if len(targets) > _ANNOUNCED_MAX:
+            paths.append(f"and {len(targets) - _ANNOUNCED_MAX} more")
+        log.info(
+            "cluster %016x at %s, namespace %r (SIMM_NAMESPACE; one for each model), map of epoch %d: %s",
+            self.cluster, options.manager, options.namespace, self.epoch, "; ".join(paths) or "no data server",
+        )  # fmt: skip
+
+    # -- end --------------------------------------------------------------------------------------------
+
+    def close(self, *, clean: bool = True) -> None:
+        """Stop the threads and close every connection. Twice is harmless."""
+        if self._closed:
+            return
+        with self._map_changed:
+            self._closed = True
+            self._map_changed.notify_all()
+        self._wake.set()
+        self.subscription.close()
+        try:
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout=self.deadline_s + 1.0)
+        finally:  # also when interrupted: nobody closes them later
+            self._connections.close(self.deadline_s, clean=clean)
+        self.subscription.join(1.0)
+
+    def _after_fork(self) -> None:
+        """Close for good, without finalizers: in the child, other objects may be where the parent's mappings were."""
+        self._closed = True
+        self._ended.detach()
+        fork.keep_forever(self)
+
+
+def _close_when_gone(close: Callable[[float], bool]) -> None:
+    """Body of the thread that waits for calls that are still in flight after their client was closed."""
+    while not close(60.0):
+        pass
+
+
+def _maintain(reference: weakref.ref[Router], wake: threading.Event, connections: _Connections) -> None:
+    """Body of the background thread. It ends with its router."""
+    while True:
+        wake.wait(TICK_S)
+        wake.clear()
+        router = reference()
+        if router is None:
+            connections.close(0.0, clean=True)
+            return
+        try:
+            if not router.maintain():
+                return
+        except Exception:
+            log.exception("background work failed")
+        del router
+
+
+class Routes:
+    """The routes to the owners of digests, across forks, until closed.
+
+    ``connect(map_timeout_s)`` makes a router, or raises TransportError. It never does so for None, which a ``lazy``
+    client passes.
+    """
+
+    def __init__(self, connect: Callable[[float | None], Router], *, lazy: bool = False) -> None:
+        self._connect = connect
+        self._lazy = lazy
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self.closed = False
+        fork.in_child(self._after_fork)
+        self.router: Router | None = connect(None if lazy else MAP_TIMEOUT_S)
+        #: The router's list; empty without a router.
+        self.route: list[Target | None] = self.router.route
+
+    def target(self, digest: bytes) -> Target | None:
+        """Return the owner of a digest, or None. Raises UsageError once closed."""
+        try:
+            return self.route[(digest[0] | digest[1] << 8) & SHARD_MASK]
+        except IndexError:
+            route = self.restart()
+            return route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
+
+    def restart(self) -> list[Target | None]:
+        """Make a router after a fork; return its route, [] while no manager answers. Raises UsageError once closed."""
+        with self._lock:
+            if self.closed:
+                raise UsageError("this client is closed")
+            if self.router is None and time.monotonic() >= self._retry_at:
+                try:
+                    self.router = self._connect(None if self._lazy else 0.0)
+                    self.route = self.router.route
+                    if self._lazy:
+                        self.router.subscription.await_first_round(self.router.deadline_s)
+                except TransportError as exc:
+                    self._retry_at = time.monotonic() + 0.5
+                    log.warning("%s", exc)
+            return self.route
+
+    def group(
+        self, digests: Sequence[bytes], among: Sequence[int] | None = None
+    ) -> Collection[tuple[Target | None, Sequence[int]]]:
+        """Group positions by target: all, or those in ``among``. Raises UsageError once closed.
+
+        O(1) if all shards have one owner, else O(positions).
+        """
+        positions = range(len(digests)) if among is None else among
+        route = self.route or self.restart()
+        if not route:
+            return [(None, positions)]
+        router = self.router
+        if router is not None and router.sole is not None:
+            return [(router.sole, positions)] if positions else []
+        groups: dict[Target | None, list[int]] = {}
+        for position in positions:
+            digest = digests[position]
+            target = route[(digest[0] | digest[1] << 8) & SHARD_MASK]
+            group = groups.get(target)
+            if group is None:
+                groups[target] = [position]
+            else:
+                group.append(position)
+        return groups.items()
+
+    def table(self) -> RouteTable:
+        """Return the owners and previous owners of one map, the newest."""
+        router = self.router
+        return _NO_ROUTES if router is None else router.table
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether there are servers, and a map that gives them shards without an owner would reach this client."""
+        router = self.router
+        return router is not None and bool(router.targets) and router.subscription.connected
+
+    def manager_connected(self) -> bool:
+        """Return whether a manager is connected, so that a new map would reach this client."""
+        router = self.router
+        return router is not None and router.subscription.connected
+
+    def refresh(self) -> None:
+        """Ask for a new map soon."""
+        router = self.router
+        if router is not None:
+            router.subscription.refresh()
+
+    def wake(self) -> None:
+        """Run the background thread now, after a failure."""
+        router = self.router
+        if router is not None:
+            router.wake()
+
+    def patience(self, began: float | None = None) -> Patience:
+        """Return the patience of a call that begins, or has begun (:class:`Patience`)."""
+        router = self.router
+        return Patience(DEFAULT_DEADLINE_S if router is None else router.deadline_s, began)
+
+    def session_failed(self, target: Target, session: WorkerSession, exc: Exception) -> None:
+        """Note that an exchange failed: the target is down if the session broke."""
+        log.info("%r: %s", target, exc)
+        if session.broken:
+            target.lost(str(exc))
+            self.wake()
+
+    def call_tcp(self, target: Target, tcp: TcpPath, call: Callable[[Any], list[Any]], asked: Any) -> list[Any]:
+        """Run one call of a TCP path; return [] if it failed, which closes the path."""
+        try:
+            return call(asked)
+        except PeerError as exc:
+            target.tcp_lost(tcp, str(exc))
+            self.wake()
+            return []
+
+    def close(self) -> bool:
+        """Close all connections; return False if they were closed before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            router, self.router = self.router, None
+            self.route = []
+        if router is not None:
+            router.close()
+        return True
+
+    def _after_fork(self) -> None:
+        """Give up the parent's router; :meth:`restart` makes another."""
+        self.router = None
+        self.route = []
+        self._retry_at = 0.0
+        self._lock = threading.Lock()
+
+
+_NO_ROUTES: Final = RouteTable(None, ())
+
+
+class RetryPolicy:
+    """The wait of an operation between two attempts: until a newer map comes, or for a jittered pause that doubles.
+
+    ``until``: when the operation must be over, monotonic seconds.
+    """
+
+    __slots__ = ("_pause_s", "_routes", "until")
+
+    def __init__(self, routes: Routes, until: float) -> None:
+        self._routes = routes
+        self._pause_s = RETRY_S[0]
+        self.until = until
+
+    def wait(self, digests: Iterable[tuple[bytes, Target | None]]) -> bool:
+        """Wait until another attempt makes sense; return False when the time is up.
+
+        ``digests`` were refused, each by the target next to it. Returns at once if the map names another target by now.
+        """
+        routes = self._routes
+        router = routes.router
+        if router is None or routes.closed or time.monotonic() >= self.until:
+            return False
+        epoch = router.epoch
+        if any(routes.target(digest) is not target for digest, target in digests):
+            return True
+        router.subscription.refresh()
+        pause = self._pause_s * random.uniform(0.5, 1.0)
+        self._pause_s = min(RETRY_S[1], self._pause_s * 2)
+        router.await_map(epoch, min(self.until, time.monotonic() + pause))
+        return time.monotonic() < self.until

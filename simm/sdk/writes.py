@@ -1,0 +1,346 @@
+"""Mutations: put and delete, and the retry after a server that is not the owner.
+
+A worker accepts mutations only of shards that it owns. WRONG_OWNER means that nothing has changed. The client then
+tries again at the owner of the newest map, or at the same worker some milliseconds later, which may be about to adopt
+the shard. It goes on until the deadline, counted from the beginning of the call.
+
+A mutation of a shard without an owner is also retried while any server is up. When two servers shut down together, the
+second may briefly inherit the first one's shards; the manager reassigns them once the remaining servers have
+acknowledged the new map. If a server dies, the mutation fails at once: whether it was carried out is not known.
+
+A stream without room for a value drops its bytes at once, as it cannot wait for one client. So the client sends that
+value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``).
+
+Of a duplicate key in a batch only the last value is retried. Otherwise the earlier one could be stored after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ..arena.hashing import shard_of
+from ..arena.layout import ENTRY_CRC
+from ..config.client_options import ClientOptions
+from ..errors import DeviceError, PeerError
+from ..host.buffers import HOST_TYPES, Copier, DeviceBuffer, Span, host_view, on_device
+from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
+from ..ipc.put import ShmPut
+from ..net.allowance import allowed, spend
+from ..wire import messages as M
+from ..wire.messages import Status, status_name
+from .batch import Patience, PutBatch
+from .reads import CALL_KEYS
+from .routing import RetryPolicy, Routes
+from .worker_path import Target
+
+if TYPE_CHECKING:
+    from .tcp import TcpPath
+
+log = logging.getLogger("simm.client")
+
+
+#: Values on a device that go by TCP are copied to host memory in parts of about so many bytes.
+HOST_PART_BYTES: Final = 64 << 20
+
+#: Pause before a value is sent again to a stream that had no room for it: the first, and the longest; seconds.
+SEND_AGAIN_S: Final = (0.01, 0.1)
+
+#: Carries out the mutation of the keys at these positions at one target, and fills in their statuses.
+_Act = Callable[[Target, Sequence[int]], None]
+
+
+class Puts:
+    """A client's mutations. Any thread may call it."""
+
+    def __init__(
+        self, routes: Routes, shm: ShmPut, copier: Copier, options: ClientOptions, counters: dict[str, int]
+    ) -> None:
+        self._routes = routes
+        self._shm = shm
+        self._copier = copier
+        self._checksum = options.checksum
+        self._deadline_s = options.deadline_s
+        self.counters = counters
+        #: Why the last put that failed did; empty if none has.
+        self.last_failure = ""
+
+    def put(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+        """Store values, and count the results; return a Status for each."""
+        statuses = self.store(digests, sources)
+        self.count(digests, statuses)
+        return statuses
+
+    def count(self, digests: Sequence[bytes], statuses: Sequence[int]) -> None:
+        """Count the results of puts, and note why the first that failed did."""
+        failed = len(statuses) - statuses.count(Status.OK)
+        self.counters["puts"] += len(statuses) - failed
+        if failed:
+            self.counters["put_failures"] += failed
+            for digest, status in zip(digests, statuses):
+                if status != Status.OK:
+                    self.last_failure = self._explain(digest, status)
+                    break
+
+    def _explain(self, digest: bytes, status: int) -> str:
+        """Return why a put failed, as far as the client knows now."""
+        router = self._routes.router
+        if router is None:
+            return "no manager has answered"
+        target = router.route[shard_of(digest)]
+        name = "" if target is None else f"{target.info.node}/{target.info.worker}"
+        if status == Status.NO_SPACE:
+            return f"no room at {name}: all that could be evicted is in use, or its arena is too small for this value"
+        if status == Status.WRONG_OWNER:
+            return "the key's shard is moving, and no server took the value within the deadline"
+        if status == Status.OVER_QUOTA:
+            return f"the values of this namespace hold all that its quota allows at {name}"
+        if status != Status.UNAVAILABLE:
+            return f"{name} refused it: {status_name(status)}"
+        if target is not None:
+            return f"{name} did not answer: {target.reason or 'the connection broke, or the value could not be read'}"
+        if not router.epoch:
+            return f"no manager has answered: {router.subscription.down_reason}"
+        return "no data server owns the key's shard"
+
+    def store(
+        self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], patience: Patience | None = None
+    ) -> list[int]:
+        """Store values; return a Status for each. Not counted."""
+        batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), RoomWait(self._deadline_s / 2))
+        self._everywhere(digests, batch.statuses, functools.partial(self._put_at, batch), patience)
+        return batch.statuses
+
+    def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
+        """Drop entries, with ``sizes`` only those whose values have these sizes; return a Status for each.
+
+        Every other outcome than OK and NOT_FOUND counts as an outage: the entry may still be there.
+        """
+        statuses = [Status.UNAVAILABLE] * len(digests)
+        self._everywhere(digests, statuses, functools.partial(self._delete_at, digests, sizes, statuses))
+        known = statuses.count(Status.OK) + statuses.count(Status.NOT_FOUND)
+        self.counters["outages"] += len(statuses) - known
+        return statuses
+
+    def retry(self, target: Target, digest: bytes, source: memoryview | Span, began: float) -> int:
+        """Retry a put that ``target`` has refused with WRONG_OWNER; return its Status. Not counted.
+
+        ``began``: when the call did, monotonic seconds.
+        """
+        batch = PutBatch([digest], [source], [Status.WRONG_OWNER], RoomWait(self._deadline_s / 2))
+        act = functools.partial(self._put_at, batch)
+        with self._routes.patience() as patience:
+            self._redirect([digest], batch.statuses, act, began, {0: target}, patience)
+        return batch.statuses[0]
+
+    # -- owners ---------------------------------------------------------------------------------------
+
+    def _everywhere(
+        self, digests: Sequence[bytes], statuses: list[int], act: _Act, patience: Patience | None = None
+    ) -> None:
+        groups = self._routes.group(digests)
+        if patience is None:
+            with self._routes.patience() as patience:
+                self._at_owners(groups, digests, statuses, act, patience)
+        else:
+            self._at_owners(groups, digests, statuses, act, patience)
+
+    def _at_owners(
+        self, groups: Collection[tuple[Target | None, Sequence[int]]], digests: Sequence[bytes], statuses: list[int],
+        act: _Act, patience: Patience,
+    ) -> None:  # fmt: skip
+        began = time.monotonic()
+        asked: dict[int, Target | None] = {}
+        for target, positions in groups:
+            if target is None:
+                if self._routes.has_servers:
+                    asked.update(dict.fromkeys(positions))
+                    for position in positions:
+                        statuses[position] = Status.WRONG_OWNER
+                continue
+            if not patience.has_time_for(target):
+                continue
+            act(target, positions)
+            if Status.WRONG_OWNER in statuses:
+                asked.update((position, target) for position in positions if statuses[position] == Status.WRONG_OWNER)
+        if asked:
+            self._redirect(digests, statuses, act, began, asked, patience)
+
+    def _redirect(
+        self, digests: Sequence[bytes], statuses: list[int], act: _Act, began: float,
+        asked: dict[int, Target | None], patience: Patience,
+    ) -> None:  # fmt: skip
+        """Retry the keys that their targets refused. ``began``: when the call did, monotonic seconds."""
+        patience.count_all(began)
+        retry = RetryPolicy(self._routes, patience.last_turn)
+        refused = list(asked)
+        last = {digests[position]: position for position in range(len(digests))}
+        while True:
+            todo = [
+                position for position, target in asked.items()
+                if statuses[position] == Status.WRONG_OWNER and last[digests[position]] == position
+            ]  # fmt: skip
+            if not todo or not retry.wait([(digests[position], asked[position]) for position in todo]):
+                break
+            self.counters["redirects"] += len(todo)
+            asked = {}
+            for target, positions in self._routes.group(digests, todo):
+                waits = target is None and self._routes.has_servers
+                for position in positions:
+                    statuses[position] = Status.WRONG_OWNER if waits else Status.UNAVAILABLE
+                    asked[position] = target
+                if target is not None and patience.has_time_for(target):
+                    act(target, positions)
+        for position, target in asked.items():
+            if target is None:  # until the time was up
+                statuses[position] = Status.UNAVAILABLE
+        for position in refused:  # replaced by a later one of the same batch
+            statuses[position] = statuses[last[digests[position]]]
+
+    # -- one target -----------------------------------------------------------------------------------
+
+    def _put_at(self, batch: PutBatch, target: Target, positions: Sequence[int]) -> None:
+        digests, sources, statuses, room = batch
+        session = target.session
+        if session is None or session.broken:
+            if not target.ready():
+                return
+            session = target.session
+        if session is not None:
+            try:
+                if len(positions) == 1:
+                    position = positions[0]
+                    statuses[position] = self._shm.put_one(session, digests[position], sources[position])
+                else:
+                    self._shm.put_many(session, digests, sources, positions, statuses, room)
+            except PeerError as exc:
+                self._routes.session_failed(target, session, exc)
+            return
+        rdma = target.rdma
+        device = None if rdma is None or rdma.down_reason is not None else _device_buffer(positions, sources)
+        if rdma is None or device is None:
+            self._put_remote(target, positions, batch, sources)
+            return
+
+        def put_host(part: Sequence[int], hosted: Any, spare: Any) -> bool:
+            return self._put_remote(target, part, PutBatch(digests, hosted, statuses, room), spare)
+
+        try:
+            # The CPU cannot make checksums of values in a device's memory.
+            device.put_by_rdma(put_host, positions, sources, () if self._checksum else rdma.rails)
+        except DeviceError as exc:
+            log.warning("a put out of GPU memory: %s", exc)
+
+    def _put_remote(
+        self, target: Target, positions: Sequence[int], batch: PutBatch, spare: Sequence[memoryview | Span]
+    ) -> bool:
+        """Put by RDMA, and the keys that RDMA leaves over by TCP, from ``spare``; return whether there were none."""
+        rdma, tcp, until = target.rdma, target.tcp, 0.0
+        if rdma is not None and rdma.down_reason is None:
+            from .rdma_put import put  # the path has loaded it
+
+            positions, until = put(rdma, positions, batch, self._copier, self._checksum, self.counters)
+            if not positions:
+                return True
+        if positions and tcp is not None and target.bulk:
+            for part in _host_parts(positions, spare):
+                self._put_tcp(target, tcp, part, batch, spare, until)
+                until = 0.0
+        return False
+
+    def _put_tcp(
+        self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: PutBatch,
+        sources: Sequence[memoryview | Span], until: float,
+    ) -> None:  # fmt: skip
+        entries = []
+        try:
+            for position in positions:
+                view = host_view(sources[position])
+                crc, flags = (zlib.crc32(view), ENTRY_CRC) if self._checksum else (0, 0)
+                entries.append((batch.digests[position], view, crc, flags))
+        except DeviceError as exc:  # this does not affect the path
+            log.warning("a put out of GPU memory: %s", exc)
+            return
+        self._store_tcp(target, tcp, dict(zip(positions, entries)), batch, until)
+        if any(batch.statuses[position] == Status.NO_SPACE for position in positions):
+            self._send_again(target, tcp, dict(zip(positions, entries)), batch)
+
+    def _store_tcp(
+        self, target: Target, tcp: TcpPath, entries: Mapping[int, Any], batch: PutBatch, until: float
+    ) -> None:
+        """Send entries, by position, and fill in their statuses."""
+        call = functools.partial(tcp.store, until=until)
+        for position, status in zip(entries, self._routes.call_tcp(target, tcp, call, list(entries.values()))):
+            batch.statuses[position] = status
+
+    def _send_again(self, target: Target, tcp: TcpPath, entries: dict[int, Any], batch: PutBatch) -> None:
+        """Send the values again for which there was no room, until they are stored or the patience for that ends."""
+        last = {batch.digests[position]: position for position in entries}
+        began = time.monotonic()
+        left_s = allowed(tcp.deadline_s)  # half of it stays for the last attempt
+        over = began + min(ROOM_WAIT_S, batch.room.left_s, left_s / 2)
+        pause, longest = SEND_AGAIN_S
+        while True:
+            entries = {
+                position: entry for position, entry in entries.items()
+                if batch.statuses[position] == Status.NO_SPACE and last[batch.digests[position]] == position
+            }  # fmt: skip
+            if not entries or time.monotonic() < tcp.no_wait_until or not target.bulk:
+                break
+            if time.monotonic() + pause > over:
+                tcp.no_wait_until = time.monotonic() + ROOM_AGAIN_S
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            self._store_tcp(target, tcp, entries, batch, began + left_s)
+        waited = time.monotonic() - began
+        batch.room.left_s -= waited
+        spend(waited)
+
+    def _delete_at(
+        self, digests: Sequence[bytes], sizes: Sequence[int] | None, statuses: list[int], target: Target,
+        positions: Sequence[int],
+    ) -> None:  # fmt: skip
+        if not target.ready():
+            return
+        kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
+        wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
+        session, tcp = target.session, target.tcp
+        answers: list[int] = []
+        if session is not None:
+            try:
+                for start in range(0, len(wanted), CALL_KEYS):
+                    answers += session.exchange(kind(wanted[start : start + CALL_KEYS])).statuses
+            except PeerError as exc:
+                self._routes.session_failed(target, session, exc)
+        elif tcp is not None:
+            answers = self._routes.call_tcp(target, tcp, tcp.delete if sizes is None else tcp.delete_sized, wanted)
+        for position, status in zip(positions, answers):
+            statuses[position] = status
+
+
+def _device_buffer(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> DeviceBuffer | None:
+    """Return the first source on a device; None if the CPU addresses all of them."""
+    if HOST_TYPES.issuperset(map(type, map(sources.__getitem__, positions))):
+        return None
+    return next(source for position in positions if on_device(source := sources[position]))
+
+
+def _host_parts(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> Iterator[Sequence[int]]:
+    """Yield the positions, in parts of about ``HOST_PART_BYTES`` if some sources must be copied to host memory."""
+    if _device_buffer(positions, sources) is None:
+        yield positions
+        return
+    part: list[int] = []
+    total = 0
+    for position in positions:
+        if part and total + len(sources[position]) > HOST_PART_BYTES:
+            yield part
+            part, total = [], 0
+        part.append(position)
+        total += len(sources[position])
+    yield part

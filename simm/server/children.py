@@ -1,0 +1,328 @@
+"""The child processes of a data server's supervisor: how they are forked, and what is known of each.
+
+A fork copies all that the supervisor has: the locks by which its segments are known to be owned, the descriptors of
+other children, the way signals wake the loop. The child gives all of that up, asks to end with its parent, runs its
+body, and exits. It keeps the files that log handlers write to. It never frees a descriptor's number that an object of
+the supervisor still knows (``give_up_descriptors_but``): a log handler that wrote to a reused number once destroyed an
+arena.
+
+Where memory runs out, the kernel ends the process with the largest score. The death of the supervisor would end all
+others, and that of a stream costs only its connections. So the supervisor lowers its score as far as it may, and unmaps
+the arenas after it has faulted them in (``server/arena_stock.py``); each child raises its own by ``oom``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from ..arena.layout import HEADER_BYTES, SHARDS_BYTES
+from ..errors import SimmError
+from ..ipc.arena_files import OwnedArena
+from ..net.loop import Loop, Peer, Service
+from ..net.named_socket import NamedSocket
+from ..net.process import (
+    OOM_NEVER,
+    Child,
+    die_with_parent,
+    give_up_descriptors_but,
+    oom_score_adj,
+    reaped,
+    set_oom_score_adj,
+)
+from ..rpc import Frame, decode, encode
+from ..wire import messages as M
+
+log = logging.getLogger("simm.dataserver")
+
+#: Pause after a failed fork.
+FORK_AGAIN_S: Final = 0.5
+#: Limit for resolving a name; the caller tries again later.
+RESOLVE_S: Final = 5
+#: Request ids on a worker's socket pair: STATS, and SHARDS from there on.
+STATS_ID: Final = 1
+SHARDS_ID: Final = 2
+#: A worker or a stream that has answered nothing for so long hangs, or is stopped.
+SILENT_S: Final = 5.0
+#: Added to the supervisor's first oom_score_adj: for itself, for a worker, and for processes that nobody misses.
+OOM_SUPERVISOR: Final = -500
+OOM_WORKER: Final = 50
+OOM_FIRST: Final = 100
+
+
+class ChildError(SimmError):
+    """Ends a child with an exit code that the supervisor understands."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Children:
+    """Forks for one supervisor, which owns ``segments``."""
+
+    def __init__(self, loop: Loop, segments: Callable[[], Iterable[OwnedArena]]) -> None:
+        self.loop = loop
+        self._segments = segments
+        self._resolvers: list[int] = []
+        self._oom_score_adj = oom_score_adj()
+        #: No process is started any more.
+        self.stopping = False
+
+    def protect_parent(self) -> None:
+        """Make this process the last one that the OOM killer chooses, as far as this user may."""
+        self._set_oom(OOM_SUPERVISOR)
+
+    def _set_oom(self, more: int) -> None:
+        if self._oom_score_adj > OOM_NEVER:  # else the operator wants none of them to be chosen
+            set_oom_score_adj(max(OOM_NEVER + 1, self._oom_score_adj + more))
+
+    def fork(
+        self, body: Callable[[socket.socket], None], keep: Sequence[int], mine: OwnedArena | None = None,
+        oom: int = OOM_FIRST,
+    ) -> Child:  # fmt: skip
+        """Fork a child that runs ``body`` with its end of a socket pair; it keeps the segment ``mine`` and no other.
+
+        ``oom``: how much sooner than the supervisor's first score the OOM killer chooses it, in thousandths. Raises
+        OSError when the system has no process, memory or descriptor to spare.
+        """
+        ours, theirs = socket.socketpair()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that has gone
+                stream.flush()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        if pid:
+            theirs.close()
+            return Child(pid, ours)
+        code = 1
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            die_with_parent()
+            self._set_oom(oom)
+            for segment in self._segments():
+                segment.release_in_child()
+                if segment is not mine:
+                    segment.close()
+            give_up_descriptors_but({theirs.fileno(), *keep})
+            body(theirs)
+            code = 0
+        except SimmError as exc:
+            log.error("%s", exc)
+            if isinstance(exc, ChildError):
+                code = exc.code
+        except BaseException:
+            log.exception("process %d failed", os.getpid())
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+    def or_later(self, start: Callable[[], None]) -> None:
+        """Start a child. Repeat it later if the system has no process or memory to spare."""
+        if self.stopping:
+            return
+        try:
+            start()
+        except OSError as exc:
+            log.error("cannot start a process: %s; trying again", exc)
+            self.loop.call_later(FORK_AGAIN_S, partial(self.or_later, start))
+
+    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
+        """Find a host's address by a child process, as a resolver may hang. The callback gets "" if there is none."""
+
+        def body(sock: socket.socket) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.alarm(RESOLVE_S)  # its default action ends the process
+            for family in (socket.AF_INET, socket.AF_INET6):
+                with contextlib.suppress(OSError):
+                    found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+                    sock.sendall(str(found[0][4][0]).encode())
+                    return
+
+        try:
+            child = self.fork(body, [])
+        except OSError as exc:
+            log.error("cannot start a process: %s", exc)
+            callback("")
+            return
+
+        def answered(_mask: int) -> None:
+            address = child.sock.recv(256).decode()
+            self.loop.unwatch(child.sock)
+            child.sock.close()
+            callback(address)
+
+        self._resolvers.append(child.pid)
+        self.loop.watch(child.sock, answered)
+
+    def reap(self) -> None:
+        """Reap the resolvers that have ended."""
+        self._resolvers = [pid for pid in self._resolvers if not reaped(pid)]
+
+
+class Supervised(Service):
+    """One child of a supervisor, over all processes that take its place.
+
+    Args:
+        name: for the log.
+        body: what a process runs, with its end of a socket pair.
+        keep: the descriptors that it keeps.
+        on_message: gets its messages with their request ids. None if it sends none.
+        segment: the segment that it keeps.
+        oom: as for ``Children.fork``.
+    """
+
+    def __init__(
+        self, children: Children, name: str, body: Callable[[socket.socket], None], keep: Sequence[int],
+        on_message: Callable[[Any, int], None] | None = None, *, segment: OwnedArena | None = None,
+        oom: int = OOM_FIRST,
+    ) -> None:  # fmt: skip
+        self._children = children
+        self._clock = children.loop.clock
+        self.name = name
+        self._body = body
+        self._keep = keep
+        self._on_message = on_message
+        self._segment = segment
+        self._oom = oom
+        #: The running process, or one that has ended and was not reaped yet.
+        self.child: Child | None = None
+        self.started_at = 0.0
+        #: When the process last sent a message, or was started.
+        self.last_seen = 0.0
+
+    def start(self, about: str = "") -> None:
+        """Fork a process, and log it with the text ``about``. Raises OSError."""
+        self.child = child = self._children.fork(self._body, self._keep, self._segment, self._oom)
+        self.started_at = self.last_seen = self._clock()
+        if self._on_message is not None:
+            child.peer = self._children.loop.adopt(child.sock, self, self.name)
+            log.info("%s is process %d%s", self.name, child.pid, about)
+
+    def start_or_retry(self) -> None:
+        """:meth:`start`, and again later if that fails."""
+        self._children.or_later(self.start)
+
+    def send(self, msg: Any, request_id: int = 0, *, flags: int = 0) -> None:
+        """Send a message to the process, if it is connected."""
+        if self.child is not None and self.child.peer is not None and not self.child.peer.closed:
+            self.child.peer.send(encode(msg, request_id, flags=flags))
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        if self._on_message is not None:
+            self.last_seen = self._clock()
+            self._on_message(decode(frame), frame.request_id)
+
+    def kill_if_silent(self, seconds: float) -> None:
+        """Kill a process that has sent nothing for so long: it is stopped, or it hangs."""
+        if self.child is not None and self._clock() - self.last_seen > seconds:
+            log.error("%s (process %d) says nothing: ending it", self.name, self.child.pid)
+            self.last_seen = self._clock()
+            self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if there is one."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child.pid, signal.SIGKILL)
+
+    def ended(self) -> Child | None:
+        """Reap the process and return it if it has ended, else None."""
+        child = self.child
+        if child is None or not child.ended():
+            return None
+        child.lost()
+        self.child = None
+        return child
+
+
+class StreamProcess(Supervised):
+    """A stream process of a worker, which reports whether it reaches the worker."""
+
+    def __init__(
+        self, children: Children, name: str, body: Callable[[socket.socket], None], keep: Sequence[int]
+    ) -> None:
+        super().__init__(children, name, body, keep, self._on_stats)
+        self._worker_down_s = 0.0
+
+    def _on_stats(self, msg: Any, _request_id: int) -> None:
+        if isinstance(msg, M.StatsReply):
+            self._worker_down_s = json.loads(msg.json)["worker_down_s"]
+
+    def is_cut_off(self) -> bool:
+        """Return True if the process hangs, or has not reached its worker for SILENT_S seconds."""
+        return self._clock() - self.last_seen > SILENT_S or self._worker_down_s > SILENT_S
+
+
+class WorkerSlot:
+    """One worker of a data server with its stream processes and its mover: what outlives the processes."""
+
+    worker: Supervised
+    mover: Supervised
+
+    #: Its UNIX socket, where clients of this host connect.
+    unix: NamedSocket
+
+    def __init__(self, number: int, node: int, segment: OwnedArena) -> None:
+        self.number = number
+        self.node = node
+        self.segment = segment
+        self.tcp: socket.socket | None = None
+        self.streams: list[StreamProcess] = []
+        #: The process has answered.
+        self.ready = False
+        #: Some process of the worker has taken over a shard map; the present one has the newest map.
+        self.sharded = False
+        self.current = False
+        #: Request id of the last SHARDS sent and the epoch of its map; epoch of the newest map taken over.
+        self.order_id = SHARDS_ID
+        self.order_epoch = 0
+        self.taken = 0
+        self.restarts: list[float] = []
+        #: Number of processes in a row that could not recover the arena.
+        self.unrecovered = 0
+        self.stats: dict[str, Any] = {}
+        self.data_bytes = 0
+        self.incarnation = 0
+        #: The mover's last report, and what its predecessors copied: in this move, and in all.
+        self.progress = M.MoveProgress(0, 0, 0, 0, 0)
+        self.moving = False
+        self.moved_before = 0
+        self.moved_ever = {"bytes": 0, "values": 0, "lost": 0}
+
+    def words(self) -> bytes:
+        """Return a copy of the arena's shard words."""
+        whole: bytes = self.segment.meta.mm[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES]
+        return whole
+
+    def load(self, moves_left: int) -> M.WorkerLoad:
+        """Return the worker's part of a heartbeat."""
+        stats = self.stats
+        if not stats:
+            return M.WorkerLoad(0, 0, 0, 0, moves_left)
+        used = stats["data_bytes"] - stats["free_bytes"]
+        evictions = sum(stats["evictions"].values()) + stats["set_evictions"]
+        moved = self.moved_before + self.progress.bytes
+        rate = self.progress.rate if moves_left else 0
+        return M.WorkerLoad(used, stats["entries"], stats["puts"], evictions, moves_left, moved, rate)
+
+    def mover_ended(self) -> None:
+        """Add the mover's last report to what its predecessors copied."""
+        done = self.progress
+        self.moved_before += done.bytes
+        for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
+            self.moved_ever[key] += count
+        self.progress = M.MoveProgress(0, 0, 0, 0, 0)

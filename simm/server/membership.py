@@ -1,0 +1,543 @@
+"""A data server's session with the manager: join, heartbeats, maps, reports of what has moved in, LEAVE.
+
+The session tries several manager addresses in turn and never blocks the supervisor's loop. Only one manager leads; the
+others answer NOT_LEADER. Losing the manager changes nothing for clients: the server serves on with the map it has.
+
+* *No manager at the start.* After ``join_timeout_s`` without a first JOINED the server ends and says why.
+* *Something else listens where the manager is down*, and refuses this server. Only a manager that has proven our token
+  is believed at once; another refusal counts as a lost connection.
+* *A manager that accepts and does not answer* (stopped, or cut off behind its kernel). After ``SILENT_BEATS``
+  heartbeats, at least ``SILENT_S``, without any answer the server closes the connection and tries the next address.
+* *The manager does not know this server* (declared it dead, or lost its state). The workers are fenced at once, then
+  the server joins again; the next map ends the fence. Maps that come in between are ignored.
+* *The manager has lost its state and asks for the newest map.* It gets this server's map, before anything else.
+* *A warm start.* The arenas know the highest epoch they acted on. JOIN names it although there is no map in memory, so
+  that no later epoch equals one that a shard's word remembers.
+* *A worker was frozen by a map that never comes*, of a manager that has lost it, or a false one. Only a later map ends
+  that. So MAP_GET names that epoch, and the manager goes beyond it.
+* *The manager belongs to another cluster.* JOIN names the server's cluster. If the manager refuses it, the workers drop
+  all entries, and then the server joins. A server that starts and finds a suspended arena asks first, by MAP_GET
+  (:meth:`Membership.find_cluster`). The request names the arena's epoch. A manager that has lost its state then waits
+  for a server with a map, and does not answer at once with an id that it may replace by that of the map.
+* *MOVED is lost, or its map late.* The server repeats it with each heartbeat until the map agrees.
+* *A resolver hangs.* A child process resolves names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import selectors
+import socket
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Final, Protocol
+
+from ..cluster.assignment import Member
+from ..cluster.shard_map import ShardMap
+from ..errors import RemoteProtocolError, printable
+from ..net.loop import Loop, Peer, Service
+from ..net.peer_uid import foreign_server
+from ..net.tls_peer import ServerTls, connecting
+from ..rpc import Frame, decode, encode
+from ..wire import messages as M
+from ..wire.auth import Asker
+from ..wire.hello import client_hello
+from ..wire.messages import Status
+
+log = logging.getLogger("simm.server.membership")
+
+JOIN_TIMEOUT_S: Final = 30.0
+RECONNECT_S: Final = 0.5
+#: Before another address is tried, also after NOT_LEADER.
+NEXT_S: Final = 0.05
+CONNECT_S: Final = 1.0
+SILENT_S: Final = 3.0
+SILENT_BEATS: Final = 3
+#: Number of JOINs, a second apart, that the manager may refuse with NAME_TAKEN before this server gives up.
+NAME_TRIES: Final = 5
+#: Between two reports of what has moved in.
+MOVED_S: Final = 0.25
+
+_REFUSED: Final = "the manager refused us"
+
+Callback = Callable[[Any, int], None]
+
+
+class MembershipDelegate(Protocol):
+    """What the membership needs from its data server. ``Membership`` calls nothing else."""
+
+    def infos(self) -> list[M.WorkerInfo] | None:
+        """All workers, or None while one of them is not up."""
+
+    def loads(self) -> list[M.WorkerLoad]:
+        """Of all workers, for a heartbeat."""
+
+    def moved(self) -> list[M.Moved]:
+        """What has moved in and stands in the map as moving."""
+
+    def taken(self) -> int:
+        """Epoch of the newest map that all workers have taken over; 0 for none."""
+
+    def frozen(self) -> int:
+        """Highest epoch by which a shard of a worker is frozen; 0 for none."""
+
+    def on_map(self) -> None:
+        """``member`` has taken a map, or has been fenced: tell the workers."""
+
+    def on_abandoned(self) -> None:
+        """``member`` has been abandoned: tell the workers, and no :meth:`infos` before they have done it."""
+
+    def give_up(self, why: str) -> None:
+        """There is no way to join: end."""
+
+    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
+        """Find a host's address; the callback gets it, or nothing, from the loop."""
+
+
+class Membership(Service):
+    """The session. ``member`` takes the maps; ``managers`` are (host, port) each.
+
+    ``secret``: what the member's instance was made of, for JOIN. ``warm``: all arenas are as the predecessor left them.
+    ``warm_epoch`` is then the highest epoch that they acted on, and ``warm_cluster`` the cluster of their entries; 0
+    for new arenas. ``tls``: connect by it. ``trusted``: users besides this process's own and root whose manager on this
+    host is believed without a token.
+    """
+
+    def __init__(
+        self, loop: Loop, member: Member, delegate: MembershipDelegate, managers: Sequence[tuple[str, int]], *,
+        secret: bytes = b"", token: str = "", warm: bool = False, warm_epoch: int = 0, warm_cluster: int = 0,
+        join_timeout_s: float = JOIN_TIMEOUT_S, tls: ServerTls | None = None, trusted: Container[int] = (),
+    ) -> None:  # fmt: skip
+        self.loop = loop
+        self.member = member
+        self.delegate = delegate
+        self.managers = list(managers)
+        self.secret = secret
+        self.token = token
+        self.tls = tls
+        self.trusted = trusted
+        self.warm = warm
+        self.warm_epoch = warm_epoch
+        self.warm_cluster = warm_cluster
+        #: The manager's cluster, as :meth:`find_cluster` finds it, and the epoch that the request names meanwhile.
+        self.found_cluster = 0
+        self._asks = 0
+        self.join_timeout_s = join_timeout_s
+        self.joined = False
+        #: A JOIN has been sent at some time.
+        self.offered = False
+        #: When the last JOINED came; 0 before the first.
+        self.joined_at = 0.0
+        self.heartbeat_s = 1.0
+        self.peer: Peer | None = None
+        self._pending: dict[int, Callback] = {}
+        self._last_id = 0
+        self._at = 0
+        self._where = ""
+        self._last_seen = 0.0
+        #: The last trouble with each address, so that it is logged once.
+        self._complained: dict[str, str] = {}
+        self._refusals = 0
+        #: The last JOIN was refused with BUSY.
+        self._waiting = False
+        self._connecting: socket.socket | None = None
+        #: HELLO has been sent by the present connection (without a token, and answered by a user who is trusted); its
+        #: other end has proven that it knows our token.
+        self._greeted = self._proven = False
+        self._beating = False
+        self._leaving = False
+        self._started = loop.clock()
+        self._moved_at = 0.0
+        #: When the last heartbeat was sent and the epoch that it acknowledged; an early heartbeat is scheduled.
+        self._last_sent_at = 0.0
+        self._acked_epoch = 0
+        self._ack_due = False
+        #: A JOIN is due, see _join_later.
+        self._join_due = False
+
+    def __repr__(self) -> str:
+        state = "joined" if self.joined else "linked" if self.peer is not None else "alone"
+        return f"<Membership {state} {self._where}>"
+
+    # -- link -------------------------------------------------------------------------------------
+
+    def find_cluster(self, epoch: int) -> None:
+        """Begin to look for a manager and ask for its cluster, for ``found_cluster``. Do not join.
+
+        ``epoch``: of the newest map that one of the arenas has acted on. Gives up after ``join_timeout_s``.
+        """
+        self._asks = max(1, epoch)
+        self._started = self.loop.clock()
+        self.loop.call_later(self.join_timeout_s, self._asked_in_vain)
+        self._connect()
+
+    def _asked_in_vain(self) -> None:
+        if self._asks and self.peer is not None and not self._leaving:  # without a link: see _lost
+            self.delegate.give_up(
+                f"manager {self._where} has not said for {self.join_timeout_s:.0f} s which cluster it is of, and there "
+                "is a suspended arena: start again when it is reachable and has its map"
+            )
+
+    def start(self) -> None:
+        """Begin to look for a manager, and join it."""
+        self._asks = 0
+        self._started = self.loop.clock()
+        if self.peer is None:
+            self._connect()
+        else:
+            self.join()
+
+    def request(self, msg: Any, callback: Callback) -> None:
+        """Send a request. ``callback(reply, status)`` follows, but not if the connection breaks first."""
+        if self.peer is None:
+            return
+        if not self._pending:
+            self._last_seen = self.loop.clock()
+        self._last_id += 1
+        self._pending[self._last_id] = callback
+        self.peer.send(encode(msg, self._last_id))
+
+    def _connect(self) -> None:
+        if self._leaving or self.peer is not None or self._connecting is not None:
+            return
+        host, port = self.managers[self._at % len(self.managers)]
+        self._where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if _numeric(host):
+            self._connect_to(host, port)
+        else:
+            self.delegate.resolve(host, lambda address: self._resolved(host, address, port))
+
+    def _resolved(self, host: str, address: str, port: int) -> None:
+        if address:
+            self._connect_to(address, port)
+        else:
+            self._lost(f"there is no address for {host}")
+
+    def _connect_to(self, address: str, port: int) -> None:
+        """Connect without blocking: the selector reports the end, a timer that it takes too long."""
+        if self._leaving or self.peer is not None or self._connecting is not None:
+            return
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        except OSError as exc:
+            self._lost(f"cannot connect: {exc.strerror or exc}")
+            return
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.connect((address, port))
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            sock.close()
+            self._lost(f"cannot connect: {exc.strerror or exc}")
+            return
+        self._connecting = sock
+        self.loop.selector.register(sock, selectors.EVENT_WRITE, lambda _mask: self._connected(sock))
+        self.loop.call_later(CONNECT_S, lambda: self._connected(sock, late=True))
+
+    def _connected(self, sock: socket.socket, *, late: bool = False) -> None:
+        if self._connecting is not sock:
+            return
+        self._connecting = None
+        self.loop.unwatch(sock)
+        trouble = "no answer" if late else ""
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            trouble = os.strerror(number)
+        if trouble or self._leaving:
+            sock.close()
+            if not self._leaving:
+                self._lost(f"cannot connect: {trouble}")
+            return
+        self.joined = False
+        self._last_seen = self.loop.clock()
+        host = self.managers[self._at % len(self.managers)][0]  # as it was given: a certificate names that
+        peers = connecting(self.tls.manager if self.tls else None, host)
+        self.loop.adopt(sock, self, f"manager {self._where}", peers=peers)
+        self._greeted = self._proven = False
+        if self.token:
+            asker = Asker(self.token, M.Service.MANAGER, M.Role.SUPERVISOR)
+            self.request(asker.auth, lambda msg, status: self._on_challenge(asker, msg, status))
+        else:
+            self._greet()
+        self._watch(self.peer)
+
+    def _on_challenge(self, asker: Asker, msg: Any, status: int) -> None:
+        """Show the manager our proof, if it has shown its own."""
+        proof = msg.text if isinstance(msg, M.Error) else asker.prove(msg)
+        if isinstance(proof, M.Prove):
+            self._proven = True
+            self.request(proof, self._on_greeted)
+            self._greet()
+        else:
+            self._on_greeted(M.Error(proof), status)
+
+    def _greet(self) -> None:
+        self.request(client_hello(M.Role.SUPERVISOR, pid=os.getpid()), self._on_greeted)
+        if self.token:
+            self._greeted = True
+            self.join()
+
+    def _watch(self, peer: Peer | None) -> None:
+        """Close a connection on which the manager does not answer."""
+        if peer is None or self.peer is not peer:
+            return
+        patience = max(SILENT_S, SILENT_BEATS * self.heartbeat_s)
+        if self._pending and self.loop.clock() - self._last_seen > patience:
+            peer.close(f"silent for {patience:.1f} s")
+            return
+        self.loop.call_later(patience / 4, lambda: self._watch(peer))
+
+    def on_connect(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        msg = decode(frame)
+        self._last_seen = self.loop.clock()
+        if frame.request_id == 0:
+            if isinstance(msg, M.MapReply):
+                self._on_map(msg)
+            elif isinstance(msg, M.Error):  # it is about to close the connection
+                peer.close(printable(msg.text))
+            return
+        callback = self._pending.pop(frame.request_id, None)
+        if callback is None:
+            return
+        if isinstance(msg, M.Error) and frame.status == Status.NOT_LEADER:
+            peer.close("it does not lead")
+            return
+        callback(msg, frame.status)
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        self.peer = None
+        self._pending.clear()
+        self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        """Try the next address. Before the first JOINED, give up after a while."""
+        self.joined = False
+        if self._leaving:
+            return
+        self._at += 1
+        round_over = self._at % len(self.managers) == 0
+        if reason != self._complained.get(self._where):
+            self._complained[self._where] = reason
+            log.warning("manager %s: %s; trying again", self._where, reason)
+        if not self.joined_at and self.loop.clock() - self._started > self.join_timeout_s:
+            self.delegate.give_up(
+                f"{self._where}: {reason}, for {self.join_timeout_s:.0f} s" if reason.startswith(_REFUSED) else
+                f"manager {self._where} not reachable for {self.join_timeout_s:.0f} s ({reason}): start it "
+                f"(python -m simm.manager --listen {self._where}), or name another with --manager"
+            )
+            return
+        self.loop.call_later((RECONNECT_S if round_over else NEXT_S) * random.uniform(0.7, 1.3), self._connect)
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    def _on_greeted(self, msg: Any, _status: int) -> None:
+        if isinstance(msg, M.Error):
+            why = f"{_REFUSED}: {printable(msg.text)}"
+            if self._proven and not self.joined_at:
+                self.delegate.give_up(why)
+            elif self.peer is not None:
+                self.peer.close(why)
+        elif self.peer is not None and not self._greeted:
+            # JOIN shows this server's secret, so it waits until it is known who is asked to keep it.
+            certified = self.tls is not None and self.tls.manager is not None
+            fault = "" if certified else foreign_server(self.peer.sock, self.trusted)
+            if fault:
+                self.peer.close(fault)
+            else:
+                self._greeted = True
+                self.join()
+
+    def join(self) -> None:
+        """Send JOIN if there is a connection, all workers are up, and the manager does not know this server yet."""
+        if self.peer is None or not self._greeted or self.joined or self._leaving:
+            return
+        if self._asks:
+            self.request(M.MapGet(self._asks, 0), self._on_cluster)
+            self._ping(self.peer)
+            return
+        infos = self.delegate.infos()
+        if infos is None:
+            return
+        warm = int(self.warm and not self.joined_at)
+        epoch = max(self.member.epoch, self.warm_epoch)
+        self.offered = True
+        member = self.member
+        cluster = member.cluster or self.warm_cluster
+        join = M.Join(member.instance, warm, member.name, infos, epoch, cluster, self.secret)
+        self.request(join, self._on_joined)
+
+    def _on_cluster(self, msg: Any, _status: int) -> None:
+        if not self._asks:
+            return
+        if isinstance(msg, M.MapReply):
+            self.found_cluster, self._asks = msg.cluster, 0
+        elif self.peer is not None:
+            self.peer.close(msg.text if isinstance(msg, M.Error) else "it sent no map")
+
+    def _ping(self, peer: Peer) -> None:
+        """Ping a manager that collects a map: it answers nothing else meanwhile."""
+        if self.peer is peer and self._asks:
+            self.request(M.Ping(0), _ignore)
+            self.loop.call_later(SILENT_S / 3, lambda: self._ping(peer))
+
+    def _join_later(self) -> None:
+        """Join again in a second. One such attempt is due at any time, however often the connection is lost."""
+        if not self._join_due:
+            self._join_due = True
+            self.loop.call_later(1.0, self._join_again)
+
+    def _join_again(self) -> None:
+        self._join_due = False
+        self.join()
+
+    def _on_joined(self, msg: Any, status: int) -> None:
+        if isinstance(msg, M.Error):
+            if status == Status.NAME_TAKEN and not self.joined_at:
+                self._refusals += 1
+                if self._refusals < NAME_TRIES:
+                    # A restarted manager takes a dead server for alive until enough heartbeats are missed.
+                    log.warning("%s; trying again", msg.text)
+                    self._join_later()
+                else:
+                    self.delegate.give_up(f"{_REFUSED}: {printable(msg.text)}")
+                return
+            if status == Status.BUSY:
+                # It waits for our predecessor, which is dead or refused. That ends, whatever the manager's timing.
+                if not self._waiting:
+                    log.warning("%s; waiting", msg.text)
+                self._waiting, self._refusals = True, 0
+                self._join_later()
+                return
+            if status == Status.OTHER_CLUSTER:
+                log.warning("%s", msg.text)
+                self.warm, self.warm_epoch, self.warm_cluster = False, 0, 0
+                self.member.abandon()
+                self.delegate.on_abandoned()
+                self.join()
+                return
+            log.error("join refused: %s", msg.text)
+            if self.peer is not None:
+                self.peer.close("join refused")
+            return
+        if not isinstance(msg, M.Joined) or self.joined:
+            return
+        self.joined = True
+        self._waiting = False
+        self.joined_at = self.loop.clock()
+        self._complained.clear()
+        self.heartbeat_s = max(0.05, msg.heartbeat_ms / 1000)
+        log.info("joined the cluster of manager %s at epoch %d", self._where, msg.epoch)
+        if msg.wants_map:
+            offer = self.member.offer()
+            if offer is not None:
+                log.warning("the manager has lost its state: it gets our map of epoch %d", offer.epoch)
+                self.request(offer, _ignore)
+        self._ask_map()
+        if not self._beating:
+            self._beating = True
+            self._beat()
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Send a heartbeat and schedule the next, with jitter so that many servers do not send at once."""
+        self.loop.call_later(self.heartbeat_s * random.uniform(0.8, 1.0), self._beat)
+        self._send_heartbeat()
+
+    def acknowledge(self) -> None:
+        """Acknowledge a map that all workers have taken, before the next heartbeat but at most every MOVED_S.
+
+        Only then does the manager move shards on that have just changed hands.
+        """
+        if not self._ack_due:
+            self._ack_due = True
+            wait = max(0.0, self._last_sent_at + MOVED_S - self.loop.clock())
+            self.loop.call_later(wait * random.uniform(1.0, 1.2), self._send_ack)
+
+    def _send_ack(self) -> None:
+        self._ack_due = False
+        if self.delegate.taken() != self._acked_epoch:
+            self._send_heartbeat()
+
+    def _send_heartbeat(self) -> None:
+        if self.joined and not self._leaving:
+            self._last_sent_at = self.loop.clock()
+            member = self.member
+            self._acked_epoch = self.delegate.taken()
+            beat = M.Heartbeat(member.instance, self._acked_epoch, member.name, self.delegate.loads())
+            self.request(beat, self._on_ack)
+            self.report()
+            frozen = self.delegate.frozen()
+            if frozen > member.epoch:
+                self._ask_map(frozen)
+
+    def report(self) -> None:
+        """Report what has moved in, at most every MOVED_S."""
+        now = self.loop.clock()
+        if self.joined and now - self._moved_at >= MOVED_S:
+            self._moved_at = now
+            for moved in self.delegate.moved():
+                self.request(moved, self._on_ack)
+
+    def _on_ack(self, msg: Any, status: int) -> None:
+        if status in (Status.UNKNOWN_NODE, Status.NAME_TAKEN):
+            if not self.joined or self._leaving:
+                return
+            log.warning("the manager does not know us (any more): no mutation until the next map; joining again")
+            self.joined = False
+            self.member.fence()
+            self.delegate.on_map()
+            self.join()
+        elif isinstance(msg, M.HeartbeatAck) and msg.epoch > self.member.epoch:
+            self._ask_map()
+
+    def _ask_map(self, known: int = 0) -> None:
+        """Ask for the map, and name the newest epoch ``known`` here: the manager goes beyond it."""
+        self.request(M.MapGet(max(self.member.epoch, known), 1), lambda reply, _status: self._on_map(reply))
+
+    def _on_map(self, msg: Any) -> None:
+        if not isinstance(msg, M.MapReply) or not self.joined:
+            return
+        if msg.epoch == self.member.epoch and not self.member.fenced:
+            return  # an answer and a push of the same map
+        try:
+            taken = self.member.take_map(ShardMap(msg))
+        except RemoteProtocolError as exc:
+            log.error("a map that cannot be: %s", exc)
+            if self.peer is not None:
+                self.peer.close("it sent a map that cannot be")
+            return
+        if taken is not None:
+            self.delegate.on_map()
+
+    def leave(self, *, warm: bool) -> bool:
+        """Send LEAVE and return True if a manager is connected, which stays so for the answer and the next map."""
+        joined, self._leaving = self.joined, True
+        if joined:
+            self.request(M.Leave(self.member.instance, self.member.name, int(warm)), _ignore)
+        return joined and self.peer is not None
+
+    @property
+    def all_answered(self) -> bool:
+        """Return True if no request waits for an answer, or none can come."""
+        return self.peer is None or not self._pending
+
+
+def _ignore(_msg: Any, _status: int) -> None:
+    pass
+
+
+def _numeric(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host.partition("%")[0])
+        except OSError:
+            continue
+        return True
+    return False

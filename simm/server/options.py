@@ -1,0 +1,129 @@
+"""The options of a data server, and how they follow from settings."""
+
+from __future__ import annotations
+
+import grp
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..config.parsers import Address
+from ..config.settings import Settings, ensure_runtime_dir
+from ..config.startup import allowed_uids, check_exposure, server_tls_options, server_tokens
+from ..config.tokens import Token, TokenRole, quotas_of, token_for
+from ..constants import DEFAULT_POLICY
+from ..errors import ConfigError
+from ..host import numa
+from ..ipc.segments import check_server_name, check_socket_paths
+from ..net.local_users import LocalUsers
+from ..net.tls_peer import ServerTls, server_tls
+from .membership import JOIN_TIMEOUT_S
+
+MIB: Final = 1 << 20
+
+
+@dataclass
+class DataServerOptions:
+    """The options of a data server. ``memory`` is bytes per worker, 0 for a share of the machine's."""
+
+    name: str
+    runtime_dir: str
+    nodes: list[int]
+    memory: int = 0
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    managers: list[tuple[str, int]] = field(default_factory=list)
+    policy: str = DEFAULT_POLICY
+    poll_us: int = 50
+    streams: int = 1
+    slots: int = 0
+    huge_pages: bool = True
+    group: int | None = None
+    warm: bool = False
+    #: What clients and other servers may prove here.
+    tokens: tuple[Token, ...] = ()
+    #: None without TLS.
+    tls: ServerTls | None = None
+    #: Whose processes may connect without a token; None for all.
+    users: LocalUsers | None = None
+    #: Users besides this process's own and root whose managers and servers on this host are believed without a token.
+    server_uids: tuple[int, ...] = ()
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    advertise_host: str = ""
+    #: The data server ends when the process with this id does; 0 for none.
+    end_with: int = 0
+    #: Address of /metrics and /healthz, or None.
+    http: Address | None = None
+    #: Limit of one worker's mover, bytes per second; 0 for none.
+    move_bytes_per_s: int = 1024 * MIB
+    #: auto, on or off; the devices ("" for those of the node); write chunks by memory windows.
+    rdma: str = "auto"
+    rdma_devices: str = ""
+    rdma_windows: bool = True
+
+    @property
+    def namespaces(self) -> list[str]:
+        """The namespaces that clients' tokens are bound to."""
+        return list(dict.fromkeys(name for token in self.tokens for name in token.namespaces or ()))
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """The quota of each namespace that has one, bytes for each worker: the shards are dealt evenly."""
+        return {name: quota // len(self.nodes) for name, quota in quotas_of(self.tokens).items()}
+
+    @property
+    def page_tokens(self) -> list[str]:
+        """What opens the pages; empty on loopback, where they need none."""
+        open_to_all = self.http is None or self.http.loopback
+        return [] if open_to_all else [token.secret for token in self.tokens]
+
+    @property
+    def own_token(self) -> str:
+        """What this server proves to the manager and to other data servers; empty without tokens."""
+        own = token_for(self.tokens, TokenRole.SERVER, TokenRole.ADMIN)
+        return own.secret if own is not None else ""
+
+
+def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
+    """Return a data server's options. Raises ConfigError."""
+    host, port = settings.listen
+    check_server_name(settings.name, end_with)
+    tokens = server_tokens(settings.token_file)
+    for flag, address in (("--listen", settings.listen), ("--http", settings.http)):
+        if address is not None:
+            check_exposure(address, tokens, settings.insecure, flag)
+    uids = allowed_uids(settings, tokens)
+    group = None
+    if settings.group is not None:
+        try:
+            group = int(settings.group) if settings.group.isdecimal() else grp.getgrnam(settings.group).gr_gid
+        except KeyError:
+            raise ConfigError(f"--group {settings.group}: there is no such group") from None
+    nodes = numa.parse_numa(settings.numa)
+    check_socket_paths(str(settings.runtime_dir), settings.name, len(nodes))
+    runtime_dir = ensure_runtime_dir(settings.runtime_dir, group)
+    return DataServerOptions(
+        name=settings.name,
+        runtime_dir=str(runtime_dir),
+        nodes=nodes,
+        memory=settings.memory or 0,
+        listen_host=host,
+        listen_port=port,
+        managers=[(address.host, address.port) for address in settings.manager],
+        policy=settings.policy,
+        poll_us=settings.poll_us,
+        streams=settings.streams,
+        slots=settings.slots,
+        huge_pages=settings.huge_pages,
+        group=group,
+        warm=settings.warm,
+        tokens=tokens,
+        tls=server_tls(server_tls_options(settings, connects=True)),
+        users=LocalUsers(uids) if uids is not None else None,
+        server_uids=settings.server_uid,
+        end_with=end_with,
+        http=settings.http,
+        move_bytes_per_s=settings.move_mib_s * MIB,
+        rdma=settings.rdma,
+        rdma_devices=settings.rdma_devices,
+        rdma_windows=settings.rdma_windows,
+    )

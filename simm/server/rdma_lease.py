@@ -1,0 +1,222 @@
+"""The server's end of an RDMA connection: its queue pairs, its grants, and the order in which they end.
+
+All fencing is here. It rests on two promises of ``rdma/api.py``. After ``QueuePair.invalidate`` no WRITE by those keys
+is in flight, and none begins. After ``QueuePair.close`` nothing that the peer sends arrives. Hence:
+
+* :meth:`RdmaLease.fence` precedes publishing or returning a chunk. It suffices while the client lives and its queue
+  pairs work. Without windows it does nothing. A client that commits while it still writes then spoils its own value or,
+  after the chunk's next change of hands, another one: as any process could that has mapped the arena.
+* :meth:`RdmaLease.close` destroys all queue pairs, then frees the windows, and then returns the grants that may be
+  released. If a queue pair cannot be destroyed, it raises and the grants stay. The process must then end, and the
+  kernel destroys its queue pairs before the worker learns of that.
+
+A leased grant counts as a copy in flight (``WorkerSession.begin_copy``) of its session until it is spent or returned.
+So a session that ended because its worker died is not released before every lease has released its grants, and the
+worker's successor does not reuse their chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ..ipc.grant_pool import GrantTuple
+from ..ipc.session import WorkerSession
+from ..rdma.api import FabricError, QueuePair, QueuePairAddress
+from ..wire.auth import Gate
+from .rdma_devices import BoundWindow, Windows
+
+log = logging.getLogger("simm.server.rdma_endpoint")
+
+#: Queue pairs that a lease may ask for in its life: rail pairs, and pairs that were tried in vain.
+QUEUE_PAIRS_MAX: Final = 64
+
+
+class LeasedGrant:
+    """A grant of a lease, with its bound windows by the number of the queue pair."""
+
+    __slots__ = ("bound_windows", "chunk", "number", "offset", "session")
+
+    def __init__(self, session: WorkerSession, grant: GrantTuple) -> None:
+        self.session = session
+        self.number, self.offset, self.chunk = grant
+        self.bound_windows: dict[int, BoundWindow] = {}
+
+    @property
+    def grant(self) -> GrantTuple:
+        """The grant as client and session know it."""
+        return self.number, self.offset, self.chunk
+
+
+class NoWindows(FabricError):
+    """There are too few windows now. Nothing else is wrong."""
+
+
+class RdmaLease:
+    """The server's end of one RDMA connection. For the loop's thread."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        #: The role in HELLO; None before it.
+        self.role: int | None = None
+        #: What HELLO has named, and COMMIT's options for its values.
+        self.namespace = ""
+        self.options = 0
+        #: Set by RDMA_OPEN. ``windows`` is None if chunks are written without windows.
+        self.opened = False
+        self.windows: Windows | None = None
+        #: By number; None once disconnected.
+        self.queue_pairs: list[QueuePair | None] = []
+        self.rails: list[int] = []
+        #: By id: grants that the client knows and may write into.
+        self.grants: dict[int, LeasedGrant] = {}
+        #: Grants that go to the client with the next answer.
+        self.prepared: list[LeasedGrant] = []
+        self.granted_bytes = 0
+        #: When the client last sent a frame, and whether it was asked for its grants since.
+        self.last_seen = 0.0
+        self.recalled = False
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<RdmaLease queue_pairs={self.queue_pair_count} grants={len(self.grants)}+{len(self.prepared)}>"
+
+    @property
+    def queue_pair_count(self) -> int:
+        """The number of connected queue pairs."""
+        return sum(qp is not None for qp in self.queue_pairs)
+
+    @property
+    def broken(self) -> str:
+        """Why one of the queue pairs failed; empty while all work."""
+        return next((qp.broken for qp in self.queue_pairs if qp is not None and qp.broken), "")
+
+    # -- queue pairs ------------------------------------------------------------------------------------
+
+    def connect(self, qp: QueuePair, rail: int, peer: QueuePairAddress) -> tuple[int, QueuePairAddress]:
+        """Connect a new queue pair, on rail number ``rail``, to the client's end; return its number and address.
+
+        On FabricError the queue pair is closed.
+        """
+        try:
+            address = qp.address()
+            qp.connect(peer)
+        except FabricError:
+            qp.close()
+            raise
+        self.queue_pairs.append(qp)
+        self.rails.append(rail)
+        return len(self.queue_pairs) - 1, address
+
+    def disconnect(self, number: int) -> bool:
+        """Destroy one queue pair, after which nothing arrives by it; return False if there is none."""
+        qp = self.queue_pairs[number] if number < len(self.queue_pairs) else None
+        if qp is None:
+            return False
+        qp.close()
+        self.queue_pairs[number] = None
+        bound_windows = [
+            leased.bound_windows.pop(number) for leased in self.leased_grants() if number in leased.bound_windows
+        ]
+        if self.windows is not None:
+            self.windows.free(bound_windows)
+            self.windows.close_idle(self.rails[number], qp)
+        return True
+
+    # -- grants -----------------------------------------------------------------------------------
+
+    def leased_grants(self) -> Iterable[LeasedGrant]:
+        """Yield all grants, including those that the client does not know yet."""
+        yield from self.grants.values()
+        yield from self.prepared
+
+    def hold(self, session: WorkerSession, grants: Sequence[GrantTuple]) -> None:
+        """Add grants to ``prepared``, with bound windows if there are windows.
+
+        Raises NoWindows, and adds none then. On FabricError a queue pair broke: close the lease.
+        """
+        fresh = [LeasedGrant(session, grant) for grant in grants]
+        chunks = [(leased.offset, leased.chunk) for leased in fresh]
+        bound_windows: list[tuple[int, QueuePair, list[BoundWindow]]] = []
+        if self.windows is not None:
+            try:
+                for number, qp in enumerate(self.queue_pairs):
+                    if qp is not None:
+                        bound_windows.append((number, qp, self.windows.prepare(self.rails[number], qp, chunks)))
+            except FabricError as exc:
+                for _, _, taken in bound_windows:
+                    self.windows.release(taken)
+                raise NoWindows(str(exc)) from exc
+        for leased in fresh:
+            session.begin_copy()
+            self.prepared.append(leased)
+            self.granted_bytes += leased.chunk
+        for number, _, taken in bound_windows:
+            for leased, bound_window in zip(fresh, taken):
+                leased.bound_windows[number] = bound_window  # before the first is bound: close() must find all of them
+        for _, qp, taken in bound_windows:
+            assert self.windows is not None
+            self.windows.bind(qp, taken)
+
+    def take_prepared(self, most: int) -> list[LeasedGrant]:
+        """Return at most ``most`` prepared grants, which the client may write into from now on."""
+        taken, self.prepared = self.prepared[:most], self.prepared[most:]
+        for leased in taken:
+            self.grants[leased.number] = leased
+        return taken
+
+    def keys(self, leased_grants: Sequence[LeasedGrant]) -> list[int]:
+        """Return the keys of grants, one per queue pair; none without windows."""
+        if self.windows is None:
+            return []
+        numbers = range(len(self.queue_pairs))
+        return [
+            leased.bound_windows[number].key if number in leased.bound_windows else 0
+            for leased in leased_grants
+            for number in numbers
+        ]
+
+    def fence(self, leased_grants: Sequence[LeasedGrant]) -> None:
+        """Invalidate the windows of these grants. Raises FabricError: close the lease then."""
+        if self.windows is None:
+            return
+        for number, qp in enumerate(self.queue_pairs):
+            if qp is None:
+                continue
+            bound_windows = [leased.bound_windows[number] for leased in leased_grants if number in leased.bound_windows]
+            if bound_windows:
+                self.windows.unbind(qp, bound_windows)
+                for leased in leased_grants:
+                    leased.bound_windows.pop(number, None)
+                self.windows.release(bound_windows)
+
+    def forget(self, leased_grants: Iterable[LeasedGrant]) -> None:
+        """Remove fenced grants from the lease."""
+        for leased in leased_grants:
+            if self.grants.pop(leased.number, None) is None:
+                self.prepared.remove(leased)
+            self.granted_bytes -= leased.chunk
+
+    def close(self) -> list[LeasedGrant]:
+        """Destroy all queue pairs, free the windows, and return the lease's grants, which no client can write any more.
+
+        Raises whatever a queue pair raises that cannot be destroyed; the grants must stay then.
+        """
+        self.closed = True
+        for qp in self.queue_pairs:
+            if qp is not None:
+                qp.close()
+        queue_pairs, self.queue_pairs = self.queue_pairs, []
+        leased = list(self.leased_grants())
+        self.grants, self.prepared, self.granted_bytes = {}, [], 0
+        if self.windows is not None:
+            try:
+                for each in leased:
+                    self.windows.free(each.bound_windows.values())
+                for rail, qp in zip(self.rails, queue_pairs):
+                    if qp is not None:
+                        self.windows.close_idle(rail, qp)
+            except FabricError as exc:  # no client can write through such a window: its queue pair has gone
+                log.error("freeing memory windows: %s", exc)
+        return leased

@@ -1,0 +1,188 @@
+"""The supervisor's side of the endpoint processes, one per worker: whether there are any, their listeners, their lives.
+
+The supervisor loads no verbs library; it only checks whether the kernel knows a device. The children find everything
+else, such as a missing library or an inactive port, and look again later. A listener outlives the processes that accept
+on it, so a client that connects during a replacement waits in the backlog.
+
+An endpoint that cannot open its devices stays, reports why, and tries again. One that dies is replaced, after growing
+pauses if it dies soon. One that is silent for SILENT_S is killed, as the grants of its leases would otherwise be lost.
+With ``--rdma on`` the data server is ready when all endpoints are, and ends if one fails before that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from ..errors import ConfigError
+from ..host import numa
+from ..net.listeners import listen_tcp
+from ..net.loop import Loop
+from ..net.process import Child
+from ..rdma import ports
+from ..wire import messages as M
+from .children import OOM_WORKER, STATS_ID, Children, Supervised, WorkerSlot
+from .options import DataServerOptions
+from .rdma_endpoint import run_endpoint
+
+log = logging.getLogger("simm.dataserver")
+
+POLL_S: Final = 0.25
+#: Between an endpoint's death and its successor: doubled each time that it lived less than STEADY_S.
+AGAIN_S: Final = (0.2, 30.0)
+STEADY_S: Final = 60.0
+#: Registering a piece of an arena holds an endpoint up for seconds.
+SILENT_S: Final = 60.0
+
+
+def absence() -> str:
+    """Return why there can be no RDMA on this host; empty if there may be."""
+    return "" if ports.ports() else "this host has no RDMA device"
+
+
+class EndpointState:
+    """One worker's endpoint: what outlives its process."""
+
+    process: Supervised
+
+    def __init__(self, number: int, listener: socket.socket) -> None:
+        self.number = number
+        self.listener = listener
+        self.stats: dict[str, Any] = {}
+        self.pause_s = AGAIN_S[0]
+        self.restarts = 0
+        #: The endpoint was ready at some time.
+        self.was_ready = False
+
+    @property
+    def port(self) -> int:
+        """Return the TCP port at which clients connect."""
+        port: int = self.listener.getsockname()[1]
+        return port
+
+
+class Endpoints:
+    """All endpoints of a data server; none if RDMA is off or impossible, as ``why`` says."""
+
+    def __init__(
+        self, options: DataServerOptions, loop: Loop, children: Children, *,
+        on_ready: Callable[[], None], give_up: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.loop = loop
+        self.children = children
+        self.why = ""
+        self.by_worker: dict[int, EndpointState] = {}
+        self._on_ready = on_ready
+        self._give_up = give_up
+
+    def detect(self) -> None:
+        """Decide whether there are endpoints. Raises ConfigError if there must be and cannot."""
+        if self.options.rdma == "off":
+            self.why = "off"
+            return
+        self.why = absence()
+        if not self.why:
+            self.loop.call_every(POLL_S, self._poll)
+        elif self.options.rdma == "on":
+            raise ConfigError(f"--rdma on, but {self.why}: load its driver, pass it into the container, or say auto")
+        else:
+            log.info("no RDMA: %s", self.why)
+
+    def listen(self, slot: WorkerSlot, server: str = "") -> int:
+        """Open the listener of a worker's endpoint and return its port; 0 if it has none. Raises OSError.
+
+        ``server``: what clients with a token ask for.
+        """
+        if self.why:
+            return 0
+        options = self.options
+        port = options.listen_port + len(options.nodes) + slot.number if options.listen_port else 0
+        endpoint = self.by_worker[slot.number] = EndpointState(slot.number, listen_tcp(options.listen_host, port))
+
+        def body(supervisor: socket.socket) -> None:
+            numa.pin(slot.node)
+            from ..verbs import open_fabric  # not in the supervisor
+
+            run_endpoint(
+                endpoint.listener, slot.unix.direct_path, supervisor,
+                partial(open_fabric, options.rdma_devices or None, numa=slot.node), options.tokens,
+                windows=options.rdma_windows, server=server, tls=options.tls, users=options.users,
+            )  # fmt: skip
+
+        endpoint.process = Supervised(
+            self.children, f"endpoint of worker {slot.number}", body, [endpoint.listener.fileno(), *slot.unix.fds],
+            partial(self._on_message, endpoint), oom=OOM_WORKER,
+        )  # fmt: skip
+        return endpoint.port
+
+    def start(self) -> None:
+        """Start the processes."""
+        for endpoint in self.by_worker.values():
+            endpoint.process.start_or_retry()
+
+    def _on_message(self, endpoint: EndpointState, msg: Any, _request_id: int) -> None:
+        if not isinstance(msg, M.StatsReply):
+            return
+        endpoint.stats = json.loads(msg.json)
+        if endpoint.stats["ready"]:
+            endpoint.was_ready = True
+            self._on_ready()
+        elif self.options.rdma == "on" and not endpoint.was_ready and endpoint.stats["opens_failed"]:
+            self._give_up(f"--rdma on, but worker {endpoint.number} has no RDMA: {endpoint.stats['why']}")
+
+    def _poll(self) -> None:
+        for endpoint in self.by_worker.values():
+            endpoint.process.kill_if_silent(SILENT_S)
+            endpoint.process.send(M.Stats(0), STATS_ID)
+
+    def reap(self) -> None:
+        """Replace endpoints that died."""
+        for endpoint in self.by_worker.values():
+            process = endpoint.process
+            child = process.ended()
+            if child is None:
+                continue
+            endpoint.stats = {}
+            if self.children.stopping:
+                continue
+            if self.options.rdma == "on" and not endpoint.was_ready:
+                self._give_up(f"--rdma on, but the {process.name} died before it was ready")
+            endpoint.restarts += 1
+            if self.loop.clock() - process.started_at > STEADY_S:
+                endpoint.pause_s = AGAIN_S[0]
+            log.error("%s (process %d) died: another one in %.1f s", process.name, child.pid, endpoint.pause_s)
+            self.loop.call_later(endpoint.pause_s, process.start_or_retry)
+            endpoint.pause_s = min(AGAIN_S[1], endpoint.pause_s * 2)
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether ``--rdma on`` waits for an endpoint that was never ready."""
+        return self.options.rdma == "on" and not all(endpoint.was_ready for endpoint in self.by_worker.values())
+
+    def port(self, number: int) -> int:
+        """Return the port of a worker's endpoint; 0 if it has none."""
+        endpoint = self.by_worker.get(number)
+        return endpoint.port if endpoint is not None else 0
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return what /metrics reports of a worker's endpoint; ``why`` if it is not ready."""
+        endpoint = self.by_worker.get(number)
+        if endpoint is None:
+            return {"ready": False, "why": self.why}
+        if not endpoint.stats:
+            return {"ready": False, "why": "starting", "restarts": endpoint.restarts}
+        return {**endpoint.stats, "restarts": endpoint.restarts}
+
+    def processes(self) -> list[Child]:
+        """Return the running endpoint processes."""
+        return [each.process.child for each in self.by_worker.values() if each.process.child is not None]
+
+    def close(self) -> None:
+        """Close the listeners, after the processes have ended."""
+        for endpoint in self.by_worker.values():
+            endpoint.listener.close()

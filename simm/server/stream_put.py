@@ -1,0 +1,244 @@
+"""A stream's STOREs: bare bytes from sockets straight into granted chunks, committed together.
+
+Without a grant the bytes are read and dropped, and that key's status says so. For each client one chunk at a time is
+written. The loop closes a client that stops sending in the middle of a value, and the grant is released: the bytes come
+by this process's ``recv``, so nothing can still write there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from ..errors import RemoteProtocolError, TransportError
+from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
+from ..ipc.put import collect
+from ..ipc.session import WorkerSession
+from ..net.loop import Peer
+from ..slab import chunk_bytes_for
+from ..wire import messages as M
+from ..wire.messages import Status
+from .worker_session import WorkerSessionKeeper
+
+log = logging.getLogger("simm.server.stream")
+
+COMMIT_KEYS: Final = 16
+#: Values of a STORE that are compared to ask for the grants of one length together.
+ALIKE_MAX: Final = 64
+LOW_WATER_BYTES: Final = 256 << 10
+#: Bytes received of one client before the next client's turn.
+TURN_BYTES: Final = 8 << 20
+_SCRATCH: Final = memoryview(bytearray(256 << 10))
+
+
+class Receiving:
+    """A STORE in flight, by the session of a keeper. :meth:`start` it; ``on_end`` follows its answer."""
+
+    __slots__ = (
+        "at", "copying", "entries", "grant", "in_flight", "keeper", "on_end", "options", "peer", "ready", "refused",
+        "request_id", "session", "since", "statuses", "target",
+    )  # fmt: skip
+
+    def __init__(
+        self, keeper: WorkerSessionKeeper, peer: Peer, request_id: int, msg: M.Store, on_end: Callable[[], None], *,
+        options: int = 0, refused: int = 0,
+    ) -> None:  # fmt: skip
+        self.keeper = keeper
+        #: COMMIT's for each value; or the status that all values get.
+        self.options = options
+        self.refused = refused
+        self.peer = peer
+        self.since = peer.loop.now
+        self.request_id = request_id
+        self.entries = msg.entries
+        self.on_end = on_end
+        self.statuses: list[int] = []
+        #: Bytes received of the current value, its grant, and the part of its chunk that gets them.
+        self.at = 0
+        self.grant: GrantTuple | None = None
+        self.target: memoryview | None = None
+        #: The session of all grants and commits in flight; the one that ``target`` is a chunk of.
+        self.session: WorkerSession | None = None
+        self.copying: WorkerSession | None = None
+        #: (position, commit entry, its grant) of values that are complete in their chunks.
+        self.ready: list[tuple[int, tuple[bytes, int, int, int, int, int], GrantTuple]] = []
+        #: Commits sent and not yet answered: (ticket, positions).
+        self.in_flight: list[tuple[int, list[int]]] = []
+
+    def start(self) -> None:
+        """Begin with the first value. Raises RemoteProtocolError if the STORE is not allowed."""
+        if not 0 < len(self.entries) <= BATCH_KEYS_MAX:
+            raise RemoteProtocolError(f"{len(self.entries)} keys in a STORE, 1 to {BATCH_KEYS_MAX} are allowed")
+        for _, length, _, _, _ in self.entries:
+            if not 0 < length <= VALUE_BYTES_MAX:
+                raise RemoteProtocolError(f"a value of {length} bytes in a STORE")
+        if self.keeper.session is not None:
+            self.keeper.session.wake()
+        self.peer.bulk = True
+        self._open_target()
+        conn = self.peer.conn
+        # Bytes may have come in one piece with the STORE frame.
+        while self.peer.bulk and conn.pending_bytes and not self.peer.closed:
+            length = self.entries[len(self.statuses)][1]
+            data = conn.take(length - self.at)
+            if self.target is not None:
+                self.target[self.at : self.at + len(data)] = data
+            self.at += len(data)
+            if self.at == length:
+                self._value_done()
+
+    def _open_target(self) -> None:
+        """Get a grant for the next value; without one its bytes will be dropped."""
+        position = len(self.statuses)
+        length = self.entries[position][1]
+        self.at = 0
+        self.target = None
+        self.grant = None
+        session = self.keeper.worker()
+        if session is None or self.refused:
+            return
+        if self.session is not session:
+            self._commit()
+            self._collect()
+            self.session = session
+        try:
+            grant = session.pool.take(length)
+            if grant is None:
+                self._commit()  # never wait for a grant while holding an uncommitted one
+                self._collect()
+                alike = sum(entry[1] == length for entry in self.entries[position : position + ALIKE_MAX])
+                grant = obtain(session, length, request_count(chunk_bytes_for(length), alike))
+        except TransportError as exc:
+            log.warning("no grant: %s", exc)
+            return
+        if grant is None:
+            return
+        start = grant[1] - session.reader.data_offset
+        session.begin_copy()  # a later session must not release this one while bytes arrive
+        self.grant = grant
+        self.copying = session
+        self.target = session.reader.data[start : start + length]
+
+    def _close_target(self) -> None:
+        self.target = None
+        if self.copying is not None:
+            self.copying.end_copy()
+            self.copying = None
+
+    def on_readable(self) -> None:
+        """Receive bytes of values from the socket, TURN_BYTES at most."""
+        peer = self.peer
+        budget = TURN_BYTES
+        while budget > 0 and peer.bulk and not peer.closed:
+            length = self.entries[len(self.statuses)][1]
+            left = length - self.at
+            target = self.target
+            into = _SCRATCH[: min(left, len(_SCRATCH))] if target is None else target[self.at :]
+            try:
+                got = peer.sock.recv_into(into)
+            except (BlockingIOError, InterruptedError):
+                # Wake up for a large piece only: a wake-up for each arriving segment halves the speed.
+                _low_water(peer.sock, min(left, LOW_WATER_BYTES))
+                return
+            except OSError as exc:
+                peer.close(f"connection lost: {exc}")
+                return
+            if not got:
+                peer.close("the peer closed in the middle of a value")
+                return
+            self.at += got
+            budget -= got
+            peer.in_bytes += got
+            if self.at == length:
+                _low_water(peer.sock, 1)
+                self._value_done()
+            elif budget <= 0:
+                _low_water(peer.sock, min(length - self.at, LOW_WATER_BYTES))
+
+    def _value_done(self) -> None:
+        position = len(self.statuses)
+        digest, length, crc, flags, _ = self.entries[position]
+        if self.grant is None:
+            lacking = Status.NO_SPACE if self.keeper.session is not None else Status.UNAVAILABLE
+            self.statuses.append(self.refused or lacking)
+        else:
+            self.statuses.append(Status.UNAVAILABLE)  # until the commit says otherwise
+            self.ready.append((position, (digest, self.grant[0], length, crc, flags, self.options), self.grant))
+            self.grant = None
+        self._close_target()
+        if len(self.statuses) < len(self.entries):
+            if len(self.ready) >= COMMIT_KEYS:
+                self._commit()
+            self._open_target()
+            return
+        self._commit()
+        self._collect()
+        self.peer.bulk = False
+        self.on_end()
+        self.peer.send_message(M.Statuses(self.statuses), self.request_id)
+        # Whatever followed in the same piece is parsed in the loop's next turn.
+        self.peer.pause(False)
+
+    def _commit(self) -> None:
+        """Commit the complete values; :meth:`_collect` takes the answers.
+
+        Commit nothing for a client that gave up while it waited: it may have put newer values elsewhere since.
+        """
+        session, ready = self.session, self.ready
+        if session is None or not ready:
+            return
+        if self.peer.gave_up(self.since):
+            self._release_ready()
+            return
+        self.ready = []
+        entries = [entry for _, entry, _ in ready]
+        length = entries[-1][2]
+        keep = target_count(chunk_bytes_for(length))
+        wants = [(length, min(len(entries), keep))] if keep else []
+        try:
+            ticket = session.submit(M.Commit(entries, wants))
+        except TransportError as exc:
+            log.warning("commit of %d values: %s", len(entries), exc)
+            return
+        self.in_flight.append((ticket, [position for position, _, _ in ready]))
+
+    def _collect(self) -> None:
+        """Take the answers of all commits in flight."""
+        in_flight, self.in_flight = self.in_flight, []
+        if self.session is None:
+            return
+        try:
+            collect(self.session, in_flight, self.statuses)
+        except TransportError as exc:
+            log.warning("answers to %d commits: %s", len(in_flight), exc)
+
+    def abandon(self) -> None:
+        """End a STORE whose client has gone: commit nothing more, and release the grants."""
+        self._close_target()
+        if self.session is not None and not self.session.broken:
+            if self.grant is not None:
+                self.session.pool.release(self.grant)
+                self.grant = None
+            self._release_ready()
+            self._collect()
+
+    def _release_ready(self) -> None:
+        """Release the grants of values that will not be committed."""
+        ready, self.ready = self.ready, []
+        if self.session is not None and not self.session.broken:
+            self.session.pool.add([grant for _, _, grant in ready])
+
+
+def _low_water(sock: socket.socket, size: int) -> None:
+    """Set how many bytes must have arrived before the selector reports the socket (SO_RCVLOWAT).
+
+    Not with TLS. OpenSSL holds what it has read of a record, so fewer bytes may be still to come.
+    """
+    if type(sock) is not socket.socket:
+        return
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)

@@ -1,0 +1,575 @@
+"""The worker process: one arena, one event loop, RPC only.
+
+The worker alone changes its arena's metadata. It carries out one request at a time, from a socket or from a session's
+commit ring; both go through :meth:`Worker.handle`. ``server/ring_poller.py`` decides when the rings are polled.
+
+Who may still touch what
+------------------------
+A session belongs to a process. The kernel names that process (``SO_PEERCRED``), never the peer itself, and a pidfd
+holds it from HELLO on, so a reused pid is never mistaken for it. The pidfd becomes readable when the process has ended.
+Only then, or when the process itself says that its copies have ended (RETURN_GRANTS, UNPIN, RELEASE_SESSIONS), are its
+chunks reused. A closed connection alone proves nothing: its grants and pins stay quarantined. If the peer's pid is not
+visible (another pid namespace), the worker offers no shm path and the client uses TCP.
+
+After a worker's death its successor finds the old sessions in the ledger. It frees those whose process has ended. For
+the others it opens a pidfd, and checks it by the process's start time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from ..arena.hashing import check_namespace
+from ..arena.layout import Word
+from ..arena.sessions import Session
+from ..arena.store import Store
+from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
+from ..ipc.commit_ring import Ring
+from ..net.loop import Loop, Peer, Service
+from ..net.named_socket import NamedSocket
+from ..net.peer_uid import credentials
+from ..net.process import stop_on_signals
+from ..rpc import OPCODES, Frame, decode, reply
+from ..wire import messages as M
+from ..wire.fast_commit import CommitOne, commit_one_of, reply_committed_one
+from ..wire.hello import Refusal, check_opening, negotiate, other_cluster
+from ..wire.messages import Status
+from ..wire.shard_set import EPOCH_MASK, bitmap_of, shards_in
+from .ring_poller import RingPoller
+
+log = logging.getLogger("simm.server.worker")
+
+HEARTBEAT_S: Final = 0.1
+#: The worker drops entries of lost shards for so long, and serves for as long before it goes on.
+DROP_S: Final = 0.002
+#: Between two looks at the path of the UNIX socket.
+PATH_S: Final = 1.0
+
+#: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
+_NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
+
+_LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS
+
+
+@dataclass
+class WorkerSettings:
+    """The settings of a worker."""
+
+    segment: str
+    #: The descriptor of the arena's data, which clients get.
+    data_fd: int
+    poll_us: int = 50
+    #: Accept any uid on the UNIX socket, not only the worker's own: the segment has a group.
+    any_uid: bool = False
+    #: The namespaces that clients' tokens are bound to, and this worker's part of their quotas, bytes.
+    namespaces: Sequence[str] = ()
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+
+#: Roles that may send FREEZE, and ADOPT or FINISH. The peer itself names its role, but members of the segment's group
+#: are clients, whatever they say.
+_MAY_FREEZE: Final = frozenset((M.Role.STREAM, M.Role.MOVER, M.Role.SUPERVISOR))
+_MAY_ADOPT: Final = frozenset((M.Role.MOVER, M.Role.SUPERVISOR))
+
+
+class ConnectionState:
+    """The state of one connection: its peer, its session and its ring."""
+
+    __slots__ = ("cluster", "pid", "ring", "ring_used", "role", "session", "uid")
+
+    def __init__(self, pid: int, uid: int, role: int) -> None:
+        self.pid = pid
+        self.uid = uid
+        self.role = role
+        #: The cluster of the map that led the client here; 0 for any.
+        self.cluster = 0
+        self.session: Session | None = None
+        self.ring: Ring | None = None
+        self.ring_used = 0.0
+
+
+def process_start(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot (proc(5), stat field 22); 0 if it has ended.
+
+    Not by psutil, whose create_time() counts from 1970: a clock that is set meanwhile changes it, and a worker that
+    restarts would take a client that lives for one that has ended, and reuse the memory that it writes to. Raises
+    OSError if that cannot be told: no descriptor is left. 0 also if a /proc with hidepid does not tell.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+class Worker(Service):
+    """Serves one store."""
+
+    hello_first = True
+
+    def __init__(self, store: Store, settings: WorkerSettings, loop: Loop) -> None:
+        self.store = store
+        self.settings = settings
+        self.loop = loop
+        self.requests = 0
+        self.epoch = store.header[Word.EPOCH]
+        #: The supervisor has ended without ending this process.
+        self.orphaned = False
+        #: Why clients of this host cannot find the worker; empty if they can.
+        self.unreachable = ""
+        self._bound_again: socket.socket | None = None
+        self._peers: dict[int, Peer] = {}  # by session id
+        self._pidfds: dict[int, int] = {}  # pid -> pidfd
+        #: The epoch of the map by which a mover copies, by its pid.
+        self._movers: dict[int, int] = {}
+        #: SHARDS to answer once the entries of lost shards are dropped; a turn that drops some is due.
+        self._ordered: list[tuple[Peer, int]] = []
+        self._drop_due = False
+        self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
+        store.sessions.recall = self._recall
+        sessions = store.sessions
+        #: By opcode: returns the answer to a request of a session, and its status.
+        self._handlers: dict[int, Callable[[Session, Any], tuple[Any, int]]] = {
+            OPCODES[M.Commit]: self._commit,
+            OPCODES[M.Grant]: self._grant,
+            OPCODES[M.ReturnGrants]: lambda session, msg: (M.Done(sessions.return_grants(session, msg.grants)), 0),
+            OPCODES[M.Delete]: lambda _, msg: (M.Statuses(store.delete(msg.digests)), 0),
+            OPCODES[M.DeleteSized]: self._delete_sized,
+            OPCODES[M.Locate]: self._locate,
+            OPCODES[M.Unpin]: lambda session, msg: (M.Done(sessions.unpin(session, msg.pins)), 0),
+            OPCODES[M.Exists]: lambda _, msg: (M.Statuses(store.exists(msg.digests)), 0),
+            OPCODES[M.ReleaseSessions]: lambda session, msg: (M.Done(self._release_of(session, msg.sessions)), 0),
+        }
+        loop.call_every(HEARTBEAT_S, self._beat)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self, listener: socket.socket) -> None:
+        """Begin to serve, once the quarantined sessions have their pidfds.
+
+        Raises OSError if the kernel does not say which of their processes live: those may write into their grants.
+        """
+        for session in list(self.store.sessions.by_id.values()):
+            # The pidfd first: if the start time is right after it is opened, it is of this very process.
+            if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
+                self.store.sessions.end(session)
+                self._forget_pid(session.pid)
+        self._beat()
+        self.loop.listen(listener, self)
+        self.store.open()
+
+    def keep_path(self, unix: NamedSocket) -> None:
+        """Bind the worker's UNIX socket again whenever its path is lost, from now on."""
+        self.loop.call_every(PATH_S, partial(self._keep_path, unix))
+        self._keep_path(unix)
+
+    def _keep_path(self, unix: NamedSocket) -> None:
+        if not unix.lost():
+            self.unreachable = ""
+            return
+        try:
+            listener = unix.bind_again()
+        except (OSError, ConfigError) as exc:
+            if not self.unreachable:
+                log.error("%s is lost and cannot be bound again: %s", unix.path, exc)
+            self.unreachable = f"{unix.path} is lost: {exc}"
+            return
+        self.unreachable = ""
+        log.warning("%s was lost, and is bound again", unix.path)
+        if self._bound_again is not None:
+            self.loop.unwatch(self._bound_again)
+            self._bound_again.close()
+        self._bound_again = listener
+        self.loop.listen(listener, self)
+
+    def run(self) -> None:
+        """Serve until SIGTERM, or until the supervisor has gone."""
+        self.rings.run()
+        self.loop.close()
+
+    def _beat(self) -> None:
+        self.store.header[Word.HEARTBEAT] = (self.store.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def on_connect(self, peer: Peer) -> None:
+        pid, uid, _gid = credentials(peer.sock)
+        peer.context = ConnectionState(pid, uid, -1)
+        if peer.sock.family == socket.AF_UNIX:
+            peer.take_fds = True
+        if uid in (os.geteuid(), 0):  # the kernel has said who that is
+            peer.admit()
+
+    def adopt_supervisor(self, sock: socket.socket) -> None:
+        """Serve the supervisor on a socket pair. The worker ends when it closes."""
+        peer = self.loop.adopt(sock, self, "supervisor")
+        peer.context.role = M.Role.SUPERVISOR
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        if frame.opcode in (M.OP_KICK, M.OP_WAKE):
+            self.rings.on_doorbell(peer, frame)
+            return
+        commit = commit_one_of(frame)
+        session = peer.context.session
+        if commit is not None and session is not None:
+            self.requests += 1
+            peer.send(self._commit_one(session, commit))
+        elif answer := self.handle(peer, frame):
+            peer.send(answer)
+        self.store.apply_pending()
+        if frame.opcode == M.OP_COMMIT and peer.context.role == M.Role.CLIENT:
+            self.rings.poll_sockets()
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        state: ConnectionState = peer.context
+        if state.ring is not None:
+            self.rings.detach(state.ring)
+            state.ring = None
+        if state.role == M.Role.SUPERVISOR:
+            if self.loop.running:
+                self.orphaned = True
+                log.warning("the supervisor has gone: the worker ends")
+            self.loop.stop()
+        session = state.session
+        if session is None:
+            return
+        state.session = None
+        self._peers.pop(session.session, None)
+        log.debug("session %#x closed: %s", session.session, reason)
+        self.store.sessions.close(session)
+        self._forget_pid(session.pid)
+
+    def handle(self, peer: Peer, frame: Frame) -> bytes:
+        """Return the answer to one request, b"" for one that follows later.
+
+        Raises RemoteProtocolError if the peer breaks the protocol.
+        """
+        self.requests += 1
+        state: ConnectionState = peer.context
+        handler = self._handlers.get(frame.opcode)
+        if handler is not None:
+            session = state.session
+            if session is None:
+                raise RemoteProtocolError("the first message must be HELLO")
+            self.store.now_ms = time.time_ns() // 1_000_000
+            answer, status = handler(session, decode(frame))
+            return reply(answer, frame.request_id, status)
+        if state.role == -1 and state.uid not in (os.geteuid(), 0):
+            check_opening(frame)
+        msg = decode(frame)
+        if isinstance(msg, M.Hello):
+            return self._hello(peer, state, frame.request_id, msg)
+        if isinstance(msg, M.Ping):
+            return reply(M.Pong(msg.cookie), frame.request_id)
+        if isinstance(msg, M.DataAttach):
+            self._pass_data(peer, state)
+            return reply(M.Done(1), frame.request_id)
+        if isinstance(msg, M.RingAttach):
+            self.rings.attach(peer, state, msg.bytes)
+            return reply(M.Done(1), frame.request_id)
+        if isinstance(msg, M.Stats):
+            return reply(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
+        if isinstance(msg, M.Shards) and state.role == M.Role.SUPERVISOR:
+            return self._shards(peer, frame.request_id, msg)
+        if isinstance(msg, M.Freeze) and state.role in _MAY_FREEZE:
+            return self._freeze(frame.request_id, msg)
+        if isinstance(msg, M.Namespace) and state.role == M.Role.STREAM:
+            return self._namespace(frame.request_id, msg)
+        if isinstance(msg, M.Adopt | M.Finish) and state.role in _MAY_ADOPT:
+            return self._adopt(state, frame.request_id, msg)
+        raise RemoteProtocolError(f"{type(msg).__name__} is not for a worker")
+
+    # -- sessions -----------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Hello) -> bytes:
+        def refuse(status: int, text: str) -> bytes:
+            return reply(M.Error(text[: M.TEXT_MAX]), request_id, status)
+
+        if state.session is not None:
+            raise RemoteProtocolError("a second HELLO on one connection")
+        proto = negotiate(msg, "worker")
+        if isinstance(proto, Refusal):
+            return refuse(*proto)
+        if state.uid not in (os.geteuid(), 0) and not self.settings.any_uid:
+            return refuse(Status.UNAUTHORIZED, f"uid {state.uid} may not use this worker (started by {os.geteuid()})")
+        refusal = other_cluster(msg, "worker", self.store.header[Word.CLUSTER])
+        if refusal is not None:
+            return refuse(*refusal)
+        try:
+            check_namespace(msg.namespace)
+            if not state.pid or not self._hold_pid(state.pid):
+                return refuse(
+                    Status.UNAVAILABLE, "your process is not visible here (another pid namespace): use the TCP path"
+                )
+            session = self.store.sessions.open(state.pid, process_start(state.pid), msg.namespace)
+        except OSError as exc:
+            self._forget_pid(state.pid)
+            return refuse(Status.UNAVAILABLE, f"cannot watch your process: {exc}: use the TCP path")
+        except (CapacityError, UsageError) as exc:
+            return refuse(Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST, str(exc))
+        state.session, state.cluster = session, msg.cluster
+        peer.admit()
+        own = state.uid in (os.geteuid(), 0) and msg.role != M.Role.SUPERVISOR
+        state.role = msg.role if own else M.Role.CLIENT
+        session.relays = state.role == M.Role.STREAM
+        if state.role == M.Role.MOVER:
+            session.copies = self._movers.get(state.pid, 0)
+        self._peers[session.session] = peer
+        welcome = M.Welcome(
+            proto, session.namespace, M.PathBit.SHM | M.PathBit.TCP, 0, session.session, self.store.incarnation,
+            self.store.sessions.granted_bytes_max, self.settings.segment,
+        )  # fmt: skip
+        return reply(welcome, request_id)
+
+    def _pass_data(self, peer: Peer, state: ConnectionState) -> None:
+        """Pass the data's descriptor by the socket that came with the message. Raises RemoteProtocolError."""
+        if state.session is None or len(peer.fds) != 1:
+            raise RemoteProtocolError("DATA_ATTACH needs a session and one descriptor")
+        fd = peer.fds[0]  # closed with the connection if it is no socket
+        try:
+            with socket.socket(fileno=fd) as way:
+                peer.fds.clear()
+                way.setblocking(False)
+                socket.send_fds(way, [b"d"], [self.settings.data_fd])
+        except OSError as exc:
+            raise RemoteProtocolError(f"DATA_ATTACH with no UNIX socket that takes a descriptor: {exc}") from exc
+
+    def _hold_pid(self, pid: int) -> bool:
+        """Open a pidfd for a process, once. Return False if it has ended. Raises OSError if that cannot be told."""
+        if pid in self._pidfds:
+            return True
+        try:
+            fd = os.pidfd_open(pid)
+        except OverflowError:
+            return False
+        except OSError as exc:
+            if exc.errno in _NO_PROCESS:
+                return False
+            raise
+        self._pidfds[pid] = fd
+        self.loop.watch(fd, lambda _mask: self._process_ended(pid))
+        return True
+
+    def _process_ended(self, pid: int) -> None:
+        """End the sessions of a process that has ended, as the kernel says: it writes into no grant any longer."""
+        for session in [s for s in self.store.sessions.by_id.values() if s.pid == pid]:
+            peer = self._peers.get(session.session)
+            if peer is not None:
+                peer.close("process ended")  # a forked child may still hold the socket
+            self.store.sessions.end(session)
+        self._forget_pid(pid)
+
+    def _forget_pid(self, pid: int) -> None:
+        if any(s.pid == pid for s in self.store.sessions.by_id.values()):
+            return
+        self._movers.pop(pid, None)
+        fd = self._pidfds.pop(pid, -1)
+        if fd >= 0:
+            self.loop.unwatch(fd)
+            os.close(fd)
+
+    def _release_of(self, session: Session, numbers: list[int]) -> int:
+        """End old sessions of the same process, which says that no copy of them runs. Return their number."""
+        ended = 0
+        for number in numbers:
+            old = self.store.sessions.by_id.get(number)
+            if old is None or old is session or old.pid != session.pid or old.started != session.started:
+                continue
+            peer = self._peers.get(number)
+            if peer is not None:
+                peer.close("released by its successor")  # its end has not arrived, or a forked child holds it open
+            self.store.sessions.end(old)
+            ended += 1
+        return ended
+
+    def _recall(self, session: Session, wanted: int) -> None:
+        peer = self._peers.get(session.session)
+        if peer is not None:
+            peer.push(M.Recall(wanted))
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def _commit_one(self, session: Session, commit: CommitOne) -> bytes:
+        """Return the answer to a COMMIT of one entry and one want, by ring or socket."""
+        store = self.store
+        entry, want, count, request_id = commit
+        if count > BATCH_KEYS_MAX or want > VALUE_BYTES_MAX:
+            _check_wants([(want, count)])
+        store.now_ms = time.time_ns() // 1_000_000
+        (status,) = store.commit(session, (entry,))
+        if count:
+            store.sessions.want(session, want, count)
+        return reply_committed_one(status, request_id, store.sessions.take_prepared(session))
+
+    def _commit(self, session: Session, msg: M.Commit) -> tuple[Any, int]:
+        store = self.store
+        _check_wants(msg.wants)
+        statuses = store.commit(session, msg.entries)
+        for size, count in msg.wants:
+            store.sessions.want(session, size, count)
+        return M.Committed(statuses, store.sessions.take_prepared(session)), 0
+
+    def _grant(self, session: Session, msg: M.Grant) -> tuple[Any, int]:
+        _check_wants(msg.wants)
+        self.store.apply_pending()
+        grants = self.store.sessions.take_prepared(session)
+        got, all_came = self.store.sessions.grant_each(session, msg.wants)
+        return M.Granted(grants + got), Status.OK if all_came else Status.NO_SPACE
+
+    def _namespace(self, request_id: int, msg: M.Namespace) -> bytes:
+        """Return the id of a namespace for which a stream or an endpoint will commit."""
+        try:
+            check_namespace(msg.name)
+            return reply(M.Done(self.store.ledger.namespace(msg.name)), request_id)
+        except (CapacityError, UsageError) as exc:
+            status = Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST
+            return reply(M.Error(str(exc)), request_id, status)
+
+    def _delete_sized(self, _session: Session, msg: M.DeleteSized) -> tuple[Any, int]:
+        digests = [digest for digest, _ in msg.entries]
+        return M.Statuses(self.store.delete(digests, [size for _, size in msg.entries])), 0
+
+    def _locate(self, session: Session, msg: M.Locate) -> tuple[Any, int]:
+        if msg.pin & ~_LOCATE_BITS:
+            raise RemoteProtocolError(f"LOCATE with bits {msg.pin:#x}")
+        if len(msg.digests) > M.LOCATE_KEYS_MAX:  # before anything is pinned
+            return M.Error(f"LOCATE of {len(msg.digests)} keys: {M.LOCATE_KEYS_MAX} at most"), Status.BAD_REQUEST
+        return M.Located(self.store.locate(session if msg.pin & M.LOCATE_PIN else None, msg.digests, msg.pin)), 0
+
+    def _shards(self, peer: Peer, request_id: int, msg: M.Shards) -> bytes:
+        """Take a map. The answer waits if it gives the worker a shard whose old entries are still being dropped."""
+        if not msg.since and not msg.roles:
+            self.store.shard_words.fence()
+            log.warning("the manager does not know this server: no mutation is accepted until the next map")
+            return reply(M.Done(0), request_id)
+        try:
+            if msg.cluster != self.store.header[Word.CLUSTER]:
+                self._leave_cluster(msg.cluster)
+            self.store.begin_shards(msg.epoch, msg.since, msg.roles, msg.cluster)
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
+        self.epoch = msg.epoch
+        words = self.store.shard_words
+        if not self._drop_due:
+            self._drop_lost()
+        log.info("epoch %d: owner of %d shards", msg.epoch, words.count)
+        if words.awaited:
+            self._ordered.append((peer, request_id))
+            return b""
+        return reply(M.Done(words.count), request_id)
+
+    def _drop_lost(self) -> None:
+        """Drop entries of lost shards for DROP_S, and go on later if some are left. Then answer SHARDS that wait."""
+        clock, store = self.loop.clock, self.store
+        until = clock() + DROP_S
+        self._drop_due = False
+        while store.drop_some():
+            if clock() >= until:
+                self._drop_due = True
+                self.loop.call_later(DROP_S, self._drop_lost)
+                return
+        ordered, self._ordered = self._ordered, []
+        for peer, request_id in ordered:
+            peer.send_message(M.Done(store.shard_words.count), request_id)
+
+    def _leave_cluster(self, cluster: int) -> None:
+        """End the sessions of clients that came by a map of another cluster than the new one.
+
+        Clients of the new cluster would find what they store now, and the epochs of their movers mean nothing there.
+        """
+        before = self.store.header[Word.CLUSTER]
+        if before:
+            log.warning("the map is of cluster %016x: the entries of cluster %016x are dropped", cluster, before)
+        self._movers.clear()
+        for peer in list(self._peers.values()):
+            if before or peer.context.cluster not in (0, cluster):
+                peer.close("it came by a map of another cluster")
+
+    # -- moving shards --------------------------------------------------------------------------------
+
+    def _freeze(self, request_id: int, msg: M.Freeze) -> bytes:
+        try:
+            shards = shards_in(msg.shards)
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
+        if not 0 < msg.epoch <= EPOCH_MASK:
+            raise RemoteProtocolError(f"no map has epoch {msg.epoch}")
+        try:
+            frozen = self.store.freeze(msg.epoch, shards)
+        except UsageError as exc:  # of a stream's peer, not of the stream, whose session stays
+            return reply(M.Error(str(exc)), request_id, Status.BAD_REQUEST)
+        if frozen is None:
+            return reply(
+                M.Error(f"this worker owns a shard by a newer map than that of epoch {msg.epoch}"),
+                request_id, Status.WRONG_OWNER,
+            )  # fmt: skip
+        log.info("epoch %d: %d shards frozen for their new owner", msg.epoch, len(frozen))
+        return reply(M.Frozen(bitmap_of(frozen)), request_id)
+
+    def _adopt(self, state: ConnectionState, request_id: int, msg: M.Adopt | M.Finish) -> bytes:
+        """Carry out ADOPT or FINISH. A mover may have several sessions; its epoch holds for all of them."""
+        store = self.store
+        try:
+            shards = shards_in(msg.shards)
+            if isinstance(msg, M.Finish):
+                return reply(M.Done(store.shard_words.finish(shards, msg.epoch)), request_id)
+            count = store.shard_words.adopt(msg.epoch, shards, shards_in(msg.fallback))
+        except UsageError as exc:
+            raise RemoteProtocolError(str(exc)) from None
+        if state.role == M.Role.MOVER:
+            self._movers[state.pid] = msg.epoch
+            for session in store.sessions.by_id.values():
+                if session.pid == state.pid and not session.closed:
+                    session.copies = msg.epoch
+        log.info("epoch %d: %d of %d shards adopted", msg.epoch, count, len(shards))
+        return reply(M.Done(count), request_id)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of the store and of the process."""
+        stats = self.store.stats()
+        stats.update(
+            pid=os.getpid(),
+            epoch=self.epoch,
+            requests=self.requests,
+            unreachable=self.unreachable,
+            ring_requests=self.rings.requests,
+            connections=len(self.loop.peers),
+            protocol_errors=self.loop.protocol_errors,
+            handler_errors=self.loop.handler_errors,
+        )
+        return stats
+
+
+def _check_wants(wants: list[tuple[int, int]]) -> None:
+    """Bound a request's work and its answer's size. Raises RemoteProtocolError."""
+    count = sum(count for _, count in wants)
+    if count > BATCH_KEYS_MAX or len(wants) > BATCH_KEYS_MAX:
+        raise RemoteProtocolError(f"{count} grants in one request, {BATCH_KEYS_MAX} are allowed")
+    for size, _ in wants:
+        if not 0 < size <= VALUE_BYTES_MAX:
+            raise RemoteProtocolError(f"a grant for a value of {size} bytes")
+
+
+def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supervisor: socket.socket) -> Worker:
+    """Begin to serve in a worker process, after the fork. What fails here may be due to the arena's contents."""
+    worker = Worker(store, settings, Loop())
+    stop_on_signals(worker.loop)
+    store.notes += store.ledger.keep_namespaces(settings.namespaces)
+    store.set_quotas(settings.quotas)
+    for note in store.notes:
+        log.warning("recovery: %s", note)
+    worker.adopt_supervisor(supervisor)
+    worker.start(unix.listener)
+    worker.keep_path(unix)
+    return worker

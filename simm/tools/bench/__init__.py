@@ -1,0 +1,1 @@
+"""``simm bench``: the load, the floor it is compared with, and the report."""

@@ -1,0 +1,55 @@
+"""From settings to connected clients, for all commands."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..config.client_options import ClientOptions
+from ..config.local_token import find
+from ..config.settings import Settings, load_command
+from ..config.startup import read_tokens, set_up_logging
+from ..config.tokens import TokenRole, token_for
+from ..errors import TransportError
+from ..net.channel import Refused
+from ..sdk.manager_link import ManagerClient
+
+
+def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
+    """Return a command's settings after setting up logging, which shows errors only by default."""
+    settings = load_command(command, arguments)
+    if settings.origin("log_level") == "default":
+        settings = replace(settings, log_level="error")
+    set_up_logging(settings)
+    return settings
+
+
+def token_of(settings: Settings) -> str:
+    """Return the token to prove: that of the highest role, or an empty string without one. Raises ConfigError."""
+    own = token_for(read_tokens(settings.token_file), *reversed(TokenRole))
+    return own.secret if own is not None else find(settings.runtime_dir, settings.manager)
+
+
+def client_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the keyword arguments of :class:`~simm.client.Client`. Raises ConfigError."""
+    return asdict(ClientOptions.from_settings(settings))
+
+
+def manager_client(settings: Settings) -> ManagerClient:
+    """Return a connected link to the manager. Raises TransportError, ConfigError.
+
+    An engine's client waits some seconds for a manager. A command reports its absence at once.
+    """
+    options = ClientOptions.from_settings(settings, token=token_of(settings))
+    link = ManagerClient(
+        options.managers, deadline_s=options.deadline_s, token=options.token, tls=options.tls,
+        trusted=options.server_uids,
+    )  # fmt: skip
+    try:
+        link.connect()
+    except Refused:
+        raise  # the manager answers and gives the reason
+    except TransportError as exc:
+        raise TransportError(f"{exc}, or name it with --manager or SIMM_MANAGER") from exc
+    return link

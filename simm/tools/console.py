@@ -1,0 +1,92 @@
+"""The end of every SiMM command: an exit code, and at most one sentence on stderr.
+
+Exit codes
+    0    success; for exists: every key is stored
+    1    a key was not found or not stored; a check failed; a server could not start
+    2    wrong usage, wrong settings, or the cluster cannot be reached
+    130  Ctrl-C (143 for SIGTERM, 129 for SIGHUP), after all started processes have ended
+    141  the reader of stdout closed it early (``| head``); prints no message
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from ..errors import ConfigError, SimmError, TransportError, UsageError, printable
+
+EXIT_OK: Final = 0
+EXIT_NO: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+EXIT_PIPE: Final = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence and a hint at --help, without a list of flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def end_cleanly_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that a command that started processes runs its ``finally``.
+
+    With ``nohup`` a SIGHUP stays ignored.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _terminated)
+
+
+def _terminated(signum: int, _frame: Any) -> NoReturn:
+    # The clean-up takes a moment, and a terminal that closes may send both.
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+def guarded(run: Callable[[], int], prog: str) -> int:
+    """Call ``run`` and return an exit code. Prints at most one sentence for an error."""
+    try:
+        try:
+            code = run()
+        except SystemExit as exc:  # argparse, SIGTERM
+            code = exc.code if isinstance(exc.code, int) else EXIT_OK if exc.code is None else EXIT_NO
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout at its end, which must not fail.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+    except SimmError as exc:
+        print(f"{prog}: {printable(str(exc))}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(exc, (UsageError, ConfigError, TransportError)) else EXIT_NO
+    except OSError as exc:
+        print(f"{prog}: {printable(_os_text(exc))}", file=sys.stderr)
+        return EXIT_USAGE
+    except MemoryError:
+        print(f"{prog}: out of memory; use smaller values or a smaller --working-set", file=sys.stderr)
+        return EXIT_NO
+
+
+def _os_text(exc: OSError) -> str:
+    """Return the text of an OSError, with a remedy if one is known."""
+    name = f"{exc.filename}: " if exc.filename is not None else ""
+    remedy = {
+        errno.ENOSPC: "; make room there and try again",
+        errno.ENOENT: "; check the name",
+        errno.EACCES: "; check the file's owner and mode",
+        errno.EISDIR: "; name a file",
+        errno.EMFILE: "; raise `ulimit -n`",
+    }.get(exc.errno or 0, "")
+    return f"{name}{exc.strerror or exc}{remedy}"

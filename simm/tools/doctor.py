@@ -1,0 +1,308 @@
+"""``simm doctor``: checks that report what on this host would make SiMM fail or slow, and the remedy.
+
+Each check is a function of ``sys_root``, the directory that holds ``proc``, ``sys`` and ``dev``; tests pass trees of
+their own. It changes nothing and returns one :class:`Finding`. Limits and interpreter are those of this process.
+
+* ``fail``: a data server does not start on this host, or would return wrong data.
+* ``warn``: it runs with less memory, speed or safety than the host could give.
+* ``ok``: there is nothing to do, and ``remedy`` is empty.
+
+A check that lacks information says so in its detail and does not guess. A check that raises is itself a finding, so the
+others still run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from simm import shm
+from simm.arena.layout import State
+from simm.errors import SegmentError, SimmError
+from simm.host import memory, numa, pages
+from simm.ipc import segments
+from simm.ipc.segments import metadata_of
+from simm.tools.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
+from simm.tools.doctor_tls import check_tls
+from simm.tools.findings import Finding, Verdict, check, entries, fail, gib, limit, ok, text, warn
+
+#: Prefix of all names of SiMM's segments.
+SEGMENT_PREFIX = "simm"
+#: Docker's default of 64 MiB is too small for a useful arena.
+SHM_BYTES_MIN = 256 << 20
+#: Each client takes a socket and a pidfd, and each TCP stream one more socket.
+OPEN_FILES_MIN = 4096
+#: The initial pid namespace has this fixed inode number (PROC_PID_INIT_INO in the kernel).
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+#: Users below this uid are system users, whose segments logind does not remove.
+_FIRST_REGULAR_UID = 1000
+
+
+# --------------------------------------------------------------------------------------------- memory
+
+
+@check("shm-size")
+def check_shm_size(sys_root: str) -> Verdict:
+    """Compare the size of /dev/shm with the machine's memory."""
+    try:
+        state = os.statvfs(Path(sys_root, "dev/shm"))
+    except OSError as error:
+        return fail(f"/dev/shm: {error.strerror}", "mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm")
+    total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+    installed = memory.meminfo_bytes("MemTotal", sys_root)
+    detail = f"/dev/shm: {gib(free)} free of {gib(total)}, memory: {gib(installed) if installed else 'unknown'}"
+    remedy = (
+        "mount -o remount,size=80% /dev/shm (docker: --shm-size=64g; "
+        "kubernetes: an emptyDir with medium: Memory on /dev/shm)"
+    )
+    if free < SHM_BYTES_MIN:
+        return fail(detail, remedy)
+    if installed and total < installed // 2:
+        return warn(f"{detail}: arenas can take less than half of the memory", remedy)
+    return ok(detail)
+
+
+@check("cgroup-memory")
+def check_memory_limit(sys_root: str) -> Verdict:
+    """Check the memory that the cgroup leaves."""
+    left = memory.memory_limit_bytes(sys_root)
+    if left is None:
+        return ok("no memory cgroup limits this process")
+    detail = f"the memory cgroup leaves {gib(left)}"
+    remedy = "raise the container's memory limit (docker: --memory; kubernetes: resources.limits.memory); arenas count"
+    if left < SHM_BYTES_MIN:
+        return fail(detail, remedy)
+    available = memory.meminfo_bytes("MemAvailable", sys_root)
+    if available is not None and left < available // 2:
+        return warn(f"{detail} of {gib(available)} available on the host", remedy)
+    return ok(detail)
+
+
+@check("overcommit")
+def check_overcommit(sys_root: str) -> Verdict:
+    """Check that overcommit accounting is not strict, as it would refuse large mappings to other programs."""
+    mode = text(sys_root, "proc/sys/vm/overcommit_memory")
+    if mode == "2":
+        return warn(
+            "vm.overcommit_memory=2: faulted-in arenas count against the commit limit of all programs",
+            "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio by the arenas' share of memory",
+        )
+    return ok(f"vm.overcommit_memory={mode or 'unknown'}")
+
+
+@check("huge-pages")
+def check_huge_pages(sys_root: str) -> Verdict:
+    """Check transparent huge pages for shared memory."""
+    switch = text(sys_root, "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if switch is None:
+        return ok("this kernel has no transparent huge pages for shared memory")
+    if memory.huge_pages_allowed(sys_root):
+        return ok(f"huge pages for shared memory: {switch}")
+    return warn(
+        f"huge pages for shared memory: {switch}",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (as root, before the server starts)",
+    )
+
+
+@check("populate")
+def check_populate(sys_root: str) -> Verdict:
+    """Check that the kernel can fault pages in without touching them, and has memfd."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        populate = pages.populate_read(page)
+    missing = [] if populate else ["MADV_POPULATE (Linux 5.14)"]
+    if not hasattr(os, "memfd_create"):
+        missing.append("memfd_create")
+    release = platform.release()
+    if not missing:
+        return ok(f"Linux {release}: MADV_POPULATE and memfd_create are available")
+    return warn(
+        f"Linux {release} lacks {' and '.join(missing)}: slower starts and first copies",
+        "use Linux 5.14 or newer and a Python built against its headers",
+    )
+
+
+@check("leftovers")
+def check_leftovers(sys_root: str) -> Verdict:
+    """Look for segments of dead owners, which hold memory until the next start removes them.
+
+    Those of a server that stopped with ``--warm`` hold its values for the next start: nobody is advised to remove them.
+    """
+    found = shm.leftovers(SEGMENT_PREFIX)
+    kept = [each for each in found if _suspended(each)]
+    dead = [each for each in found if each not in kept]
+    first = [f"{shm.SHM_DIR}/{each}" for each in dead if metadata_of(each) == metadata_of(dead[0])]
+    waiting = f"{_sum_up(kept, 'arenas')} of servers that stopped with --warm wait for their next start" if kept else ""
+    if not dead:
+        return ok(waiting or f"no segments of dead owners in {shm.SHM_DIR}")
+    return warn(
+        f"{_sum_up(dead, 'segments')} of dead owners are left{waiting and f'; {waiting}'}",
+        f"start the data server again, which removes its own, or: rm {' '.join(first)}",
+    )
+
+
+def _sum_up(segments: list[str], what: str) -> str:
+    """Return number, size and names of segments; the files of an arena count as one."""
+    held = 0
+    for each in segments:
+        try:
+            held += os.stat(f"{shm.SHM_DIR}/{each}").st_blocks * 512
+        except OSError:
+            continue  # removed meanwhile
+    segments = sorted({metadata_of(each) for each in segments})
+    return f"{len(segments)} {what} with {gib(held)} ({', '.join(segments[:4])}{'...' if segments[4:] else ''})"
+
+
+def _suspended(segment: str) -> bool:
+    try:
+        return segments.state_of(metadata_of(segment)) == State.SUSPENDED
+    except SegmentError:
+        return False
+
+
+@check("remove-ipc")
+def check_remove_ipc(sys_root: str) -> Verdict:
+    """Check that logind does not remove this user's /dev/shm files at logout."""
+    if not Path(sys_root, "run/systemd/system").is_dir():
+        return ok("systemd does not run here")
+    if os.geteuid() < _FIRST_REGULAR_UID:
+        return ok(f"uid {os.geteuid()} is a system user, whose segments logind leaves alone")
+    setting = "yes"
+    files = [f"etc/systemd/logind.conf.d/{each}" for each in entries(sys_root, "etc/systemd/logind.conf.d")]
+    for path in ("etc/systemd/logind.conf", *(each for each in files if each.endswith(".conf"))):
+        for value in re.findall(r"^\s*RemoveIPC\s*=\s*(\S+)", text(sys_root, path) or "", re.M):
+            setting = value
+    if setting.lower() in ("no", "false", "off", "0"):
+        return ok("logind keeps /dev/shm files at logout (RemoveIPC=no)")
+    return warn(
+        f"logind removes this user's /dev/shm files when the last session ends (RemoveIPC={setting})",
+        "set RemoveIPC=no in /etc/systemd/logind.conf, or run the server as a system user",
+    )
+
+
+# ------------------------------------------------------------------------------------------ processors
+
+
+@check("cpus")
+def check_cpus(sys_root: str) -> Verdict:
+    """Count the CPUs that this process may use."""
+    count = len(os.sched_getaffinity(0))
+    if count > 1:
+        return ok(f"{count} of {os.cpu_count()} CPUs are allowed")
+    return warn(
+        "one CPU is allowed: server and engine take turns on it, and every RPC waits for a switch",
+        "allow more CPUs (taskset, docker: --cpuset-cpus, kubernetes: resources.requests.cpu)",
+    )
+
+
+@check("numa")
+def check_numa(sys_root: str) -> Verdict:
+    """List NUMA nodes; check that the kernel does not reclaim a node's cache before it allocates elsewhere."""
+    found = numa.nodes(sys_root)
+    seen = "; ".join(f"node {each.id}: {len(each.cpus)} CPUs, {gib(each.memory_bytes)}" for each in found)
+    mode = text(sys_root, "proc/sys/vm/zone_reclaim_mode") or "0"
+    if mode != "0" and len(found) > 1:
+        return warn(f"{seen}; vm.zone_reclaim_mode={mode}", "sysctl vm.zone_reclaim_mode=0")
+    return ok(seen)
+
+
+@check("machine")
+def check_machine(sys_root: str) -> Verdict:
+    """Check the machine: one-sided reads rely on the memory order of x86-64."""
+    machine = platform.machine()
+    detail = f"{machine}, {sys.byteorder}-endian, {sys.maxsize.bit_length() + 1} bits"
+    if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+        return fail(detail, "SiMM runs on 64-bit little-endian machines only")
+    if machine != "x86_64":
+        return warn(f"{detail}: one-sided reads stay off, GETs ask the worker", "use x86-64 for full speed")
+    return ok(detail)
+
+
+# ------------------------------------------------------------------------------------ process, container
+
+
+@check("open-files")
+def check_open_files(sys_root: str) -> Verdict:
+    """Check RLIMIT_NOFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"open files: {limit(soft)} (hard limit {limit(hard)})"
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES_MIN:
+        return ok(detail)
+    return warn(
+        f"{detail}: each client takes two or three",
+        f"ulimit -n {OPEN_FILES_MIN * 16} (systemd: LimitNOFILE=; docker: --ulimit nofile=)",
+    )
+
+
+@check("python")
+def check_python(sys_root: str) -> Verdict:
+    """Check the interpreter's version and build."""
+    version = sys.version_info[:2]
+    detail = f"{platform.python_implementation()} {platform.python_version()}"
+    if version < (3, 10) or platform.python_implementation() != "CPython":
+        return fail(detail, "use CPython 3.10 to 3.13")
+    if version > (3, 13) or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return warn(f"{detail}: not tested with SiMM", "use CPython 3.10 to 3.13 with the GIL")
+    return ok(detail)
+
+
+@check("container")
+def check_container(sys_root: str) -> Verdict:
+    """Detect a container: engines outside it may see neither its segments nor its pids."""
+    try:
+        namespace = os.readlink(Path(sys_root, "proc/self/ns/pid"))
+    except OSError:
+        namespace = ""
+    marks = [each for each in (".dockerenv", "run/.containerenv") if Path(sys_root, each).exists()]
+    if Path(sys_root, "var/run/secrets/kubernetes.io").is_dir():
+        marks.append("kubernetes")
+    own_pids = namespace not in ("", _INITIAL_PID_NAMESPACE)
+    if not marks and not own_pids:
+        return ok("no container seen")
+    seen = ", ".join([*marks, *(["a pid namespace of its own"] if own_pids else [])])
+    return warn(
+        f"this is a container ({seen}): engines outside it reach the server by TCP only unless /dev/shm is shared",
+        "run server and engines with one --ipc and --pid (docker: --ipc=host --pid=host; kubernetes: one pod, "
+        "shareProcessNamespace: true, one emptyDir with medium: Memory on /dev/shm)",
+    )
+
+
+CHECKS: tuple[Callable[..., Finding], ...] = (
+    check_python,
+    check_machine,
+    check_cpus,
+    check_numa,
+    check_shm_size,
+    check_memory_limit,
+    check_overcommit,
+    check_huge_pages,
+    check_populate,
+    check_memlock,
+    check_open_files,
+    check_rdma_devices,
+    check_rdma_access,
+    check_rails,
+    check_pyverbs,
+    check_container,
+    check_remove_ipc,
+    check_leftovers,
+    check_tls,
+)
+
+
+def run_checks(sys_root: str = "/") -> list[Finding]:
+    """Run all checks and return their findings in reading order. Never raises. Takes a few milliseconds."""
+    findings = []
+    for each in CHECKS:
+        try:
+            findings.append(each(sys_root))
+        except (OSError, ValueError, SimmError) as error:
+            name = each.__name__.removeprefix("check_").replace("_", "-")
+            remedy = "run this as the server's user; if the check still breaks, report this line"
+            findings.append(Finding(name, "warn", f"could not be checked: {error}", remedy))
+    return findings
