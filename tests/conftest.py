@@ -1,6 +1,6 @@
 """A real manager and a real data server for the tests that need them, and the proof that nothing is left behind.
 
-``cluster`` is shared by a whole session, so its tests use namespaces of their own and kill nothing.
+``cluster`` is shared by the tests of a file, so its tests use namespaces of their own and kill nothing.
 ``make_cluster`` starts fresh ones, whose processes may be killed, stopped and started again.
 """
 
@@ -11,52 +11,99 @@ import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import notes
 import psutil
 import pytest
-from clusters import HERE, STOP_S, Cluster, new_folder, wait_until
 
-#: Tests that need nobody else on the machine but a processor: models, the simulator, networks and GPUs in software,
-#: the engines. All others start servers, stop and kill them, and look at clocks.
-_APART: Final = frozenset((
-    "controls", "crash_points", "endpoint", "evict", "fakefabric", "gpu", "loop", "membership", "mover", "neighbours",
-    "prepared", "rails", "rdma_attack", "rdma_controls", "rdma_faults", "rdma_model", "rdma_path", "rdma_storm",
-    "reader", "remote_arena", "ring", "rpc", "shards", "simulator", "slab", "slot_model", "sglang", "space",
-    "store_model", "store_moves", "table", "target", "topology", "vm_runner",
-))  # fmt: skip
+from simm.config import engine_flags
+from tests.support import faults, report, time_limit
+from tests.support.child import STOP_S
+from tests.support.processes import HERE, Cluster, new_folder
+from tests.support.waiting import wait_until
+
+#: Folders whose tests need nothing of the machine but a processor: models, networks and GPUs in software, the engines.
+#: All others start servers, stop and kill them, and look at clocks.
+_APART: Final = ("tests/unit/", "tests/models/", "tests/engines/")
+#: But these look at what the whole machine has, or at clocks.
+_NOT_APART: Final = (
+    "tests/unit/ipc/test_session.py", "tests/unit/net/test_channel.py", "tests/unit/net/test_http.py",
+    "tests/unit/net/test_web.py", "tests/unit/sdk/test_deadlines.py", "tests/unit/sdk/test_routing.py",
+    "tests/unit/server/test_migration_wire.py", "tests/unit/server/test_worker_session.py", "tests/unit/shm/",
+    "tests/unit/tools/test_doctor.py", "tests/unit/wire/test_fast_commit.py",
+)  # fmt: skip
+_FAULTS: Final = ("tests/system/faults/", "tests/system/partitions/")
+#: What ``scripts/test`` runs without ``--full``: these folders, and elsewhere the tests that are marked ``quick``.
+_QUICK: Final = ("tests/unit/", "tests/models/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit the time of this run, if the environment says so."""
+    time_limit.register(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``full`` whatever the quick run leaves out, and choose by doses of faults, before ``-m`` selects.
+
+    Chains of tests come first.
+    """
+    asked = faults.chosen()
+    for item in items:
+        if not item.nodeid.startswith(_QUICK) and item.get_closest_marker("quick") is None:
+            item.add_marker("full")
+        marks = _doses(item)
+        if marks and asked is None and faults.amount(marks, asked) is None:
+            item.add_marker("slow")
+    if asked is not None:
+        items[:] = [item for item in items if faults.amount(_doses(item), asked) is not None]
+    items.sort(key=lambda item: _chain(item.nodeid) is None)
+
+
+def _doses(item: Any) -> list[faults.Dosed]:
+    return [faults.read(mark.args, mark.kwargs) for mark in item.iter_markers("fault")]
+
+
+def _chain(nodeid: str) -> str | None:
+    """Return the name of the chain of tests that run one after another, or None for a test that runs wherever."""
+    file = nodeid.partition("::")[0]
+    if file.startswith(_APART) and not file.startswith(_NOT_APART):
+        return None
+    return "faults" if file.startswith(_FAULTS) else f"servers {zlib.crc32(file.encode()) % 2}"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist (``-n 2``): one process has all that disturbs each other, another one the rest."""
+    """With pytest-xdist (``-n 4``): two processes have what starts servers, one faults and hosts, the rest is shared.
+
+    Chains wait a part of their time. Files that belong to none fill the processors, and are left for the end.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Apart(LoadScopeScheduling):
+    class Chains(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
-            return name if name in _APART else "servers"
+            return _chain(nodeid) or nodeid.partition("::")[0]
 
-    return Apart(config, log)
+    return Chains(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What tests have to say goes to the process that prints."""
-    notes.hand_over(session.config)
+    report.hand_over(session.config)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Likewise."""
-    notes.take_over(node)
+    report.take_over(node)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was measured, and what else there is to say."""
-    notes.report(terminalreporter)
+    report.report(terminalreporter)
 
 
 def _ours() -> list[str]:
@@ -115,9 +162,28 @@ def logging_as_it_was() -> Iterator[None]:
     root.handlers[:], root.propagate, root.level = before
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(autouse=True)
+def flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test tells the engines' ``set_flag`` holds for that test."""
+    monkeypatch.setattr(engine_flags, "_flags", {})
+    monkeypatch.setattr(engine_flags, "_refused", {})
+
+
+@pytest.fixture
+def amount(request: pytest.FixtureRequest) -> Any:
+    """How much this run has of the test's fault: the dose of its mark ``fault``, see ``tests/support/faults.py``.
+
+    None in a run by ``--slow`` of a test that has a whole dose only.
+    """
+    return faults.amount(_doses(request.node), faults.chosen())
+
+
+@pytest.fixture(scope="module")
 def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
-    """A manager and a data server with 256 MiB for the whole session. Kill nothing of it."""
+    """Run a manager and a data server with 256 MiB for all tests of a file. Kill nothing of it.
+
+    Not for the whole session: most tests have a namespace of their own, and an arena has room for 256.
+    """
     with Cluster(new_folder()) as running:
         yield running
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import engine_processes
-import notes
 import pytest
-from engine_processes import Cluster, Engine, Unavailable
+
+from tests.engines import engine_processes
+from tests.engines.engine_processes import Cluster, Engine, Unavailable
+from tests.support import report
 
 
 @pytest.fixture(scope="session")
@@ -33,4 +34,4 @@ def engine_cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def say() -> Any:
     """Adds a line to the end of pytest's output: what ran, and what stood in for what."""
-    return notes.note
+    return report.note

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.support.server_process import ServerProcess
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 #: Upper bounds for things that hang, in seconds; none of them is a speed limit.
 BUILD_S = 1800.0
-READY_S = 60.0
 DRIVER_S = 400.0
 STOP_S = 30.0
 
@@ -57,80 +55,30 @@ def tail(path: Path, count: int = 4000) -> str:
     return path.read_text(errors="replace")[-count:] if path.exists() else ""
 
 
-class Server:
-    """One SiMM server process: its address comes from the READY line that it prints once it serves."""
-
-    def __init__(self, module: str, args: Sequence[str], folder: Path) -> None:
-        self.module = module
-        self.log = folder / f"{module}.log"
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with self.log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *args],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=env, cwd=folder,
-            )  # fmt: skip
-        try:
-            self.ready = self._wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait_ready(self) -> list[str]:
-        assert self.process.stdout is not None
-        pipe, seen, deadline = self.process.stdout.fileno(), b"", time.monotonic() + READY_S
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
-                raise RuntimeError(f"{self.module}: no READY line in {READY_S:.0f} s\n{seen!r}\n{tail(self.log)}")
-            data = os.read(pipe, 4096)
-            if not data:
-                raise RuntimeError(f"{self.module} ended before it was ready\n{seen!r}\n{tail(self.log)}")
-            seen += data
-            for line in seen.decode(errors="replace").split("\n")[:-1]:
-                if line.startswith("READY "):
-                    return line.split()[1:]
-
-    def stop(self) -> int:
-        """Ask it to stop, as an operator does; its exit status. Killed only if it does not."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            status = self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return status
-
-
 @dataclass
 class Cluster:
-    manager: Server
-    data: Server
+    manager: ServerProcess
+    data: ServerProcess
 
     @property
     def address(self) -> str:
         """The manager's "ip:port"."""
-        return self.manager.ready[1]
+        return self.manager.address
 
     def logs(self) -> str:
-        return "\n".join(f"--- {s.module}\n{tail(s.log)}" for s in (self.manager, self.data))
+        return "\n".join(f"--- {s.name}\n{tail(s.log)}" for s in (self.manager, self.data))
 
 
 @contextmanager
 def cluster(folder: Path, memory: str = "1G") -> Iterator[Cluster]:
     """A manager and one data server with ``memory``, in their own processes, stopped at the end."""
-    manager = Server("simm.manager", ["--listen", "127.0.0.1:0"], folder)
-    try:
-        args = ["--numa", "0", "--manager", manager.ready[1], "--memory", memory, "--listen", "127.0.0.1:0"]
-        data = Server("simm.dataserver", args, folder)
-        try:
+    with ServerProcess("manager", folder, "--listen", "127.0.0.1:0") as manager:
+        arguments = [
+            "--numa", "0", "--manager", manager.address, "--memory", memory, "--listen", "127.0.0.1:0",
+            "--name", f"t{os.getpid()}-engines", "--runtime-dir", str(folder / "run"),
+        ]  # fmt: skip
+        with ServerProcess("dataserver", folder, *arguments) as data:
             yield Cluster(manager, data)
-        finally:
-            data.stop()
-    finally:
-        manager.stop()
 
 
 @dataclass

@@ -11,6 +11,7 @@ no JSON) means that the run itself broke.
 Commands:
 
 - ``write``, ``read``: ``HiCacheSiMM`` itself, built by SGLang's own ``StorageBackendFactory``.
+- ``refused``: a prompt whose pages another process stored with other sizes: none of them may come.
 - ``controller-write``, ``controller-read``: ``HiCacheController`` with its backup, prefetch, prefetch-io and
   sync threads; the driver stands where the scheduler stands, at the ends of the queues.
 - ``shipped-test`` (no case): ``test_single_operation`` out of the wheel's own test_simm.py.
@@ -72,8 +73,9 @@ class Case:
     """One pool and the prompt it holds.
 
     ``rank`` is the tensor-parallel rank that runs; ``content_rank`` whose bytes are meant (MLA is the same on
-    every rank, and only rank 0 writes it). ``flip`` damages one bit of [page, part, byte]: on the way in
-    when writing, after the read when reading.
+    every rank, and only rank 0 writes it). ``heads`` is what one rank has of them. ``flip`` damages one bit
+    of [page, part, byte]: on the way in when writing, after the read when reading. ``namespace`` is what the
+    operator set SIMM_NAMESPACE to.
     """
 
     prompt: str
@@ -84,7 +86,9 @@ class Case:
     ranks: int = 1
     content_rank: int = 0
     layers: int = 3
+    heads: int = HEADS
     flip: tuple[int, int, int] | None = None
+    namespace: str = ""
 
 
 class Problems(logging.Handler):
@@ -140,10 +144,10 @@ def make_pools(case: Case, pages: int) -> Pools:
     }
     if case.pool == "mha":
         device = MHATokenToKVPool(
-            size, PAGE_TOKENS, dtype, HEADS, HEAD_DIM, case.layers, "cpu", False, enable_alt_stream=False
+            size, PAGE_TOKENS, dtype, case.heads, HEAD_DIM, case.layers, "cpu", False, enable_alt_stream=False
         )
         host = MHATokenToKVPoolHost(device.get_device_pool_infos()[0].buffer_info, **geometry)
-        parts, part_bytes = 2, PAGE_TOKENS * case.layers * HEADS * HEAD_DIM * dtype.itemsize
+        parts, part_bytes = 2, PAGE_TOKENS * case.layers * case.heads * HEAD_DIM * dtype.itemsize
     else:
         device = MLATokenToKVPool(size, PAGE_TOKENS, dtype, LORA_RANK, ROPE_DIM, case.layers, "cpu", False)
         info = device.get_device_pool_infos()[0].buffer_info
@@ -205,9 +209,25 @@ def make_backend(case: Case, pools: Pools, manager: str) -> Any:
         model_name="simm-engine-test",
         extra_config={"manager_address": manager},
     )
-    backend = StorageBackendFactory.create_backend("simm", config, pools.host)
+    with in_namespace(case.namespace):
+        backend = StorageBackendFactory.create_backend("simm", config, pools.host)
     backend.register_mem_pool_host(pools.host)
     return backend
+
+
+@contextlib.contextmanager
+def in_namespace(name: str) -> Iterator[None]:
+    """SIMM_NAMESPACE as it would be for the whole of an engine's process; "" leaves it as it is."""
+    before = os.environ.get("SIMM_NAMESPACE")
+    if name:
+        os.environ["SIMM_NAMESPACE"] = name
+    try:
+        yield
+    finally:
+        if name:
+            del os.environ["SIMM_NAMESPACE"]
+        if before is not None:
+            os.environ["SIMM_NAMESPACE"] = before
 
 
 def batches(hashes: Sequence[str], indices: Any) -> Iterator[tuple[list[str], Any]]:
@@ -286,6 +306,26 @@ def read(case: Case, manager: str, seed: int) -> dict[str, Any]:
         "hole_wrong": len(hole_wrong),
         "hole_strayed": hole_stray,
     }  # fmt: skip
+
+
+def refused(case: Case, manager: str, seed: int) -> dict[str, Any]:
+    """Fetch a prompt that is stored with pages of another size: the keys are there, and then they are not."""
+    pools = make_pools(case, case.pages + 16)
+    scatter(pools, random.Random(f"refused/{seed}/{case}"))
+    backend = make_backend(case, pools, manager)
+    hashes = page_hashes(seed, case, case.pages)
+    before = backend.batch_exists(hashes)
+    indices = pools.host.alloc(case.pages * PAGE_TOKENS)
+    results = [ok for keys, at in batches(hashes, indices) for ok in backend.batch_get_v1(keys, at)]
+    written = strayed(pools.raw, [])
+    after = [backend.batch_exists([each]) for each in hashes]
+    return {
+        "ok": before == case.pages and results == [False] * case.pages and not written and not any(after),
+        "before": before,
+        "read": results.count(True),
+        "written": written,
+        "after": sum(after),
+    }
 
 
 @contextlib.contextmanager
@@ -436,6 +476,7 @@ def wheel_is_unmodified() -> dict[str, bool]:
 COMMANDS: dict[str, Callable[[Case, str, int], dict[str, Any]]] = {
     "write": write,
     "read": read,
+    "refused": refused,
     "controller-write": controller_write,
     "controller-read": controller_read,
 }

@@ -2,7 +2,7 @@
 
 Four processes: a manager and a data server (this interpreter), a writer that ends before the reader
 starts, and a reader that has never seen the bytes and computes them from the seed. A third engine process
-is the control: it must find the damage that was planted, or the two before it have proved nothing.
+is the control: it must find the damage that was injected, or the two before it have proved nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import engine_content
 import numpy as np
 import pytest
-from engine_processes import ROOT, Cluster, DriverRun, Engine
+
+from tests.engines import engine_content
+from tests.engines.engine_processes import ROOT, Cluster, DriverRun, Engine
 
 SEED = 20_260_501
 #: Two full batches of SGLang's 128 pages and a short third one.
@@ -65,16 +66,60 @@ READER = [
     case("read", "direct/mla/page_first", "mla", "page_first", rank=1, ranks=2),
     {"command": "shipped-test"},
 ]
+#: Two models: the same tokens and keys, with pages of 3 and of 4 layers.
+NARROW = {"pages": 150, "layers": 3}
+WIDE = {"pages": 150, "layers": 4}
+#: One model at TP 2 and at TP 1: rank 0 has the same keys, with half of the heads and with all of them.
+TP_2 = {"pages": 150, "heads": 1, "ranks": 2}
+TP_1 = {"pages": 150, "heads": 2}
+#: One model in two layouts of its pool. The pages have one size, and bytes of their own.
+FIRST = {"layout": "page_first", "pages": 150, "content_rank": 0}
+DIRECT = {"layout": "page_first_direct", "pages": 150, "content_rank": 1}
+
+
+def apart(prompt: str, one: Step, other: Step) -> list[Step]:
+    """Two that share their keys, each in a namespace of its own, as the warning says: both hit."""
+    both = [({"layout": "page_first", **each}, f"{prompt}-{number}") for number, each in enumerate((one, other))]
+    return [
+        case(command, prompt, "mha", **fields, namespace=namespace)
+        for command in ("write", "read")
+        for fields, namespace in both
+    ]
+
+
+TWO_MODELS = [
+    *(
+        step
+        for pool, layout, one, other in (
+            ("mha", "page_first", NARROW, WIDE),
+            ("mla", "page_first_direct", NARROW, WIDE),
+            ("mha", "page_first_direct", TP_2, TP_1),
+        )
+        for step in (
+            case("write", f"shared/{pool}/{layout}", pool, layout, **one),
+            case("refused", f"shared/{pool}/{layout}", pool, layout, **other),
+            case("write", f"shared/{pool}/{layout}", pool, layout, **other),
+            case("read", f"shared/{pool}/{layout}", pool, layout, **other),
+            case("refused", f"shared/{pool}/{layout}", pool, layout, **one),
+        )
+    ),
+    *apart("models", NARROW, WIDE),
+    *apart("widths", TP_2, TP_1),
+    *apart("layouts", FIRST, DIRECT),
+    case("write", "mixed", "mha", **FIRST),
+]
 CONTROL = [
     case("read", "damaged", "mha", "page_first", pages=140),
     case("read", "direct/mla/page_first_direct", "mla", "page_first_direct", flip=READ_FLIP),
     case("controller-read", "controller/mha/page_first_direct", "mha", "page_first_direct", flip=READ_FLIP),
+    # The other layout in the same namespace: nothing but the namespace could tell.
+    case("read", "mixed", "mha", **DIRECT),
 ]
 
 
 def bytes_of(fields: Step) -> int:
     """Bytes of a case's pages: 16 tokens, 3 layers unless said, bf16; 2 heads of 64 for k and v, or 512 + 64."""
-    width = 2 * 2 * 64 if fields["pool"] == "mha" else 512 + 64
+    width = 2 * int(fields.get("heads", 2)) * 64 if fields["pool"] == "mha" else 512 + 64
     return int(fields["pages"]) * 16 * int(fields.get("layers", 3)) * 2 * width
 
 
@@ -108,7 +153,12 @@ def reader(engine: Engine, engine_cluster: Cluster, writer: DriverRun) -> Driver
 
 
 @pytest.fixture(scope="module")
-def control(engine: Engine, engine_cluster: Cluster, reader: DriverRun) -> DriverRun:
+def two_models(engine: Engine, engine_cluster: Cluster, writer: DriverRun) -> DriverRun:
+    return engine.run(engine_cluster.address, SEED, TWO_MODELS)
+
+
+@pytest.fixture(scope="module")
+def control(engine: Engine, engine_cluster: Cluster, reader: DriverRun, two_models: DriverRun) -> DriverRun:
     # After the reader, so that damage done by a control could not be what the reader saw.
     return engine.run(engine_cluster.address, SEED, CONTROL)
 
@@ -141,6 +191,17 @@ def test_reader_in_another_process(reader: DriverRun, engine_cluster: Cluster, s
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("step", TWO_MODELS, ids=str)
+def test_two_models_under_the_same_keys(two_models: DriverRun, engine_cluster: Cluster, step: Step) -> None:
+    result = only(two_models, step)
+    assert result["ok"], (result, engine_cluster.logs())
+    if step["command"] == "read":
+        assert result["hits"] == result["read"] == 150
+    elif step["command"] == "refused":
+        assert (result["before"], result["read"], result["written"], result["after"]) == (150, 0, [], 0)
+
+
+@pytest.mark.engines
 def test_single_operation_as_shipped_in_the_wheel(reader: DriverRun) -> None:
     result = only(reader, READER[-1])
     assert result["ok"], result
@@ -154,7 +215,7 @@ def test_exit_status_agrees_with_the_report(writer: DriverRun, reader: DriverRun
 
 
 @pytest.mark.engines
-def test_control_finds_the_bit_that_was_stored_wrong(control: DriverRun) -> None:
+def test_mutation_finds_the_bit_that_was_stored_wrong(control: DriverRun) -> None:
     assert control.status == 1
     result = only(control, CONTROL[0])
     assert not result["ok"]
@@ -163,8 +224,15 @@ def test_control_finds_the_bit_that_was_stored_wrong(control: DriverRun) -> None
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("step", CONTROL[1:], ids=name_of)
-def test_control_finds_the_bit_that_was_flipped_after_reading(control: DriverRun, step: Step) -> None:
+def test_control_without_a_namespace_the_other_layouts_pages_are_taken_for_hits(control: DriverRun) -> None:
+    result = only(control, CONTROL[-1])
+    assert result["read"] == 150 and not result["ok"]
+    assert {part["page"] for part in result["wrong"]} == set(range(150))
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("step", CONTROL[1:-1], ids=name_of)
+def test_mutation_finds_the_bit_that_was_flipped_after_reading(control: DriverRun, step: Step) -> None:
     result = only(control, step)
     assert not result["ok"]
     assert damage(result) == [[*READ_FLIP, 1]]

@@ -1,0 +1,1 @@
+"""Tests of SiMM: CONTRIBUTING.md says what each folder has."""

@@ -1,0 +1,86 @@
+"""What a peer without a token may say to a manager: HELLO and PING, and nothing else is looked into."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from simm.net.admission import HELLO_BYTES_MAX
+from simm.rpc import CODECS, FRAMING_VERSION, HEADER, MAGIC, Connection, Frame
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.manager_process import WAIT_S, Process
+from tests.support.wire_samples import TYPES
+
+TOKEN = "the-token-of-this-test"
+
+
+def answers(port: int, data: bytes) -> list[Frame]:
+    """What a manager says to these bytes, until it closes the connection."""
+    conn = Connection()
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as sock:
+        sock.sendall(data)
+        while True:
+            try:
+                got = sock.recv(1 << 16)
+            except ConnectionResetError:
+                break
+            if not got:
+                break
+            conn.receive_data(got)
+    found = []
+    while (frame := conn.next_frame()) is not None:
+        found.append(frame)
+    return found
+
+
+@pytest.fixture
+def guarded(run: Callable[..., Process], tmp_path: Path) -> Process:
+    """A manager that wants a token."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKEN + "\n")
+    tokens.chmod(0o600)
+    return run(None, "--token-file", str(tokens))
+
+
+@pytest.mark.quick
+def test_no_body_is_looked_into(guarded: Process) -> None:
+    """Each message there is, with a body of noise: refused for what it is, not for what is in it."""
+    rng = random.Random(11)
+    opening = {M.Hello, M.Ping, M.Auth, M.Prove}
+    with guarded.client(token=TOKEN) as bystander:
+        bystander.get_map()
+        for cls in [each for each in TYPES if each.__module__ == M.__name__]:
+            opcode = next(number for number, codec in CODECS.items() if codec.cls is cls)
+            body = rng.randbytes(rng.randrange(HELLO_BYTES_MAX))
+            (frame,) = answers(
+                guarded.port, HEADER.pack(MAGIC, FRAMING_VERSION, opcode, 0, 0, 1, len(body)) + body
+            )
+            expected = Status.BAD_REQUEST if cls in opening else Status.UNAUTHORIZED
+            assert (frame.opcode, frame.status) == (M.OP_ERROR, expected), cls.__name__
+            header = HEADER.pack(MAGIC, FRAMING_VERSION, opcode, 0, 0, 1, HELLO_BYTES_MAX + 1)
+            (frame,) = answers(guarded.port, header)
+            assert frame.status == Status.BAD_REQUEST, f"{cls.__name__}: larger than any HELLO"
+        bystander.get_map()
+        counters = bystander.status()["manager"]["counters"]
+        assert counters["handler_errors"] == 0
+    log = guarded.log.read_text()
+    assert "Traceback" not in log and log.count("refusing") < 25 and "more lines" not in log
+
+
+@pytest.mark.quick
+def test_three_hundred_that_say_nothing(guarded: Process) -> None:
+    """They cost the manager some hundred sockets, and others nothing."""
+    socks = [socket.create_connection(("127.0.0.1", guarded.port), WAIT_S) for _ in range(300)]
+    try:
+        for sock in socks[150:]:
+            sock.sendall(b"SiMM\1\0")
+        with guarded.client(token=TOKEN) as client:
+            assert client.status()["manager"]["connections"] <= 257
+    finally:
+        for sock in socks:
+            sock.close()

@@ -1,0 +1,47 @@
+"""What a peer has made of the epochs locks no server out, whatever the manager forgets."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from simm.client import Client
+from simm.constants import SHARD_COUNT
+from simm.net.channel import Channel
+from simm.wire import messages as M
+from simm.wire.hello import client_hello
+from simm.wire.shard_set import EPOCHS_AHEAD, bitmap_of
+from tests.support.fleet import Fleet
+from tests.support.processes import new_folder
+from tests.support.waiting import WAIT_S, wait_until
+
+EVERY = bitmap_of(range(SHARD_COUNT))
+
+
+def freeze(fleet: Fleet, ahead: int) -> int:
+    """Freeze all shards of the first server as a mover would, by an epoch so far ahead; return that."""
+    reply = fleet.ask_manager(M.MapGet(0, 0))
+    with contextlib.closing(Channel.tcp(reply.workers[0].host, reply.workers[0].port, WAIT_S)) as channel:
+        channel.call(client_hello(M.Role.MOVER, namespace="default"))
+        assert isinstance(channel.call(M.Freeze(reply.epoch + ahead, EVERY)), M.Frozen)
+    return int(reply.epoch) + ahead
+
+
+def driven_beyond(fleet: Fleet, epoch: int) -> None:
+    wait_until(lambda: fleet.manager_epoch() > epoch, "the manager goes beyond it")
+
+
+@pytest.mark.quick
+def test_a_manager_that_lost_its_state_takes_servers_of_a_high_epoch(nothing_is_left: Path) -> None:
+    """They drop their values. But they do not stay outside for ever."""
+    with Fleet(new_folder(), 1, heartbeat_ms=100) as fleet, Client(fleet.manager.address) as client:
+        assert client.put("before", b"value")
+        for _ in range(2):
+            driven_beyond(fleet, freeze(fleet, EPOCHS_AHEAD - 1000))
+        fleet.manager.kill()
+        (fleet.folder / "state" / "manager.json").unlink()
+        fleet.manager.start()
+        fleet.wait_settled("the server is in the cluster again")
+        wait_until(lambda: client.put("after", b"value") and client.get("after") == b"value", "the client stores")

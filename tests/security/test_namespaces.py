@@ -1,0 +1,184 @@
+"""A client that is bound to a namespace reaches no other one's values by TCP, whatever digests it knows or makes up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from simm.arena.hashing import shard_of
+from simm.arena.layout import ENTRY_BOUND
+from simm.arena.store import Store
+from simm.config.client_options import ClientOptions
+from simm.config.tokens import Token, TokenRole
+from simm.errors import TransportError
+from simm.ipc.session import WorkerSession
+from simm.net.channel import Refused
+from simm.sdk.path import ClientContext
+from simm.sdk.tcp import TcpPath
+from simm.server.stream import Stream
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from simm.wire.shard_set import MOVING
+from tests.support.store_world import digest_of
+from tests.support.worker_thread import WAIT_S, StreamThread, WorkerThread
+
+FREE = Token("a-token-that-is-not-bound", TokenRole.CLIENT, "free")
+TEAMS = {
+    name: Token(f"the-token-of-team-{name}", TokenRole.CLIENT, f"team-{name}", {name: None}) for name in ("red", "blue")
+}
+KIB = 1 << 10
+
+Opener = Callable[..., TcpPath]
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    with WorkerThread() as made:
+        yield made
+
+
+@pytest.fixture
+def connect(worker: WorkerThread) -> Iterator[Opener]:
+    """Connects to the worker's stream: by a token, in a namespace."""
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(StreamThread(worker.path, tokens=(FREE, *TEAMS.values())))
+
+        def connected(token: Token, namespace: str) -> TcpPath:
+            options = ClientOptions(deadline_s=WAIT_S, token=token.secret, namespace=namespace)
+            path = TcpPath(ClientContext(options), *stream.address)
+            stack.callback(path.close)
+            path.connect()
+            return path
+
+        yield connected
+
+
+def put(path: TcpPath, key: str, value: bytes) -> int:
+    (status,) = path.store([(digest_of(key), memoryview(value), 0, 0)])
+    return status
+
+
+def get(path: TcpPath, key: str) -> bytes | int:
+    """The value, or the status."""
+    memory = bytearray(64)
+    ((status, length, _, _),) = path.fetch([(digest_of(key), 64, lambda length: memoryview(memory)[:length])])
+    return bytes(memory[:length]) if status == Status.OK else status
+
+
+def local(worker: WorkerThread, namespace: str) -> WorkerSession:
+    return WorkerSession(worker.path, namespace, WAIT_S)
+
+
+def reads_locally(session: WorkerSession, key: str) -> bool:
+    """Whether a client of the host believes what it finds."""
+    found = session.reader.locate(digest_of(key))
+    return found is not None and session.reader.is_own(found)
+
+
+def namespace_of(worker: WorkerThread, key: str) -> str:
+    with worker.frozen() as store:
+        return store.ledger.names[store.table.entry(store.table.lookup(digest_of(key))).namespace]
+
+
+@pytest.mark.quick
+def test_values_are_stored_in_the_namespace_of_their_client(worker: WorkerThread, connect: Opener) -> None:
+    red, free, plain = connect(TEAMS["red"], "red"), connect(FREE, "blue"), connect(FREE, "default")
+    for path, key, namespace in ((red, "r", "red"), (free, "f", "blue"), (plain, "p", "default")):
+        assert put(path, key, b"value") == Status.OK and get(path, key) == b"value"
+        assert namespace_of(worker, key) == namespace
+        assert path.exists([digest_of(key)]) == [Status.OK]
+    with worker.frozen() as store:
+        bound = [bool(store.table.entry(store.table.lookup(digest_of(key))).flags & ENTRY_BOUND) for key in "rfp"]
+    assert bound == [True, False, False]
+    assert red.delete([digest_of("r")]) == [Status.OK] and get(red, "r") == Status.NOT_FOUND
+
+
+@pytest.mark.quick
+def test_a_bound_client_reaches_no_value_of_others(connect: Opener) -> None:
+    """It knows the digests, by which all messages name a value."""
+    red, free, other = connect(TEAMS["red"], "red"), connect(FREE, "blue"), connect(FREE, "default")
+    assert put(free, "k", b"blue's") == put(other, "d", b"default's") == Status.OK
+    for key, owner, value in (("k", free, b"blue's"), ("d", other, b"default's")):
+        digest = digest_of(key)
+        assert get(red, key) == Status.NOT_FOUND
+        assert red.fetch([(digest, 0, lambda _: memoryview(b""))])[0][0] == Status.NOT_FOUND, "nor its length"
+        assert red.fetch([(digest, 64, lambda _: memoryview(bytearray(64)))], previous=True)[0][0] == Status.NOT_FOUND
+        assert red.exists([digest, digest_of("none")]) == [Status.NOT_FOUND] * 2
+        assert red.delete([digest]) == red.delete_sized([(digest, len(value))]) == [Status.NOT_FOUND]
+        assert put(red, key, b"forged") == Status.UNAUTHORIZED
+        assert get(owner, key) == value
+
+
+@pytest.mark.quick
+def test_what_a_bound_client_plants_is_not_believed(worker: WorkerThread, connect: Opener) -> None:
+    """It stores under the digest of another's key, which is not there yet."""
+    red, blue, free = connect(TEAMS["red"], "red"), connect(TEAMS["blue"], "blue"), connect(FREE, "blue")
+    assert put(red, "k", b"planted") == Status.OK and get(red, "k") == b"planted"
+    with contextlib.closing(local(worker, "blue")) as near, contextlib.closing(local(worker, "red")) as friend:
+        assert get(blue, "k") == get(free, "k") == Status.NOT_FOUND
+        assert not reads_locally(near, "k") and reads_locally(friend, "k")
+        assert near.pin(digest_of("k"))[0] == Status.NOT_FOUND and friend.pin(digest_of("k"))[0] == Status.OK
+        assert put(free, "k", b"right") == Status.OK, "it does not keep the place from those who are not bound"
+        assert get(blue, "k") == get(free, "k") == b"right" and reads_locally(near, "k")
+        assert get(red, "k") == Status.NOT_FOUND and put(red, "k", b"again") == Status.UNAUTHORIZED
+
+
+@pytest.mark.quick
+def test_a_bound_client_deletes_nothing_that_a_previous_owner_may_have(worker: WorkerThread, connect: Opener) -> None:
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    with worker.frozen() as store:
+        for key in ("mine", "k"):
+            store.shards[shard_of(digest_of(key))] |= MOVING
+            store.shard_words.moving += 1
+    assert red.delete([digest_of("k")]) == red.delete_sized([(digest_of("k"), 5)]) == [Status.UNAVAILABLE]
+    assert put(red, "mine", b"value") == Status.OK and red.delete([digest_of("mine")]) == [Status.OK]
+    with worker.frozen() as store:
+        assert store.shard_words.dropped == {digest_of("mine")}
+    assert free.delete([digest_of("k")]) == [Status.OK], "the control: one that is not bound does"
+    with worker.frozen() as store:
+        assert digest_of("k") in store.shard_words.dropped
+
+
+@pytest.mark.quick
+def test_the_controls(worker: WorkerThread, connect: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without either check the tests above see the harm."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    put(free, "k", b"blue's")
+    put(red, "planted", b"planted")
+    monkeypatch.setattr(Stream, "_is_foreign", lambda *_: False)
+    assert get(red, "k") == b"blue's" and get(free, "planted") == b"planted"
+    monkeypatch.setattr(Store, "_take_options", lambda _self, session, _digest, _options: (0, session.namespace))
+    assert put(red, "k", b"forged") == Status.OK and get(free, "k") == b"forged"
+
+
+@pytest.mark.quick
+def test_a_quota_holds_by_each_path(worker: WorkerThread, connect: Opener) -> None:
+    with worker.frozen() as store:
+        store.set_quotas({"red": 8 * KIB})
+    red, value = connect(TEAMS["red"], "red"), memoryview(bytes(4 * KIB))
+    entries = [(digest_of(f"k{n}"), value, 0, 0) for n in range(4)]
+    assert red.store(entries) == [Status.OK, Status.OK, Status.OVER_QUOTA, Status.OVER_QUOTA]
+    with contextlib.closing(local(worker, "red")) as near, contextlib.closing(local(worker, "blue")) as other:
+        for session, status in ((near, Status.OVER_QUOTA), (other, Status.OK)):
+            session.ask([(64, 1)])
+            number, _, _ = session.pool.take(64) or (0, 0, 0)
+            assert session.commit_one(digest_of(f"{status}"), number, 64, 0, 0, 64, 0) == status
+    assert red.delete([digest_of("k0")]) == [Status.OK] and red.store(entries[:1]) == [Status.OK]
+    with worker.frozen() as store:
+        assert store.stats()["put_failures"]["over_quota"] == 3
+
+
+@pytest.mark.quick
+def test_only_a_stream_asks_for_the_ids_of_namespaces(worker: WorkerThread) -> None:
+    """A client's COMMIT for another namespace is tests/unit/arena/test_quotas.py's."""
+    for role, may in ((M.Role.CLIENT, False), (M.Role.MOVER, False), (M.Role.STREAM, True)):
+        with contextlib.closing(WorkerSession(worker.path, "default", WAIT_S, role=role)) as session:
+            if may:
+                assert session.exchange(M.Namespace("another")).items == session.exchange(M.Namespace("another")).items
+                with pytest.raises(Refused):
+                    session.exchange(M.Namespace("n" * 65))
+            else:
+                with pytest.raises(TransportError):
+                    session.exchange(M.Namespace("another"))

@@ -1,0 +1,165 @@
+"""Tokens never cross the wire, and who squats a server's port learns nothing of use."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from simm.client import Client
+from simm.config.tokens import old_tokens
+from simm.errors import TransportError
+from simm.net.channel import Channel, Refused, greet
+from simm.rpc import Connection, Flag, decode, encode, reply
+from simm.sdk.manager_link import Subscription
+from simm.wire import messages as M
+from simm.wire.auth import Gate
+from simm.wire.hello import client_hello
+from simm.wire.messages import Role, Service, Status
+from tests.support.manager_process import WAIT_S, Process
+from tests.support.waiting import wait_until
+
+TOKEN = "the-token-of-this-test"
+OTHER = "another-token-of-it"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(TOKEN + "\n")
+    path.chmod(0o600)
+    return path
+
+
+class Squatter:
+    """Listens where a server was, answers as it likes, and keeps what it hears."""
+
+    def __init__(self, tokens: tuple[str, ...], forged: bytes = b"") -> None:
+        #: Shown as its proof, instead of one by a token.
+        self.forged = forged
+        #: Sent before each answer.
+        self.pushed = b""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.heard = b""
+        self._tokens = tokens
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock = self.listener.accept()[0]
+            except OSError:
+                return
+            with sock, contextlib.suppress(OSError):
+                self._talk(sock)
+
+    def _talk(self, sock: socket.socket) -> None:
+        conn, gate = Connection(), Gate(Service.MANAGER, old_tokens(*self._tokens))
+        while data := sock.recv(1 << 16):
+            self.heard += data
+            conn.receive_data(data)
+            while (frame := conn.next_frame()) is not None:
+                msg = decode(frame)
+                answer, status = gate.take(msg) if isinstance(msg, M.Auth) else (M.Welcome(2, 0, 7, 0, 1, 1, 1, ""), 0)
+                if self.forged and isinstance(msg, M.Auth):
+                    answer, status = M.Challenge(msg.service, bytes(16), self.forged), 0
+                sock.sendall(self.pushed + reply(answer, frame.request_id, status))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture(
+    params=[((), b""), ((OTHER,), b""), ((), bytes(32))], ids=["without a token", "with another token", "a forger"]
+)
+def squatter(request: pytest.FixtureRequest) -> Iterator[Squatter]:
+    made = Squatter(*request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.quick
+def test_a_squatter_hears_a_nonce_and_nothing_else(squatter: Squatter) -> None:
+    with pytest.raises(TransportError, match="token"):
+        Client(f"127.0.0.1:{squatter.port}", token=TOKEN)
+    conn = Connection()
+    conn.receive_data(squatter.heard)
+    while (frame := conn.next_frame()) is not None:
+        assert isinstance(decode(frame), M.Auth)
+    assert squatter.heard and TOKEN.encode() not in squatter.heard
+
+
+@pytest.mark.quick
+def test_a_squatter_s_map_is_not_believed(squatter: Squatter) -> None:
+    """A push needs no request. A map by it would name servers of the squatter's choice."""
+    squatter.pushed = encode(M.MapReply(1 << 20, 7, [], b""), 0, flags=Flag.PUSH)
+    maps: list[M.MapReply] = []
+
+    def on_map(msg: M.MapReply) -> bool:
+        maps.append(msg)
+        return True
+
+    subscription = Subscription([("127.0.0.1", squatter.port)], WAIT_S, TOKEN, on_map)
+    with pytest.raises(TransportError):
+        subscription.connect(0.0)
+    subscription.close()
+    assert squatter.heard and not maps
+
+
+@pytest.mark.fault("F26", ci="wrong and missing tokens", whole="the same")
+@pytest.mark.quick
+def test_the_manager_asks_for_a_proof(run: Callable[..., Process], token_file: Path) -> None:
+    process = run(None, "--token-file", str(token_file))
+
+    def opened(service: int, hello: M.Hello, token: str) -> M.Welcome:
+        with contextlib.closing(Channel.tcp("127.0.0.1", process.port, WAIT_S)) as channel:
+            return greet(channel, service, hello, token)
+
+    plain = client_hello(Role.ADMIN)
+    assert opened(Service.MANAGER, plain, TOKEN).proto == M.PROTOCOL_MAX
+    for service, hello, token, status in (
+        (Service.MANAGER, plain, "", Status.UNAUTHORIZED),
+        (Service.MANAGER, plain._replace(token=TOKEN), "", Status.UNAUTHORIZED),
+        (Service.MANAGER, plain, OTHER, Status.UNAUTHORIZED),
+        (Service.STREAM, plain, TOKEN, Status.BAD_REQUEST),
+    ):
+        with pytest.raises(Refused) as caught:
+            opened(service, hello, token)
+        assert caught.value.status == status and TOKEN not in str(caught.value)
+    with process.client(token=TOKEN) as client:
+        wait_until(lambda: client.status()["manager"]["unauthorized"] == 3, "it counts them")
+    assert TOKEN not in process.log.read_text() and OTHER not in process.log.read_text()
+
+
+@pytest.mark.fault("F26", ci="1 replay", whole="the same")
+def test_a_recorded_opening_is_of_no_use(run: Callable[..., Process], token_file: Path) -> None:
+    """All bytes that a client has sent, sent again."""
+    process = run(None, "--token-file", str(token_file))
+    sent: list[bytes] = []
+    with contextlib.closing(Channel.tcp("127.0.0.1", process.port, WAIT_S)) as channel:
+        submit = channel.send_raw
+
+        def recording(data: bytes, fds: tuple[int, ...] = ()) -> None:
+            sent.append(data)
+            submit(data, fds)
+
+        channel.send_raw = recording  # type: ignore[method-assign]
+        greet(channel, Service.MANAGER, client_hello(Role.ADMIN), TOKEN)
+    with socket.create_connection(("127.0.0.1", process.port), WAIT_S) as sock:
+        sock.sendall(b"".join(sent) + encode(M.MapGet(0, 0), 9))
+        conn, said = Connection(), []
+        with contextlib.suppress(ConnectionResetError):
+            while data := sock.recv(1 << 16):
+                conn.receive_data(data)
+        while (frame := conn.next_frame()) is not None:
+            said.append((type(decode(frame)), frame.status))
+    assert said == [(M.Challenge, Status.OK), (M.Error, Status.UNAUTHORIZED)]
+
+

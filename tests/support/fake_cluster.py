@@ -1,0 +1,272 @@
+"""A fake cluster: a manager that the test controls, and real workers and streams in threads.
+
+with FakeCluster(2) as cluster:
+    cluster.own({0: range(SHARD_COUNT)})              # map of epoch 1: node 0 has everything
+    client = cluster.client("shm")
+    cluster.move(0, 1)                                # map of epoch 2: node 1 has it, node 0 had it before
+    cluster.nodes[1].adopt(...)                       # what a mover would do, when the test wants it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from array import array
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from simm.client import Client
+from simm.cluster.shard_map import pack_since
+from simm.constants import NO_OWNER, SHARD_COUNT
+from simm.net.listeners import listen_tcp
+from simm.net.loop import Loop
+from simm.rpc import Connection, Flag, Frame, decode, encode, reply
+from simm.server.stream import Stream
+from simm.wire import messages as M
+from simm.wire.messages import ShardRole, Status
+from simm.wire.shard_set import bitmap_of
+from tests.support.worker_thread import WAIT_S, WorkerThread
+
+ALL = range(SHARD_COUNT)
+
+
+class FakeManager:
+    """Answers HELLO, PING and MAP_GET and pushes what is published; or is a standby, or does not answer."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.map: M.MapReply | None = None
+        self.leads = True
+        self.silent = False
+        #: Names of the messages received.
+        self.heard: list[str] = []
+        self._links: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._open = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock = self.listener.accept()[0]
+            except OSError:
+                return
+            with self._lock:
+                if not self._open:
+                    sock.close()
+                    return
+                self._links.append(sock)
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        conn = Connection()
+        with contextlib.suppress(OSError):
+            while data := sock.recv(1 << 16):
+                conn.receive_data(data)
+                while (frame := conn.next_frame()) is not None:
+                    self._answer(sock, frame)
+
+    def _answer(self, sock: socket.socket, frame: Frame) -> None:
+        msg = decode(frame)
+        self.heard.append(type(msg).__name__)
+        answer: Any
+        status = 0
+        if isinstance(msg, M.Ping):
+            answer = M.Pong(msg.cookie)
+        elif isinstance(msg, M.Hello):
+            answer = M.Welcome(1, 0, 0, 0, 0, 0, 0, "")
+        elif self.leads and self.map is not None:
+            answer = self.map
+        else:
+            answer, status = M.Error("another one leads"), Status.NOT_LEADER
+        with self._lock:
+            if not self.silent:
+                sock.sendall(reply(answer, frame.request_id, status))
+
+    def publish(self, shard_map: M.MapReply) -> None:
+        """Set the map and push it to all clients."""
+        self.push(shard_map)
+        self.map = shard_map
+
+    def push(self, msg: Any) -> None:
+        """Push a message to all connections."""
+        frame = encode(msg, 0, flags=Flag.PUSH)
+        with self._lock:
+            if not self.silent:
+                for sock in self._links:
+                    with contextlib.suppress(OSError):
+                        sock.sendall(frame)
+
+    def cut(self) -> None:
+        """Break all connections; accept new ones."""
+        with self._lock:
+            links, self._links = self._links, []
+        for sock in links:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def stop(self) -> None:
+        """Stop: connections are refused."""
+        with self._lock:
+            self._open = False
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+
+
+class StreamThread:
+    """The code of a stream process, in a thread."""
+
+    def __init__(self, uds: str) -> None:
+        self.listener = listen_tcp("127.0.0.1", 0)
+        self.port: int = self.listener.getsockname()[1]
+        self.loop = Loop()
+        self.stream = Stream(self.loop, uds)
+        self.loop.listen(self.listener, self.stream)
+        self._near, far = socket.socketpair()
+        self._far = far
+        self.loop.watch(far, lambda _mask: self.loop.stop())
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self._near.send(b"x")
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive(), "the stream is stuck"
+        self.loop.close()
+        if self.stream.keeper.session is not None:
+            self.stream.keeper.session.close()
+        self._near.close()
+        self._far.close()
+
+
+class Node:
+    """A data server with one worker: real except for its supervisor, whose part the test takes."""
+
+    def __init__(self, number: int, *, size: int = 16 << 20) -> None:
+        self.number = number
+        self.name = f"node{number}"
+        self.worker = WorkerThread(size)
+        self.stream = StreamThread(self.worker.path)
+        self.dead = False
+
+    @property
+    def info(self) -> M.WorkerInfo:
+        return M.WorkerInfo(
+            0, 0, 1, 100 + self.number, 16 << 20, self.name, self.worker.path, "127.0.0.1", self.stream.port
+        )
+
+    def call(self, msg: Any) -> Any:
+        """Send a message to the worker, as its supervisor does."""
+        return self.worker.supervisor.call(msg)
+
+    def freeze(self, epoch: int, shards: Iterable[int]) -> None:
+        self.call(M.Freeze(epoch, bitmap_of(shards)))
+
+    def adopt(self, epoch: int, shards: Iterable[int], fallback: Iterable[int] | None = None) -> None:
+        shards = list(shards)
+        self.call(M.Adopt(epoch, bitmap_of(shards), bitmap_of(shards if fallback is None else fallback)))
+
+    def finish(self, epoch: int, shards: Iterable[int]) -> None:
+        self.call(M.Finish(epoch, bitmap_of(shards)))
+
+    def die(self) -> None:
+        """Kill the whole server: no process listens any more."""
+        if not self.dead:
+            self.dead = True
+            self.stream.stop()
+            self.worker.die()
+
+    def close(self) -> None:
+        if self.dead:
+            self.worker.start()
+        else:
+            self.stream.stop()
+        self.worker.__exit__(None, None, None)
+
+
+class FakeCluster:
+    """Some nodes, a manager, and the map that both have."""
+
+    def __init__(self, nodes: int = 2, *, cluster: int = 7) -> None:
+        self.cluster = cluster
+        self.manager = FakeManager()
+        self.nodes = [Node(number) for number in range(nodes)]
+        self.epoch = 10  # workers come up with a map of their own, of epoch 1
+        self.owners = array("H", [NO_OWNER]) * SHARD_COUNT
+        self.since = array("Q", bytes(8 * SHARD_COUNT))
+        self.previous: dict[int, int] = {}
+        self.clients: list[Client] = []
+
+    def __enter__(self) -> FakeCluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        for client in self.clients:
+            client.close()
+        self.manager.stop()
+        for node in self.nodes:
+            node.close()
+
+    def client(self, path: str = "shm", **more: Any) -> Client:
+        """Return a connected client, which the cluster closes."""
+        address = ",".join(f"{host}:{port}" for host, port in [self.manager.address])
+        client = Client(address, **{"path": path, "deadline_s": 30.0, **more})
+        self.clients.append(client)
+        return client
+
+    def map(self) -> M.MapReply:
+        """Return the current map."""
+        return M.MapReply(
+            self.epoch, self.cluster, [node.info for node in self.nodes], self.owners.tobytes(),
+            sorted(self.previous.items()), pack_since(self.since),
+        )  # fmt: skip
+
+    def own(self, owners: dict[int, Iterable[int]], previous: int | None = None) -> None:
+        """Start an epoch in which these nodes own these shards, which they got from ``previous`` if it is given."""
+        self.epoch += 1
+        for number, shards in owners.items():
+            for shard in shards:
+                self.owners[shard] = number
+                self.since[shard] = self.epoch
+                if previous is None:
+                    self.previous.pop(shard, None)
+                else:
+                    self.previous[shard] = previous
+
+    def forget_previous(self) -> None:
+        """Start an epoch in which all moves are over."""
+        self.epoch += 1
+        self.previous.clear()
+
+    def publish(self) -> None:
+        """Push the map to the clients."""
+        self.manager.publish(self.map())
+
+    def instruct(self, *numbers: int) -> None:
+        """Send the map's shards to the workers of these nodes, or of all nodes if none is given."""
+        for number in numbers or range(len(self.nodes)):
+            node = self.nodes[number]
+            if node.dead:
+                continue
+            roles = bytearray(SHARD_COUNT)
+            since = array("Q", bytes(8 * SHARD_COUNT))
+            for shard in ALL:
+                if self.owners[shard] == number:
+                    roles[shard] = ShardRole.INCOMING if shard in self.previous else ShardRole.OWNER
+                    since[shard] = self.since[shard]
+                elif self.previous.get(shard) == number:
+                    roles[shard] = ShardRole.OUTGOING
+                    since[shard] = self.since[shard]
+            node.call(M.Shards(self.epoch, since.tobytes(), bytes(roles), self.cluster))
+
+    def settled(self, owners: dict[int, Iterable[int]]) -> None:
+        """Apply :meth:`own` without a move; send it to workers and clients."""
+        self.own(owners)
+        self.instruct()
+        self.publish()

@@ -1,0 +1,240 @@
+"""A CUDA driver in software as the process's driver, and objects as engines have them in a GPU's memory.
+
+The fake carries copies out when a caller waits for them and not before, and the CPU cannot touch its GPU memory.
+It exists in Python and as a compiled library, which ctypes calls as it would the real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from simm.gpu import copy, cuda, direct, pinning
+from simm.gpu.buffers import DeviceSpan, device_span
+from simm.gpu.cuda import Driver
+from simm.gpu.pinning import Pinned
+from simm.host.buffers import address_of
+from tests.support.fake_cuda import FakeCuda
+from tests.support.waiting import wait_until
+
+KIB = 1 << 10
+MIB = 1 << 20
+WAIT_S = 30.0
+PAGE = 4096
+
+
+def all_of(part: Pinned) -> None:
+    """Wait until an arena is registered."""
+    wait_until(lambda: part.ready == part.size, "all of it is registered")
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+# -- the two fakes behind one handle ------------------------------------------------------------------
+
+
+class InPython:
+    """The fake in Python."""
+
+    def __init__(self) -> None:
+        self.library: Any = FakeCuda()
+
+    def alloc(self, device: int, size: int) -> int:
+        address: int = self.library.alloc(device, size)
+        return address
+
+    def peek(self, address: int, size: int) -> bytes:
+        data: bytes = self.library.peek(address, size)
+        return data
+
+    def poke(self, address: int, data: bytes) -> None:
+        self.library.poke(address, data)
+
+    def registered(self) -> int:
+        count: int = self.library.registered()
+        return count
+
+    def direct(self) -> int:
+        count: int = self.library.direct
+        return count
+
+    def check(self) -> None:
+        assert self.library.violations == []
+        assert self.library.live() == 0, "streams or events left"
+        assert not self.library._contexts()
+
+    def close(self) -> None:
+        self.library.close()
+
+
+class Compiled:
+    """The same as a shared library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        for name, result, parameters in (
+            ("fake_alloc", ctypes.c_uint64, (ctypes.c_int, ctypes.c_size_t)),
+            ("fake_peek", ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
+            ("fake_poke", ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
+            ("fake_registered", ctypes.c_size_t, ()),
+            ("fake_fail_registering", None, (ctypes.c_int,)),
+            ("fake_depth", ctypes.c_int, ()),
+            ("fake_reset", None, ()),
+            ("fake_count", ctypes.c_long, (ctypes.c_int,)),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, parameters
+        self._violations = library.fake_count(2)
+
+    def alloc(self, device: int, size: int) -> int:
+        address: int = self.library.fake_alloc(device, size)
+        return address
+
+    def peek(self, address: int, size: int) -> bytes:
+        data = ctypes.create_string_buffer(size)
+        assert self.library.fake_peek(address, data, size) == 0
+        return data.raw
+
+    def poke(self, address: int, data: bytes) -> None:
+        assert self.library.fake_poke(address, data, len(data)) == 0
+
+    def registered(self) -> int:
+        count: int = self.library.fake_registered()
+        return count
+
+    def direct(self) -> int:
+        count: int = self.library.fake_count(0)
+        return count
+
+    def check(self) -> None:
+        assert self.library.fake_count(2) == self._violations
+        assert self.library.fake_depth() == 0
+
+    def close(self) -> None:
+        self.library.fake_reset()
+
+
+def use_driver(driver: Driver | None) -> Driver | None:
+    """Make this the process's driver (None: the one that ``cuda.load`` finds) and return the one before."""
+    with cuda._lock:
+        before, cuda._driver, cuda._why = cuda._driver, driver, ""
+        return before
+
+
+def shut_down() -> None:
+    """Undo all registrations, free the streams and the staging memory. No copy may be in flight."""
+    driver = cuda._driver
+    idle = list(copy._idle.items())
+    copy._idle.clear()
+    for device, streams in idle:
+        for stream in streams:
+            if driver is stream.driver and not driver.forked:
+                with driver.current(device):
+                    stream.close()
+    copy.staging.close()
+    with pinning._lock:
+        pinner, pinning._pinner = pinning._pinner, None
+        registered = list(pinning._pinned.values())
+        pinning._pinned.clear()
+    if pinner is not None:
+        pinner.close()
+    for pinned in registered:
+        pinned.close()
+
+
+def forget_ways() -> None:
+    """Forget what was logged and what is known of devices."""
+    direct._said.clear()
+    direct._order_of.cache_clear()
+
+
+def installed(handle: Any) -> Iterator[Any]:
+    """Make the handle's library the process's driver; check that nothing of SiMM's is left with it at the end."""
+    driver = Driver(handle.library)
+    before = use_driver(driver)
+    try:
+        yield handle
+        gc.collect()
+        shut_down()
+        assert handle.registered() == 0, "host memory is still registered"
+        driver.close()
+        handle.check()
+    finally:
+        shut_down()
+        use_driver(before)
+        handle.close()
+
+
+# -- what engines have ----------------------------------------------------------------------------------
+
+
+class Tensor:
+    """As torch's: a pointer, a device, and an interface without a stream."""
+
+    def __init__(self, address: int, size: int, *, kind: str = "cuda", contiguous: bool = True, item: int = 1) -> None:
+        self.device = SimpleNamespace(type=kind, index=0)
+        self._address = address
+        self._size = size
+        self._item = item
+        self._contiguous = contiguous
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def numel(self) -> int:
+        return self._size // self._item
+
+    def element_size(self) -> int:
+        return self._item
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 2, "shape": (self._size,), "typestr": "|u1", "data": (self._address, False), "strides": None}
+
+
+class Grad(Tensor):
+    """A tensor with a gradient: its interface raises."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+
+
+class Array:
+    """As CuPy's and Numba's: nothing but the interface."""
+
+    def __init__(self, address: int, size: int, **more: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "stream": None,
+        } | more  # fmt: skip
+
+
+class Arena:
+    """What a registration needs of a reader: a mapping."""
+
+    def __init__(self, size: int, name: str = "arena", *, read_only: bool = False) -> None:
+        self.name = name
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, size)
+        self._mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(fd)
+        self.data = memoryview(self._mapped)
+        self.data_address = address_of(self.data)
+
+
+def span_of(handle: Any, device: int, size: int, data: bytes = b"") -> DeviceSpan:
+    address = handle.alloc(device, size)
+    if data:
+        handle.poke(address, data)
+    return device_span(Tensor(address, size))

@@ -1,0 +1,35 @@
+"""Fixtures of the GPU tests: a CUDA driver in software, in Python and compiled. A conftest imports them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import fake_cuda
+from tests.support.fake_cuda import FakeCuda
+from tests.support.gpu import Compiled, InPython, installed
+
+
+@pytest.fixture(scope="session")
+def shared_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | str:
+    return fake_cuda.compiled(tmp_path_factory.mktemp("fakecuda"))
+
+
+@pytest.fixture(params=["python", "compiled"])
+def both(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "python":
+        yield from installed(InPython())
+        return
+    library = request.getfixturevalue("shared_library")
+    if isinstance(library, str):
+        pytest.skip(library)
+    yield from installed(Compiled(library))
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    for handle in installed(InPython()):
+        yield handle.library

@@ -1,0 +1,63 @@
+"""What some load processes did, call by call."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from .generator import BACK, LOST, OUTCOMES, RAISED, WRONG
+
+#: began: time.monotonic(); took: seconds; key: its number; the call may be one of a batch.
+ROW: Final = np.dtype(
+    [("began", "f8"), ("took", "f8"), ("kind", "u1"), ("outcome", "u1"), ("key", "u2"), ("epoch", "u4")]
+)
+
+
+class Records:
+    """What some clients did: all their rows, in the order of time."""
+
+    def __init__(self, rows: np.ndarray[Any, Any], said: list[str]) -> None:
+        self.rows = rows
+        self.said = said
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def between(self, begin: float, end: float) -> Records:
+        """Calls that began in this piece of time.monotonic()."""
+        began = self.rows["began"]
+        return Records(self.rows[(began >= begin) & (began < end)], self.said)
+
+    def of(self, *outcomes: int, kind: int | None = None) -> Records:
+        """Calls with one of these outcomes."""
+        chosen = np.isin(self.rows["outcome"], outcomes)
+        if kind is not None:
+            chosen &= self.rows["kind"] == kind
+        return Records(self.rows[chosen], self.said)
+
+    def count(self, *outcomes: int, kind: int | None = None) -> int:
+        """How many."""
+        return len(self.of(*outcomes, kind=kind))
+
+    def last_end(self, default: float) -> float:
+        """When the last of these calls was over."""
+        return float((self.rows["began"] + self.rows["took"]).max()) if len(self.rows) else default
+
+    def longest(self) -> float:
+        """The longest call, seconds."""
+        return float(self.rows["took"].max()) if len(self.rows) else 0.0
+
+    def quantile(self, part: float) -> float:
+        """Of the calls' times, seconds."""
+        return float(np.quantile(self.rows["took"], part)) if len(self.rows) else 0.0
+
+    def assert_right(self) -> None:
+        """No wrong byte, nothing superseded, no exception, in all of the clients' time."""
+        bad = self.of(WRONG, BACK, RAISED, LOST)
+        assert not len(bad), (len(bad), self.said)
+
+    def summary(self) -> str:
+        """For people."""
+        parts = [f"{name} {self.count(number)}" for number, name in enumerate(OUTCOMES) if self.count(number)]
+        return f"{len(self)} calls: {', '.join(parts)}; longest {self.longest() * 1e3:.0f} ms"

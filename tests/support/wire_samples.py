@@ -1,0 +1,41 @@
+"""One message of each type, from a seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from simm.rpc import CODECS, OPCODES, STRUCTURES
+from simm.wire import messages as messages  # registers its messages
+from simm.wire import rdma_messages as rdma_messages  # likewise
+
+TYPES = [CODECS[opcode].cls for opcode in sorted(CODECS)]
+STRUCTURE_TYPES = {name: made.cls for name, made in STRUCTURES.items()}
+UNSIGNED = {"B": 8, "H": 16, "I": 32, "Q": 64}
+
+
+def field_codes(codes: str) -> list[str]:
+    return re.findall(r"\d+s|[BHIQ]", codes)
+
+
+def sample(cls: Any, rng: random.Random) -> Any:
+    """One message of a type, every list and text non-empty, from a seed."""
+
+    def value(token: str) -> Any:
+        if token in UNSIGNED:
+            return rng.getrandbits(UNSIGNED[token])
+        if re.fullmatch(r"\d+s", token):
+            return rng.randbytes(int(token[:-1]))
+        if token == "s":
+            return "ä" + "".join(rng.choices("abc", k=rng.randint(1, 5)))
+        if token == "b":
+            return rng.randbytes(rng.randint(1, 9))
+        if token[0] == "*":
+            codes = field_codes(token[1:])
+            rows = [tuple(value(code) for code in codes) for _ in range(rng.randint(1, 2))]
+            return rows if len(codes) > 1 else [row[0] for row in rows]
+        return [sample(STRUCTURE_TYPES[token[1:-1]], rng) for _ in range(rng.randint(1, 2))]
+
+    made = CODECS[OPCODES[cls]] if cls in OPCODES else STRUCTURES[cls.__name__]
+    return cls(*(value(token) for token in made.layout.split()))

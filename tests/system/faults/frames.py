@@ -1,0 +1,175 @@
+"""Malformed frames from a seed, made of real ones by mutations that know the format, and what a server does with them.
+
+    python -m tests.system.faults.frames '{"kind": "manager", "address": ["::1", 30001], "seed": 1, "count": 7000}'
+
+One frame, sometimes after a proper greeting and some proper requests, goes out on a connection of its own, whose
+writing end is then closed. A server must close its end too, whatever it answers first: an orderly end, and no silence.
+Frames that are whole and would change the cluster (a JOIN of a made-up server) are not sent: those are
+no mistakes that a server could see. Prints a line of JSON: how many were sent, and what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import sys
+from collections import Counter
+from typing import Any, Final
+
+from simm.constants import FRAME_BYTES_MAX
+from simm.errors import RemoteProtocolError, SimmError
+from simm.rpc import HEADER, HEADER_BYTES, Connection, decode, encode
+from simm.wire import messages as M
+from tests.support.wire_samples import TYPES, sample
+
+ANSWER_S: Final = 20.0
+#: What a peer of a kind says first.
+_GREETING: Final = encode(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "frames", "", []), 1)
+_PINGS: Final = encode(M.Ping(1), 2) + encode(M.Ping(2), 3)
+#: Whole ones of these are taken at their word.
+_BELIEVED: Final = (M.Join, M.Leave, M.Moved, M.MapOffer, M.Drain, M.Heartbeat)
+_EDGES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
+
+
+def mutate(rng: random.Random, frame: bytes) -> bytes:
+    """One frame, damaged once or a few times."""
+    data = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        what = rng.randrange(11)
+        at = rng.randrange(len(data)) if data else 0
+        if what == 0 and data:  # a bit
+            data[at] ^= 1 << rng.randrange(8)
+        elif what == 1 and data:  # a byte
+            data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        elif what == 2 and len(data) >= HEADER_BYTES:  # a field of the header
+            fields = list(HEADER.unpack_from(data))
+            number = rng.randrange(len(fields))
+            width = struct.calcsize("<" + HEADER.format.strip("<=@")[number])
+            fields[number] = rng.choice(_EDGES) & ((1 << 8 * width) - 1)
+            HEADER.pack_into(data, 0, *fields)
+        elif what == 3:  # an integer of the body, or its counts and lengths, at an extreme
+            width, code = rng.choice(((2, "<H"), (4, "<I"), (8, "<Q")))
+            if len(data) >= HEADER_BYTES + width:
+                place = rng.randrange(HEADER_BYTES, len(data) - width + 1)
+                struct.pack_into(code, data, place, rng.choice(_EDGES) & ((1 << 8 * width) - 1))
+        elif what == 4:  # cut, with a header that admits it
+            del data[HEADER_BYTES + rng.randrange(max(1, len(data) - HEADER_BYTES)) :]
+            set_length(data)
+        elif what == 5:  # longer, with a header that says so
+            data += rng.randbytes(rng.choice((1, 4, 100, 5000)))
+            set_length(data)
+        elif what == 6:  # cut, with a header that does not
+            del data[rng.randrange(len(data) + 1) :]
+        elif what == 7 and len(data) > HEADER_BYTES:  # a piece twice
+            end = rng.randrange(at, min(len(data), at + 64) + 1)
+            data[at:at] = data[at:end]
+            set_length(data)
+        elif what == 8 and len(data) > HEADER_BYTES:  # a piece less
+            del data[max(HEADER_BYTES, at) : max(HEADER_BYTES, at) + rng.randrange(1, 9)]
+            set_length(data)
+        elif what == 9:  # text that is no UTF-8, digests of nothing
+            data += rng.choice((b"\xff\xfe\x80", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n"))
+        else:
+            rng.shuffle(view := list(data[HEADER_BYTES:]))
+            data[HEADER_BYTES:] = bytes(view)
+    return bytes(data)
+
+
+def set_length(data: bytearray) -> None:
+    """Make a frame's header say how long its body is."""
+    if len(data) >= HEADER_BYTES:
+        fields = list(HEADER.unpack_from(data))
+        fields[-1] = len(data) - HEADER_BYTES
+        HEADER.pack_into(data, 0, *fields)
+
+
+def harmless(data: bytes) -> bool:
+    """Would no server take it at its word?"""
+    conn = Connection()
+    conn.receive_data(data)
+    try:
+        while (frame := conn.next_frame()) is not None:
+            if isinstance(decode(frame), _BELIEVED):
+                return False
+    except RemoteProtocolError:
+        pass
+    return True
+
+
+def make(rng: random.Random) -> bytes:
+    """What goes out on one connection."""
+    message = sample(rng.choice(TYPES), rng)
+    frame = encode(message, rng.randrange(1 << 32), flags=rng.choice((0, 0, 0, 1, 2)))
+    if rng.random() < 0.9:
+        frame = mutate(rng, frame)
+    if rng.random() < 0.02:
+        frame = rng.randbytes(rng.randrange(1, 2000))
+    if rng.random() < 0.002:  # as large as a frame may be, and larger
+        size = FRAME_BYTES_MAX + rng.choice((-1000, 0, 1, 100_000))
+        frame = HEADER.pack(*HEADER.unpack_from(encode(M.Ping(1), 1))[:-1], size) + bytes(min(size, FRAME_BYTES_MAX))
+    return frame
+
+
+def send(address: Any, data: bytes) -> str:
+    """Send it and wait for the end; "" when that was orderly."""
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    sock.settimeout(ANSWER_S)
+    try:
+        sock.connect(address if isinstance(address, str) else tuple(address))
+        try:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            pass  # closed in the middle of more than it wanted to read
+        conn = Connection()
+        while True:
+            try:
+                answer = sock.recv(1 << 16)
+            except ConnectionResetError:
+                return ""  # what we sent beyond the mistake was not read
+            if not answer:
+                return ""
+            conn.receive_data(answer)
+            while (frame := conn.next_frame()) is not None:
+                decode(frame)
+    except TimeoutError:
+        return "no end"
+    except SimmError as exc:
+        return f"a malformed answer: {exc}"
+    except OSError as exc:
+        return f"no connection: {exc}"
+    finally:
+        sock.close()
+
+
+def main() -> int:
+    """See the module."""
+    settings = json.loads(sys.argv[1])
+    address = settings["address"]
+    rng = random.Random(f"frames {settings['kind']} {settings['seed']}")
+    sent = 0
+    wrong: Counter[str] = Counter()
+    first: list[str] = []
+    while sent < settings["count"]:
+        frame = make(rng)
+        if not harmless(frame):
+            continue
+        before = b""
+        if rng.random() < 0.7:
+            before = _GREETING
+        if rng.random() < 0.2:
+            before += _PINGS
+        sent += 1
+        said = send(address, before + frame)
+        if said:
+            wrong[said] += 1
+            if len(first) < 5:
+                first.append(f"{said}: {(before + frame)[:300].hex()}")
+    print(json.dumps({"sent": sent, "wrong": dict(wrong), "first": first}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Fixtures: a CUDA driver in software."""
+
+from __future__ import annotations
+
+from tests.support.gpu_fixtures import both, fake, shared_library
+
+__all__ = ["both", "fake", "shared_library"]

@@ -1,0 +1,1 @@
+"""Real servers and clients, killed at random: ``python -m tests.system.stress``."""

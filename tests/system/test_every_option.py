@@ -1,0 +1,241 @@
+"""Every option of the servers' programs, on servers that then store and return values.
+
+The parameters come from the table of settings, so an option that is added without an example here fails. That an
+option does what it says is tested elsewhere; here no option may harm what the server is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from simm.client import Client
+from simm.config.settings import COMMANDS, SETTINGS
+from tests.support.child import Child, child_environment
+from tests.support.etcd_server import MISSING, PROGRAM, EtcdServer
+from tests.support.ports import reserve_port
+from tests.support.processes import HERE, new_folder, remove_left_by
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import WAIT_S
+
+KEYS: Final = 40
+TOKEN: Final = "a token of more than 16 bytes"
+PROGRAMS: Final = ("manager", "dataserver", "local")
+#: What each option is given; {names} are filled in. A switch is given as it stands, and negated.
+EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
+    "--allow-uid": ("{uid},root",),
+    "--config": ("{folder}/settings.json",),
+    "--coordinator": ("{etcd}/options",),
+    "--dead-after": ("4",),
+    "--end-with": ("{pid}",),
+    "--grace-ms": ("100",),
+    "--group": ("{group}",),
+    "--heartbeat-ms": ("100ms",),
+    "--http": ("127.0.0.1:{port}",),
+    "--huge-pages": ("", "no"),
+    "--insecure": ("", "no"),
+    "--listen": ("127.0.0.1:{port}",),
+    "--log-file": ("{folder}/made/server.log",),
+    "--log-level": ("debug", "error"),
+    "--manager": ("127.0.0.1:{port},{manager}",),
+    "--memory": ("24M",),
+    "--move-mib-s": ("0", "10"),
+    "--moves-at-once": ("16384",),
+    "--name": ("{name}-named",),
+    "--numa": ("all",),
+    "--policy": ("fifo", "sieve"),
+    "--poll-us": ("0", "1ms"),
+    "--rdma": ("off",),
+    "--rdma-devices": ("none0",),
+    "--rdma-windows": ("", "no"),
+    "--restart-grace-ms": ("100",),
+    "--runtime-dir": ("{folder}/own",),
+    "--server-uid": ("{uid}",),
+    "--slots": ("4096",),
+    "--state-dir": ("{folder}/state",),
+    "--streams": ("0", "2"),
+    "--suspect-after": ("2",),
+    "--token-file": ("{folder}/token",),
+    "--warm": ("", "no"),
+}
+#: Options that go with others or need more than a value, and the test that runs them.
+ELSEWHERE: Final = {
+    "--coordinator-ttl-ms": ("test_standby.py", '"--coordinator-ttl-ms"'),
+    "--coordinator-ca": ("test_etcd.py", "coordinator_ca="),
+    "--coordinator-cert": ("test_etcd.py", "coordinator_cert="),
+    "--coordinator-login": ("test_etcd.py", "login="),
+    "--tls-ca": ("../security/test_tls.py", '"--tls-ca"'),
+    "--tls-cert": ("../security/test_tls.py", '"--tls-cert"'),
+    "--tls-client-ca": ("../security/test_tls.py", '"--tls-client-ca"'),
+    "--tls-key": ("../security/test_tls.py", '"--tls-key"'),
+    "--tls-name": ("../security/test_tls.py", '"--tls-name"'),
+}
+#: ``simm local`` runs a manager of its own, and has the tests' process as its parent.
+NOT_FOR: Final = {"local": {"--manager", "--end-with"}, "manager": set(), "dataserver": set()}
+_numbers = itertools.count()
+
+
+def options_of(program: str) -> list[str]:
+    """The options of a program by the table of settings, and those beside it."""
+    roles = set(COMMANDS[program])
+    flags = [setting.flag for setting in SETTINGS.values() if roles & set(setting.roles)]
+    return [flag for flag in (*flags, "--config", "--end-with") if flag not in NOT_FOR[program]]
+
+
+def cases(program: str) -> list[tuple[str, str]]:
+    """(option, value) of each run of a program."""
+    flags = [flag for flag in options_of(program) if flag not in ELSEWHERE]
+    return [(flag, value) for flag in flags for value in EXAMPLES.get(flag, ("?",))]
+
+
+def words(flag: str, value: str, **names: object) -> list[str]:
+    """The words of an option on the command line."""
+    assert flag in EXAMPLES, f"{flag} needs an example in EXAMPLES, or a test that ELSEWHERE names"
+    if SETTINGS.get(flag[2:].replace("-", "_")) and SETTINGS[flag[2:].replace("-", "_")].is_switch:
+        return [f"--no-{flag[2:]}" if value else flag]
+    return [flag, value.format(**names)]
+
+
+def right(manager: str, *, paths: tuple[str, ...], token: str = "") -> int:
+    """How many of KEYS values were stored and read back right, of each path."""
+    count = 0
+    for path in paths:
+        with Client(manager, path=path, deadline_s=20.0, token=token) as client:
+            for number in range(KEYS):
+                value = f"{path} {number}".encode() * (1 << number % 12)
+                count += client.put(f"{path}{number}", value) and client.get(f"{path}{number}") == value
+    return count
+
+
+class Workshop:
+    """A folder with what the examples name, and servers in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = f"{HERE}o{next(_numbers)}"
+        self.servers = contextlib.ExitStack()
+        (folder / "settings.json").write_text(json.dumps({"log_level": "warning", "dataserver": {"streams": 2}}))
+        (folder / "token").write_text(TOKEN)
+        (folder / "token").chmod(0o600)
+
+    def names(self, **more: object) -> dict[str, object]:
+        group = os.getegid()
+        return {
+            "folder": self.folder, "name": self.name, "pid": os.getpid(), "port": reserve_port(), "group": group,
+            "uid": os.geteuid(), **more,
+        }  # fmt: skip
+
+    def manager(self, *more: str) -> str:
+        """Start a manager; its address."""
+        server = ServerProcess("manager", self.folder, "--listen", "127.0.0.1:0", *more)
+        self.servers.enter_context(server)
+        return server.address
+
+    def dataserver(self, manager: str, *more: str) -> None:
+        """Start a data server."""
+        self.servers.enter_context(ServerProcess(
+            "dataserver", self.folder, "--listen", "127.0.0.1:0", "--manager", manager, "--memory", "32M", "--numa",
+            "0", "--name", self.name, "--runtime-dir", str(self.folder / "run"), *more,
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        self.servers.close()
+        for name in (self.name, f"{self.name}-named"):
+            remove_left_by(name)
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, nothing_is_left: Path) -> Iterator[Workshop]:
+    with contextlib.closing(Workshop(tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def manager(nothing_is_left: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One manager for all data servers, one after the other."""
+    with contextlib.closing(Workshop(tmp_path_factory.mktemp("manager"))) as made:
+        yield made.manager("--restart-grace-ms", "0")  # nobody waits for the server that had --warm
+
+
+def ids(case: tuple[str, str]) -> str:
+    return "=".join(filter(None, case))
+
+
+# -- nothing is forgotten --------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_option_is_run(program: str) -> None:
+    """The options that ``--help`` lists are those that are run below, and each example is of an option."""
+    text = subprocess.run(
+        [sys.executable, "-m", "simm", program, "--help"], env=child_environment(COLUMNS="200"), capture_output=True,
+        text=True, timeout=WAIT_S, check=True,
+    ).stdout  # fmt: skip
+    listed = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M)) - {"--help"}
+    assert listed == set(options_of(program)) | (NOT_FOR[program] & listed)
+    assert set(options_of(program)) <= set(EXAMPLES) | set(ELSEWHERE)
+    assert set(EXAMPLES) <= {flag for each in PROGRAMS for flag in options_of(each)}
+
+
+def test_the_other_options_have_tests() -> None:
+    for flag, (file, text) in ELSEWHERE.items():
+        assert text in (Path(__file__).parent / file).read_text(), flag
+
+
+# -- the programs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases("dataserver"), ids=ids)
+def test_a_data_server_with(case: tuple[str, str], workshop: Workshop, manager: str) -> None:
+    flag, value = case
+    if flag == "--token-file":  # a server with a token refuses a manager without one
+        manager = workshop.manager("--token-file", str(workshop.folder / "token"))
+    workshop.dataserver(manager, *words(flag, value, manager=manager, **workshop.names()))
+    paths = ("shm",) if case == ("--streams", "0") else ("shm", "tcp")
+    token = TOKEN if flag == "--token-file" else ""
+    assert right(manager, paths=paths, token=token) == KEYS * len(paths)
+
+
+@pytest.mark.parametrize("case", cases("manager"), ids=ids)
+def test_a_manager_with(case: tuple[str, str], workshop: Workshop) -> None:
+    flag, value = case
+    token = ["--token-file", str(workshop.folder / "token")] if flag == "--token-file" else []
+    with contextlib.ExitStack() as stack:
+        names = workshop.names()
+        if flag == "--coordinator":
+            if PROGRAM is None:
+                pytest.skip(MISSING)
+            names["etcd"] = stack.enter_context(EtcdServer(new_folder())).url
+        stack.callback(workshop.servers.close)  # before etcd
+        address = workshop.manager(*words(flag, value, **names))
+        workshop.dataserver(address, *token)
+        assert right(address, paths=("shm",), token=TOKEN if token else "") == KEYS
+
+
+@pytest.mark.parametrize("negated", [False, True], ids=["switches on", "switches off"])
+def test_a_local_cluster_with_all(negated: bool, workshop: Workshop) -> None:
+    """Each option goes on to the servers that have it. Where there are several values this takes one of them."""
+    names = workshop.names(manager="")
+    given = ["--listen", "127.0.0.1:0", "--memory", "32M"]
+    for flag in options_of("local"):
+        if flag not in ("--listen", "--coordinator", "--allow-uid", *ELSEWHERE):  # --allow-uid goes without a token
+            names["port"] = reserve_port()
+            given += words(flag, EXAMPLES[flag][-1 if negated else 0], **names)
+    with Child(
+        [sys.executable, "-m", "simm", "local", *given], name="simm local", log=workshop.folder / "local.log"
+    ) as local:
+        address = local.expect("READY local ").split()[2]
+        paths = ("shm", "tcp") if negated else ("shm",)
+        assert right(address, paths=paths, token=TOKEN) == KEYS * len(paths)
+        local.end()

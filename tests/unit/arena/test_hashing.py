@@ -1,0 +1,114 @@
+"""Digests, shards and sets: fixed vectors, limits, spread, and the vector forms against the scalar ones."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simm.arena.hashing import Hasher, check_namespace, sets_of, sets_of_words, shard_of, split
+from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
+from simm.errors import UsageError
+
+
+def test_vectors_never_change() -> None:
+    """Other releases and other machines must find the same slots: these bytes are part of the protocol."""
+    assert Hasher("default")("a").hex() == "564be66da1272ae0805fef835b1216ee"
+    assert Hasher("default")("prefix-1f3a/ключ").hex() == "ee28d679c60d528221f4db3560d6a869"
+    assert Hasher("n" * NAMESPACE_BYTES_MAX)("k" * KEY_BYTES_MAX).hex() == "a344e4cfbeddf4275e0eab62506ac787"
+    digest = bytes(range(16))
+    assert shard_of(digest) == 0x0100 & (SHARD_COUNT - 1)
+    assert split(digest) == (0x0706050403020100, 0x0F0E0D0C0B0A0908)
+    assert sets_of(digest, 1000) == ((0x0706050403020100 >> 14) % 1000, 0x0F0E0D0C0B0A0908 % 1000)
+
+
+@given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=16))
+def test_a_digest_is_blake2b_with_the_namespace_as_person(key: str, namespace: str) -> None:
+    try:
+        raw, person = key.encode(), blake2b(namespace.encode(), digest_size=16).digest()
+    except UnicodeEncodeError:
+        return
+    if len(raw) <= KEY_BYTES_MAX and len(namespace.encode()) <= NAMESPACE_BYTES_MAX:
+        assert Hasher(namespace)(key) == blake2b(raw, digest_size=DIGEST_BYTES, person=person).digest()
+
+
+def test_digests_are_the_same_in_every_process() -> None:
+    code = "from simm.arena.hashing import Hasher; print(Hasher('x')('y').hex())"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("0", "12345")
+    }  # fmt: skip
+    assert found == {Hasher("x")("y").hex() + "\n"}
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("", "empty"), ("k" * 257, "257"), ("é" * 129, "258"), ("\ud800", "surrogate"), (b"bytes", "not bytes"),
+     (None, "not NoneType"), (7, "not int")],
+)  # fmt: skip
+def test_bad_keys_are_refused_in_words(key: object, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Hasher("default")(key)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["k", "k" * 256, "é" * 128, "\0", "😀" * 64])
+def test_the_longest_keys_are_taken(key: str) -> None:
+    assert len(Hasher("default")(key)) == DIGEST_BYTES
+
+
+@pytest.mark.parametrize("name", ["", "n" * 65, "é" * 33, b"bytes", None])
+def test_bad_namespaces_are_refused(name: object) -> None:
+    with pytest.raises(UsageError):
+        check_namespace(name)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        Hasher(name)  # type: ignore[arg-type]
+
+
+def test_namespaces_that_a_bare_person_would_confuse_differ() -> None:
+    """BLAKE2 pads its person with zeros and takes 16 bytes: the name itself would not do."""
+    names = ["a", "a\0", "a\0\0", "a" * 16, "a" * 17, "a" * 18]
+    assert len({Hasher(name)("key") for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("sets", [2, 3, 7, 64, 1000, 65_537])
+def test_vector_forms_agree_and_sets_differ(sets: int) -> None:
+    rng = random.Random(sets)
+    digests = [rng.randbytes(16) for _ in range(500)] + [bytes(16), b"\xff" * 16]
+    expected = [sets_of(digest, sets) for digest in digests]
+    assert all(first != second and 0 <= first < sets and 0 <= second < sets for first, second in expected)
+    words = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    assert list(zip(*(column.tolist() for column in sets_of_words(words[:, 0], words[:, 1], sets)))) == expected
+
+
+def test_many_keys_have_the_digests_of_each() -> None:
+    digest = Hasher("many")
+    keys = ["a", "\u00e9" * 128, *(f"key-{number}" for number in range(200))]
+    assert digest.many(keys) == [digest(key) for key in keys]
+    assert digest.many([]) == []
+    for bad in ("", "a" * (KEY_BYTES_MAX + 1), "\ud800", b"bytes"):
+        with pytest.raises(UsageError):
+            digest.many(["good", bad])  # type: ignore[list-item]
+
+
+def test_shards_and_sets_are_independent_and_even() -> None:
+    digest = Hasher("spread")
+    digests = [digest(str(number)) for number in range(60_000)]
+    shards = Counter(shard_of(each) >> 8 for each in digests)  # 64 groups
+    first = Counter(sets_of(each, 64)[0] for each in digests)
+    second = Counter(sets_of(each, 64)[1] for each in digests)
+    within = Counter(sets_of(each, 64)[0] for each in digests if shard_of(each) >> 8 == 5)
+    for counts, total in ((shards, 60_000), (first, 60_000), (second, 60_000)):
+        assert len(counts) == 64
+        chi = sum((count - total / 64) ** 2 / (total / 64) for count in counts.values())
+        assert chi < 130  # 63 degrees of freedom: 1 in 10^6
+    assert len(within) == 64  # one shard's keys lie in all sets

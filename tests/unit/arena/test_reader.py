@@ -1,0 +1,131 @@
+"""A reader's forms for batches against those for one key, over tables as they come and as they must not be."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from simm.arena.hashing import Hasher, sets_of
+from simm.arena.layout import SLOT_WORDS
+from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled
+from simm.arena.store import Store
+from simm.table import Table
+from simm.wire.shard_set import FROZEN
+from tests.support.store_world import new_segment, remove_segment
+
+SIZE = 16 << 20
+digest_of = Hasher("reader")
+
+
+@pytest.fixture
+def arena() -> Iterator[tuple[Store, ArenaReader]]:
+    segment = new_segment(SIZE, 2048)
+    store = Store.create(segment.mm, slots=2048)
+    store.open()
+    reader = ArenaReader(segment.name)
+    try:
+        yield store, reader
+    finally:
+        del reader
+        store.release()
+        remove_segment(segment)
+
+
+def put(table: Table, digest: bytes, offset: int) -> bool:
+    return table.publish(digest, offset, 100, 0, 4096, 0, 0, 1) is not None
+
+
+def agree(reader: ArenaReader, digests: list[bytes]) -> tuple[list[int], list[bool]]:
+    """The batch's answers, which are those of single calls, visited bytes included."""
+    slots = reader.slots_of_many(digests)
+    found = [reader.locate(digest) for digest in digests]
+    assert slots == [-1 if each is None else each.slot for each in found]
+    reader.visited[:] = bytes(len(reader.visited))
+    singly = [reader.contains(digest) for digest in digests]
+    seen = bytes(reader.visited)
+    reader.visited[:] = bytes(len(reader.visited))
+    assert reader.contains_many(digests) == singly
+    assert bytes(reader.visited) == seen
+    return slots, singly
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_finds_what_single_calls_find(arena: tuple[Store, ArenaReader], seed: int) -> None:
+    store, reader = arena
+    rng = random.Random(seed)
+    table, words = store.table, store.shards
+    for shard in range(len(words)):
+        words[shard] = rng.choice([0, 1, 7, FROZEN - 1, FROZEN, FROZEN | 7, 5])
+    digests = [digest_of(f"{seed}.{number}") for number in range(1700)]  # so full that second sets are used
+    inside: list[bytes] = []
+    offset = store.geometry.data_offset
+    for digest in digests:
+        if rng.random() < 0.9 and put(table, digest, offset):
+            inside.append(digest)
+            offset += 4096
+        if inside and rng.random() < 0.1:
+            table.clear(table.lookup(inside.pop(rng.randrange(len(inside)))))
+    first = [sets_of(digest, table.geometry.sets)[0] for digest in inside]
+    assert any(table.lookup(digest) // 8 != which for digest, which in zip(inside, first))
+    for _ in range(20):
+        batch = rng.choices(digests, k=rng.choice([1, VECTOR_KEYS - 1, VECTOR_KEYS, 128, 500]))
+        slots, there = agree(reader, batch)
+        assert {digest for digest, slot in zip(batch, slots) if slot >= 0} == set(batch) & set(inside)
+        for digest, hit in zip(batch, there):
+            word = words[int.from_bytes(digest[:2], "little") & len(words) - 1]
+            assert hit == (digest in inside and 0 < word < FROZEN)
+
+
+def test_half_a_digest_is_no_digest(arena: tuple[Store, ArenaReader]) -> None:
+    """Entries that share one of the two words, in either set, and words of other fields that look like one."""
+    store, reader = arena
+    table = store.table
+    store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+    offset = store.geometry.data_offset
+    asked: list[bytes] = []
+    for number in range(VECTOR_KEYS):
+        digest = digest_of(f"half {number}")
+        other = digest_of(f"other {number}")
+        assert put(table, digest, offset + 4096 * number)
+        asked += [digest, digest[:8] + other[8:], other[:8] + digest[8:]]
+    slots, there = agree(reader, asked)
+    assert [slot >= 0 for slot in slots] == there == [True, False, False] * VECTOR_KEYS
+    # The low word of one digest as another slot's size or time says nothing.
+    slot = slots[0]
+    view = memoryview(store.table._slots).cast("Q")
+    empty = next(at for at in range(slot // 8 * 8, slot // 8 * 8 + 8) if at != slot)
+    view[empty * SLOT_WORDS + 3] = view[slot * SLOT_WORDS + 1]
+    assert reader.slots_of_many(asked)[0] == slot
+    view.release()
+
+
+def test_a_batch_of_strangers_finds_nothing(arena: tuple[Store, ArenaReader]) -> None:
+    _, reader = arena
+    strangers = [os.urandom(16) for _ in range(200)]
+    assert agree(reader, strangers) == ([-1] * 200, [False] * 200)
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one", "batch"])
+def test_a_slot_that_leads_out_of_the_data_is_no_value(arena: tuple[Store, ArenaReader], batch: bool) -> None:
+    """A process that may write the arena may scribble on its slots. No reader touches memory that is not the data."""
+    store, reader = arena
+    begin, end = reader.data_offset, reader.data_end
+    assert begin < end < reader.geometry.size
+    for number, (offset, length, inside) in enumerate([
+        (begin, 1, True), (end - 100, 100, True), (begin, end - begin, True),
+        (begin - 1, 1, False), (end - 99, 100, False), (end, 1, False), (begin, end - begin + 1, False),
+        (begin, (1 << 32) - 1, False), (0, 100, False), (1 << 40, 100, False), ((1 << 64) - 1, 100, False),
+    ]):  # fmt: skip
+        digest = digest_of(f"scribble {number}")
+        assert store.table.publish(digest, offset, length, 0, 4096, 0, 0, 1) is not None
+        slot = store.table.lookup(digest)
+        if inside:
+            found = reader.locate_at(digest, slot) if batch else reader.locate(digest)
+            assert found is not None and (found.offset, found.length) == (offset, length)
+            assert len(reader.value(found)) == length
+        else:
+            with pytest.raises(Unsettled):
+                reader.locate_at(digest, slot) if batch else reader.locate(digest)

@@ -1,0 +1,157 @@
+"""Recovery of all entries at once, against the same done one by one; and a heartbeat that goes on meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from simm.arena.eviction import Policy, make_policy
+from simm.arena.layout import Word
+from simm.arena.rebuild import groups_of
+from simm.arena.space import Space
+from simm.arena.store import Store
+from simm.constants import DEFAULT_POLICY, POLICY_NAMES
+from simm.errors import CorruptionError
+from simm.ipc.arena_files import OwnedArena
+from simm.slab import SLAB_BYTES, class_of
+from tests.support.consistency import check
+from tests.support.store_world import World, digest_of
+
+REGION = 12 * SLAB_BYTES + 3 * 4096
+SIZES = (64, 4096, 4096, 5120, 100_352, 131_072, 135_168, 3 << 20)
+
+
+def new_space(slots: int = 4000, policy: str = DEFAULT_POLICY) -> Space:
+    space: Space
+
+    def evict(slot: int) -> None:
+        space.release(space.offset(slot))
+
+    space = Space(REGION, slots, memoryview(bytearray(slots)), policy, evict)
+    return space
+
+
+def filled(rng: random.Random) -> list[tuple[int, int, int]]:
+    """Return (slot, offset, chunk bytes) of a space after some use, in a random order of storing."""
+    space = new_space()
+    rows: dict[int, tuple[int, int]] = {}
+    free = list(range(4000))
+    rng.shuffle(free)
+    for _ in range(rng.randrange(400)):
+        size = rng.choice(SIZES)
+        if rows and rng.random() < 0.3:
+            slot = rng.choice(list(rows))
+            space.release(rows.pop(slot)[0])
+            free.append(slot)
+            continue
+        offset = space._allocator.alloc(size)
+        if offset >= 0:
+            slot = free.pop()
+            space.publish(offset, slot)
+            rows[slot] = offset, space.chunk_bytes(offset)
+    found = [(slot, *row) for slot, row in rows.items()]
+    rng.shuffle(found)
+    return found
+
+
+def spoilt(rng: random.Random, rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same with impossible offsets and sizes here and there."""
+    found = []
+    for slot, offset, size in rows:
+        if rng.random() < 0.03:
+            offset = rng.choice([-4096, offset + 64, offset ^ 4096, REGION - 64, REGION + 64, rng.randrange(REGION)])
+        if rng.random() < 0.03:
+            size = rng.choice([size + 1, 64, 4096, 8192, 1 << 31, SLAB_BYTES])
+        found.append((slot, offset, size))
+    return found
+
+
+def one_by_one(rows: list[tuple[int, int, int]], policy: str) -> tuple[Space, set[int]]:
+    space, refused = new_space(policy=policy), set()
+    for slot, offset, size in rows:
+        try:
+            space.reserve(offset, size)
+        except CorruptionError:
+            refused.add(slot)
+    for slot, offset, _ in rows:
+        if slot not in refused:
+            space.publish(offset, slot)
+    return space, refused
+
+
+def at_once(rows: list[tuple[int, int, int]], policy: str) -> tuple[Space, set[int]]:
+    space = new_space(policy=policy)
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return space, {slot for slot, _ in space.restore(table[:, 0], table[:, 1], table[:, 2])}
+
+
+def queues(policy: Policy) -> object:
+    slots = [slot for group in policy.groups() for slot in policy.slots(group)]
+    order = [(group, list(policy.slots(group))) for group in policy.groups()]
+    return order, policy.clock, [policy.since(slot) for slot in slots]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(10))
+def test_at_once_is_one_by_one(seed: int, policy: str) -> None:
+    rows = filled(random.Random(seed))
+    (one, refused), (many, also) = one_by_one(rows, policy), at_once(rows, policy)
+    assert refused == also == set()
+    for space in (one, many):
+        space.hold(rows[0][1]) if rows else None
+        space.allocate(4096)
+        check(space)
+    assert one.free_bytes == many.free_bytes and one._offsets == many._offsets
+    assert queues(one._policy) == queues(many._policy)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_impossible_rows_are_refused_and_nothing_overlaps(seed: int) -> None:
+    """Which one of two that contradict each other is refused may differ: slabs come before other chunks."""
+    rng = random.Random(seed)
+    rows = spoilt(rng, filled(rng))
+    space, refused = at_once(rows, DEFAULT_POLICY)
+    space.allocate(64)
+    check(space)
+    _, also = one_by_one(rows, DEFAULT_POLICY)
+    assert bool(refused) == bool(also)
+    kept = [(offset, size) for slot, offset, size in rows if slot not in refused]
+    assert all(space.chunk_bytes(offset) == size for offset, size in kept)
+    ends = sorted((offset, offset + size) for offset, size in kept)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_groups_are_those_of_class_of() -> None:
+    sizes = [*range(1, 5000), *range(5000, 300_000, 97), 1 << 31]
+    assert groups_of(np.array(sizes, np.int64)).tolist() == [class_of(size) for size in sizes]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_no_slot_is_inserted_twice(policy: str) -> None:
+    queue = make_policy(policy, 10, 2, memoryview(bytearray(10)))
+    queue.insert(3, 1)
+    for slots in ([1, 2, 1], [5, 3]):
+        with pytest.raises(CorruptionError, match="twice"):
+            queue.insert_all(np.array(slots), np.zeros(len(slots), np.int64))
+    check(queue)
+    assert list(queue.slots(1)) == [3] and not list(queue.slots(0))
+
+
+def test_issue_the_heartbeat_goes_on(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery, also of entries of shards that are lost: readers must not take the arena for dead."""
+    monkeypatch.setattr("simm.table._BLOCK_SLOTS", 64)
+    world = World(segment, slots=1000)
+    player = world.join()
+    for number in range(500):
+        world.put(player, digest_of(f"b{number}"), 64)
+    blocks = world.geometry.slots // 64
+    for lost in (False, True):
+        if lost:
+            world.store.shards[:] = memoryview(bytes(8 * len(world.store.shards))).cast("Q")
+        before = world.store.header[Word.HEARTBEAT]
+        store = Store.recover(segment.mm, segment.name)
+        assert store.header[Word.HEARTBEAT] >= before + 2 * blocks
+        assert store.table.entries == 500 * (not lost)

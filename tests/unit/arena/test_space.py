@@ -1,0 +1,552 @@
+"""Making room: against a reference model that knows every interval, and by what must hold when the workload shifts."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from itertools import accumulate
+
+import pytest
+
+from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, Space
+from simm.constants import DEFAULT_POLICY, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
+from simm.errors import CorruptionError, UsageError
+from simm.slab import CHUNK_SIZES, LARGE_GROUP, chunk_bytes_for, class_of
+from tests.models.explorer import first_failure
+from tests.support.consistency import check
+
+MIB = 1 << 20
+
+
+class Chunk:
+    """The model's record of an allocated chunk."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slot = NO_SLOT
+        self.holds = 0
+        self.detached = False
+
+
+class Owner:
+    """The table's part, and a reference model: every allocated chunk by offset, and the slots' chunks."""
+
+    def __init__(self, size: int, slots: int, policy: str = DEFAULT_POLICY, kind: type[Space] = Space) -> None:
+        self.size = size
+        self.visited = bytearray(slots)
+        self.chunks: dict[int, Chunk] = {}
+        self.slots: dict[int, int] = {}
+        self.free_slots = list(range(slots))
+        self.evicted: list[int] = []
+        self.space = kind(size, slots, memoryview(self.visited), policy, self.on_evict)
+
+    def on_evict(self, slot: int) -> None:
+        offset = self.slots[slot]
+        assert not self.chunks[offset].holds, "a held chunk was evicted"
+        self.evicted.append(slot)
+        self.release(slot)
+
+    def release(self, slot: int) -> None:
+        offset = self.slots.pop(slot)
+        self.free_slots.append(slot)
+        self.space.release(offset)
+        self.gone(offset)
+
+    def gone(self, offset: int) -> None:
+        chunk = self.chunks[offset]
+        if chunk.holds:
+            chunk.detached, chunk.slot = True, NO_SLOT
+        else:
+            del self.chunks[offset]
+
+    def grant(self, n: int) -> int:
+        """Allocate and compare with the model; return the offset or -1."""
+        possible = self.possible(n)
+        self.evicted.clear()
+        offset = self.space.allocate(n)
+        assert (offset >= 0) == possible
+        if offset < 0:
+            assert not self.evicted, "evicted in vain"
+            return -1
+        size = chunk_bytes_for(n)
+        assert 0 <= offset <= self.size - size
+        assert all(o + c.size <= offset or offset + size <= o for o, c in self.chunks.items()), "overlap"
+        self.chunks[offset] = Chunk(size)
+        return offset
+
+    def possible(self, n: int) -> bool:
+        """Whether room can be made, from nothing but the intervals."""
+        need = chunk_bytes_for(n)
+        fenced: set[tuple[int, int]] = set()
+        slabs: dict[int, list[Chunk]] = {}
+        for offset, chunk in self.chunks.items():
+            stuck = chunk.slot == NO_SLOT or chunk.holds > 0
+            if chunk.size > SLAB_CHUNK_BYTES_MAX:
+                if stuck:
+                    fenced.add((offset, offset + chunk.size))
+            else:
+                base = offset - offset % SLAB_BYTES
+                slabs.setdefault(base, []).append(chunk)
+                if stuck:
+                    fenced.add((base, base + SLAB_BYTES))
+        if need <= SLAB_CHUNK_BYTES_MAX:
+            for chunks in slabs.values():
+                if chunks[0].size == need and (
+                    len(chunks) < SLAB_BYTES // need or any(c.slot != NO_SLOT and not c.holds for c in chunks)
+                ):
+                    return True
+        position = 0
+        for start, end in [*sorted(fenced), (self.size, self.size)]:
+            low = position if need > SLAB_CHUNK_BYTES_MAX else -(-position // SLAB_BYTES) * SLAB_BYTES
+            if low + (need if need > SLAB_CHUNK_BYTES_MAX else SLAB_BYTES) <= start:
+                return True
+            position = end
+        return False
+
+    def publish(self, offset: int) -> int:
+        slot = self.free_slots.pop()
+        self.space.publish(offset, slot)
+        self.chunks[offset].slot = slot
+        self.slots[slot] = offset
+        return slot
+
+    def replace(self, slot: int, new: int) -> None:
+        old = self.slots[slot]
+        self.space.replace(old, new, slot)
+        self.slots[slot] = new
+        self.chunks[new].slot = slot
+        self.gone(old)
+
+    def drop(self, offset: int) -> None:
+        self.space.drop(offset)
+        self.gone(offset)
+
+    def hold(self, offset: int) -> None:
+        self.space.hold(offset)
+        self.chunks[offset].holds += 1
+
+    def unhold(self, offset: int) -> None:
+        self.space.unhold(offset)
+        chunk = self.chunks[offset]
+        chunk.holds -= 1
+        if not chunk.holds and chunk.detached:
+            del self.chunks[offset]
+
+    def granted(self) -> list[int]:
+        return [o for o, c in self.chunks.items() if c.slot == NO_SLOT and not c.detached]
+
+    def compare(self) -> None:
+        check(self.space)
+        assert self.space._allocator.used_bytes == sum(chunk.size for chunk in self.chunks.values())
+        for offset, chunk in self.chunks.items():
+            assert self.space._allocator.owner(offset) == chunk.slot
+            assert self.space._allocator.chunk_bytes(offset) == chunk.size
+            assert self.space.is_held(offset) == (chunk.holds > 0)
+        for slot, offset in self.slots.items():
+            assert self.space._offsets[slot] == offset
+
+
+def _size(rng: random.Random, size: int) -> int:
+    kind = rng.randrange(20)
+    if kind < 2:
+        return rng.choice((2048, 4096, 8192))
+    if kind < 14:
+        return rng.choice((65_536, 122_880, SLAB_CHUNK_BYTES_MAX, SLAB_CHUNK_BYTES_MAX))
+    if kind < 19:
+        return rng.randint(SLAB_CHUNK_BYTES_MAX, MIB)
+    return rng.randint(MIB, size + 2 * PAGE_BYTES)
+
+
+def _play(rng: random.Random, owner: Owner, steps: int, held: float, granted: float) -> int:
+    """Random life of a space; returns how many allocations were refused."""
+    refused = 0
+    for step in range(steps):
+        action = rng.random()
+        if action < 0.6:
+            if not owner.free_slots:
+                owner.release(rng.choice(list(owner.slots)))
+            offset = owner.grant(_size(rng, owner.size))
+            if offset < 0:
+                refused += 1
+            elif rng.random() >= granted:
+                if owner.slots and rng.random() < 0.1:
+                    owner.replace(rng.choice(list(owner.slots)), offset)
+                else:
+                    owner.publish(offset)
+        elif action < 0.7 and owner.slots:
+            owner.visited[rng.choice(list(owner.slots))] = 1
+        elif action < 0.75 and owner.slots:
+            owner.release(rng.choice(list(owner.slots)))
+        elif action < 0.85 and owner.chunks and rng.random() < held:
+            owner.hold(rng.choice(list(owner.chunks)))
+        elif action < 0.93:
+            holds = [o for o, c in owner.chunks.items() if c.holds]
+            if holds:
+                owner.unhold(rng.choice(holds))
+        elif grants := owner.granted():
+            offset = rng.choice(grants)
+            if rng.random() < 0.5 or not owner.free_slots:
+                owner.drop(offset)
+            else:
+                owner.publish(offset)
+        if step % 50 == 0:
+            owner.compare()
+    owner.compare()
+    return refused
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(4))
+def test_room_is_made_exactly_where_a_reference_model_sees_a_way(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    owner = Owner(rng.choice((8 * MIB, 11 * MIB + 3 * PAGE_BYTES)), 3000, policy)
+    refused = _play(rng, owner, 500, held=rng.choice((0.3, 1.0)), granted=rng.choice((0.1, 0.3)))
+    assert refused > 0 and sum(owner.space.evictions.values()) > 50
+    # Once nobody holds or writes anything, everything is possible again.
+    for offset, chunk in list(owner.chunks.items()):
+        while chunk.holds:
+            owner.unhold(offset)
+    for offset in owner.granted():
+        owner.drop(offset)
+    assert owner.grant(owner.size) == 0
+    assert not owner.slots
+    owner.compare()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_nothing_held_no_allocation_fails(seed: int) -> None:
+    rng = random.Random(seed)
+    owner = Owner(9 * MIB, 4000)
+    for step in range(700):
+        n = rng.choice((1, 4096, 100_000, 700_000, 3 * MIB, 9 * MIB, rng.randint(1, 9 * MIB)))
+        if not owner.free_slots:
+            owner.release(rng.choice(list(owner.slots)))
+        offset = owner.grant(n)
+        assert offset >= 0
+        owner.publish(offset)
+        if step % 100 == 0:
+            owner.compare()
+    assert owner.grant(9 * MIB + 1) == -1
+
+
+class Store:
+    """A cache over a Space by key, as small as it can be."""
+
+    def __init__(self, size: int, slots: int, policy: str = DEFAULT_POLICY) -> None:
+        self.visited = bytearray(slots)
+        self.free = list(range(slots))
+        self.where: dict[object, int] = {}
+        self.keys: dict[int, object] = {}
+        self.space = Space(size, slots, memoryview(self.visited), policy, self.evict)
+
+    def evict(self, slot: int) -> None:
+        del self.where[self.keys.pop(slot)]
+        self.free.append(slot)
+        self.space.release(self.space._offsets[slot])
+
+    def get(self, key: object) -> bool:
+        slot = self.where.get(key, -1)
+        if slot < 0:
+            return False
+        self.visited[slot] = 1
+        return True
+
+    def put(self, key: object, n: int) -> None:
+        offset = self.space.allocate(n)
+        assert offset >= 0
+        slot = self.free.pop()
+        self.where[key], self.keys[slot] = slot, key
+        self.space.publish(offset, slot)
+
+    def share(self, n: int) -> float:
+        """Part of the region in chunks of a value of ``n`` bytes' class."""
+        group = class_of(n)
+        allocator = self.space._allocator
+        used = allocator._extents.large_bytes if group == LARGE_GROUP else allocator._used[group] * CHUNK_SIZES[group]
+        return used / allocator.size
+
+
+def test_no_class_starves_when_the_demand_shifts() -> None:
+    store = Store(32 * MIB, 20_000)
+    sizes = [4096, MIB, 100_000, 2000, 5 * MIB, 16_384]
+    for phase, n in enumerate(sizes):
+        # What was written just before is not yet twice as old as one's own; after a few rounds it is.
+        for count in range(5 * 32 * MIB // n):
+            store.put((phase, count), n)
+        check(store.space)
+        assert store.share(n) > 0.75, f"{n} bytes after {sizes[:phase]}"
+    assert store.space.evictions[REASSIGNED] > 1000
+
+
+def test_a_class_that_is_read_keeps_its_room() -> None:
+    """Half the region is read all the time; a stream of another class takes only the other half."""
+    store = Store(32 * MIB, 20_000)
+    hot = [("hot", count) for count in range(16 * MIB // 4096)]
+    for key in hot:
+        store.put(key, 4096)
+    rng = random.Random(3)
+    for count in range(3000):
+        for key in rng.sample(hot, 60):
+            store.get(key)
+        store.put(("stream", count), 100_000)
+    kept = sum(store.get(key) for key in hot) / len(hot)
+    assert kept > 0.8
+    check(store.space)
+
+
+def test_two_classes_of_equal_heat_do_not_pass_slabs_to_and_fro() -> None:
+    store = Store(32 * MIB, 20_000)
+    rng = random.Random(5)
+    weights = list(accumulate(1 / (rank + 1) ** 0.8 for rank in range(4000)))
+    sizes = (4096, 16_384)
+    settled: dict[str, int] = {}
+    for count in range(30_000):
+        if count == 10_000:
+            settled = dict(store.space.evictions)
+        for n in sizes:
+            key = (n, rng.choices(range(4000), cum_weights=weights)[0])
+            if not store.get(key):
+                store.put(key, n)
+    moved = store.space.evictions[REASSIGNED] - settled[REASSIGNED]
+    own = store.space.evictions[OWN] - settled[OWN]
+    assert own > 5000
+    assert moved < own / 4
+    assert min(map(store.share, sizes)) > 0.1
+
+
+def test_pins_and_grants_that_fence_all_windows() -> None:
+    owner = Owner(8 * MIB, 100)
+    offsets = [owner.grant(MIB) for _ in range(8)]
+    slots = [owner.publish(offset) for offset in offsets]
+    for offset in offsets[1::2]:
+        owner.hold(offset)
+    assert owner.grant(MIB + 1) == -1  # only single gaps
+    assert owner.grant(4096) == -1  # no aligned 2 MiB without a held chunk
+    again = owner.grant(MIB)
+    assert again in offsets[0::2]
+    owner.drop(again)
+    owner.unhold(offsets[1])
+    assert owner.grant(MIB + 1) >= 0  # a size known as full is tried again
+    owner.compare()
+    assert all(owner.slots[slot] == offset for slot, offset in zip(slots[3::2], offsets[3::2]))
+    owner.drop(owner.granted()[0])
+    for offset in offsets[3::2]:
+        owner.unhold(offset)
+    blocker = owner.grant(4096)
+    assert owner.grant(6 * MIB) >= 0
+    assert owner.grant(8 * MIB) == -1
+    assert blocker in owner.chunks
+
+
+class _GivesUpEarly(Space):
+    """A positive control: a Space without its last resort."""
+
+    def _evict_anywhere(self, group: int, need: int) -> bool:
+        return False
+
+
+def _cold_corner(kind: type[Space]) -> Owner:
+    """Large values only; each 2 MiB but the newest has a held one, and the oldest values lead to none but those."""
+    owner = Owner(16 * MIB, 9000, kind=kind)
+    offsets = [owner.grant(MIB) for _ in range(16)]
+    for offset in offsets:
+        owner.publish(offset)
+    for offset in offsets[1:14:2]:
+        owner.hold(offset)
+    return owner
+
+
+def test_what_no_victim_leads_to_is_found_by_the_last_resort() -> None:
+    owner = _cold_corner(Space)
+    assert owner.grant(100_000) // SLAB_BYTES * SLAB_BYTES == 14 * MIB
+    assert owner.space.evictions == {**dict.fromkeys(owner.space.evictions, 0), LAST_RESORT: 2}
+    owner.compare()
+    with pytest.raises(AssertionError):
+        _cold_corner(_GivesUpEarly).grant(100_000)
+
+
+def _one_in_many(kind: type[Space]) -> tuple[Owner, int]:
+    """One slab, all of it held but one chunk far from the victims' end."""
+    owner = Owner(2 * MIB, 1000, kind=kind)
+    offsets = [owner.grant(4096) for _ in range(512)]
+    for offset in offsets:
+        owner.publish(offset)
+        if offset != offsets[400]:
+            owner.hold(offset)
+    return owner, offsets[400]
+
+
+def test_the_last_resort_finds_an_own_entry_behind_many_held_ones() -> None:
+    owner, only = _one_in_many(Space)
+    assert owner.grant(4096) == only
+    assert owner.space.evictions[LAST_RESORT] == 1
+    assert owner.grant(4096) == -1
+    owner.compare()
+    with pytest.raises(AssertionError):
+        _one_in_many(_GivesUpEarly)[0].grant(4096)
+
+
+def test_an_entry_overwritten_while_held_leaves_a_detached_chunk() -> None:
+    owner = Owner(4 * MIB, 10)
+    old = owner.grant(4096)
+    slot = owner.publish(old)
+    owner.hold(old)
+    owner.hold(old)
+    owner.replace(slot, owner.grant(MIB))
+    assert owner.space._allocator.owner(old) == NO_SLOT
+    for wrong in (owner.space.release, owner.space.drop):
+        with pytest.raises(CorruptionError):
+            wrong(old)
+    with pytest.raises(CorruptionError):
+        owner.space.publish(old, 5)
+    owner.unhold(old)
+    owner.compare()
+    assert owner.space._allocator.chunk_bytes(old) == 4096
+    owner.unhold(old)
+    with pytest.raises(CorruptionError):
+        owner.space._allocator.chunk_bytes(old)
+    owner.compare()
+
+
+def test_what_contradicts_is_refused_and_changes_nothing() -> None:
+    owner = Owner(8 * MIB, 10)
+    space = owner.space
+    first, second, grant = owner.grant(4096), owner.grant(MIB), owner.grant(4096)
+    slot, other = owner.publish(first), owner.publish(second)
+    for call in (
+        lambda: space.publish(first, 5),  # owned
+        lambda: space.publish(grant, slot),  # the slot has a chunk
+        lambda: space.publish(grant, 10),
+        lambda: space.publish(grant, -1),
+        lambda: space.publish(64, 5),
+        lambda: space.replace(first, second, slot),
+        lambda: space.replace(first, first, slot),
+        lambda: space.replace(second, grant, slot),
+        lambda: space.replace(-1, grant, 5),
+        lambda: space.replace(first, 64, slot),
+        lambda: space.drop(first),
+        lambda: space.drop(grant + 4096),
+        lambda: space.release(grant + 64),
+        lambda: space.release(4 * MIB),
+        lambda: space.hold(grant + 64),
+        lambda: space.unhold(grant),
+    ):
+        with pytest.raises(CorruptionError):
+            call()
+        owner.compare()
+    owner = space._allocator.owner
+    assert (owner(first), owner(second), owner(grant)) == (slot, other, NO_SLOT)
+    with pytest.raises(UsageError):
+        space.allocate(0)
+
+
+def test_an_owner_that_does_not_release_is_found_out() -> None:
+    space = Space(2 * MIB, 600, memoryview(bytearray(600)), DEFAULT_POLICY, lambda slot: None)
+    for slot in range(512):
+        space.publish(space.allocate(4096), slot)
+    with pytest.raises(CorruptionError, match="not released"):
+        space.allocate(4096)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recovery_restores_the_space(seed: int) -> None:
+    rng = random.Random(seed)
+    before = Owner(12 * MIB, 2000)
+    _play(rng, before, 250, held=0.5, granted=0.2)
+    after = Owner(12 * MIB, 2000)
+    order = list(before.chunks.items())
+    rng.shuffle(order)
+    for offset, chunk in order:
+        after.space.reserve(offset, chunk.size)
+        after.chunks[offset] = model = Chunk(chunk.size)
+        if chunk.slot != NO_SLOT:
+            after.space.publish(offset, chunk.slot)
+            after.free_slots.remove(chunk.slot)
+            after.slots[chunk.slot] = offset
+            model.slot = chunk.slot
+        if chunk.holds:
+            after.hold(offset)
+    after.compare()
+    assert after.space.free_bytes == before.space.free_bytes
+    _play(rng, after, 150, held=0.5, granted=0.2)
+
+
+class _IgnoresHolds(Space):
+    """A positive control: a Space that forgets to ask for holds."""
+
+    def _is_held(self, slot: int) -> bool:
+        return False
+
+
+class _FreesHeld(Space):
+    def release(self, offset: int) -> None:
+        holds, self._holds = self._holds, {}
+        super().release(offset)
+        self._holds = holds
+
+
+class _TakesGranted(Space):
+    def _evictable(self, span) -> bool:  # type: ignore[no-untyped-def]
+        return True
+
+
+@pytest.mark.parametrize("kind", [_IgnoresHolds, _FreesHeld, _TakesGranted])
+def test_the_model_sees_each_kind_of_bug(kind: type[Space]) -> None:
+    def play(seed: int) -> None:
+        _play(random.Random(seed), Owner(8 * MIB, 3000, kind=kind), 300, held=1.0, granted=0.3)
+
+    first_failure(range(20), play, AssertionError, CorruptionError, KeyError)
+
+
+def _forget_hold(space: Space) -> None:
+    space._allocator.free(next(iter(space._holds)))
+
+
+def _forget_offset(space: Space) -> None:
+    space._offsets[0] = -1
+
+
+def _forget_queue(space: Space) -> None:
+    space._policy.remove(0)
+
+
+def _wrong_group(space: Space) -> None:
+    space._policy.remove(0)
+    space._policy.insert(0, 3)
+
+
+def _free_detached(space: Space) -> None:
+    space._detached.add(space.allocate(4096))
+
+
+def _owned_detached(space: Space) -> None:
+    space._detached.add(space._offsets[0])
+    space.hold(space._offsets[0])
+
+
+@pytest.mark.parametrize(
+    "damage", [_forget_hold, _forget_offset, _forget_queue, _wrong_group, _free_detached, _owned_detached]
+)
+def test_check_sees_each_kind_of_damage(damage) -> None:  # type: ignore[no-untyped-def]
+    space = Space(4 * MIB, 10, memoryview(bytearray(10)), DEFAULT_POLICY, lambda slot: None)
+    for slot in range(3):
+        space.publish(space.allocate(4096), slot)
+    space.hold(space.allocate(MIB))
+    check(space)
+    damage(space)
+    with pytest.raises(CorruptionError):
+        check(space)
+
+
+def test_a_slot_costs_less_than_fifty_bytes() -> None:
+    slots = 32_768
+    visited = memoryview(bytearray(slots))
+    tracemalloc.start()
+    try:
+        space = Space(slots * 4096, slots, visited, DEFAULT_POLICY, lambda slot: None)
+        for slot in range(slots):
+            space.publish(space.allocate(4096), slot)
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert used < 36 * slots

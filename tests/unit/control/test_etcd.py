@@ -1,0 +1,332 @@
+"""What the etcd client asks, what it makes of good and malformed answers, and how a coordinator is set."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simm.config.parsers import parse_coordinator
+from simm.config.settings import Settings, load
+from simm.control.election import connect
+from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put
+from simm.errors import ConfigError
+from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
+from tests.support.ports import reserve_port
+
+# --- a server that does what the test says -----------------------------------------------------
+
+
+def test_what_is_asked_and_what_is_read() -> None:
+    answers = {
+        "/v3/kv/range": {**HEADER, "kvs": [ONE], "count": "1"},
+        "/v3/kv/put": HEADER,
+        "/v3/kv/txn": {**HEADER, "succeeded": True, "responses": [{"response_put": {}}, {"response_range": {}}]},
+        "/v3/lease/grant": {**HEADER, "ID": "123456789012345678", "TTL": "5"},
+        "/v3/lease/keepalive": {"result": {**HEADER, "ID": "12", "TTL": "5"}},
+        "/v3/lease/revoke": HEADER,
+    }
+    with Fake(lambda peer, path, body: peer.sendall(of(answers[path]))) as fake:
+        etcd = Etcd([fake.endpoint])
+        assert etcd.get(b"k") == (b"k", b"v", 3, 5, 9)
+        assert etcd.put(b"k", b"v", 9) == 7
+        done = etcd.txn([created(b"k", 0), modified(b"k", 4)], [put(b"k", b"v"), get(b"k")], [delete(b"a", b"b")])
+        assert done == (True, 7, [None])
+        assert etcd.grant(5) == (123456789012345678, 5)
+        assert etcd.keepalive(12) == 5
+        etcd.revoke(12)
+        asked = dict(fake.requests)
+    assert asked["/v3/kv/range"] == {"key": "aw=="}
+    assert asked["/v3/kv/put"] == {"key": "aw==", "value": "dg==", "lease": "9"}
+    assert asked["/v3/kv/txn"] == {
+        "compare": [
+            {"key": "aw==", "target": "CREATE", "result": "EQUAL", "create_revision": "0"},
+            {"key": "aw==", "target": "MOD", "result": "EQUAL", "mod_revision": "4"},
+        ],
+        "success": [
+            {"request_put": {"key": "aw==", "value": "dg==", "lease": "0"}}, {"request_range": {"key": "aw=="}},
+        ],
+        "failure": [{"request_delete_range": {"key": "YQ==", "range_end": "Yg=="}}],
+    }  # fmt: skip
+    assert asked["/v3/lease/grant"] == {"TTL": "5"}
+    assert asked["/v3/lease/keepalive"] == asked["/v3/lease/revoke"] == {"ID": "12"}
+MALFORMED: dict[str, bytes] = {
+    "nothing": b"",
+    "no HTTP": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "half a status line": b"HTTP/1.1 20",
+    "an endless header": b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+    "a length that is none": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+    "cut": page(json.dumps(HEADER).encode())[:-3],
+    "a chunk that is none": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    "a cut chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{}",
+    "empty": page(b""),
+    "no JSON": page(b"<html>"),
+    "no UTF-8": page(b'"\xff\xfe"'),
+    "deep JSON": page(b"[" * 100_000),
+    "no object": of([HEADER]),
+    "a proxy's page": page(b"<html>bad gateway</html>", "502 Bad Gateway"),
+    "another service": page(b"Not Found\n", "404 Not Found"),
+    "a redirection": page(b"", "302 Found", "Location: http://127.0.0.1:1/\r\n"),
+}
+#: JSON, but not what etcd answers.
+NONSENSE: dict[str, bytes] = {
+    "keys that are none": of({**HEADER, "kvs": {"key": "aw=="}}),
+    "a key that is none": of({**HEADER, "kvs": ["aw=="]}),
+    "no base64": of({**HEADER, "kvs": [{**ONE, "value": "d%=="}]}),
+    "bytes that are no text": of({**HEADER, "kvs": [{**ONE, "value": 5}]}),
+    "no number": of({**HEADER, "kvs": [{**ONE, "mod_revision": "five"}]}),
+    "too large a number": of({**HEADER, "kvs": [{**ONE, "mod_revision": str(1 << 65)}]}),
+    "no revision": of({**HEADER, "kvs": [{**ONE, "create_revision": "0"}]}),
+    "written before it was created": of({**HEADER, "kvs": [{**ONE, "mod_revision": "2"}]}),
+}
+
+
+@pytest.mark.parametrize("kind", [*MALFORMED, *NONSENSE])
+def test_a_malformed_answer_is_an_error(kind: str) -> None:
+    with Fake(says(MALFORMED[kind] if kind in MALFORMED else NONSENSE[kind])) as fake:
+        with pytest.raises(EtcdError) as caught:
+            Etcd([fake.endpoint], deadline_s=2).get(b"k")
+        assert str(fake.endpoint[1]) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_answer_is_a_detour_where_there_is_another_endpoint(kind: str) -> None:
+    with Fake(says(MALFORMED[kind])) as fake:
+        with Fake(says(of({**HEADER, "kvs": [ONE]}))) as well:
+            assert Etcd([fake.endpoint, well.endpoint], deadline_s=WAIT_S).get(b"k") is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda etcd: etcd.put(b"k", b"v"), {}),
+        (lambda etcd: etcd.put(b"k", b"v"), {"header": {"revision": "0"}}),
+        (lambda etcd: etcd.put(b"k", b"v"), {"header": 5}),
+        (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": True}),
+        (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": True, "responses": [{"response_put": {}}]}),
+        (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": "yes"}),
+        (lambda etcd: etcd.txn([], [get(b"k")]), {"succeeded": True, "responses": [{"response_range": {}}]}),
+        (lambda etcd: etcd.grant(5), HEADER),
+        (lambda etcd: etcd.grant(5), {**HEADER, "ID": "5"}),
+        (lambda etcd: etcd.keepalive(5), HEADER),
+        (lambda etcd: etcd.keepalive(5), {"result": {"ID": "6", "TTL": "5"}}),
+    ],
+)
+def test_an_answer_to_something_else_is_an_error(call: Callable[[Etcd], Any], answer: dict[str, Any]) -> None:
+    with Fake(says(of(answer))) as fake, pytest.raises(EtcdError, match="malformed") as caught:
+        call(Etcd([fake.endpoint]))
+    assert caught.value.maybe
+
+
+def test_an_answer_without_end_is_given_up() -> None:
+    def answer(peer: socket.socket, _path: str, _body: dict[str, Any]) -> None:
+        peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            peer.sendall(b" " * 65536)
+
+    with Fake(answer) as fake, pytest.raises(EtcdError, match="more than 16 MiB"):
+        Etcd([fake.endpoint], deadline_s=WAIT_S).get(b"k")
+
+
+def test_one_deadline_for_all_of_a_slow_answer() -> None:
+    """Each byte comes well within any time-out of a read; all of them would take a minute."""
+    ended = threading.Event()
+
+    def answer(peer: socket.socket, _path: str, _body: dict[str, Any]) -> None:
+        for byte in page(b" " * 600):
+            peer.sendall(bytes([byte]))
+            if ended.wait(0.1):
+                return
+
+    with Fake(answer) as fake:
+        start = time.monotonic()
+        try:
+            with pytest.raises(EtcdError, match="in time") as caught:
+                Etcd([fake.endpoint], deadline_s=0.3).get(b"k")
+        finally:
+            ended.set()
+        assert time.monotonic() - start < WAIT_S
+        assert caught.value.maybe
+
+
+def test_a_silent_endpoint_leaves_time_for_the_others() -> None:
+    """It takes connections (the kernel does) and says nothing; another refuses them; the third answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, Fake(says(of({**HEADER, "kvs": [ONE]}))) as well:
+        etcd = Etcd([silent.getsockname(), ("127.0.0.1", reserve_port()), well.endpoint], deadline_s=1.5)
+        assert etcd.get(b"k") is not None
+        # Who answered last is asked first.
+        silent.settimeout(0.05)
+        silent.accept()[0].close()
+        assert etcd.get(b"k") is not None
+        with pytest.raises(TimeoutError):
+            silent.accept()
+        with pytest.raises(EtcdError, match=r"in time.*refused|refused.*in time"):
+            Etcd([silent.getsockname(), ("127.0.0.1", reserve_port())], deadline_s=0.3).get(b"k")
+
+
+def test_a_transaction_that_may_have_been_done_is_not_sent_again() -> None:
+    done = of({**HEADER, "succeeded": True})
+    with Fake(says(b"")) as lost, Fake(says(done)) as well:
+        refused = ("127.0.0.1", reserve_port())
+        with pytest.raises(EtcdError) as caught:
+            Etcd([refused, lost.endpoint, well.endpoint]).txn([], [])
+        assert caught.value.maybe and len(lost.requests) == 1 and not well.requests
+        # One that was never sent is.
+        assert Etcd([refused, well.endpoint]).txn([], []).succeeded
+        with pytest.raises(EtcdError) as caught:
+            Etcd([refused]).txn([], [])
+        assert not caught.value.maybe
+
+
+def test_what_etcd_refuses_is_not_asked_elsewhere() -> None:
+    with Fake(says(error(3, "etcdserver: request is too large"))) as fake, Fake(says(of(HEADER))) as other:
+        with pytest.raises(EtcdError, match="too large") as caught:
+            Etcd([fake.endpoint, other.endpoint]).txn([], [])
+        assert caught.value.code == 3 and not caught.value.maybe and not other.requests
+    unavailable = error(14, "etcdserver: no leader", "503 Service Unavailable")
+    with Fake(says(unavailable)) as fake, Fake(says(of({**HEADER, "kvs": [ONE]}))) as other:
+        assert Etcd([fake.endpoint, other.endpoint]).get(b"k") is not None
+    gone = error(5, "etcdserver: requested lease not found", "404 Not Found")
+    with Fake(says(gone)) as fake:
+        etcd = Etcd([fake.endpoint])
+        assert etcd.keepalive(5) == 0
+        etcd.revoke(5)
+        with pytest.raises(EtcdError, match="lease not found"):
+            etcd.txn([], [put(b"k", b"v", 5)])
+    ended = of({"result": {**HEADER, "ID": "5"}})
+    broken = of({"error": {"grpc_code": 14, "http_code": 503, "message": "no leader"}})
+    with Fake(says(ended, broken)) as fake:
+        etcd = Etcd([fake.endpoint])
+        assert etcd.keepalive(5) == 0
+        with pytest.raises(EtcdError, match="no leader"):
+            etcd.keepalive(5)
+
+
+def test_a_keepalives_stream_need_not_end() -> None:
+    line = json.dumps({"result": {"ID": "5", "TTL": "3"}}).encode() + b"\n"
+    ended = threading.Event()
+
+    def answer(peer: socket.socket, _path: str, _body: dict[str, Any]) -> None:
+        peer.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(line) + line + b"\r\n")
+        ended.wait(WAIT_S)
+
+    with Fake(answer) as fake:
+        try:
+            assert Etcd([fake.endpoint], deadline_s=WAIT_S / 2).keepalive(5) == 3
+        finally:
+            ended.set()
+
+
+def test_a_login_is_made_once_and_again_when_it_is_old() -> None:
+    token = of({**HEADER, "token": "abc.1"})
+    found = of({**HEADER, "kvs": [ONE]})
+    old = error(16, "etcdserver: invalid auth token", "401 Unauthorized")
+    with Fake(says(token, found, found, old, token, found)) as fake:
+        etcd = Etcd([fake.endpoint], login=("simm", "secret"))
+        for _ in range(3):
+            assert etcd.get(b"k") is not None
+    assert [path.rpartition("/")[2] for path, _ in fake.requests] == [
+        "authenticate", "range", "range", "range", "authenticate", "range",
+    ]  # fmt: skip
+    assert fake.requests[0][1] == {"name": "simm", "password": "secret"}
+    assert "Authorization: abc.1" in fake.headers[1] and "Authorization" not in fake.headers[4]
+    with Fake(says(error(3, "etcdserver: authentication failed, invalid user ID or password"))) as fake:
+        with pytest.raises(EtcdError, match="authentication failed") as caught:
+            Etcd([fake.endpoint], login=("simm", "wrong")).txn([], [])
+        assert not caught.value.maybe and "wrong" not in str(caught.value)
+    # A token that would end the header and begin another.
+    with Fake(says(of({**HEADER, "token": "a\r\nX: y"}))) as fake, pytest.raises(EtcdError, match="malformed"):
+        Etcd([fake.endpoint], login=("simm", "secret")).get(b"k")
+
+
+def test_random_bytes_end_in_an_error() -> None:
+    rng = random.Random(3)
+    good = of({**HEADER, "kvs": [ONE]})
+    said = b""
+
+    def answer(peer: socket.socket, _path: str, _body: dict[str, Any]) -> None:
+        peer.sendall(said)
+
+    outcomes = {"error": 0, "value": 0}
+    with Fake(answer) as fake:
+        etcd = Etcd([fake.endpoint])
+        for _ in range(300):
+            mutable = bytearray(good)
+            for _ in range(rng.randrange(1, 4)):
+                mutable[rng.randrange(len(mutable))] = rng.randrange(256)
+            said = bytes(mutable[: rng.randrange(len(mutable) // 2, len(mutable) + 1)])
+            try:
+                etcd.get(b"k")
+                outcomes["value"] += 1
+            except EtcdError:
+                outcomes["error"] += 1
+    assert outcomes["error"] > 200, outcomes
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("etcd://10.0.0.7", "etcd://10.0.0.7:2379/simm"),
+        ("etcds://a:1,b,[::1]:3/one/two/", "etcds://a:1,b:2379,[::1]:3/one/two"),
+        (" etcd://a/x ", "etcd://a:2379/x"),
+    ],
+)
+def test_a_coordinator_is_written_as_it_is_read(text: str, written: str) -> None:
+    assert str(parse_coordinator(text)) == written
+    assert parse_coordinator(written) == parse_coordinator(text)
+    assert str(load("manager", {"coordinator": text}, {}).coordinator) == written
+    assert load("manager", {}, {"SIMM_COORDINATOR": ""}).coordinator is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("10.0.0.7:2379", "write etcd://"),
+        ("http://10.0.0.7:2379", "write etcd://"),
+        ("etcd://", "no address"),
+        ("etcd:///simm", "no address"),
+        ("etcd://a:1x", "no port"),
+        ("etcd://a/sp ace", "no prefix"),
+        ("etcd://a/x//y", "no prefix"),
+        ("etcd://user:secret@a", "--coordinator-login"),
+    ],
+)
+def test_what_is_no_coordinator(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_coordinator(text)
+
+
+def test_settings_of_the_coordinator(tmp_path: Path) -> None:
+    url = parse_coordinator("etcd://127.0.0.1:1/x")
+    assert connect(Settings(coordinator=url)).ttl_s == 5
+    for settings, why in (
+        (Settings(coordinator=url, coordinator_ttl_ms=2500), "whole seconds"),
+        (Settings(coordinator=url, coordinator_ca=tmp_path / "ca"), "etcds://"),
+        (Settings(coordinator=parse_coordinator("etcds://a"), coordinator_ca=tmp_path / "none"), "for TLS"),
+        (Settings(coordinator=url, coordinator_login=tmp_path / "none"), "cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            connect(settings)
+    with pytest.raises(ConfigError, match="coordinator_ttl_ms"):
+        load("manager", {"coordinator_ttl_ms": "1s"}, {})
+    login = tmp_path / "login"
+    login.write_text("simm:sec:ret\n")
+    login.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        connect(Settings(coordinator=url, coordinator_login=login))
+    login.chmod(0o600)
+    assert connect(Settings(coordinator=url, coordinator_login=login))._etcd._login == ("simm", "sec:ret")
+    login.write_text("simm\n")
+    with pytest.raises(ConfigError, match="USER:PASSWORD"):
+        connect(Settings(coordinator=url, coordinator_login=login))

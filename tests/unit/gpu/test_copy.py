@@ -1,0 +1,323 @@
+"""Copies between host and GPU memory, on the driver in software.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from simm.errors import UnfinishedCopy
+from simm.gpu import copy, cuda
+from simm.gpu.buffers import device_span
+from simm.gpu.copy import STAGE_BYTES
+from simm.gpu.cuda import CudaError, Driver
+from simm.gpu.pinning import Pinned
+from simm.host import fork
+from simm.host.buffers import DeviceCopy, address_of
+from tests.support.client_checks import check_pinned
+from tests.support.fake_cuda import FakeCuda
+from tests.support.gpu import (
+    KIB,
+    MIB,
+    PAGE,
+    Arena,
+    Array,
+    noise,
+    span_of,
+)
+
+# -- copies -------------------------------------------------------------------------------------------------
+
+SIZES = (1, 4096, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 3 * 16 * KIB + 7, 200 * KIB)
+
+
+@pytest.mark.parametrize("share", [0, 1, 2, 4])
+def test_copies_with_an_arena_registered_in_part(both: Any, small_pieces: int, share: int) -> None:
+    """Register none, a part or all of the arena: each byte arrives, and registered memory is copied without the CPU."""
+    size = 256 * KIB
+    arena = Arena(size)
+    begun = both.registered()
+    part = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0, piece=small_pieces)
+    for _ in range(share):
+        part.register_some()
+    check_pinned(part)
+    assert both.registered() - begun == share * small_pieces
+    for number, length in enumerate(SIZES):
+        for start in (0, small_pieces - 5, size - length):
+            if start + length > size:
+                continue
+            value = noise(length + start, length)
+            span = span_of(both, number % 2, length + 16, b"." * (length + 16))
+            arena.data[start : start + length] = value
+            before = both.direct()
+            copy.to_device([(span, arena.data_address + start, length, part)])
+            assert both.peek(span.address, length + 16) == value + b"." * 16
+            if share == 4:
+                assert both.direct() - before == (start + length - 1) // small_pieces - start // small_pieces + 1
+            arena.data[start : start + length] = bytes(length)
+            copy.to_host([(span, arena.data_address + start, length, part)])
+            assert arena.data[start : start + length] == value
+            around = bytes(arena.data[:start]) + bytes(arena.data[start + length :])
+            assert not any(around)
+            arena.data[:] = bytes(size)
+    part.close()
+    part.close()
+    check_pinned(part)
+
+
+def test_many_copies_are_one_wait(fake: FakeCuda) -> None:
+    arena = Arena(MIB)
+    whole = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0)
+    whole.register_some()
+    arena.data[:] = noise(1, MIB)
+    spans = [span_of(fake, 0, 4096) for _ in range(100)]
+    fake.calls.clear()
+    copy.to_device((span, arena.data_address + 4096 * at, 4096, whole) for at, span in enumerate(spans))
+    assert fake.calls.count("cuStreamSynchronize") == 1
+    assert fake.calls.count("cuMemcpyHtoDAsync_v2") == 100
+    assert b"".join(fake.peek(span.address, 4096) for span in spans) == arena.data[: 100 * 4096]
+    whole.close()
+
+
+def test_threads_have_streams_of_their_own(fake: FakeCuda) -> None:
+    spans = [span_of(fake, number % 2, 64 * KIB) for number in range(8)]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            data = noise(number * 100 + turn, 64 * KIB)
+            copy.copy_in(spans[number], memoryview(data))
+            if copy.host_copy(spans[number]) != data:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert sum(map(len, copy._idle.values())) <= 2 * copy.IDLE_STREAMS
+
+
+def test_surplus_streams_are_closed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "IDLE_STREAMS", 0)
+    span = span_of(fake, 0, 64, b"x" * 64)
+    assert bytes(copy.host_copy(span)) == b"x" * 64
+    assert fake.live() == 0
+    assert fake.registered() == 0
+
+
+def test_contexts_are_retained_once_and_the_callers_comes_back(fake: FakeCuda) -> None:
+    driver = cuda.load()
+    driver.push(1)
+    mine = list(fake._contexts())
+    spans = [span_of(fake, device, 64, noise(device, 64)) for device in (0, 1, 0, 1)]
+    assert [bytes(copy.host_copy(span)) for span in spans] == [noise(device, 64) for device in (0, 1, 0, 1)]
+    copy.to_device((span, address_of(memoryview(bytearray(64))), 64, None) for span in spans)
+    assert fake._contexts() == mine
+    driver.pop()
+    assert fake.retained == [1, 1]
+
+
+# -- whose work a copy comes after -----------------------------------------------------------------------------
+
+
+def produced(fake: FakeCuda, stream: int, named: int | None, *, version: int = 3) -> bytes:
+    """Return what a put reads of memory that a kernel on ``stream`` writes, if the object names ``named``."""
+    address = fake.alloc(0, 64)
+    fake.poke(address, b"old" + bytes(61))
+    fake.work(stream, 0, address, b"new" + bytes(61))
+    thing = Array(address, 64, stream=named, version=version)
+    return bytes(copy.host_copy(device_span(thing)))[:3]
+
+
+def test_named_streams_are_waited_for(fake: FakeCuda) -> None:
+    mine = fake.user_stream(0)
+    assert produced(fake, mine, mine) == b"new"
+    assert produced(fake, cuda.STREAM_LEGACY, 1) == b"new"
+    assert produced(fake, cuda.STREAM_LEGACY, None) == b"new", "the default stream's order is kept without a word"
+    assert produced(fake, mine, cuda.STREAM_PER_THREAD) == b"new"
+    fake._handles.pop(mine)
+
+
+def test_a_stream_that_nobody_names_is_the_callers_affair(fake: FakeCuda) -> None:
+    """This is the positive control of the test above: the fake driver executes no work before its time."""
+    mine = fake.user_stream(0)
+    assert produced(fake, mine, None) == b"old"
+    fake._handles.pop(mine)
+
+
+def test_mutation_streams_not_followed(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = fake.user_stream(0)
+    monkeypatch.setattr(copy._Stream, "follow", lambda *_: None)
+    assert produced(fake, mine, mine) == b"old"
+    fake._handles.pop(mine)
+
+
+def test_mutation_streams_that_do_not_keep_the_default_streams_order(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "stream_create", lambda self: self._made("stream_create", 1))
+    assert produced(fake, cuda.STREAM_LEGACY, None) == b"old"
+
+
+def test_a_buffer_is_written_after_the_work_that_reads_it(fake: FakeCuda) -> None:
+    mine = fake.user_stream(0)
+    address = fake.alloc(0, 64)
+    fake.work(mine, 0, address, b"earlier work, which must not come out on top")
+    copy.copy_in(device_span(Array(address, 64, stream=mine)), memoryview(b"v" * 64))
+    fake._run(fake._handles[mine])
+    assert fake.peek(address, 64) == b"v" * 64
+    fake._handles.pop(mine)
+
+
+# -- failures -----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_does_not_begin(fake: FakeCuda) -> None:
+    span = span_of(fake, 0, 64)
+    fake.failing["cuMemcpyHtoDAsync_v2"] = [2]
+    with pytest.raises(CudaError, match="cuMemcpyHtoDAsync_v2: CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        copy.copy_in(span, memoryview(b"x" * 64))
+    assert not isinstance(caught.value, UnfinishedCopy)
+    assert not fake._contexts()
+    copy.copy_in(span, memoryview(b"y" * 64))
+    assert fake.peek(span.address, 64) == b"y" * 64
+
+
+def test_a_wait_that_fails_is_said_and_the_stream_is_not_used_again(fake: FakeCuda) -> None:
+    span = span_of(fake, 0, 64)
+    copy.copy_in(span, memoryview(b"x" * 64))
+    (stream,) = copy._idle[0]
+    fake.failing["cuStreamSynchronize"] = [700]
+    with pytest.raises(UnfinishedCopy, match="ILLEGAL_ADDRESS"):
+        copy.copy_in(span, memoryview(b"y" * 64))
+    assert id(stream) in fork._KEPT
+    assert stream not in copy._idle[0]
+    copy.copy_in(span, memoryview(b"z" * 64))
+    assert fake.peek(span.address, 64) == b"z" * 64
+    del fork._KEPT[id(stream)]
+    cuda.load().push(0)
+    stream.close()  # the fake's is well
+    cuda.load().pop()
+
+
+def test_a_sticky_error_leaves_nothing_half_done(fake: FakeCuda) -> None:
+    span = span_of(fake, 0, 64)
+    fake.sticky = 700
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        copy.copy_in(span, memoryview(b"x" * 64))
+    fake.sticky = 0
+    copy.copy_in(span, memoryview(b"z" * 64))
+
+
+def test_an_interruption_waits_for_the_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(PAGE)
+    whole = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0)
+    whole.register_some()
+    span = span_of(fake, 0, 64, b"device" + bytes(58))
+    real = Driver.stream_synchronize
+    struck = []
+
+    def strike(self: Driver, stream: int) -> None:
+        if not struck:
+            struck.append(stream)
+            raise KeyboardInterrupt
+        real(self, stream)
+
+    monkeypatch.setattr(Driver, "stream_synchronize", strike)
+    with pytest.raises(KeyboardInterrupt):
+        copy.to_host([(span, arena.data_address, 64, whole)])
+    assert fake.pending() == 0
+    assert arena.data[:6] == b"device"
+
+    def interrupted() -> Iterator[DeviceCopy]:
+        yield span, arena.data_address, 64, whole
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy.to_host(interrupted())
+    assert fake.pending() == 0
+    assert not fake._contexts()
+    whole.close()
+
+
+def test_without_pinned_memory_copies_are_slow_and_right(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    fake.failing["cuMemHostRegister_v2"] = [2]
+    span = span_of(fake, 0, 3 * STAGE_BYTES)
+    data = noise(5, 3 * STAGE_BYTES)
+    with caplog.at_level(logging.WARNING, "simm.gpu.copy"):
+        copy.copy_in(span, memoryview(data))
+        assert copy.host_copy(span) == data
+    assert [record.message for record in caplog.records] == [
+        "staging memory: the CUDA driver has registered 0 of 2 MiB and no more (cuMemHostRegister_v2: "
+        "CUDA_ERROR_OUT_OF_MEMORY (as the fake driver says)): copies between the rest and GPUs are slower"
+    ]
+    assert fake.pageable > 0
+
+
+def interrupted_at(copies: copy.InFlightCopies, thing: Any) -> weakref.ref[Any]:
+    """Interrupt a wait for the device in a frame that has ``thing``."""
+
+    class Interrupting:
+        device = 0
+
+        def __init__(self) -> None:
+            self.tried = 0
+
+        def finish(self) -> None:
+            self.tried += 1
+            if self.tried == 1:
+                raise KeyboardInterrupt
+
+        def close(self) -> None:
+            pass
+
+    copies._streams = {0: Interrupting()}  # type: ignore[dict-item]
+    held = thing()
+    with pytest.raises(KeyboardInterrupt):
+        copies.wait()
+    return weakref.ref(held)
+
+
+def test_an_interrupted_wait_holds_no_frames(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stored exception would keep its frames alive, and with them the arena that they refer to."""
+
+    class Thing:
+        pass
+
+    monkeypatch.setattr(copy, "IDLE_STREAMS", 0)
+    gc.disable()
+    try:
+        assert interrupted_at(copy.InFlightCopies(cuda.load()), Thing)() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_on_the_way_from_the_network_comes_after_the_exchange(fake: FakeCuda) -> None:
+    spans = [span_of(fake, 0, 100) for _ in range(3)]
+    exchanges = []
+
+    def read_host(part: Sequence[int], hosts: Any, got: dict[int, Any]) -> list[int]:
+        for at in part:
+            hosts[at].view()[: 50 + at] = bytes([at]) * (50 + at)
+            got[at] = 50 + at
+        exchanges.append(part)
+        return []
+
+    results = [0, 0, 0]
+    fake.failing["cuMemcpyHtoDAsync_v2"] = [1]
+    with pytest.raises(CudaError):
+        spans[0].read_remote(read_host, range(3), spans, results, ())
+    assert exchanges == [[0, 1, 2]] and results == [0, 0, 0]
+    assert spans[0].read_remote(read_host, range(3), spans, results, ()) == []
+    assert results == [50, 51, 52]
+    assert [fake.peek(span.address, 53) for span in spans] == [
+        bytes([at]) * (50 + at) + bytes(3 - at) for at in range(3)
+    ]

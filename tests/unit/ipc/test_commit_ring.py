@@ -1,0 +1,399 @@
+"""The commit ring: frames whole and broken, clients that write what they please, and wake-ups that get lost."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from simm.arena.hashing import Hasher
+from simm.errors import RemoteProtocolError, TransportError
+from simm.ipc.commit_ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from simm.ipc.grant_pool import return_idle
+from simm.ipc.session import WorkerSession
+from simm.net.channel import Refused
+from simm.rpc import decode, encode, reply
+from simm.wire import messages as M
+from simm.wire.hello import client_hello
+from simm.wire.messages import Status
+from tests.support.consistency import check
+from tests.support.worker_thread import WorkerThread
+
+digest_of = Hasher("default")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Ring, Ring]]:
+    client, fd = Ring.create()
+    server = Ring.attach(fd)
+    os.close(fd)
+    yield client, server
+    client.close()
+    server.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    with WorkerThread() as running:
+        yield running
+
+
+# -- the structure ---------------------------------------------------------------------------------
+
+
+def test_frames_pass_both_ways_in_order_round_and_round(pair: tuple[Ring, Ring]) -> None:
+    client, server = pair
+    read = 0
+    for number in range(5 * SLOTS):
+        assert server.next_request() is None
+        for each in range(number % SLOTS + 1):
+            client.post(encode(M.Ping(number * 100 + each), each))
+        while (frame := server.next_request()) is not None:
+            server.answer(reply(M.Pong(decode(frame).cookie), frame.request_id))
+        for each in range(number % SLOTS + 1):
+            assert client.words[HEAD] > read
+            assert decode(client.reply(read)) == M.Pong(number * 100 + each)
+            read += 1
+    assert client.words[TAIL] == client.words[HEAD] == read
+
+
+def test_the_largest_frame_fits_and_a_larger_one_is_refused(pair: tuple[Ring, Ring]) -> None:
+    client, server = pair
+    most = (SLOT_BYTES - len(encode(M.Unpin([])))) // 8
+    frame = encode(M.Unpin(list(range(most))))
+    assert SLOT_BYTES - 8 < len(frame) <= SLOT_BYTES
+    client.post(frame)
+    got = server.next_request()
+    assert got is not None and decode(got) == M.Unpin(list(range(most)))
+    with pytest.raises(RemoteProtocolError, match="does not fit the ring"):
+        server.answer(bytes(SLOT_BYTES + 1))
+    assert server.done == 0 and client.words[HEAD] == 0
+
+
+@pytest.mark.parametrize("tail", [SLOTS + 1, 100, (1 << 64) - 1, 1 << 63])
+def test_a_tail_that_jumps_is_refused(pair: tuple[Ring, Ring], tail: int) -> None:
+    client, server = pair
+    client.post(encode(M.Ping(1)))
+    client.words[TAIL] = tail
+    assert server.next_commit() is None
+    with pytest.raises(RemoteProtocolError, match="ring tail"):
+        server.next_request()
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"x" * 64, encode(M.Ping(1))[:10], encode(M.Ping(1))[:8] + b"\xff" * 40, b"\xff" * SLOT_BYTES]
+)
+def test_garbage_is_refused(pair: tuple[Ring, Ring], frame: bytes) -> None:
+    client, server = pair
+    client.post(frame)
+    assert server.next_commit() is None
+    with pytest.raises(RemoteProtocolError):
+        decode(server.next_request())  # type: ignore[arg-type]
+
+
+def test_a_length_beyond_the_slot_is_refused(pair: tuple[Ring, Ring]) -> None:
+    client, server = pair
+    frame = bytearray(encode(M.Unpin([1, 2, 3])))
+    frame[20:24] = (SLOT_BYTES).to_bytes(4, "little")
+    client.post(bytes(frame))
+    with pytest.raises(RemoteProtocolError, match=r"ring slot|unknown|body"):
+        server.next_request()
+
+
+def memfd(size: int, seals: int) -> int:
+    fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "text"),
+    [(RING_BYTES, 0, "not sealed"), (RING_BYTES, fcntl.F_SEAL_GROW, "not sealed"),
+     (RING_BYTES, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, "not sealed"),
+     (RING_BYTES - 1, SEALS, "bytes"), (RING_BYTES + 4096, SEALS, "bytes"), (0, SEALS, "bytes")],
+)  # fmt: skip
+def test_a_ring_that_could_be_cut_under_us_is_refused(size: int, seals: int, text: str) -> None:
+    fd = memfd(size, seals)
+    with contextlib.closing(os.fdopen(fd)), pytest.raises(RemoteProtocolError, match=text):
+        Ring.attach(fd)
+
+
+def test_something_that_is_no_memfd_is_refused() -> None:
+    near, far = os.pipe()
+    try:
+        with pytest.raises(RemoteProtocolError, match="no memfd"):
+            Ring.attach(near)
+    finally:
+        os.close(near)
+        os.close(far)
+
+
+# -- against a real worker -----------------------------------------------------------------------------
+
+
+def put(session: WorkerSession, key: str, size: int) -> int:
+    if session.pool.take(size) is None:
+        session.ask([(size, 4)])
+    else:
+        raise AssertionError("the pool was not empty")
+    grant = session.pool.take(size)
+    assert grant is not None
+    answer = session.exchange(M.Commit([(digest_of(key), grant[0], size, 0, 0, 0)], []))
+    status: int = answer.statuses[0]
+    return_idle(session)
+    return status
+
+
+def test_commits_go_by_ring_and_by_socket_alike(worker: WorkerThread) -> None:
+    for ring in (True, False):
+        session = worker.session(ring=ring)
+        assert (session.ring is not None) == ring
+        for number in range(3 * SLOTS):
+            assert put(session, f"{ring} {number}", 4096) == Status.OK
+        session.close()
+    with worker.frozen() as store:
+        assert store.table.entries == 6 * SLOTS
+        check(store)
+    assert worker.worker.rings.requests >= 6 * SLOTS
+
+
+def test_a_long_line_of_requests_waits_for_room(worker: WorkerThread) -> None:
+    """More requests than slots, none of their answers read in between."""
+    session = worker.session()
+    session.acquire()
+    tickets = [session.submit_locked(M.Exists([digest_of(str(number))])) for number in range(5 * SLOTS)]
+    assert all(session.wait_locked(ticket) == M.Statuses([Status.NOT_FOUND]) for ticket in tickets)
+    session.lock.release()
+    session.close()
+
+
+def test_a_request_larger_than_a_slot_goes_by_socket(worker: WorkerThread) -> None:
+    session = worker.session()
+    digests = [digest_of(str(number)) for number in range(4000)]
+    assert session.exchange(M.Exists(digests)) == M.Statuses([Status.NOT_FOUND] * 4000)
+    assert session.exchange(M.Stats(0))
+    session.close()
+
+
+def hostile(worker: WorkerThread) -> tuple[WorkerSession, Ring]:
+    """A session whose ring's requests are written by hand."""
+    session = worker.session()
+    assert session.ring is not None
+    return session, session.ring
+
+
+def ask(session: WorkerSession) -> None:
+    """Kick, and find the connection closed."""
+    with pytest.raises(TransportError):
+        session.channel.call(M.Kick(0))
+
+
+HOSTILE: dict[str, Callable[[Ring], None]] = {
+    "tail ahead": lambda ring: ring.words.__setitem__(TAIL, SLOTS + 1),
+    "tail far ahead": lambda ring: ring.words.__setitem__(TAIL, 1 << 40),
+    "tail back": lambda ring: ring.words.__setitem__(TAIL, (1 << 64) - 1),
+    "garbage": lambda ring: _ignore(ring.post(b"\xff" * 100)),
+    "nothing": lambda ring: ring.words.__setitem__(TAIL, 1),
+    "a hello": lambda ring: _ignore(ring.post(encode(client_hello(0, namespace="default")))),
+    "a kick": lambda ring: _ignore(ring.post(encode(M.Kick(0)))),
+    "a map": lambda ring: _ignore(ring.post(encode(M.Shards(9, b"", b"")))),
+    "a ring": lambda ring: _ignore(ring.post(encode(M.RingAttach(RING_BYTES)))),
+    "an answer too long": lambda ring: _ignore(ring.post(encode(M.Locate(0, [bytes(16)] * 1500)))),
+    "too much": lambda ring: _ignore(ring.post(encode(M.Grant([(64, 1 << 31)])))),
+}
+
+
+def _ignore(_: object) -> None: ...
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_client_loses_its_session_and_nobody_else_anything(worker: WorkerThread, what: str) -> None:
+    good = worker.session()
+    assert put(good, "before", 4096) == Status.OK
+    session, ring = hostile(worker)
+    HOSTILE[what](ring)
+    ask(session)
+    assert put(good, "after", 4096) == Status.OK
+    with worker.frozen() as store:
+        check(store)
+        assert worker.loop.handler_errors == 0 and worker.loop.protocol_errors == 1
+    good.close()
+    session.close()
+
+
+def test_issue_a_tail_set_back_does_not_replay_old_commits_for_ever(worker: WorkerThread) -> None:
+    """The one-key form was parsed without a look at the tail: old frames were served again and again."""
+    good = worker.session()
+    session, ring = hostile(worker)
+    for number in range(SLOTS):
+        assert put(session, f"{number}", 4096) == Status.OK
+    served = worker.worker.rings.requests
+    ring.words[TAIL] = ring.words[HEAD] - 1
+    ask(session)
+    assert put(good, "after", 4096) == Status.OK
+    with worker.frozen() as store:
+        assert worker.worker.rings.requests - served < 10
+        check(store)
+    good.close()
+
+
+def test_issue_a_kick_serves_what_was_there_and_no_more(worker: WorkerThread) -> None:
+    """A client that posts on while its kick is served must not keep the worker from everybody else."""
+    session, ring = hostile(worker)
+    with worker.frozen():
+        frame = encode(M.Ping(1))
+        real = worker.worker.rings._serve
+        extra = [0]
+
+        def serve(ring_: Ring, peer: object) -> None:
+            real(ring_, peer)  # type: ignore[arg-type]
+            if extra[0] < 1000:
+                extra[0] += 1
+                ring.post(frame)
+
+        worker.worker.rings._serve = serve  # type: ignore[method-assign]
+        ring.post(frame)
+    assert isinstance(session.channel.call(M.Kick(1)), M.Done)
+    with worker.frozen():
+        assert extra[0] <= SLOTS
+        extra[0] = 1000
+    session.close(clean=False)
+
+
+def test_a_kick_without_a_ring_closes(worker: WorkerThread) -> None:
+    channel, _ = worker.hello()
+    with pytest.raises(TransportError):
+        channel.call(M.Kick(0))
+    channel.close()
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_ring_comes_with_exactly_one_descriptor(worker: WorkerThread, count: int) -> None:
+    channel, _ = worker.hello()
+    ring, fd = Ring.create()
+    with pytest.raises(TransportError):
+        channel.call(M.RingAttach(RING_BYTES), fds=(fd,) * count)
+    os.close(fd)
+    ring.close()
+    channel.close()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(worker: WorkerThread) -> None:
+    """Else a client could use up the worker's."""
+    channel, _ = worker.hello()
+    with worker.frozen():
+        before = len(os.listdir("/proc/self/fd"))
+    near, far = os.pipe()
+    with contextlib.suppress(TransportError):
+        for number in range(50):
+            assert channel.call(M.Ping(number), fds=(near,) * 4) == M.Pong(number)
+    os.close(near)
+    os.close(far)
+    channel.close()
+    assert put(worker.session(), "after", 64) == Status.OK
+    with worker.frozen():
+        assert len(os.listdir("/proc/self/fd")) < before + 12  # a session's own few
+
+
+def test_without_a_descriptor_to_spare_commits_go_by_socket(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_issue: the OSError went through to the engine."""
+
+    def no_more() -> tuple[Ring, int]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Ring, "create", staticmethod(no_more))
+    session = worker.session()
+    assert session.ring is None and put(session, "k", 100) == Status.OK
+    session.close()
+
+
+# -- wake-ups --------------------------------------------------------------------------------------------
+
+
+def test_a_lost_wake_up_costs_a_kick_and_never_a_hang(worker: WorkerThread) -> None:
+    """The client saw the flag down, the worker saw no request, and both went to wait: the client kicks anyway."""
+    session = worker.session()
+    ring = session.ring
+    assert ring is not None
+    with worker.frozen():
+        assert ring.words[SLEEPING] == 1  # poll_us=0: it always sleeps
+        ring.words[SLEEPING] = 0  # what the client read before it posted
+    doorbells = session.doorbells
+    assert put(session, "k", 4096) == Status.OK
+    assert session.doorbells > doorbells
+    session.close()
+
+
+def test_a_worker_that_polls_needs_no_kick_and_one_that_sleeps_gets_one() -> None:
+    with WorkerThread(poll_us=2_000_000) as worker:
+        if not worker.worker.rings.poll_s:
+            pytest.skip("one CPU: a worker never polls")
+        session = worker.session()
+        ring = session.ring
+        assert ring is not None
+        assert put(session, "first", 4096) == Status.OK  # wakes it; from now on it polls for two seconds
+        assert ring.words[SLEEPING] == 0
+        session.acquire()
+        ticket = session.submit_locked(M.Ping(5))
+        while ring.words[HEAD] <= ticket:
+            pass  # no kick is sent here
+        assert session.wait_locked(ticket) == M.Pong(5)
+        session.lock.release()
+        session.close()
+
+
+def test_what_is_posted_between_the_flag_and_the_last_look_is_served(worker: WorkerThread) -> None:
+    session = worker.session()
+    ring = session.ring
+    assert ring is not None
+    with worker.frozen():
+        rings = worker.worker.rings
+        peer = next(peer for peer in worker.loop.peers if getattr(peer.context, "ring", None) is not None)
+        rings.active = [(peer.context.ring, peer)]
+        ring.words[SLEEPING] = 0
+
+        class Posting:
+            """The client posts at the very moment at which the worker has raised the flag."""
+
+            def __setitem__(self, at: int, value: int) -> None:
+                words[at] = value
+                if at == SLEEPING and value and words[TAIL] == 0:
+                    ring.post(encode(M.Ping(9), 3))
+
+            def __getitem__(self, at: int) -> int:
+                word: int = words[at]
+                return word
+
+        words = peer.context.ring.words
+        peer.context.ring.words = Posting()
+        rings._sleep()
+        peer.context.ring.words = words
+        assert ring.words[HEAD] == 1 and decode(ring.reply(0)) == M.Pong(9)
+        assert ring.words[SLEEPING] == 0 and rings.active  # it has work again
+        rings.active.clear()
+        ring.words[SLEEPING] = 1
+        ring.done = 1
+    session.close()
+
+
+def test_two_hellos_and_requests_before_hello_close(worker: WorkerThread) -> None:
+    channel, _ = worker.hello()
+    with pytest.raises(TransportError):
+        channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, 0, 0, 0, "default", "", []))
+    channel.close()
+    for msg in (M.Grant([(1, 1)]), M.Commit([], []), M.Unpin([1]), M.Shards(1, b"", b"")):
+        channel = worker.channel()
+        with pytest.raises(TransportError):
+            channel.call(msg)
+        channel.close()
+    channel = worker.channel()
+    with pytest.raises(Refused, match="protocol"):
+        channel.call(M.Hello(M.PROTOCOL_MAX + 1, M.PROTOCOL_MAX + 2, 0, 0, 0, "default", "", []))
+    channel.close()

@@ -1,0 +1,339 @@
+"""Arenas that are found at a start: whose they are by name, and which are fit for a warm start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from simm import shm
+from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word
+from simm.errors import ConfigError, SegmentError
+from simm.ipc import segments as ipc_segments
+from simm.ipc.segments import ArenaName, check_server_name, embedded_server_name
+from simm.server.arena_stock import ArenaStock
+from simm.server.options import DataServerOptions
+from simm.shm import data_name
+from tests.support.dose import dose
+from tests.support.left_arenas import (
+    CLUSTER,
+    HARMLESS,
+    MIB,
+    SEEN,
+    clean,
+    files_of,
+    fit,
+    header_word,
+    make_arena,
+    make_suspended,
+    name_of,
+    spoil,
+    start_warm,
+)
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def test_a_name_has_one_meaning() -> None:
+    """What is put into a name comes out of it, and no two servers have one name."""
+    rng = random.Random(7)
+    pieces = ["gpu", "gpu-1", "0", "1", "-", "--", "simm-0-x", "0123456789abcdef", "local-7-0123abcd", ".", "_", "a\n"]
+    seen: dict[str, ArenaName] = {}
+    for _ in range(3000):
+        server = "-".join(rng.choices(pieces, k=rng.randint(1, 4)))
+        made = ArenaName(rng.choice([0, 1000]), server, rng.randrange(64), rng.choice([1, 15, (1 << 63) - 1, 1 << 63]))
+        assert ArenaName.parse(str(made)) == made
+        assert seen.setdefault(str(made), made) == made
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "simm-", "simm-0-gpu-0-", "simm-0-gpu-0-0123456789abcde", "simm-0-gpu-0-0123456789abcdeF",
+     "simm-0--0-" + "0" * 16, "simm-0-gpu-00-" + "0" * 16, "simm-00-gpu-0-" + "0" * 16,
+     "simm-0-gpu-0-" + "0" * 16 + "\n", "simm-0-gpu-x-" + "0" * 16, "xsimm-0-gpu-0-" + "0" * 16,
+     "simm-bench-123-01234567", "simm-x-gpu-0-" + "0" * 16],
+)  # fmt: skip
+def test_what_is_no_arenas_name(name: str) -> None:
+    assert ArenaName.parse(name) is None
+
+
+def test_names_of_embedded_clusters_are_no_users() -> None:
+    name = embedded_server_name(4711)
+    check_server_name(name, 4711)
+    for other in (0, 4712):
+        with pytest.raises(ConfigError, match=r"--name local-4711-.*choose another"):
+            check_server_name(name, other)
+    for fine in ("local", "local-4711", "local-gpu", f"{name}x", f"x{name}", "local-7-0123ABCD", "local-07-0123abcd"):
+        check_server_name(fine, 0)
+
+
+@pytest.fixture
+def shm_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own in place of /dev/shm."""
+    monkeypatch.setattr(shm, "SHM_DIR", str(tmp_path))
+    # What is free on a disk changes with everything that runs, so waiting for it is in vain.
+    monkeypatch.setattr(ipc_segments, "LET_GO_S", 0.0)
+    return tmp_path
+
+
+def test_only_what_is_exactly_the_servers_is_removed(shm_dir: Path) -> None:
+    mine = [name_of("gpu"), name_of("gpu", 1), name_of("gpu", 63, 5)]
+    others = [
+        name_of("gpu-1"), name_of("gpu-0"), name_of("gpu-1", 3), name_of("gp"), name_of("gpu-0-0000000000000abc"),
+        name_of("local-gpu"), name_of("local-1"), name_of("local-77-0123abcdx"),
+        str(ArenaName(os.geteuid() + 1, "gpu", 0, 1)), f"simm-{os.geteuid()}-gpu-0-1", f"simm-{os.geteuid()}-gpu-x",
+        "simm-bench-1-01234567",
+    ]  # fmt: skip
+    embedded = [name_of(embedded_server_name(77)), name_of(embedded_server_name(78), 2)]
+    for name in [*mine, *others, *embedded]:
+        (shm_dir / name).write_bytes(bytes(8192))
+    assert sorted(left.name for left in ipc_segments.left_by("gpu")) == sorted(mine)
+    assert sorted(clean("gpu")) == sorted([*mine, *embedded])
+    assert sorted(os.listdir(shm_dir)) == sorted(others)
+    assert ipc_segments.left_by("gpu") == []
+
+
+def test_mutation_a_prefix_takes_what_is_anothers(shm_dir: Path) -> None:
+    other = name_of("gpu-1")
+    (shm_dir / other).write_bytes(bytes(8192))
+    assert shm.leftovers(f"simm-{os.geteuid()}-gpu-") == [other]
+
+
+def test_live_ones_and_those_of_others_stay(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, locked = make_arena(name_of("gpu")), make_arena(name_of(embedded_server_name(os.getpid())))
+    assert clean("gpu") == []
+    names = {live.name, locked.name}
+    for each in (live, locked):
+        each.close()
+    uid = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: uid + 1)
+        (shm_dir / name_of("gpu")).write_bytes(b"of the other uid by its name, and ours by its owner")
+        assert clean("gpu") == []
+    assert set(ipc_segments.remove_old(names)) == names
+
+
+# -- warm starts: what is fit for one -------------------------------------------------------------------
+
+
+def test_an_arena_that_was_left_in_order_is_taken(shm_dir: Path, tmp_path: Path) -> None:
+    name = name_of("gpu")
+    values = make_suspended(name)
+    taken, why = fit("gpu", 1)
+    assert {number: left.name for number, left in taken.items()} == {0: name} and not why
+    assert (taken[0].epoch, taken[0].size) == (5, 8 * MIB)
+    assert start_warm(name, tmp_path) == values
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_what_is_set_aside_at_sight(shm_dir: Path, what: str) -> None:
+    name = name_of("gpu")
+    make_suspended(name)
+    damage, reason = SEEN[what]
+    spoil(shm_dir / name, damage)
+    taken, why = fit("gpu", 1)
+    assert not taken and list(why) == [name] and reason in why[name]
+    assert clean("gpu") == [name] and not os.listdir(shm_dir)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", bytes(4096), bytes(8 * MIB), b"\xff" * 4096, random.Random(1).randbytes(8 * MIB)],
+    ids=["empty", "a byte", "a page of zeros", "zeros", "ones", "random"],
+)  # fmt: skip
+def test_what_is_no_arena_is_not_looked_at_twice(shm_dir: Path, content: bytes) -> None:
+    name = name_of("gpu")
+    (shm_dir / name).write_bytes(content)
+    (left,) = ipc_segments.left_by("gpu")
+    assert left.state == 0 and left.fault
+    assert fit("gpu", 1) == ({}, {})
+    assert clean("gpu") == [name] and not os.listdir(shm_dir)
+
+
+def test_holes_are_seen(shm_dir: Path) -> None:
+    """Cut short and made longer again: the header is whole, and values would be zeros."""
+    name = name_of("gpu")
+    make_suspended(name)
+    for file in (shm_dir / name, shm_dir / data_name(name)):
+        whole = file.read_bytes()
+        os.truncate(file, len(whole) - MIB)
+        os.truncate(file, len(whole))
+        taken, why = fit("gpu", 1)
+        assert not taken and "pages of it are missing" in why[name]
+        file.write_bytes(whole)
+    assert fit("gpu", 1)[0]
+
+
+def test_both_files_are_one_arenas(shm_dir: Path) -> None:
+    """Without its data, or with another one's, nothing is taken; and data without an arena is removed."""
+    name, other = name_of("gpu"), name_of("other")
+    make_suspended(name)
+    make_suspended(other)
+    own = (shm_dir / data_name(name)).read_bytes()
+    (shm_dir / data_name(name)).write_bytes((shm_dir / data_name(other)).read_bytes())
+    assert fit("gpu", 1) == ({}, {name: "its data is another arena's"})
+    (shm_dir / data_name(name)).unlink()
+    assert fit("gpu", 1) == ({}, {name: "its data is gone"})
+    assert clean("gpu") == [name] and sorted(os.listdir(shm_dir)) == files_of(other)
+    (shm_dir / data_name(name)).write_bytes(own)
+    assert [left.name for left in ipc_segments.left_by("gpu")] == [name]
+    assert clean("gpu") == [name] and sorted(os.listdir(shm_dir)) == files_of(other)
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_recovery_gives_up_costs_no_value(shm_dir: Path, tmp_path: Path, what: str) -> None:
+    name = name_of("gpu")
+    values = make_suspended(name)
+    spoil(shm_dir / name, HARMLESS[what])
+    assert fit("gpu", 1)[0]
+    assert start_warm(name, tmp_path) == values
+
+
+@pytest.mark.parametrize("where", ["header", "slots", "ledger", "tables", "everything"])
+@pytest.mark.parametrize("seed", dose(range(12), quick=2))
+def test_damage_by_chance(shm_dir: Path, tmp_path: Path, where: str, seed: int) -> None:
+    """Refused at sight, refused by recovery, or taken, and then right: it checks, takes puts, and has no other values
+    than it had (bytes of values themselves are nobody's to check without ``--checksum``)."""
+    rng = random.Random(f"{where} {seed}")
+    name = name_of("gpu")
+    values = make_suspended(name)
+    geometry = Geometry.plan(8 * MIB)
+    start, stop = {
+        "header": (0, 17 * 8), "slots": (geometry.slots_offset, geometry.ledger_offset),
+        "ledger": (geometry.ledger_offset, geometry.ledger_offset + geometry.ledger_bytes),
+        "tables": (0, geometry.data_offset), "everything": (0, geometry.size),
+    }[where]  # fmt: skip
+
+    def damage(raw: bytearray) -> None:
+        for _ in range(rng.choice([1, 3, 30, 3000])):
+            at = rng.randrange(start, stop)
+            if rng.random() < 0.5:
+                at &= ~7
+                raw[at : at + 8] = rng.choice([rng.randbytes(8), bytes(8), b"\xff" * 8, b"\1" + bytes(7)])
+            else:
+                raw[at] ^= 1 << rng.randrange(8)
+
+    spoil(shm_dir / name, damage)
+    taken, why = fit("gpu", 1)
+    assert taken or why or ipc_segments.left_by("gpu")[0].state != State.SUSPENDED
+    if taken:
+        try:
+            found = start_warm(name, tmp_path)
+        except (MemoryError, OSError, AssertionError):
+            raise
+        except Exception:
+            assert clean("gpu") == [name]
+            return
+        assert len(found) <= len(values)
+        if where in ("header", "ledger"):
+            assert found.items() <= values.items()
+    assert clean("gpu") == [name]
+
+
+def test_all_workers_or_none(shm_dir: Path) -> None:
+    """JOIN has one flag and one epoch for all."""
+    names = [name_of("gpu", number) for number in range(3)]
+    make_suspended(names[0])
+    assert fit("gpu", 2) == ({}, {names[0]: "of 2 workers' arenas 1 can be used"})
+    make_suspended(names[1])
+    assert set(fit("gpu", 2)[0]) == {0, 1}
+    assert fit("gpu", 3)[0] == {}
+    taken, why = fit("gpu", 1)
+    assert set(taken) == {0} and why == {names[1]: "this server has 1 workers"}
+    make_suspended(names[2], epoch=6)
+    assert fit("gpu", 3) == ({}, dict.fromkeys(names, "the workers' arenas end with different maps"))
+
+
+def test_the_newest_of_two(shm_dir: Path) -> None:
+    old, new, twin = (name_of("gpu", 0, instance) for instance in (9, 8, 7))
+    make_suspended(old)
+    make_suspended(new, epoch=6)
+    taken, why = fit("gpu", 1)
+    assert taken[0].name == new and why == {old: f"{new} is at least as new"}
+    make_suspended(twin, epoch=6)
+    taken, why = fit("gpu", 1)
+    assert not taken and set(why) == {old, new, twin}, "nobody knows which of the two is the one"
+
+
+def test_other_sizes_are_set_aside(shm_dir: Path) -> None:
+    name = name_of("gpu")
+    make_suspended(name)
+    slots = Geometry.plan(8 * MIB).slots
+    for arguments in ((1,), (1, 8 * MIB), (1, 0, slots), (1, 8 * MIB, slots)):
+        assert set(fit("gpu", *arguments)[0]) == {0}, arguments
+    assert "--memory asks for 16" in fit("gpu", 1, 16 * MIB)[1][name]
+    assert "--slots asks for 64" in fit("gpu", 1, 0, 64)[1][name]
+    assert "--slots asks for 64" in fit("gpu", 1, 0, 57)[1][name]
+    assert f"--slots asks for {1 << 30}" in fit("gpu", 1, 0, 1 << 30)[1][name]
+
+
+def test_closing_what_is_damaged(shm_dir: Path) -> None:
+    """Another layout's shard words are elsewhere, perhaps: only its state is changed."""
+    name = name_of("gpu")
+    make_suspended(name)
+    before = (shm_dir / name).read_bytes()
+    spoil(shm_dir / name, header_word(Word.VERSION, lambda version: version + 1))
+    ipc_segments.store_closed(name)
+    after = (shm_dir / name).read_bytes()
+    assert ipc_segments.state_of(name) == State.CLOSED and after[HEADER_BYTES:] == before[HEADER_BYTES:]
+    spoil(shm_dir / name, header_word(Word.VERSION, lambda version: version - 1))
+    ipc_segments.store_closed(name)
+    assert not any((shm_dir / name).read_bytes()[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES])
+    (shm_dir / name).write_bytes(b"x" * 5000)
+    ipc_segments.store_closed(name)
+    assert (shm_dir / name).read_bytes() == b"x" * 5000
+
+
+# -- two clusters on one host --------------------------------------------------------------------------
+
+
+def test_no_arena_of_another_cluster_is_taken(shm_dir: Path) -> None:
+    """What ``take_over`` does with ours, another's, one of no cluster, ones of another layout, a dead server's."""
+    ours, foreign, none, newer, dead, newer_of_ours = (name_of("gpu", 0, instance) for instance in range(1, 7))
+    make_suspended(ours, epoch=9)
+    make_suspended(foreign, cluster=CLUSTER + 1)
+    make_suspended(none)
+    spoil(shm_dir / none, header_word(Word.CLUSTER, lambda _: 0))
+    make_suspended(newer, cluster=CLUSTER + 1)
+    make_suspended(newer_of_ours)
+    for name in (newer, newer_of_ours):
+        spoil(shm_dir / name, header_word(Word.VERSION, lambda version: version + 1))
+    make_suspended(dead, cluster=CLUSTER + 1)
+    spoil(shm_dir / dead, header_word(Word.STATE, lambda _: State.OPEN))
+    before = {name: (shm_dir / name).read_bytes() for name in (foreign, newer)}
+    for warm in (True, False):
+        stock = ArenaStock(DataServerOptions("gpu", "", [0], warm=warm), 99)
+        assert {left.name for left in stock.undecided()} >= {ours, foreign, newer}
+        taken = stock.take_over(CLUSTER)
+        assert [segment.name for segment in taken.values()] == [ours] * warm
+        assert (stock.cluster, stock.epoch) == ((CLUSTER, 9) if warm else (0, 0))
+        for segment in taken.values():
+            segment.close()
+        assert sorted(os.listdir(shm_dir)) == files_of(*[foreign, newer] + [ours] * warm)
+    assert {name: (shm_dir / name).read_bytes() for name in before} == before
+
+
+def test_an_arena_from_before_clusters_had_ids_is_set_aside_for_its_layout(
+    shm_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layout 2 has no cluster in its header. The log names the layout, and does not say that it held nothing."""
+    name = name_of("gpu")
+    make_suspended(name)
+    spoil(shm_dir / name, header_word(Word.CLUSTER, lambda _: 0))
+    spoil(shm_dir / name, header_word(Word.VERSION, lambda _: 2))
+    with caplog.at_level(logging.WARNING, "simm"):
+        assert ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99).take_over(CLUSTER) == {}
+    assert "has arena layout 2" in caplog.text and "never had a shard" not in caplog.text
+    assert os.listdir(shm_dir) == []
+
+
+def test_memory_that_another_cluster_has_is_named(shm_dir: Path) -> None:
+    name = name_of("gpu")
+    make_suspended(name, cluster=CLUSTER + 1)
+    stock = ArenaStock(DataServerOptions("gpu", "", [0], memory=1 << 50), 99)
+    assert stock.take_over(CLUSTER) == {}
+    with pytest.raises(SegmentError, match=f"configure a smaller arena.*; .*{name}.* is kept for another cluster"):
+        stock.new(0, 0, stock.size())
+    assert sorted(os.listdir(shm_dir)) == files_of(name)

@@ -1,0 +1,53 @@
+"""The environment that a local cluster gives its child processes, and its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import simm
+from simm.host.file_locks import LockFile
+from simm.sdk import local_cluster
+from simm.sdk.local_cluster import child_environment
+
+
+def test_children_import_the_same_package_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMM_MANAGER", "elsewhere:1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = child_environment()
+    assert "SIMM_MANAGER" not in environment and "SIMM_MANAGER" in os.environ
+    script = "import simm; print(simm.__file__)"
+    found = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, env=environment, text=True)
+    assert Path(found.strip()) == Path(simm.__file__).resolve()
+
+
+def test_the_search_path_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/one:/two")
+    assert child_environment()["PYTHONPATH"].split(os.pathsep)[1:] == ["/one", "/two"]
+
+
+def test_a_folder_that_another_process_cleans_away_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is one without a lock until its owner has taken it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    take, gone = LockFile.take, []
+
+    def late(path: str) -> LockFile | None:
+        if not gone:
+            gone.append(path)
+            shutil.rmtree(os.path.dirname(path))
+        return take(path)
+
+    monkeypatch.setattr(LockFile, "take", late)
+    with contextlib.ExitStack() as undo:
+        folder = local_cluster._make_folder(undo)
+        assert os.listdir(folder) == [local_cluster._LOCK] and not gone[0].startswith(folder)
+    assert os.listdir(tmp_path) == []

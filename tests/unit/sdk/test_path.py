@@ -1,0 +1,177 @@
+"""The state machine that all paths of a client share: transitions, attempts, backoff, end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from simm.arena.layout import State
+from simm.config.client_options import ClientOptions
+from simm.sdk.path import STALE_S, ClientContext, ClientRdma, Heartbeat, Path, PathState, arena_closed
+from tests.support.waiting import wait_until
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Paced(Path):
+    """A path whose connection attempts end as the test decides."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(ClientContext(ClientOptions(), clock=lambda: clock[0]))
+        self.attempts = 0
+        self.go_on = threading.Event()
+        self.failure: str | None = None
+
+    def _attempt(self) -> None:
+        self.attempts += 1
+        self.go_on.wait(30.0)
+        with self._changed:
+            self.connecting = False
+            if self.failure is None:
+                self._set_up()
+            else:
+                self._set_down(self.failure)
+            self._changed.notify_all()
+
+    def attempt(self, failure: str | None) -> None:
+        """Run one attempt from its start to its end."""
+        self.failure = failure
+        self.go_on.set()
+        self.connect_soon()
+        wait_until(lambda: not self.connecting, "the attempt ends")
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [1000.0]
+
+
+def test_up_is_the_only_state_without_a_reason(clock: list[float]) -> None:
+    path = Paced(clock)
+    assert path.state is PathState.NEW and path.down_reason
+    path.attempt("nobody there")
+    assert (path.state, path.down_reason) == (PathState.DOWN, "nobody there")
+    path.attempt(None)
+    assert (path.state, path.down_reason) == (PathState.UP, None)
+    path.close()
+    assert path.state is PathState.CLOSED and path.down_reason
+
+
+def test_attempts_are_due_after_a_pause_that_doubles_and_starts_over(clock: list[float]) -> None:
+    path = Paced(clock)
+    pauses = []
+    for _ in range(4):
+        path.attempt("nobody there")
+        assert not path.wants_connection(clock[0])
+        pauses.append(path.backoff.retry_at - clock[0])
+        clock[0] = path.backoff.retry_at
+        assert path.wants_connection(clock[0])
+    assert pauses[3] > 2 * pauses[0]
+    path.attempt(None)
+    assert not path.wants_connection(clock[0] + 1e6), "a path that is up needs none"
+    with path._changed:
+        path._set_down("lost")
+    assert path.backoff.failures == 1
+
+
+def test_one_attempt_at_a_time(clock: list[float]) -> None:
+    path = Paced(clock)
+    for _ in range(5):
+        path.connect_soon()
+    assert path.connecting and not path.wants_connection(clock[0] + 1e6)
+    path.go_on.set()
+    wait_until(lambda: not path.connecting, "it ends")
+    assert path.attempts == 1
+
+
+def test_without_a_thread_the_path_is_down(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = Paced(clock)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    path.connect_soon()
+    assert path.state is PathState.DOWN and not path.connecting
+    assert "can't start new thread" in str(path.down_reason)
+
+
+def test_absent_is_not_tried_again(clock: list[float]) -> None:
+    path = Paced(clock)
+    with path._changed:
+        path._set_down("no RDMA device", PathState.ABSENT)
+        path._set_down("cannot connect")
+    assert path.state is PathState.ABSENT
+    assert not path.wants_connection(clock[0] + 1e6)
+
+
+@pytest.mark.parametrize("failure", [None, "nobody there"])
+def test_closed_is_final(clock: list[float], failure: str | None) -> None:
+    """The result of an attempt in progress does not reopen a closed path."""
+    path = Paced(clock)
+    path.failure = failure
+    path.connect_soon()
+    path.close()
+    assert not path.over, "an attempt is in progress"
+    assert not path.gone(0.0)
+    path.go_on.set()
+    assert path.gone(time.monotonic() + 30.0)
+    assert path.over and path.state is PathState.CLOSED
+    path.connect_soon()
+    assert not path.connecting and not path.wants_connection(clock[0] + 1e6)
+
+
+def test_close_ends_idle_connections_once(clock: list[float]) -> None:
+    path = Paced(clock)
+    idle = [Connection(), Connection()]
+    path._idle += idle
+    path.close()
+    path.close()
+    assert all(each.closed for each in idle) and not path._idle
+
+
+def test_a_forked_child_has_closed_paths_and_open_locks_do_not_matter(clock: list[float]) -> None:
+    path = Paced(clock)
+    path.attempt(None)
+    with path._changed:  # held by another thread of the parent
+        path._after_fork()
+    assert (path.state, path.down_reason) == (PathState.CLOSED, "forked")
+
+
+def test_closing_waits_for_the_paths_in_use(clock: list[float]) -> None:
+    used, unused = Paced(clock), Paced(clock)
+    rdma = ClientRdma()
+    rdma.add(used)
+    rdma.add(unused)
+    used.connect_soon()
+    assert not rdma.close(0.0)
+    assert unused.over and not used.over
+    rdma.tidy()
+    assert rdma._paths == [used]
+    used.go_on.set()
+    assert rdma.close(30.0)
+    assert not rdma._paths
+
+
+def test_a_heartbeat_is_stale_once_it_has_stood_still() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.restart(100.0)
+    heartbeat.seen(7, 100.0)
+    heartbeat.seen(7, 100.0 + STALE_S)
+    assert not heartbeat.stale(100.0 + STALE_S)
+    assert heartbeat.stale(100.1 + STALE_S)
+    heartbeat.seen(8, 100.1 + STALE_S)
+    assert not heartbeat.stale(100.1 + STALE_S)
+
+
+def test_which_arenas_are_closed_for_good() -> None:
+    assert arena_closed(State.CLOSED) and arena_closed(State.SUSPENDED)
+    assert not arena_closed(State.OPEN)

@@ -1,0 +1,428 @@
+"""The RDMA path of a client end to end, against a real worker, stream and endpoint, on a network in software."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simm.arena.reader import ArenaReader
+from simm.constants import VALUE_BYTES_MAX
+from simm.errors import UsageError
+from simm.kv import BlockView, Store, deregister_mr, register_mr, set_flag
+from simm.rdma import registration
+from simm.rdma.api import Absence
+from simm.sdk.batch import NoValue
+from simm.sdk.tcp import TcpPath
+from tests.support.client_checks import check_staging
+from tests.support.consistency import check
+from tests.support.fake_cluster import ALL
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
+from tests.support.waiting import wait_until
+
+MIB = 1 << 20
+
+
+pytestmark = pytest.mark.usefixtures("nothing_retired")
+
+
+def bytes_of(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+SIZES = [1, 7, 8, 9, 63, 64, 65, 4095, 4096, 4097, 65_536, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
+
+
+@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("rails", [1, 2])
+def test_all_sizes_there_and_back(monkeypatch: pytest.MonkeyPatch, windows: bool, rails: int) -> None:
+    names = [f"r{number}" for number in range(rails)]
+    with FakeRdmaCluster(monkeypatch, rails=names, mine=names, size=64 * MIB, windows=windows) as cluster:
+        client = cluster.rdma()
+        for size in SIZES:
+            value = bytes_of(size, size)
+            source = client.register(bytearray(value))
+            assert client.put(f"r{size}", source)
+            assert client.put(f"u{size}", value)
+            sink = client.register(np.zeros(size + 3, np.uint8))
+            plain = bytearray(size + 3)
+            for key in (f"r{size}", f"u{size}"):
+                for _ in range(2):  # by its sets, then by its place
+                    assert client.get(key) == value
+                    sink.view()[:] = bytes(size + 3)
+                    assert client.get_into(key, sink) == size
+                    assert bytes(sink.view()) == value + bytes(3)
+                    assert client.get_into(key, plain) == size
+                    assert plain[:size] == value
+        stats = client.stats()
+        assert stats["rdma_puts"] == 2 * len(SIZES) == stats["puts"]
+        assert stats["rdma_gets"] == 12 * len(SIZES) == stats["hits"]
+        assert stats["rdma_fallbacks"] == 0
+
+
+def test_batches_of_all_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mix registered and other memory, small and large values, hits and misses, a short buffer, and one key twice."""
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB, piece_bytes=3 * MIB) as cluster:
+        client = cluster.rdma()
+        rng = random.Random(7)
+        sizes = [rng.choice([1, 100, 4096, 70_000, 300_000, 1_200_000]) for _ in range(70)]
+        values = [bytes_of(number, size) for number, size in enumerate(sizes)]
+        keys = [f"k{number}" for number in range(70)]
+        sources = [client.register(bytearray(value)) if number % 2 else value for number, value in enumerate(values)]
+        assert client.put_many([*keys, "twice", "twice"], [*sources, b"old", b"new"]) == [True] * 72
+        assert client.get("twice") == b"new"
+        assert client.put("large", bytes(70_000))
+        for _ in range(2):
+            assert client.get_many([*keys, "nothing"]) == [*values, None]
+            buffers: list[Any] = [
+                client.register(bytearray(size)) if number % 3 else bytearray(size) for number, size in enumerate(sizes)
+            ]
+            got = client.get_into_many([*keys, "nothing"], [*buffers, bytearray(5)])
+            assert got == [*sizes, None]
+            for value, buffer in zip(values, buffers):
+                assert bytes(buffer.view() if not isinstance(buffer, bytearray) else buffer) == value
+        assert client.exists_many([*keys, "nothing"]) == [True] * 70 + [False]
+        with pytest.raises(UsageError, match="does not fit"):
+            client.get_into("large", client.register(bytearray(69_999)))
+        small = bytearray(b"\xee" * 50)
+        assert client.get_digests([client.digest("large")], [memoryview(small)]) == [NoValue.TOO_SMALL]
+        assert small == b"\xee" * 50
+        assert client.delete_many([keys[0], "nothing"]) == [True, False]
+        assert client.get(keys[0]) is None
+        assert not client.exists(keys[0])
+        assert client.counters["rdma_fallbacks"] == 0
+        view = client.view(keys[1])
+        assert view
+        assert bytes(view.data) == values[1]
+
+
+def test_values_of_any_size_at_once_through_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the largest value, into registered and other memory, over two queue pairs and through two staging blocks."""
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=256 * MIB, pieces=8) as cluster:
+        client = cluster.rdma(deadline_s=60.0)
+        path_of(client).staging._limit = 2
+        value = bytes_of(1, VALUE_BYTES_MAX)
+        assert client.put("u", value)
+        source = client.register(value)
+        assert not source.writable
+        assert client.put("r", source)
+        sink = client.register(bytearray(VALUE_BYTES_MAX))
+        for key in "ur":
+            assert client.get(key) == value
+            assert client.get_into(key, sink) == VALUE_BYTES_MAX
+            assert sink.view() == value
+        assert client.counters["rdma_gets"] == 4
+        check_staging(path_of(client).staging)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_more_sizes_than_the_arena_has_slabs(monkeypatch: pytest.MonkeyPatch, windows: bool) -> None:
+    """An unused grant occupies a slab and must not prevent a put."""
+    with FakeRdmaCluster(monkeypatch, size=16 * MIB, windows=windows) as cluster:
+        with cluster.rdma() as client, cluster.rdma() as other:
+            for count in (20, 60, 100):
+                keys = [f"{count} {key}" for key in range(count)]
+                values = [bytes_of(key, 1 + 397 * key) for key in range(count)]
+                assert all(client.put_many(keys, values))
+                assert all([client.put(key, value) for key, value in zip(keys, values)])  # noqa: C419
+                assert client.counters["rdma_fallbacks"] == 0
+                got = client.get_many(keys)
+                assert any(got) and all(each in (None, value) for each, value in zip(got, values))
+            # What the other keeps for values to come is asked back, and until then some may find no room.
+            other.put_many(keys, values)
+            wait_until(lambda: all(other.put_many(keys, values)), "all find room")
+            cluster.node.endpoint.call(lambda: check(cluster.node.endpoint.endpoint))
+
+
+def test_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        client = cluster.rdma(checksum=True)
+        for size in (100, 100_000, 3 * MIB):
+            value = bytes_of(size, size)
+            assert client.put("u", value)
+            assert client.put("r", client.register(bytearray(value)))
+            sink = client.register(bytearray(size))
+            for key in "ur":
+                assert client.get(key) == value
+                assert client.get_into(key, sink) == size
+                reader = ArenaReader(cluster.node.worker.segment.name)
+                found = reader.locate(client.digest(key))
+                assert found is not None
+                reader.value(found)[size // 2] ^= 1
+                assert client.get(key) is None
+                assert client.get_into(key, sink) is None
+                assert client.get_into(key, bytearray(size)) is None
+        assert client.counters["crc_errors"] == 18 // 2 * 2
+
+
+def test_overwritten_deleted_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached slot offset may be stale: the client finds the current value, or a miss."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client, other = cluster.rdma(), cluster.client("shm")
+        sink = client.register(bytearray(10_000))
+        for number in range(5):
+            value = bytes_of(number, 9000 + number)
+            assert other.put("k", value)
+            assert client.get_into("k", sink) == len(value)
+            assert bytes(sink.view()[: len(value)]) == value
+            assert client.get("k") == value
+        assert client.counters["rdma_retries"] == 4
+        assert other.delete("k")
+        assert client.get("k") is None
+        assert not client.exists("k")
+        for number in range(600):  # more than there is room for
+            assert client.put(f"e{number}", bytes_of(number, 40_000))
+        found = 0
+        for number in range(600):
+            got = client.get(f"e{number}")
+            assert got is None or got == bytes_of(number, 40_000)
+            found += got is not None
+        assert 100 < found < 600
+        assert client.counters["rdma_fallbacks"] == 0
+
+
+def test_what_is_used_is_marked_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = cluster.rdma()
+        assert client.put("k", b"value")
+        assert client.put("e", b"value")
+        reader = ArenaReader(cluster.node.worker.segment.name)
+
+        def marked(slot: int) -> bool:
+            return reader.visited[slot] == 1
+
+        for key, use in (("k", client.get), ("e", client.exists)):
+            found = reader.locate(client.digest(key))
+            assert found is not None
+            slot = found.slot
+            for _ in range(2):
+                reader.visited[slot] = 0
+                assert use(key)
+                wait_until(functools.partial(marked, slot), "the visited byte is stored")
+                reader.visited[slot] = 0
+                assert use(key)
+                assert reader.visited[slot] == 0  # at most once a second
+                path_of(client).locations.get(client.digest(key)).touched -= 2.0  # type: ignore[union-attr]
+
+
+def test_a_moving_shard_is_for_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For shards that are frozen, absent or moving in, the client asks by TCP and finds each value where it is."""
+    with FakeRdmaCluster(monkeypatch, 2) as cluster:
+        cluster.settled({0: ALL})
+        client = cluster.rdma()
+        values = {f"k{number}": bytes_of(number, 500) for number in range(40)}
+        assert all(client.put(key, value) for key, value in values.items())
+        assert client.get_many(list(values)) == list(values.values())
+        cluster.own({1: ALL}, previous=0)
+        cluster.instruct()
+        cluster.nodes[0].freeze(cluster.epoch, ALL)
+        assert client.get("k0") in (None, values["k0"])  # it has the old map: a miss is allowed, its place is refuted
+        cluster.publish()
+        cluster.nodes[1].adopt(cluster.epoch, ALL)
+        wait_until(lambda: client.stats()["epoch"] == cluster.epoch, "the map is there")
+        until_rdma(client)
+        assert client.get_many(list(values)) == list(values.values())
+        assert client.exists_many([*values, "nothing"]) == [True] * 40 + [False]
+        assert client.counters["moved"] > 0
+        assert client.put("k1", b"newer")
+        assert client.get("k1") == b"newer"
+        cluster.nodes[1].finish(cluster.epoch, ALL)
+        cluster.forget_previous()
+        cluster.instruct()
+        cluster.publish()
+        assert client.get("k1") == b"newer"
+
+
+def test_a_path_that_is_not_named_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = cluster.client("rdma")
+        assert client.put("k", b"value")
+        assert client.get("k") == b"value"
+        assert client.stats()["workers"][0]["path"] == "rdma"
+        target = next(iter(client._router.targets.values()))  # type: ignore[union-attr]
+        monkeypatch.setattr(TcpPath, "store", None)
+        target.rdma.drop("for a test")  # type: ignore[union-attr]
+        target.rdma.backoff.retry_at = float("inf")  # type: ignore[union-attr]
+        assert client.stats()["workers"][0]["path"] == "down"
+        assert client.get("k") is None
+        assert not client.put("k", b"other")
+        assert not client.delete("k")
+        assert client.counters["outages"] > 0
+        target.rdma.backoff.retry_at = 0.0  # type: ignore[union-attr]
+        until_rdma(client)
+        assert client.get("k") == b"value"
+        assert client.delete("k")
+        both = cluster.client("shm,rdma")
+        assert both.get("k") is None
+        assert both.stats()["workers"][0]["path"] == "shm"
+        only = cluster.client("tcp")
+        assert only.get("k") is None
+        worker = only.stats()["workers"][0]
+        assert (worker["path"], worker["why"]) == ("tcp", "path=tcp was asked for")
+        assert [len(fabric.rails) for fabric in cluster.fabrics] == [1]  # opened by the one that needs it
+
+
+def test_why_not_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        monkeypatch.setattr(registration, "opener", lambda devices: Absence(f"no device {devices}", "buy one"))
+        client = cluster.client("rdma,tcp", rdma_devices="mlx9_9")
+        assert client.put("k", b"value")
+        assert client.get("k") == b"value"
+        wait_until(lambda: "buy one" in client.stats()["workers"][0]["why"], "the reason is told")
+        why = client.stats()["workers"][0]["why"]
+        assert client.stats()["workers"][0]["path"] == "tcp"
+        assert "no device mlx9_9: buy one" in why
+        cluster.node.stream.stream.rdma_port = 0
+        without = cluster.client("rdma,tcp")
+        assert without.get("k") == b"value"
+        assert "RDMA: the server offers none" in without.stats()["workers"][0]["why"]
+
+
+def test_kv_blocks_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        manager = cluster.manager.address
+        set_flag("cm_primary_node_ip", manager[0])
+        set_flag("cm_primary_node_port", str(manager[1]))
+        monkeypatch.setenv("SIMM_PATH", "rdma,tcp")
+        monkeypatch.setenv("SIMM_RDMA_DEVICES", "")
+        pool = np.zeros(4 * MIB, np.uint8)
+        with Store() as store:
+            until_rdma(store._client)  # type: ignore[arg-type]
+            mr = register_mr(pool)
+            assert mr is not None
+            address = pool.ctypes.data
+            pages = [BlockView.from_buffer(address + at * 65_536, 65_536, mr) for at in range(32)]
+            outside = np.zeros(100, np.uint8)
+            stranger: Any = BlockView.from_buffer(outside.ctypes.data, 100, mr)._piece
+            assert stranger.registration is None
+            own: Any = pages[0]._piece
+            assert own.registration is mr._span.registration is not None
+            pool[:] = np.frombuffer(bytes_of(3, pool.size), np.uint8)
+            before = pool.copy()
+            keys = [f"p{number}" for number in range(32)]
+            cluster.network.posted = []
+            assert store.mput(keys, pages) == [0] * 32
+            pool[:] = 0
+            assert store.mget(keys, pages) == [65_536] * 32
+            assert (pool[: 32 * 65_536] == before[: 32 * 65_536]).all()
+            locals_ = {op[1] for qp, ops in cluster.network.posted for op in ops if op[3] >= 65_536}
+            assert locals_ == {address + at * 65_536 for at in range(32)}, "not one byte went through staging blocks"
+            block = store.allocate(1000)
+            assert store.get("p0", block.view()) < 0
+            big = store.allocate(65_536)
+            assert store.get("p0", big.view()) == 65_536
+            assert (big.as_ref() == before[:65_536]).all()
+            assert deregister_mr(mr)
+            assert not deregister_mr(mr)
+            pool[:] = 0
+            assert store.mget(keys, pages) == [65_536] * 32
+            assert (pool[: 32 * 65_536] == before[: 32 * 65_536]).all()
+        set_flag("cm_primary_node_ip", "")
+
+
+def test_memory_that_cannot_be_registered_goes_through_the_pool(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB) as cluster:
+        client = cluster.rdma()
+        value = bytes_of(1, 3 * MIB)
+        assert client.put("warm", bytes(8 * MIB))  # the pool is there from now on, with all rails
+        path = path_of(client)
+        tend = path.maintain
+        path.maintain = lambda now: None  # type: ignore[method-assign]  # with the connection, a new one would be made
+
+        def idle() -> bool:
+            if path._watched is not None:
+                tend(time.monotonic())
+            return bool(path._idle) and path._watched is None
+
+        wait_until(idle, "the connection is idle")
+        cluster.network.refuse = lambda what, rail: "no more memory" if what == "register" else ""
+        source, sink = client.register(bytearray(value)), client.register(bytearray(len(value)))
+        for key, size in (("large", len(value)), ("small", 5000)):
+            assert client.put(key, source.part(0, size))
+            for _ in range(2):
+                assert client.get_into(key, sink.part(0, size)) == size
+                assert bytes(sink.view()[:size]) == value[:size]
+                sink.view()[:] = bytes(len(value))
+        assert client.counters["rdma_puts"] == 3
+        assert client.counters["rdma_gets"] == 4
+        assert "no more memory" in caplog.text
+
+
+def test_dropped_registrations_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = cluster.rdma()
+        assert client.put("k", b"x" * 5000)
+        rail = cluster.fabrics[0].fakes[0]
+        before = len(rail.regions)
+        sink = client.register(bytearray(5000))
+        assert client.get_into("k", sink) == 5000
+        assert len(rail.regions) == before + 1
+        client.deregister(sink)
+        client.deregister(sink)
+        assert len(rail.regions) == before
+        assert client.get_into("k", sink) == 5000
+        assert sink.view() == b"x" * 5000
+        sink = client.register(bytearray(5000))
+        assert client.get_into("k", sink) == 5000
+        del sink
+        wait_until(lambda: len(rail.regions) <= before + 4, "what nothing refers to is deregistered")
+        wait_until(lambda: all(region.length != 5000 for region in rail.regions), "and by the background")
+
+
+def test_two_clients_share_one_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        first, second = cluster.rdma(), cluster.rdma()
+        span = first.register(bytearray(b"y" * 3000))
+        assert first.put("a", span)
+        assert second.put("b", span)
+        assert len(cluster.fabrics) == 1
+        rail = cluster.fabrics[0].fakes[0]
+        assert sum(region.length == 3000 for region in rail.regions) == 1
+        first.close()
+        assert second.get("a") == b"y" * 3000
+        assert rail.queue_pairs
+        second.close()
+        assert not rail.queue_pairs
+        assert not rail.regions
+        third = cluster.rdma()
+        assert len(cluster.fabrics) == 2
+        sink = bytearray(3000)
+        assert third.get_into("b", sink) == 3000
+        assert third.put("c", span)  # registered anew, with the new fabric
+        assert third.get("c") == b"y" * 3000
+
+
+def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB, background=True) as cluster:
+        client = cluster.rdma(deadline_s=20.0)
+        wrong: list[Any] = []
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            sink = client.register(bytearray(200_000))
+            for turn in range(12):
+                size = rng.choice([10, 5000, 150_000])
+                key, value = f"t{number}-{turn % 5}", bytes_of(number * 1000 + turn, size)
+                if not client.put(key, client.register(bytearray(value)) if turn % 2 else value):
+                    wrong.append((key, "put"))
+                got = client.get_into(key, sink)
+                if got != size or bytes(sink.view()[:size]) != value or client.get(key) != value:
+                    wrong.append((key, got))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not wrong
+        path = path_of(client)
+        assert 1 <= path._connections <= 4
+        assert client.counters["rdma_fallbacks"] == 0
+        check_staging(path.staging)

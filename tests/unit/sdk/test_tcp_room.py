@@ -1,0 +1,80 @@
+"""A put by TCP that meets a stream without room sends the value again, for a while."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.ipc.grant_pool import RoomWait
+from simm.sdk import writes
+from simm.sdk.batch import PutBatch
+from simm.sdk.writes import Puts
+from simm.wire.messages import Status
+
+OK, FULL, REFUSED = Status.OK, Status.NO_SPACE, Status.WRONG_OWNER
+
+
+class Tcp:
+    """A path whose stores have these statuses, one list after another; the last one for ever."""
+
+    def __init__(self, *answers: list[int]) -> None:
+        self.deadline_s = 60.0
+        self.no_wait_until = 0.0
+        self.sent: list[list[bytes]] = []
+        self._answers: Iterator[list[int]] = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    def store(self, entries: list[Any], until: float) -> list[int]:
+        assert not until or until > time.monotonic()
+        self.sent.append([digest for digest, _, _, _ in entries])
+        return next(self._answers)
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """``put(tcp, [digests])``: the statuses of one put of a value for each of the digests."""
+    monkeypatch.setattr(writes, "SEND_AGAIN_S", (0.0001, 0.001))
+    monkeypatch.setattr(writes, "ROOM_WAIT_S", 0.05)
+    options = SimpleNamespace(checksum=False, deadline_s=60.0)
+    routes = SimpleNamespace(call_tcp=lambda _target, _tcp, call, asked: call(asked))
+    puts = Puts(routes, None, None, options, {})  # type: ignore[arg-type]
+
+    def run(tcp: Any, digests: list[bytes], room: RoomWait | None = None) -> list[int]:
+        sources = [memoryview(b"value")] * len(digests)
+        batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), room or RoomWait(30.0))
+        target: Any = SimpleNamespace(bulk=True)
+        puts._put_tcp(target, tcp, list(range(len(digests))), batch, sources, 0.0)
+        return batch.statuses
+
+    return run
+
+
+def test_what_had_no_room_is_sent_again(put: Callable[..., list[int]]) -> None:
+    tcp = Tcp([OK, FULL, REFUSED, FULL], [FULL, OK], [OK])
+    assert put(tcp, [b"a", b"b", b"c", b"d"]) == [OK, OK, REFUSED, OK]
+    assert tcp.sent == [[b"a", b"b", b"c", b"d"], [b"b", b"d"], [b"b"]]
+
+
+def test_it_ends_and_the_next_one_does_not_wait(put: Callable[..., list[int]]) -> None:
+    tcp = Tcp([FULL])
+    assert put(tcp, [b"a"]) == [FULL]
+    often = len(tcp.sent)
+    assert often > 2
+    assert put(tcp, [b"a"]) == [FULL] and len(tcp.sent) == often + 1
+
+
+def test_all_waits_of_a_call_share_its_patience(put: Callable[..., list[int]]) -> None:
+    tcp = Tcp([FULL])
+    room = RoomWait(0.0)
+    assert put(tcp, [b"a"], room) == [FULL] and len(tcp.sent) == 1
+
+
+def test_of_a_duplicate_key_the_last_value_alone_is_sent_again(put: Callable[..., list[int]]) -> None:
+    """The earlier one would replace it."""
+    tcp = Tcp([FULL, OK], [OK])
+    assert put(tcp, [b"a", b"a"]) == [FULL, OK]
+    assert len(tcp.sent) == 1

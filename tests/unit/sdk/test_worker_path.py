@@ -1,0 +1,244 @@
+"""A client and one worker: what a dead, stopped or slow worker costs, and what the client can still read from it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simm.config.client_options import ClientOptions
+from simm.errors import TransportError
+from simm.ipc import session as session_module
+from simm.net.channel import BACKOFF_S, Backoff
+from simm.sdk import worker_path
+from simm.sdk.path import STALE_S, ClientContext
+from simm.sdk.tcp import TcpPath
+from simm.sdk.worker_path import Target
+from tests.support.client_values import forked
+from tests.support.cluster_clients import KEYS, WAIT_S, full, published, value_of
+from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    session_module._RETIRED.clear()
+    with FakeCluster(2) as running:
+        yield running
+    session_module._RETIRED.clear()
+
+
+def test_pauses_double_with_jitter_and_start_over() -> None:
+    for jitter in (0.5, 1.0):
+        breaker = Backoff(lambda low, high, jitter=jitter: low + (high - low) * (jitter - 0.5) * 2)
+        now, pauses = 1000.0, []
+        for _ in range(8):
+            assert breaker.due(now)
+            breaker.failed(now)
+            pauses.append(breaker.retry_at - now)
+            assert not breaker.due(now)
+            assert not breaker.due(breaker.retry_at - 1e-6)
+            now = breaker.retry_at
+        wanted = [min(BACKOFF_S[1], BACKOFF_S[0] * 2**step) * jitter for step in range(8)]
+        assert pauses == pytest.approx(wanted)
+        breaker.worked()
+        assert breaker.failures == 0
+        breaker.failed(now)
+        assert breaker.retry_at - now == pytest.approx(BACKOFF_S[0] * jitter)
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise TransportError("nobody there")
+
+
+def test_a_dead_server_is_tried_at_the_breakers_pace_and_by_no_operation(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    clock = [1000.0]
+
+    def connecting(*_: Any, **__: Any) -> Any:
+        tries.append(clock[0])
+        refused()
+
+    monkeypatch.setattr(worker_path, "WorkerSession", connecting)
+    monkeypatch.setattr(TcpPath, "connect", refused)
+    context = ClientContext(ClientOptions(namespace="n", deadline_s=WAIT_S), clock=lambda: clock[0])
+    there = Target(cluster.nodes[0].info, context)
+    assert not there.ready()
+    assert len(tries) == 1
+    for _ in range(1000):
+        assert not there.ready()  # operations
+    assert len(tries) == 1
+    assert there.path == "down"
+    for _ in range(60 * 20):  # a minute of ticks
+        clock[0] += 0.05
+        if there.wants_connection(clock[0]):
+            there.connect_soon()
+            wait_until(lambda: not there.connecting, "that try ends")
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert 60 <= len(tries) <= 130
+    assert gaps[0] <= 0.15
+    assert all(0.4 <= gap <= 1.1 for gap in gaps[6:])
+    monkeypatch.undo()
+    there.connect_soon()
+    wait_until(lambda: there.path == "shm", "it is back")
+    assert there.ready()
+    assert there.backoff.failures == 0
+    there.close()
+    there.connect_soon()
+    assert not there.connecting
+
+
+def test_the_first_connection_costs_a_deadline_at_most_and_only_once(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a name server hangs, say, the attempt continues in the background, and all threads wait for the same one."""
+    go_on = threading.Event()
+    tries: list[int] = []
+
+    def hanging(*_: Any, **__: Any) -> Any:
+        tries.append(1)
+        go_on.wait(2 * WAIT_S)
+        refused()
+
+    monkeypatch.setattr(worker_path, "WorkerSession", hanging)
+    monkeypatch.setattr(TcpPath, "connect", refused)
+    there = Target(cluster.nodes[0].info, ClientContext(ClientOptions(namespace="n", deadline_s=0.3)))
+    began = time.monotonic()
+    answers: list[bool] = []
+    threads = [threading.Thread(target=lambda: answers.append(there.ready())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(there.ready() for _ in range(1000))
+    assert answers == [False] * 4
+    assert tries == [1]
+    assert time.monotonic() - began < WAIT_S
+    assert not there.wants_connection(time.monotonic() + 100)  # that one is still under way
+    go_on.set()
+    wait_until(lambda: not there.connecting, "it ends")
+    assert there.wants_connection(time.monotonic() + 100)
+
+
+def test_a_stopped_worker_is_read_from_and_costs_one_deadline(cluster: FakeCluster) -> None:
+    client = full(cluster, "shm", deadline_s=0.3)
+    with cluster.nodes[0].worker.frozen():
+        failures = client.stats()["outages"]
+        assert client.put("k0", b"v") is False
+        assert [client.put("k0", b"v") for _ in range(200)] == [False] * 200
+        assert client.stats()["outages"] - failures <= 1
+        there = client._routes.target(client.digest("k1"))
+        assert there is not None
+        # Long after: its heart has stood still, the manager still says that these shards are its own.
+        there.maintain(time.monotonic() + 100 * STALE_S)
+        assert client.get("k1") == value_of("k1")
+        assert client.exists_many(KEYS) == [True] * len(KEYS)
+        # Without a manager nobody would tell us if they were another's by now.
+        cluster.manager.stop()
+        wait_until(lambda: client.stats()["manager"] != "connected", "the client notices")
+        there.maintain(time.monotonic() + 100 * STALE_S)
+        assert client.get("k1") is None
+    wait_until(lambda: client.put("k0", b"w"), "it is back")
+    assert client.get("k1") == value_of("k1")
+
+
+def test_a_dead_servers_arena_is_let_go_before_the_manager_knows(cluster: FakeCluster) -> None:
+    client = full(cluster, "shm", deadline_s=2.0)
+    assert client.get("k0") == value_of("k0")
+    began = time.monotonic()
+    cluster.nodes[0].die()
+    wait_until(lambda: client.get("k0") is None, "its keys are misses")
+    print(f"misses after {time.monotonic() - began:.2f} s")
+    assert client.exists("k0") is False
+    assert not client.view("k0")
+    assert client.stats()["workers"][0]["path"] == "down"
+    cluster.own({1: ALL})
+    cluster.instruct()
+    published(cluster, client)
+    assert client.put("k0", b"v")
+    assert client.get("k0") == b"v"
+
+
+def test_what_went_by_tcp_for_want_of_an_answer_goes_by_shm_later(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.settled({0: ALL})
+    with monkeypatch.context() as first:
+        first.setattr(worker_path, "WorkerSession", refused)
+        client = cluster.client("auto")
+        assert client.put("k", b"v")
+        assert client.stats()["workers"][0]["path"] == "tcp"
+    there = client._routes.target(client.digest("k"))
+    assert there is not None
+    assert not there.wants_connection(time.monotonic())
+    assert there.wants_connection(time.monotonic() + 100)
+    there.connect_soon()
+    wait_until(lambda: there.path == "shm", "it does")
+    assert client.get("k") == b"v"
+    assert there.tcp is None
+
+
+def test_pooled_connections_to_a_server_that_was_restarted_are_replaced_together(cluster: FakeCluster) -> None:
+    client = full(cluster, "tcp")
+    there = client._routes.target(client.digest("k0"))
+    assert there is not None
+    assert there.tcp is not None
+    channels = [there.tcp._take(time.monotonic() + WAIT_S) for _ in range(5)]
+    for channel in channels:
+        there.tcp._give(channel)
+        channel.sock.shutdown(socket.SHUT_RDWR)
+    assert client.get("k0") == value_of("k0")
+    assert client.put("k0", b"v")
+    assert client.stats()["outages"] == 0
+
+
+@pytest.fixture
+def entered_by_all() -> Iterator[Path]:
+    """A folder that all users may enter. ``tmp_path`` lies in folders of this user's own."""
+    with tempfile.TemporaryDirectory(prefix="simm-test-", dir="/tmp") as name:
+        os.chmod(name, 0o711)
+        yield Path(name)
+
+
+def test_a_refused_permission_is_no_missing_socket(cluster: FakeCluster, entered_by_all: Path) -> None:
+    """The socket is there, in a folder that another user may not enter."""
+    hidden = entered_by_all / "run"
+    hidden.mkdir(mode=0)
+    info = cluster.nodes[0].info._replace(uds=str(hidden / "s.sock"))
+    target = Target(info, ClientContext(ClientOptions(namespace="n")))
+    absent = Target(info._replace(uds=str(entered_by_all / "s.sock")), ClientContext(ClientOptions(namespace="n")))
+
+    def reasons() -> bool:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setuid(65_534)
+        refused, missing = target._connect_shm()[1], absent._connect_shm()[1]
+        return f"uid {os.geteuid()} has no permission for {hidden}" in refused and "is not on this host" in missing
+
+    assert forked(reasons) == 0
+
+
+def test_a_worker_of_another_user_is_used_by_tcp_with_one_warning(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Positive control: a client that names the user maps the arena."""
+    monkeypatch.setattr(session_module, "credentials", lambda _sock: (1, 4711, 4711))
+    for named, path in (((), "tcp"), ((4711,), "shm")):
+        caplog.clear()
+        target = Target(cluster.nodes[0].info, ClientContext(ClientOptions(namespace="n", server_uids=named)))
+        for _ in range(3):
+            target._attempt()
+        said = [line for line in caplog.messages if "is of uid 4711, which is neither" in line]
+        assert (target.path, len(said), "SIMM_SERVER_UID" in target.reason) == (path, not named, not named)
+        assert bool(target.reader) == bool(named)
+        target.close()

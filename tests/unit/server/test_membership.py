@@ -1,0 +1,534 @@
+"""A data server's session with managers that lead, stand by, forget, say nothing, or are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from simm.cluster.assignment import DROP_ALL, FENCE, Member
+from simm.cluster.shard_map import ShardMap, pack_since
+from simm.config.tokens import old_tokens
+from simm.constants import SHARD_COUNT
+from simm.net.loop import Loop
+from simm.rpc import Connection, Flag, decode, encode, reply
+from simm.server import membership as membership_module
+from simm.server.membership import Membership
+from simm.wire import messages as M
+from simm.wire.auth import Gate
+from simm.wire.messages import MapReply, Status, WorkerInfo
+
+INFO = WorkerInfo(0, 0, 1, 7, 1 << 30, "n", "", "127.0.0.1", 1)
+
+
+def make_map(epoch: int, since: int = 1) -> MapReply:
+    owners = array("H", [0] * SHARD_COUNT)
+    return MapReply(epoch, 5, [INFO], owners.tobytes(), (), pack_since(array("Q", [since] * SHARD_COUNT)))
+
+
+class Manager:
+    """Answers as told: ``answers`` maps a message's type to (answer, status), None for silence."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.heard: list[Any] = []
+        self.token = ""
+        self.answers: dict[type, Any] = {
+            M.Hello: (M.Welcome(1, 0, 0, 0, 0, 0, 0, ""), 0),
+            M.Ping: (M.Pong(0), 0),
+            M.Join: (M.Joined(3, 50, 0), 0),
+            M.Heartbeat: (M.HeartbeatAck(3), 0),
+            M.MapGet: (make_map(3), 0),
+            M.MapOffer: (M.Done(1), 0),
+            M.Moved: (M.Done(1), 0),
+            M.Leave: (M.Done(1), 0),
+        }
+        self.links: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock = self.listener.accept()[0]
+                self.links.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        conn = Connection()
+        gate = Gate(M.Service.MANAGER, old_tokens(self.token) if self.token else ())
+        with contextlib.suppress(OSError):
+            while data := sock.recv(1 << 16):
+                conn.receive_data(data)
+                while (frame := conn.next_frame()) is not None:
+                    msg = decode(frame)
+                    self.heard.append(msg)
+                    said = gate.take(msg) if isinstance(msg, M.Auth | M.Prove) else self.answers[type(msg)]
+                    if said is not None:
+                        sock.sendall(reply(said[0], frame.request_id, said[1]))
+
+    def push(self, msg: Any) -> None:
+        self.links[-1].sendall(encode(msg, 0, flags=Flag.PUSH))
+
+    def of(self, kind: type) -> list[Any]:
+        return [msg for msg in self.heard if isinstance(msg, kind)]
+
+    def hang_up(self) -> None:
+        for sock in self.links:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self.links.clear()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.hang_up()
+
+
+class House:
+    """A data server without anything in it; drives the loop."""
+
+    def __init__(self, managers: list[tuple[str, int]], *, start: bool = True, **arguments: Any) -> None:
+        self.loop = Loop()
+        self.member = Member("n", 7, [0])
+        self.up = True
+        self.orders: list[M.Shards] = []
+        self.gave_up = ""
+        self.frozen_by = 0
+        self.reports: list[M.Moved] = []
+        self.resolved: dict[str, str] = {}
+        self.membership = Membership(self.loop, self.member, self, managers, **arguments)
+        if start:
+            self.membership.start()
+
+    def infos(self) -> list[WorkerInfo] | None:
+        return [INFO] if self.up else None
+
+    def taken(self) -> int:
+        return self.member.epoch
+
+    def loads(self) -> list[M.WorkerLoad]:
+        return [M.WorkerLoad(1, 2, 3, 4)]
+
+    def moved(self) -> list[M.Moved]:
+        return self.reports
+
+    def frozen(self) -> int:
+        return self.frozen_by
+
+    def on_map(self) -> None:
+        self.orders.append(self.member.order(0))
+
+    def on_abandoned(self) -> None:
+        self.orders.append(self.member.order(0))
+        self.up = False
+
+    def give_up(self, why: str) -> None:
+        self.gave_up = why
+
+    def resolve(self, host: str, callback: Callable[[str], None]) -> None:
+        self.loop.call_later(0.0, lambda: callback(self.resolved.get(host, "")))
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
+        end = self.loop.clock() + timeout_s
+        while not condition():
+            assert self.loop.clock() < end, f"not in time: {what}; {self.membership!r}"
+            self.loop.run_once(0.02)
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    made = Manager()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_house() -> Iterator[Callable[..., House]]:
+    made: list[House] = []
+
+    def make(*managers: Manager | tuple[str, int], **arguments: Any) -> House:
+        house = House([each.address if isinstance(each, Manager) else each for each in managers], **arguments)
+        made.append(house)
+        return house
+
+    yield make
+    for house in made:
+        house.loop.close()
+
+
+def nobody() -> tuple[str, int]:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found: tuple[str, int] = server.getsockname()[:2]
+        return found
+
+
+def test_joins_beats_and_takes_maps(manager: Manager, make_house: Callable[..., House]) -> None:
+    manager.token = "a token of ours"
+    house = make_house(manager, token="a token of ours")
+    house.until(lambda: house.orders and manager.of(M.Heartbeat), "map and heartbeat")
+    assert manager.of(M.Prove) and manager.of(M.Hello)[0].token == ""
+    assert manager.of(M.Join) == [M.Join(7, 0, "n", [INFO], 0)]
+    assert manager.of(M.Heartbeat)[-1].loads == house.loads()
+    assert house.member.epoch == 3 and len(house.orders) == 1
+    manager.push(make_map(4))
+    house.until(lambda: house.member.epoch == 4, "a pushed map")
+    manager.push(make_map(3))
+    manager.push(make_map(5))
+    house.until(lambda: house.member.epoch == 5, "an old map is passed over")
+    assert [order.epoch for order in house.orders] == [3, 4, 5]
+    manager.answers[M.MapGet] = (make_map(9), 0)
+    manager.answers[M.Heartbeat] = (M.HeartbeatAck(9), 0)
+    house.until(lambda: house.member.epoch == 9, "a newer epoch in the ack is asked for")
+
+
+def test_waits_for_its_workers(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.up = False
+    house.until(lambda: manager.of(M.Hello), "HELLO")
+    for _ in range(5):
+        house.loop.run_once(0.02)
+    assert not manager.of(M.Join)
+    house.up = True
+    house.membership.join()
+    house.until(lambda: house.membership.joined, "JOIN")
+
+
+def test_fenced_at_once_and_until_the_next_map(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    manager.answers[M.Join] = None
+    manager.answers[M.Heartbeat] = (M.Error("who?"), Status.UNKNOWN_NODE)
+    house.until(lambda: house.orders[-1] == FENCE, "the fence")
+    house.until(lambda: len(manager.of(M.Join)) == 2, "a second JOIN")
+    assert manager.of(M.Join)[1].epoch == 3, "it says which map it has"
+    manager.push(make_map(4))
+    for _ in range(5):
+        house.loop.run_once(0.02)
+    assert house.orders[-1] == FENCE, "no map counts before JOINED"
+    manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+    manager.answers[M.Heartbeat] = (M.HeartbeatAck(3), 0)
+    manager.hang_up()
+    house.until(lambda: house.orders[-1].epoch == 3, "the same map ends the fence")
+
+
+def test_losing_the_manager_fences_nothing(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    manager.hang_up()
+    house.until(lambda: not house.membership.joined, "the loss")
+    house.until(lambda: house.membership.joined, "back")
+    assert all(order != FENCE for order in house.orders) and len(house.orders) == 1
+
+
+def test_offers_its_map_to_who_lost_theirs(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    manager.answers[M.Join] = (M.Joined(0, 50, 1), 0)
+    manager.answers[M.MapGet] = None
+    manager.hang_up()
+    house.until(lambda: manager.of(M.MapOffer), "MAP_OFFER")
+    offer = ShardMap(manager.of(M.MapOffer)[0])
+    assert house.member.map is not None
+    assert (offer.epoch, offer.owners, offer.since) == (3, house.member.map.owners, house.member.map.since)
+
+    def asked_behind_it() -> bool:
+        kinds = [type(msg) for msg in manager.heard]
+        return M.MapGet in kinds[kinds.index(M.MapOffer) :]
+
+    house.until(asked_behind_it, "MAP_GET")
+    kinds = [type(msg) for msg in manager.heard]
+    second = kinds.index(M.Join, kinds.index(M.Join) + 1)
+    assert M.MapGet not in kinds[second : kinds.index(M.MapOffer)], "before it asks for one"
+
+
+def test_without_a_map_there_is_nothing_to_offer(manager: Manager, make_house: Callable[..., House]) -> None:
+    manager.answers[M.Join] = (M.Joined(0, 50, 1), 0)
+    house = make_house(manager, warm=True, warm_epoch=41)
+    house.until(lambda: house.orders, "a map")
+    assert not manager.of(M.MapOffer)
+    assert manager.of(M.Join)[0] == M.Join(7, 1, "n", [INFO], 41), "warm, and the arenas' epoch"
+    manager.hang_up()
+    house.until(lambda: len(manager.of(M.Join)) == 2, "a second JOIN")
+    assert (manager.of(M.Join)[1].warm, manager.of(M.Join)[1].epoch) == (0, 41), "warm is how it started, once"
+
+
+def test_reports_what_moved_with_each_heartbeat(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "MOVED_S", 0.02)
+    house = make_house(manager)
+    house.reports = [M.Moved(7, 3, "n", 0, b"\1" + bytes(2047))]
+    house.until(lambda: len(manager.of(M.Moved)) >= 3, "MOVED again and again")
+    house.reports = []
+    count = len(manager.of(M.Heartbeat))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > count + 1, "heartbeats")
+    said = len(manager.of(M.Moved))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > count + 3, "heartbeats")
+    assert len(manager.of(M.Moved)) == said
+
+
+def test_tries_the_next_manager(manager: Manager, make_house: Callable[..., House]) -> None:
+    """One is not there, one stands by, one leads; and when that changes, it follows."""
+    standby = Manager()
+    try:
+        not_leader = (M.Error("the other one leads"), Status.NOT_LEADER)
+        standby.answers.update(dict.fromkeys((M.Join, M.Heartbeat, M.MapGet), not_leader))
+        house = make_house(nobody(), standby, manager)
+        house.until(lambda: house.membership.joined, "the leader")
+        assert standby.of(M.Join) and manager.of(M.Join)
+        standby.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+        standby.answers[M.Heartbeat] = (M.HeartbeatAck(3), 0)
+        standby.answers[M.MapGet] = (make_map(3), 0)
+        for kind in (M.Join, M.Heartbeat, M.MapGet):
+            manager.answers[kind] = not_leader
+        house.until(lambda: standby.of(M.Heartbeat), "the new leader")
+        assert all(order != FENCE for order in house.orders)
+    finally:
+        standby.close()
+
+
+def test_a_manager_that_says_nothing(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.2)
+    mute = Manager()
+    try:
+        house = make_house(mute, manager)
+        house.until(lambda: mute.of(M.Heartbeat), "it is our manager")
+        mute.answers = dict.fromkeys(mute.answers)
+        house.until(lambda: manager.of(M.Heartbeat), "the other one")
+    finally:
+        mute.close()
+
+
+def test_connecting_does_not_hold_the_loop_up(make_house: Callable[..., House]) -> None:
+    """A host that answers nothing at all: the loop turns meanwhile."""
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:  # the backlog is full: further SYNs are dropped
+        filler.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            filler.connect(full.getsockname())
+    house = make_house(full.getsockname()[:2])
+    turns = 0
+    for _ in range(20):
+        house.loop.run_once(0.005)
+        turns += 1
+    assert turns == 20 and not house.membership.joined
+    for sock in (full, *fillers):
+        sock.close()
+
+
+def test_names_are_resolved(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(("manager.example", manager.address[1]))
+    house.until(lambda: house.membership._complained, "a complaint")
+    house.resolved["manager.example"] = "127.0.0.1"
+    house.until(lambda: house.membership.joined, "JOIN")
+
+
+def test_gives_up_before_the_first_join_only(make_house: Callable[..., House]) -> None:
+    house = make_house(nobody(), join_timeout_s=0.3)
+    house.until(lambda: house.gave_up, "giving up")
+    assert "not reachable" in house.gave_up and "--manager" in house.gave_up
+
+
+def test_a_refusal_of_a_manager_that_has_proven_itself_is_final(
+    manager: Manager, make_house: Callable[..., House]
+) -> None:
+    manager.token = "a token of ours"
+    manager.answers[M.Hello] = (M.Error("not with this role"), Status.UNAUTHORIZED)
+    manager.answers[M.Join] = None
+    house = make_house(manager, token="a token of ours")
+    house.until(lambda: house.gave_up, "giving up")
+    assert "not with this role" in house.gave_up and len(manager.of(M.Hello)) == 1
+
+
+@pytest.mark.parametrize("token", ["", "a token of ours"])
+def test_a_refusal_of_anybody_else_ends_nothing(
+    manager: Manager, make_house: Callable[..., House], token: str
+) -> None:
+    """A process that has taken the port of a manager that is down, until that comes back."""
+    normal = dict(manager.answers)
+    manager.token = token and "another one"
+    manager.answers[M.Hello] = (M.Error("go away"), Status.UNAUTHORIZED)
+    manager.answers[M.Join] = None
+    house = make_house(manager, token=token)
+    house.until(lambda: len(manager.of(M.Auth if token else M.Hello)) >= 3, "it tries again")
+    assert not house.gave_up
+    manager.token = token
+    manager.answers = normal
+    house.until(lambda: house.membership.joined, "the manager is back")
+
+
+def test_a_refusal_that_lasts_is_the_reason(manager: Manager, make_house: Callable[..., House]) -> None:
+    manager.answers[M.Hello] = (M.Error("wrong token"), Status.UNAUTHORIZED)
+    manager.answers[M.Join] = None
+    house = make_house(manager, join_timeout_s=0.3)
+    house.until(lambda: house.gave_up, "giving up")
+    assert "refused us: wrong token" in house.gave_up and len(manager.of(M.Hello)) > 1
+
+
+@pytest.mark.parametrize("squatter", ["", "another token than ours"])
+def test_a_manager_that_does_not_know_our_token_is_told_nothing(
+    manager: Manager, make_house: Callable[..., House], squatter: str
+) -> None:
+    manager.token = squatter
+    house = make_house(manager, token="a token of ours", join_timeout_s=0.3)
+    house.until(lambda: house.gave_up, "giving up")
+    assert "--token-file" in house.gave_up and {type(msg) for msg in manager.heard} == {M.Auth}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_leave(manager: Manager, make_house: Callable[..., House], warm: bool) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    assert house.membership.leave(warm=warm)
+    house.until(lambda: house.membership.all_answered, "its answer")
+    assert manager.of(M.Leave) == [M.Leave(7, "n", int(warm))]
+    manager.push(make_map(8))
+    house.until(lambda: house.member.epoch == 8, "maps still count")
+    beats = len(manager.of(M.Heartbeat))
+    for _ in range(10):
+        house.loop.run_once(0.02)
+    assert len(manager.of(M.Heartbeat)) <= beats + 1
+    manager.hang_up()
+    house.until(lambda: house.membership.peer is None, "the end")
+    for _ in range(10):
+        house.loop.run_once(0.02)
+    assert len(manager.of(M.Join)) == 1, "who has left does not come back"
+
+
+def test_leave_without_a_manager(make_house: Callable[..., House]) -> None:
+    assert not make_house(nobody()).membership.leave(warm=False)
+
+
+def test_a_map_that_cannot_be(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    manager.push(make_map(6, since=0))
+    house.until(lambda: house.membership.peer is None, "the link is closed")
+    house.until(lambda: house.membership.joined, "and made again")
+    assert house.member.epoch == 3
+
+
+# -- which cluster is it? ------------------------------------------------------------------------------
+
+
+def asking(*managers: tuple[str, int], **arguments: Any) -> House:
+    """A server that has found an arena of epoch 41, and has no worker yet."""
+    house = House(list(managers), start=False, **arguments)
+    house.up = False
+    house.membership.find_cluster(41)
+    return house
+
+
+def test_asks_for_the_cluster_and_joins_nothing(manager: Manager) -> None:
+    manager.token = "a token of ours"
+    house = asking(manager.address, token="a token of ours")
+    house.until(lambda: house.membership.found_cluster, "the cluster")
+    assert house.membership.found_cluster == 5 and manager.of(M.Prove)
+    assert manager.of(M.MapGet) == [M.MapGet(41, 0)], "it names the epoch, and wants no later map"
+    assert not manager.of(M.Join) and not house.orders and not house.membership.offered
+    house.up = True
+    house.membership.warm_cluster = 5
+    house.membership.start()
+    house.until(lambda: house.orders, "a map")
+    assert manager.of(M.Join) == [M.Join(7, 0, "n", [INFO], 0, 5)] and len(manager.of(M.Hello)) == 1
+    house.loop.close()
+
+
+def test_asks_the_one_that_leads(manager: Manager) -> None:
+    standby = Manager()
+    standby.answers[M.MapGet] = (M.Error("the other one leads"), Status.NOT_LEADER)
+    house = asking(nobody(), standby.address, manager.address)
+    house.until(lambda: house.membership.found_cluster, "the cluster")
+    assert standby.of(M.MapGet) and manager.of(M.MapGet)
+    house.loop.close()
+    standby.close()
+
+
+def test_waits_for_a_manager_that_collects_its_map(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no MAP_GET until it is done, but PING; a link on which nothing comes is closed."""
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.2)
+    manager.answers[M.MapGet] = None
+    manager.answers[M.Ping] = (M.Pong(0), 0)
+    house = asking(manager.address)
+    house.until(lambda: len(manager.of(M.Ping)) > 12, "PINGs beyond its patience")
+    assert len(manager.of(M.Hello)) == 1 and house.membership.found_cluster == 0
+    manager.push(make_map(3))
+    for _ in range(5):
+        house.loop.run_once(0.02)
+    assert house.membership.found_cluster == 0, "nobody asked for that one"
+    manager.answers[M.Ping] = None
+    manager.answers[M.MapGet] = (make_map(3), 0)
+    house.until(lambda: house.membership.found_cluster, "another link")
+    assert len(manager.of(M.Hello)) == 2
+    house.loop.close()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_gives_up_asking(manager: Manager, there: bool) -> None:
+    manager.answers[M.MapGet] = None
+    manager.answers[M.Ping] = (M.Pong(0), 0)
+    house = asking(manager.address if there else nobody(), join_timeout_s=0.3)
+    house.until(lambda: house.gave_up, "giving up")
+    assert ("which cluster" if there else "not reachable") in house.gave_up
+    house.loop.close()
+
+
+def test_a_manager_of_another_cluster(manager: Manager, make_house: Callable[..., House]) -> None:
+    """JOIN names whose values we hold; refused, it is said again without any once the workers have dropped them."""
+    house = make_house(manager, warm=True, warm_epoch=41, warm_cluster=4)
+    manager.answers[M.Join] = (M.Error("this is cluster 5"), Status.OTHER_CLUSTER)
+    house.until(lambda: house.orders, "an order")
+    assert manager.of(M.Join) == [M.Join(7, 1, "n", [INFO], 41, 4)] and house.orders == [DROP_ALL]
+    for _ in range(5):
+        house.loop.run_once(0.02)
+    assert len(manager.of(M.Join)) == 1, "not before they have"
+    manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+    house.up = True
+    house.membership.join()
+    house.until(lambda: house.member.epoch == 3, "its map")
+    assert manager.of(M.Join)[1] == M.Join(7, 0, "n", [INFO], 0, 0)
+    assert house.orders[-1].cluster == house.member.cluster == 5
+    manager.hang_up()
+    house.until(lambda: len(manager.of(M.Join)) == 3, "a third JOIN")
+    assert manager.of(M.Join)[2].cluster == 5
+
+
+def test_an_epoch_that_freezes_a_shard_reaches_the_manager(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.member.epoch == 3, "its map")
+    assert {msg.known_epoch for msg in manager.of(M.MapGet)} <= {0, 3}
+    house.frozen_by = 900
+    house.until(lambda: manager.of(M.MapGet)[-1] == M.MapGet(900, 1), "it says so")
+    manager.answers[M.MapGet] = (make_map(901), 0)
+    house.until(lambda: house.member.epoch == 901, "a newer map")
+    asked = len(manager.of(M.MapGet))
+    beats = len(manager.of(M.Heartbeat))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > beats + 2, "heartbeats")
+    assert len(manager.of(M.MapGet)) <= asked + 1, "it has no more to say"
+
+
+def test_reconnects_of_a_server_that_waits_add_no_joins(manager: Manager, make_house: Callable[..., House]) -> None:
+    """Each of them hears BUSY, and one JOIN a second is enough."""
+    manager.answers[M.Join] = (M.Error("its predecessor may be dead"), Status.BUSY)
+    house = make_house(manager)
+    for number in range(1, 6):
+        house.until(lambda n=number: len(manager.of(M.Join)) >= n and house.membership._join_due, "BUSY")  # type: ignore[misc]
+        due = [callback for _, _, callback in house.loop._timers if callback == house.membership._join_again]
+        assert len(due) == 1
+        manager.hang_up()
+        house.until(lambda: house.membership.peer is None, "it is disconnected")
+    manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+    house.until(lambda: house.membership.joined, "it joins in the end")

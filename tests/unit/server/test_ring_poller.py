@@ -1,0 +1,140 @@
+"""Which ring is served when: no client keeps another one, the sockets or the timers waiting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from simm.errors import CorruptionError
+from simm.ipc.commit_ring import TAIL, Ring
+from simm.net.loop import Loop, Peer
+from simm.rpc import encode, reply
+from simm.server import ring_poller
+from simm.server.ring_poller import RingPoller
+from simm.wire import messages as M
+
+PING = encode(M.Ping(1), 1)
+#: A poller that starves somebody is stopped after so many requests.
+MOST = 20_000
+
+
+class Bench:
+    """A poller, and clients whose rings it polls. Each served request is noted, then ``react`` is called."""
+
+    def __init__(self, count: int) -> None:
+        self.loop = Loop()
+        self.served: list[int] = []
+        self.react: Callable[[int], None] = lambda number: None
+        self.poller = RingPoller(self.loop, 50, self._no_commit, self._handle, lambda: None)
+        self.poller.poll_s = 50e-6  # also on one CPU
+        self.rings: list[tuple[Ring, Ring]] = []
+        for number in range(count):
+            client, fd = Ring.create()
+            server = Ring.attach(fd)
+            os.close(fd)
+            self.rings.append((client, server))
+            state = SimpleNamespace(session=None, ring=server, ring_used=0.0, number=number)
+            peer = SimpleNamespace(context=state, closed=False, address=f"client {number}", close=lambda reason: None)
+            self.poller.active.append((server, cast(Peer, peer)))
+
+    def post(self, number: int) -> None:
+        self.rings[number][0].post(PING)
+
+    def _no_commit(self, *_: Any) -> bytes:
+        raise AssertionError("nobody commits")
+
+    def _handle(self, peer: Any, frame: Any) -> bytes:
+        self.served.append(peer.context.number)
+        if len(self.served) >= MOST:
+            self.loop.stop()
+        self.react(peer.context.number)
+        return reply(M.Pong(0), frame.request_id)
+
+    def close(self) -> None:
+        self.loop.close()
+        for client, server in self.rings:
+            client.close()
+            server.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench(3)
+    yield made
+    made.close()
+
+
+def test_issue_a_ring_that_is_kept_full_does_not_starve_the_others(bench: Bench) -> None:
+    """The first active ring was served for as long as it had requests."""
+    bench.post(2)
+    for number in (0, 1):
+        bench.post(number)
+
+    def react(number: int) -> None:
+        if number == 2:
+            bench.loop.stop()
+        else:
+            bench.post(number)
+
+    bench.react = react
+    bench.poller.run()
+    assert bench.served[:3] == [0, 1, 2] and len(bench.served) < MOST
+
+
+def test_every_ring_gets_as_many_turns(bench: Bench) -> None:
+    for number in range(3):
+        bench.post(number)
+    bench.react = lambda number: bench.post(number) if len(bench.served) < 300 else bench.loop.stop()
+    bench.poller.run()
+    counts = [bench.served.count(number) for number in range(3)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_timer_is_served_while_all_rings_are_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each request takes long: a turn ends by time, not only after so many passes."""
+    monkeypatch.setattr(ring_poller, "_POLLS", 10 * MOST)
+    bench.loop.call_later(0.02, bench.loop.stop)
+    for number in range(3):
+        bench.post(number)
+    bench.react = bench.post
+    clock = bench.loop.clock
+
+    def slow(number: int) -> None:
+        until = clock() + 1e-4
+        while clock() < until:
+            pass
+        bench.post(number)
+
+    bench.react = slow
+    bench.poller.run()
+    assert len(bench.served) < MOST
+
+
+def test_a_request_that_ends_another_session_unmaps_no_ring_in_use(bench: Bench) -> None:
+    for number in range(3):
+        bench.post(number)
+
+    def react(number: int) -> None:
+        if number == 0:
+            bench.poller.detach(bench.rings[1][1])
+        elif number == 2:
+            bench.loop.stop()
+
+    bench.react = react
+    bench.poller.run()
+    assert bench.served == [0, 2]
+
+
+def test_corruption_ends_the_poller(bench: Bench) -> None:
+    def react(_number: int) -> None:
+        raise CorruptionError("two owners")
+
+    bench.react = react
+    bench.post(0)
+    with pytest.raises(CorruptionError):
+        bench.poller.run()
+    assert bench.rings[0][0].words[TAIL] == 1

@@ -1,0 +1,137 @@
+"""A stream's way to its worker: one that does not answer holds up no read, and the loop makes no session itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.arena.hashing import Hasher
+from simm.errors import TransportError
+from simm.ipc.session import WorkerSession
+from simm.server import worker_session
+from simm.server.worker_session import WorkerSessionKeeper
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.worker_thread import WorkerThread
+
+WAIT_S = 20.0
+DIGEST = Hasher("default")("key")
+
+
+def put(worker: WorkerThread, value: bytes) -> None:
+    session = worker.session(ring=False)
+    session.ask([(len(value), 1)])
+    grant = session.pool.take(len(value))
+    assert grant is not None
+    start = grant[1] - session.reader.data_offset
+    session.reader.data[start : start + len(value)] = value
+    assert session.commit_one(DIGEST, grant[0], len(value), 0, 0, len(value), 0) == Status.OK
+    session.close()
+
+
+def again(keeper: WorkerSessionKeeper) -> WorkerSession:
+    """The session that is made in the background."""
+    until = time.monotonic() + WAIT_S
+    while (session := keeper.worker()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return session
+
+
+def statuses_of_a_late_worker() -> list[int]:
+    """The worker does nothing for a second, as on a busy machine or while it takes over thousands of shards."""
+    found: list[int] = []
+    with WorkerThread() as worker:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        assert keeper.worker() is not None
+        asking = threading.Thread(target=lambda: found.extend(keeper.statuses(M.Exists([DIGEST]))))
+        with worker.frozen():
+            asking.start()
+            time.sleep(1.0)
+        asking.join(WAIT_S)
+        keeper.close()
+    return found
+
+
+def test_a_worker_that_is_late_by_a_second_fails_no_call() -> None:
+    assert statuses_of_a_late_worker() == [Status.OK]
+
+
+def test_mutation_a_short_deadline_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 0.5)
+    assert statuses_of_a_late_worker() == [Status.UNAVAILABLE]
+
+
+@pytest.fixture
+def makers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that made sessions, or tried to."""
+    seen: list[str] = []
+
+    def noted(*arguments: Any, **more: Any) -> WorkerSession:
+        seen.append(threading.current_thread().name)
+        return WorkerSession(*arguments, **more)
+
+    monkeypatch.setattr(worker_session, "WorkerSession", noted)
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 0.1)
+    return seen
+
+
+def test_a_worker_that_does_not_answer_holds_up_no_read(makers: list[str]) -> None:
+    with WorkerThread() as worker:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        assert keeper.worker() is not None and makers == [threading.current_thread().name]
+        with worker.frozen():
+            assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE], "one deadline"
+            until = time.monotonic() + WAIT_S
+            while len(makers) < 3:  # it accepts connections, and answers no HELLO
+                keeper.maintain()
+                assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE]
+                reader = keeper.arena()
+                assert reader is not None and reader.contains(DIGEST)
+                assert keeper.lister().reader is reader
+                assert time.monotonic() < until
+                time.sleep(0.005)
+        assert set(makers[1:]) == {"simm-worker-session"}, "the loop's thread made none"
+        session = again(keeper)
+        assert keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
+        assert keeper.arena() is session.reader and keeper.lister().reader is session.reader
+        keeper.close()
+
+
+def test_over_a_workers_death_reads_go_on(makers: list[str]) -> None:
+    with WorkerThread() as worker:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        first = keeper.worker()
+        assert first is not None
+        worker.die()
+        assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE]
+        reader = keeper.arena()
+        assert reader is first.reader and reader.contains(DIGEST)
+        worker.start()
+        assert again(keeper) is not first and keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
+        keeper.close()
+
+
+def test_the_first_session_is_waited_for(makers: list[str], tmp_path: Any) -> None:
+    keeper = WorkerSessionKeeper(str(tmp_path / "nobody.sock"))
+    assert keeper.worker() is None and keeper.arena() is None and len(makers) == 1
+    assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE] and len(makers) == 1, "not at every question"
+    keeper.close()
+
+
+def test_mutation_the_test_sees_a_session_made_by_the_loop(makers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inline(threading.Thread):
+        def start(self) -> None:
+            self.run()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_session, "threading", SimpleNamespace(Thread=Inline))
+        with pytest.raises((AssertionError, TransportError)):
+            test_a_worker_that_does_not_answer_holds_up_no_read(makers)

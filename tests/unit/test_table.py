@@ -1,0 +1,214 @@
+"""The hash table against a dictionary, and what check() and recover() say of damage."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import numpy as np
+import pytest
+
+from simm.arena.hashing import sets_of, shard_of
+from simm.arena.layout import SEQ_BITS, SLOT_FIELDS, Geometry
+from simm.constants import SHARD_COUNT, SLOT_BYTES, WAYS
+from simm.errors import CorruptionError
+from simm.table import Entry, Table
+from tests.support.consistency import check
+
+MIB = 1 << 20
+GEOMETRY = Geometry.plan(8 * MIB, 128)
+DATA = GEOMETRY.data_offset
+
+
+@pytest.fixture
+def memory() -> mmap.mmap:
+    return mmap.mmap(-1, GEOMETRY.data_offset)
+
+
+def seq_of(memory: mmap.mmap, slot: int) -> int:
+    return int.from_bytes(memory[GEOMETRY.slots_offset + slot * SLOT_BYTES :][:8], "little")
+
+
+def keys_for_set(number: int, count: int, seed: int = 0) -> list[bytes]:
+    """Digests with both candidate sets ``number`` and the next."""
+    rng = random.Random(seed)
+    found: list[bytes] = []
+    while len(found) < count:
+        digest = rng.randbytes(16)
+        if set(sets_of(digest, GEOMETRY.sets)) == {number, number + 1}:
+            found.append(digest)
+    return found
+
+
+def put(table: Table, digest: bytes, rng: random.Random) -> tuple[tuple[int, int, int] | None, Entry]:
+    chunk = rng.choice([64, 4096, 1 << 20])
+    offset = DATA + rng.randrange((GEOMETRY.data_bytes - chunk) // 64) * 64
+    entry = Entry(digest, offset, rng.randint(1, chunk), rng.getrandbits(32), chunk, rng.randrange(256),
+                  rng.randrange(2), rng.getrandbits(40))  # fmt: skip
+    return table.publish(
+        digest, entry.offset, entry.length, entry.crc, entry.chunk, entry.namespace, entry.flags, entry.stored
+    ), entry
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_agrees_with_a_dictionary_over_deaths(memory: mmap.mmap, seed: int) -> None:
+    rng = random.Random(seed)
+    table = Table(memory, GEOMETRY, 1)
+    model: dict[bytes, Entry] = {}
+    keys = [rng.randbytes(16) for _ in range(170)]
+    full = 0
+    for step in range(3000):
+        digest = rng.choice(keys)
+        what = rng.random()
+        slot = table.lookup(digest)
+        assert (slot >= 0) == (digest in model)
+        if what < 0.6:
+            seq = seq_of(memory, slot) if slot >= 0 else 0
+            done, entry = put(table, digest, rng)
+            if done is None:
+                full += 1
+                assert all(table.offset(each) for each in table.candidates(digest)) and digest not in model
+                continue
+            old, new, where = done
+            assert (old, new) == (model[digest].offset if digest in model else -1, entry.offset)
+            assert where in table.candidates(digest) and (slot < 0 or where == slot), "entries never move"
+            assert seq_of(memory, where) > seq and not seq_of(memory, where) & 1
+            model[digest] = entry
+        elif what < 0.95 and slot >= 0:
+            seq = seq_of(memory, slot)
+            table.clear(slot)
+            assert seq_of(memory, slot) > seq and table.lookup(digest) < 0 and table.offset(slot) == 0
+            del model[digest]
+        elif what < 0.955:
+            table = Table(memory, GEOMETRY, table.incarnation + 1)
+            assert table.recover() == []
+        if step % 100 == 0:
+            check(table)
+    check(table)
+    assert full > 0 and table.entries == len(model) == len(list(table))
+    for digest, entry in model.items():
+        slot = table.lookup(digest)
+        assert table.entry(slot) == entry and table.stored(slot) == entry.stored
+    live = table.live()
+    assert live.slots.tolist() == list(table)
+    assert live.offsets.tolist() == [table.offset(slot) for slot in table]
+    assert live.chunks.tolist() == [table.entry(slot).chunk for slot in table]
+    assert live.stored.tolist() == [table.stored(slot) for slot in table]
+    lost = np.zeros(SHARD_COUNT, bool)
+    lost[::3] = True
+    found, start = [], 0
+    while start < GEOMETRY.slots:
+        slots, start = table.of_shards(lost, start)
+        found += slots
+    assert found == [slot for slot in table if not shard_of(table.entry(slot).digest) % 3]
+    assert all(table.shard(slot) == shard_of(table.entry(slot).digest) for slot in table)
+
+
+def test_both_sets_fill_evenly_and_then_refuse(memory: mmap.mmap) -> None:
+    table = Table(memory, GEOMETRY, 1)
+    rng = random.Random(1)
+    keys = keys_for_set(4, 17)
+    for number, digest in enumerate(keys[:16], 1):
+        assert put(table, digest, rng)[0] is not None
+        used = [sum(slot // WAYS == which for slot in table) for which in (4, 5)]
+        assert abs(used[0] - used[1]) <= 1 and sum(used) == number
+    assert put(table, keys[16], rng)[0] is None
+    check(table)
+    table.clear(table.lookup(keys[3]))
+    assert put(table, keys[16], rng)[0] is not None
+    check(table)
+
+
+def test_digests_bytes_elsewhere_are_no_hit(memory: mmap.mmap) -> None:
+    """The search is for bytes: they may also stand across other fields of a slot, before or behind the entry."""
+    table = Table(memory, GEOMETRY, 1)
+    digest = keys_for_set(2, 1)[0]
+    decoys = keys_for_set(2, 12, seed=5)
+    for number, decoy in enumerate(decoys):
+        # stored and reserved words are 16 bytes in a row, at 48; crc and chunk words lie before
+        table.publish(decoy, DATA + number * 64, 64, 0, 64, 0, 0, int.from_bytes(digest[:8], "little"))
+        slot = table.lookup(decoy)
+        at = GEOMETRY.slots_offset + slot * SLOT_BYTES + 48
+        memory[at : at + 16] = digest
+    assert table.lookup(digest) == -1
+    assert table.publish(digest, DATA + 4096, 64, 0, 64, 0, 0, 7) is not None
+    slot = table.lookup(digest)
+    assert table.entry(slot).offset == DATA + 4096
+    old = table.publish(digest, DATA + 8192, 64, 0, 64, 0, 0, 7)
+    assert old == (DATA + 4096, DATA + 8192, slot)
+
+
+def test_sequence_numbers_carry_the_incarnation_and_only_grow(memory: mmap.mmap) -> None:
+    rng = random.Random(3)
+    digest = rng.randbytes(16)
+    last = 0
+    for incarnation in (1, 2, 7, (1 << 20) - 1):
+        table = Table(memory, GEOMETRY, incarnation)
+        table.recover()
+        for _ in range(3):
+            done, _ = put(table, digest, rng)
+            assert done is not None
+            seq = seq_of(memory, done[2])
+            assert seq > last and seq >> SEQ_BITS == incarnation
+            last = seq
+    check(table)
+
+
+def test_a_counter_that_runs_over_stays_even(memory: mmap.mmap) -> None:
+    table = Table(memory, GEOMETRY, 1)
+    rng = random.Random(3)
+    digest = rng.randbytes(16)
+    done, _ = put(table, digest, rng)
+    assert done is not None
+    at = GEOMETRY.slots_offset + done[2] * SLOT_BYTES
+    memory[at : at + 8] = ((1 << SEQ_BITS) - 2 | 1 << SEQ_BITS).to_bytes(8, "little")
+    put(table, digest, rng)
+    assert seq_of(memory, done[2]) == 1 << SEQ_BITS
+    check(table)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [("seq", 3, "odd"), ("seq", 2 << SEQ_BITS, "later incarnation"), ("offset", 0, "mask"),
+     ("low", 1 << 14, "in none of"), ("low", 0, "in none of")],
+)  # fmt: skip
+def test_check_sees_damage(memory: mmap.mmap, field: str, value: int, text: str) -> None:
+    table = Table(memory, GEOMETRY, 1)
+    digest = next(d for d in keys_for_set(2, 50) if sets_of(d, GEOMETRY.sets)[0] == 2)
+    table.publish(digest, DATA, 64, 0, 64, 0, 0, 1)
+    check(table)
+    slot = table.lookup(digest)
+    at = GEOMETRY.slots_offset + slot * SLOT_BYTES + SLOT_FIELDS.fields[field][1]  # type: ignore[index]
+    memory[at : at + 8] = value.to_bytes(8, "little")
+    if field == "low":  # and its other half leads elsewhere too
+        memory[at + 8 : at + 16] = (10).to_bytes(8, "little")
+    with pytest.raises(CorruptionError, match=text):
+        check(table)
+
+
+def test_check_sees_a_digest_twice_and_one_without_a_value(memory: mmap.mmap) -> None:
+    table = Table(memory, GEOMETRY, 1)
+    digest = keys_for_set(2, 1)[0]
+    table.publish(digest, DATA, 64, 0, 64, 0, 0, 1)
+    slot = table.lookup(digest)
+    other = next(each for each in table.candidates(digest) if each != slot)
+    source, target = (GEOMETRY.slots_offset + each * SLOT_BYTES for each in (slot, other))
+    memory[target + 8 : target + 24] = digest
+    with pytest.raises(CorruptionError, match="has a digest"):
+        check(table)
+    memory[target : target + SLOT_BYTES] = memory[source : source + SLOT_BYTES]
+    table.recover()
+    with pytest.raises(CorruptionError, match="twice"):
+        check(table)
+
+
+def test_geometry_bounds_what_recovery_takes(memory: mmap.mmap) -> None:
+    """The last chunk that fits is kept, one 64 bytes further is dropped."""
+    table = Table(memory, GEOMETRY, 1)
+    first, second = keys_for_set(2, 2)
+    table.publish(first, GEOMETRY.data_end - 4096, 4096, 0, 4096, 0, 0, 1)
+    table.publish(second, GEOMETRY.data_end - 4096 + 64, 4096, 0, 4096, 0, 0, 1)
+    again = Table(memory, GEOMETRY, 2)
+    assert len(again.recover()) == 1
+    assert again.lookup(first) >= 0 and again.lookup(second) < 0
+    check(again)

@@ -1,0 +1,239 @@
+"""simm.tools.doctor: each check on trees that are well and on trees that are ill."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from simm import shm
+from simm.arena.layout import MAGIC, State, Word
+from simm.host import pages
+from simm.tools import doctor
+from simm.tools.doctor import Finding
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def write(root: Path, path: str, text: str) -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    class State:
+        f_frsize = 4096
+        f_blocks = total // 4096
+        f_bavail = free // 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: State)
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+
+
+def judged(finding: Finding, status: str, *words: str) -> None:
+    """The status is that, every word is in the text, and a remedy is there exactly when it is needed."""
+    assert finding.status == status, finding
+    for word in words:
+        assert word in finding.detail + finding.remedy, finding
+    assert bool(finding.remedy) == (status != "ok"), finding
+
+
+def test_every_check_runs_here_and_says_something() -> None:
+    found = doctor.run_checks()
+    assert len(found) == len(doctor.CHECKS)
+    assert len({finding.name for finding in found}) == len(found)
+    for finding in found:
+        judged(finding, finding.status)
+        assert finding.status in ("ok", "warn", "fail") and finding.detail
+        assert "\n" not in finding.detail + finding.remedy
+
+
+def test_every_check_function_is_listed() -> None:
+    functions = {each for name, each in vars(doctor).items() if name.startswith("check_")}
+    assert functions == set(doctor.CHECKS)
+
+
+def test_an_empty_root_breaks_nothing(tmp_path: Path) -> None:
+    by_name = {finding.name: finding for finding in doctor.run_checks(str(tmp_path))}
+    judged(by_name["shm-size"], "fail", "mount -t tmpfs")
+    assert not [each for each in by_name.values() if "could not be checked" in each.detail]
+
+
+def test_a_broken_check_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_nothing(_: str) -> Finding:
+        raise PermissionError("no entry")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_nothing, doctor.check_cpus))
+    found = doctor.run_checks()
+    assert [each.name for each in found] == ["nothing", "cpus"]
+    judged(found[0], "warn", "no entry")
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "status"),
+    [(64 * MIB, 64 * MIB, "fail"), (100 * GIB, MIB, "fail"), (40 * GIB, 30 * GIB, "warn"), (50 * GIB, GIB, "ok")],
+)
+def test_shm_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, free: int, status: str) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {100 << 20} kB\n")
+    disk(monkeypatch, total, free)
+    judged(doctor.check_shm_size(str(tmp_path)), status, *([] if status == "ok" else ["--shm-size"]))
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(None, "ok"), (90 * GIB, "ok"), (30 * GIB, "warn"), (MIB, "fail")])
+def test_memory_limit(tmp_path: Path, allowed: int | None, status: str) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {100 << 20} kB\n")
+    if allowed is not None:
+        write(tmp_path, "sys/fs/cgroup/memory.max", str(allowed))
+        write(tmp_path, "sys/fs/cgroup/memory.current", "0")
+    judged(doctor.check_memory_limit(str(tmp_path)), status, *([] if status == "ok" else ["--memory"]))
+
+
+@pytest.mark.parametrize(("mode", "status"), [("0", "ok"), ("1", "ok"), ("2", "warn")])
+def test_overcommit(tmp_path: Path, mode: str, status: str) -> None:
+    write(tmp_path, "proc/sys/vm/overcommit_memory", mode + "\n")
+    judged(doctor.check_overcommit(str(tmp_path)), status, f"vm.overcommit_memory={mode}")
+
+
+@pytest.mark.parametrize(
+    ("switch", "status"),
+    [(None, "ok"), ("always [advise] never", "ok"), ("always advise [never]", "warn"), ("[always] advise never", "ok")],
+)
+def test_huge_pages(tmp_path: Path, switch: str | None, status: str) -> None:
+    if switch:
+        write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", switch + "\n")
+    judged(doctor.check_huge_pages(str(tmp_path)), status, *([switch] if switch else []))
+
+
+def test_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "populate_read", lambda _: True)
+    monkeypatch.setattr(os, "memfd_create", lambda *_: -1, raising=False)
+    judged(doctor.check_populate(), "ok", platform.release())
+    monkeypatch.setattr(pages, "populate_read", lambda _: False)
+    monkeypatch.delattr(os, "memfd_create")
+    judged(doctor.check_populate(), "warn", "MADV_POPULATE", "memfd_create")
+
+
+def test_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "SHM_DIR", str(tmp_path))
+    judged(doctor.check_leftovers(), "ok")
+    alive = shm.OwnedSegment.create("simm-alive", mmap.PAGESIZE)
+    judged(doctor.check_leftovers(), "ok")
+    # What a server that stopped with --warm has left is its next start's: it was advised to remove that.
+    header = memoryview(bytearray(8192)).cast("Q")
+    header[Word.MAGIC], header[Word.STATE] = MAGIC, State.SUSPENDED
+    (tmp_path / "simm-0-a-0-0123456789abcdef").write_bytes(header)
+    verdict = doctor.check_leftovers()
+    judged(verdict, "ok", "1 arenas", "simm-0-a-0-0123456789abcdef", "--warm wait for their next start")
+    assert not verdict.remedy
+    (tmp_path / "simm-dead").write_bytes(bytes(8192))
+    verdict = doctor.check_leftovers()
+    judged(verdict, "warn", "1 segments", "1 arenas", "--warm", f"rm {tmp_path}/simm-dead")
+    assert "simm-0-a" not in verdict.remedy
+    alive.unlink()
+    alive.close()
+
+
+@pytest.mark.parametrize(
+    ("uid", "files", "status"),
+    [
+        (1000, {}, "warn"),
+        (999, {}, "ok"),
+        (1000, {"logind.conf": "[Login]\n#RemoveIPC=no\n"}, "warn"),
+        (1000, {"logind.conf": "[Login]\nRemoveIPC=no\n"}, "ok"),
+        (1000, {"logind.conf": "RemoveIPC=no\n", "logind.conf.d/50.conf": "RemoveIPC = yes\n"}, "warn"),
+        (1000, {"logind.conf.d/10.conf": "RemoveIPC=yes\n", "logind.conf.d/50.conf": "RemoveIPC=off\n"}, "ok"),
+    ],
+)
+def test_remove_ipc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, files: dict[str, str], status: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    judged(doctor.check_remove_ipc(str(tmp_path)), "ok", "systemd does not run")
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    for path, text in files.items():
+        write(tmp_path, f"etc/systemd/{path}", text)
+    judged(doctor.check_remove_ipc(str(tmp_path)), status)
+
+
+def test_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    judged(doctor.check_cpus(), "warn", "one CPU")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4})
+    judged(doctor.check_cpus(), "ok", "2 of")
+
+
+def test_numa(tmp_path: Path) -> None:
+    write(tmp_path, "sys/devices/system/node/online", "0-1")
+    for node in (0, 1):
+        write(tmp_path, f"sys/devices/system/node/node{node}/cpulist", f"{node}")
+        write(tmp_path, f"sys/devices/system/node/node{node}/meminfo", f"Node {node} MemTotal: {1 << 20} kB\n")
+    write(tmp_path, "proc/sys/vm/zone_reclaim_mode", "0\n")
+    judged(doctor.check_numa(str(tmp_path)), "ok", "node 0: 1 CPUs, 1.00 GiB", "node 1")
+    write(tmp_path, "proc/sys/vm/zone_reclaim_mode", "1\n")
+    judged(doctor.check_numa(str(tmp_path)), "warn", "sysctl vm.zone_reclaim_mode=0")
+
+
+@pytest.mark.parametrize(
+    ("machine", "order", "status"),
+    [("x86_64", "little", "ok"), ("aarch64", "little", "warn"), ("s390x", "big", "fail")],
+)
+def test_machine(monkeypatch: pytest.MonkeyPatch, machine: str, order: str, status: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(sys, "byteorder", order)
+    judged(doctor.check_machine(), status, machine, order, "64 bits")
+
+
+@pytest.mark.parametrize(("soft", "status"), [(1024, "warn"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, status: str) -> None:
+    limit(monkeypatch, soft, resource.RLIM_INFINITY)
+    judged(doctor.check_open_files(), status, "unlimited")
+
+
+@pytest.mark.parametrize(
+    ("version", "implementation", "gil", "status"),
+    [
+        ((3, 9), "CPython", True, "fail"),
+        ((3, 10), "CPython", True, "ok"),
+        ((3, 13), "CPython", True, "ok"),
+        ((3, 13), "CPython", False, "warn"),
+        ((3, 14), "CPython", True, "warn"),
+        ((3, 11), "PyPy", True, "fail"),
+    ],
+)
+def test_python(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], implementation: str, gil: bool, status: str
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 1, "final", 0))
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: gil, raising=False)
+    monkeypatch.setattr(platform, "python_implementation", lambda: implementation)
+    judged(doctor.check_python(), status, implementation)
+
+
+@pytest.mark.parametrize(
+    ("mark", "namespace", "status"),
+    [
+        (None, "pid:[4026531836]", "ok"),
+        (None, None, "ok"),
+        (None, "pid:[4026532999]", "warn"),
+        (".dockerenv", "pid:[4026531836]", "warn"),
+        ("run/.containerenv", None, "warn"),
+        ("var/run/secrets/kubernetes.io/token", None, "warn"),
+    ],
+)
+def test_container(tmp_path: Path, mark: str | None, namespace: str | None, status: str) -> None:
+    if mark:
+        write(tmp_path, mark, "")
+    if namespace:
+        (tmp_path / "proc/self/ns").mkdir(parents=True)
+        (tmp_path / "proc/self/ns/pid").symlink_to(namespace)
+    judged(doctor.check_container(str(tmp_path)), status, *(["--ipc=host", "--pid=host"] if status == "warn" else []))
