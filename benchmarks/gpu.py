@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""SiMM's GET and PUT between GPU memory and an arena on this host beside bare copies from pinned memory, in one run.
+"""Compare SiMM's GET and PUT between GPU memory and an arena on this host with bare copies from pinned memory.
 
     python benchmarks/gpu.py                            a cluster of its own, the first GPU
     python benchmarks/gpu.py --device 1 --sizes 64K,1M,16M --json result.json
-    python benchmarks/gpu.py --staged                   also as it is while (or where) the arena is not registered
+    python benchmarks/gpu.py --staged                   also without registration of the arena
 
-Without a GPU or its driver it says so in one line and ends with status 0.
+Without a GPU or its driver the script prints one line and ends with status 0.
 
 - ``copy`` is ``cuMemcpyHtoDAsync`` (for get; ``DtoH`` for put) between GPU memory and page-locked memory of this
-  process on one stream, and the wait for it: what driver, GPU and bus give, and so the floor for us. We find the entry,
-  have its bytes copied, and confirm that they were the value; or copy into a granted chunk, and have that committed.
-- ``get`` and ``put`` are single calls, each with a copy of its own to compare with; ``mget`` and ``mput`` are batches,
-  beside as many copies with one wait.
-- Every round runs each once for about ``--seconds``, in an order that moves on from round to round. A ratio is the
+  process on one stream, and the wait for it. This is what driver, GPU and bus provide: the lower bound. SiMM also
+  finds the entry and confirms after the copy that the bytes were its value, or commits the granted chunk.
+- ``get`` and ``put`` are single calls, each compared with one copy; ``mget`` and ``mput`` are batches, compared with as
+  many copies and one wait.
+- Every round runs each operation once for about ``--seconds``; the order rotates from round to round. A ratio is the
   median over the rounds of the ratios within a round: 1.00 is as fast as the bare copy.
-- Buffers are spoiled before each burst and looked at after it; a wrong byte ends the run.
-- The arena is registered with the driver in the background at its first use; the run begins when that is done, and says
-  how long it took.
+- The script overwrites the buffers before each burst and checks them after it; a wrong byte ends the run.
+- The client registers the arena with the driver in the background at its first use. The run begins when that is done,
+  and prints how long it took.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from simm import __version__, cuda, gpu, pinned  # noqa: E402
-from simm.buffers import address_of  # noqa: E402
+from simm import __version__  # noqa: E402
 from simm.client import Client  # noqa: E402
-from simm.cuda import CudaError, Driver  # noqa: E402
-from simm.gpu import DeviceSpan  # noqa: E402
-from simm.local import LocalCluster  # noqa: E402
-from simm.pinned import Pinned  # noqa: E402
-from simm.quantities import parse_bytes  # noqa: E402
+from simm.config.parsers import parse_bytes  # noqa: E402
+from simm.gpu import copy, cuda, pinning  # noqa: E402
+from simm.gpu.buffers import DeviceSpan  # noqa: E402
+from simm.gpu.cuda import CudaError, Driver  # noqa: E402
+from simm.gpu.pinning import Pinned  # noqa: E402
+from simm.host.buffers import address_of  # noqa: E402
+from simm.sdk.local_cluster import LocalCluster  # noqa: E402
+from tests.support.gpu import shut_down  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 #: Bytes and keys of a batch, at most.
@@ -53,7 +55,7 @@ REGISTER_S = 300.0
 
 
 class Wrong(Exception):
-    """A value was not what it had to be: there is nothing to measure."""
+    """A value is wrong, so the figures mean nothing."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Row:
 
 
 class Bench:
-    """What is measured, on one device."""
+    """The operations that are measured, on one device."""
 
     def __init__(self, client: Client, driver: Driver, device: int, size: int) -> None:
         self.client = client
@@ -104,10 +106,10 @@ class Bench:
     # -- before and after a burst ------------------------------------------------------------------
 
     def spoil(self, name: str) -> None:
-        """Make what must be written wrong, and what must be read right."""
+        """Make the values to overwrite wrong, and the values to read right."""
         if "get" in name:
             self.host[:] = self.value
-            gpu.copy_in(self.whole, memoryview(bytes(self.count * self.size)))
+            copy.copy_in(self.whole, memoryview(bytes(self.count * self.size)))
             if "copy" not in name:
                 values = memoryview(self.value)
                 self.client.put_many(
@@ -115,15 +117,15 @@ class Bench:
                 )
         else:
             self.host[:] = bytes(self.count * self.size)
-            gpu.copy_in(self.whole, memoryview(self.value))
+            copy.copy_in(self.whole, memoryview(self.value))
             if "copy" not in name:
                 self.client.put_many(self.keys, [b"\xff" * self.size] * self.count)
 
     def look(self, name: str, touched: int) -> None:
-        """Raise Wrong unless the first ``touched`` values are where they must be."""
+        """Raise Wrong unless the first ``touched`` values are right."""
         wanted = self.value[: touched * self.size]
         if "get" in name:
-            got: Any = gpu.host_copy(self.whole, touched * self.size)
+            got: Any = copy.host_copy(self.whole, touched * self.size)
         elif "copy" in name:
             got = self.host[: touched * self.size]
         else:
@@ -131,7 +133,7 @@ class Bench:
         if got != wanted:
             raise Wrong(f"{name} of {self.size} bytes: wrong bytes")
 
-    # -- the operations: each moves a value, or all ---------------------------------------------------
+    # -- the operations: each moves one value, or all -------------------------------------------------
 
     def get(self) -> None:
         at = self._next()
@@ -181,7 +183,7 @@ class Bench:
     # -- a burst --------------------------------------------------------------------------------------
 
     def burst(self, row: Row, seconds: float) -> None:
-        """Run one operation for about so long; its seconds per byte go into the row."""
+        """Run one operation for the given time; add its seconds per byte to the row."""
         operation = getattr(self, row.name.replace(" staged", "").replace(" ", "_"))
         single = not row.name.replace("copy ", "").startswith("m")
         self.spoil(row.name)
@@ -198,7 +200,7 @@ class Bench:
 
 
 def measure(bench: Bench, seconds: float, rounds: int, staged: bool) -> list[Row]:
-    """All rows of one size."""
+    """Measure all rows of one size."""
     rows = [Row(f"copy {name}", "", bench.size) for name in ("get", "put", "mget", "mput")]
     rows += [Row(name, f"copy {name}", bench.size) for name in ("get", "put", "mget", "mput")]
     if staged:
@@ -216,7 +218,7 @@ def measure(bench: Bench, seconds: float, rounds: int, staged: bool) -> list[Row
 
 
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Print the table of one size; the same for JSON."""
+    """Print the table of one size; return the same for JSON."""
     known = {row.name: row for row in rows}
     answers = []
     for row in rows:
@@ -235,15 +237,15 @@ def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0, or 1 for a wrong value."""
+    """Run the benchmark; return 0, or 1 for a wrong value."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
-    parser.add_argument("--sizes", default="4K,64K,1M,16M", help="bytes of a value, by commas")
+    parser.add_argument("--sizes", default="4K,64K,1M,16M", help="bytes of a value, separated by commas")
     parser.add_argument("--memory", default="2G", help="bytes of the arena")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each burst")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of each burst")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--staged", action="store_true", help="also without the arena's registration")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--staged", action="store_true", help="also measure without the arena's registration")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     try:
         driver = cuda.load()
@@ -265,10 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (target,) = router.targets.values()
             reader = target.reader
             if reader is None:
-                print(f"the client does not reach its server by shared memory ({target.why}): nothing was measured")
+                print(f"the client does not reach its server by shared memory ({target.reason}): nothing was measured")
                 return 0
             began = time.monotonic()
-            arena = pinned.pinned_for(reader, driver, options.device)
+            arena = pinning.pinned_for(reader, driver, options.device)
             while arena.ready < arena.size and not arena.why and time.monotonic() < began + REGISTER_S:
                 time.sleep(0.01)
             took = time.monotonic() - began
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"WRONG: {exc}")
         return 1
     finally:
-        gpu.shutdown()
+        shut_down()  # before the arena goes
         cluster.close()
     if options.json:
         options.json.write_text(json.dumps({"gpu": name, "registered_s": took, "rows": answers}, indent=1))

@@ -1,30 +1,29 @@
 #!/usr/bin/env python3
-"""The same work on SiMM and on its peers, in one run, in turns.
+"""Run the same operations on SiMM and on its peers, in alternation in one run.
 
     python benchmarks/peers.py --quick
     python benchmarks/peers.py --peers simm,redis,memcached,mooncake --json result.json
 
-See README.md beside this file for what is measured and how to get the peers. What can make such
-a comparison lie, and what is done about it:
+README.md in this folder says what is measured and how to get the peers. What can distort such a comparison, and the
+countermeasure:
 
-- *The machine changes while it runs* (other load, clock rates). Every store does a short burst
-  of the same operation in each round, the order of the stores moves on by one from round to
-  round, and a ratio is the median of the ratios within the rounds.
-- *The cache of the processor answers*. The values that are read make up a working set larger than
-  it, keys come in shuffled order, each round takes the next ones, and no store is given a
-  buffer that another has just touched.
-- *A store does less than it should*. Every result is checked. After each burst some of the values
-  are compared in full with what was stored; the buffers they land in were spoiled before.
-- *A store is used badly*. Each is used the fastest way we found, and the clients of Redis and
-  memcached are our own because they beat the usual libraries (run those too: ``--peers
+- *The machine changes during the run* (other load, clock rates). Every store does a short burst of the same operation
+  in each round, the order of the stores rotates by one from round to round, and a ratio is the median of the ratios
+  within the rounds.
+- *The processor's cache answers*. The values form a working set larger than the cache, keys come in shuffled order,
+  each round takes the next ones, and no store gets a buffer that another store has just touched.
+- *A store does less than it should*. The script checks every result. After each burst it compares some of the values in
+  full with what was stored; it overwrote the buffers before.
+- *A store is used badly*. Each is used in the fastest way that we found. The clients of Redis and memcached are our
+  own, because they are faster than the usual libraries (to run those too: ``--peers
   redis,redis-py,memcached,pymemcache``).
-- *Where the scheduler puts a server*. On few cores a server woken on the caller's core answers in
-  17 us and one woken on an idle one in 50, and which it is can stay so for seconds. ``--cores 1``
-  settles it (at the price of overlap for large values); cells that were not steady are marked.
-- *The first touch of memory*. The first round is not counted, and what a PUT round has stored is
-  deleted before the next, so that a store in its stride reuses memory.
+- *The scheduler's placement of a server*. With few cores a server that wakes up on the caller's core answers in 17 us,
+  one that wakes up on an idle core in 50 us, and the placement can stay the same for seconds. ``--cores 1`` removes the
+  choice (and the overlap for large values). Cells whose rounds differ are marked.
+- *The first touch of memory*. The first round is not counted. What a PUT round has stored is deleted before the next
+  one, so that a warm store reuses memory.
 
-PUT always stores keys that are new: to some of these stores an existing key is nothing to do.
+PUT always stores new keys, as some of these stores do nothing for an existing key.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ TITLES = {
 UNSTEADY = 1.5
 BATCH = 32
 EXISTS_BATCH = 128
-#: Values in full that are compared after each burst.
+#: Values that are compared in full after each burst.
 SAMPLES = 3
 #: All stores together, as a multiple of the working set (see README.md).
 MEMORY_FACTOR = 26
@@ -79,12 +78,12 @@ T = TypeVar("T")
 
 
 class WrongContentError(Exception):
-    """A store returned something else than was stored. Never tolerated."""
+    """A store returned something else than was stored. This ends the run."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much one burst does at one value size."""
+    """The size of one burst at one value size."""
 
     size: int
     rows: int
@@ -105,7 +104,7 @@ class Shape:
         )
 
     def calls(self, op: str) -> tuple[int, int]:
-        """(calls in a burst, keys in a call)"""
+        """Return (calls in a burst, keys in a call)."""
         if op in ("mget", "mput"):
             return self.batches, self.batch
         return (16, EXISTS_BATCH) if op == "mexists" else (self.singles, 1)
@@ -129,7 +128,7 @@ class Cell:
 
 
 class Desk:
-    """A store with the arrays its caller reads and writes, and what is stored in it now."""
+    """A store with its caller's arrays, and what is stored in it now."""
 
     def __init__(self, name: str, index: int, source: Array, target: Array):
         self.name = name
@@ -147,7 +146,7 @@ class Desk:
         """Delete everything stored."""
 
     def burst(self, op: str, shape: Shape, picks: list[int], slots: list[int]) -> list[int]:
-        """Do one burst, check it, return the nanoseconds of each call."""
+        """Run one burst and check it; return the nanoseconds of each call."""
         raise NotImplementedError
 
 
@@ -185,7 +184,7 @@ class StoreDesk(Desk):
         return [self.peer.handle(row) for row in self.rows(array, size, numbers)]
 
     def _try_out(self) -> None:
-        """Hits, misses and their order in a batch, before anything is timed."""
+        """Check hits, misses and their order in a batch, before anything is timed."""
         size, peer = 4 * KIB, self.peer
         keys = [f"try{number}" for number in range(6)]
         here = [0, 2, 3]
@@ -208,7 +207,7 @@ class StoreDesk(Desk):
                 raise WrongContentError(f"{self.name}: {size} bytes differ from what was stored")
 
     def _spoil(self, size: int, slots: Sequence[int]) -> None:
-        """A byte in every page and the last one: no old content can pass for new."""
+        """Overwrite a byte in every page and the last one, so that old content cannot pass for new."""
         for row in self.rows(self.target, size, slots):
             row[:: 4 * KIB] ^= 0xFF
             row[-1] ^= 0xFF
@@ -323,7 +322,7 @@ class Bench:
         self.wrong: list[str] = []
 
     def run(self, sizes: Sequence[int], ops: Sequence[str]) -> None:
-        """Measure all cells. ``exists`` does not depend on the size of a value: the first size only."""
+        """Measure all cells; ``exists`` at the first size only, as it does not depend on the size."""
         for number, size in enumerate(sizes):
             shape = Shape.of(size, self.working_set, self.burst)
             unfit: dict[str, str] = {}
@@ -340,7 +339,7 @@ class Bench:
         print(file=sys.stderr)
 
     def _guarded(self, failed: dict[str, str], desk: Desk, call: Callable[..., T], *arguments: Any) -> T | None:
-        """What the call returns, or None with the reason kept: a store's failure spoils its own cells only."""
+        """Return the call's result, or None and keep the reason: a failure voids this store's cells only."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -388,7 +387,7 @@ def summary(op: str, size: int, many: int, peer: str, rounds: list[list[int]], f
 
 
 def compare(cells: list[Cell]) -> None:
-    """Ratios of times, as the median over the rounds of the ratio within a round."""
+    """Set the ratios of times: medians over the rounds of the ratio within a round."""
     by_name = {cell.peer: cell for cell in cells if cell.failed is None}
     for cell in by_name.values():
         for name, attribute in (("simm", "to_simm"), (FLOOR, "to_memcpy")):
@@ -416,7 +415,7 @@ def cell_text(cell: Cell | None) -> str:
 
 
 def markdown(cells: list[Cell], names: list[str]) -> str:
-    """One table for each operation: microseconds per key, p50 / p99, and p50 as a multiple of SiMM's."""
+    """Return a table for each operation: microseconds per key (p50 / p99), and p50 as a multiple of SiMM's."""
     lines = []
     for op in OPS:
         mine = {(cell.size, cell.peer): cell for cell in cells if cell.op == op}
@@ -534,7 +533,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     restore_signals()
     if options.cores is not None:
-        # Inherited by every server started from here on.
+        # Every server that is started from here on inherits this.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     home = Path(tempfile.mkdtemp(prefix="simm-peers-"))
     try:
@@ -543,7 +542,7 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 return bench(options, home, exits)
             finally:
-                # From here on the servers are stopped, and nothing may cut that short.
+                # This stops the servers; nothing may interrupt it.
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
     except KeyboardInterrupt:

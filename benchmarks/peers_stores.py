@@ -1,8 +1,8 @@
-"""One small class for each store that ``peers.py`` compares, all with the same few methods.
+"""One class for each store that ``peers.py`` compares, all with the same methods.
 
-Each starts its own servers in a directory of its own, on UNIX sockets or 127.0.0.1, and stops
-them in ``close``. ``handle`` turns a row of a caller's array into what the store's calls take
-(a memoryview, an address), before any clock runs: an engine knows its buffers in advance.
+Each starts its own servers in its own directory, on UNIX sockets or 127.0.0.1, and stops them in ``close``. ``handle``
+converts a row of a caller's array to what the store's calls take (a memoryview, an address). That is not timed, as an
+engine knows its buffers in advance.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ STOP_SECONDS = 5.0
 
 
 class PeerError(Exception):
-    """A peer could not be started, or answered something that no healthy store answers."""
+    """A peer did not start, or gave an answer that no healthy store gives."""
 
 
 class Server:
-    """A child process: started in its own session, its output kept in a file, ended for certain.
+    """A child process in its own session, with its output in a file; it always ends.
 
-    Where util-linux's ``setpriv`` exists the kernel ends the child even if this process is
-    killed outright.
+    Where util-linux's ``setpriv`` exists, the kernel ends the child even if this process is killed.
     """
 
     def __init__(self, command: list[str], home: Path, name: str, environment: dict[str, str] | None = None):
@@ -59,7 +58,11 @@ class Server:
             )
 
     def wait_for(self, address: str | tuple[str, int]) -> None:
-        """Return once something accepts connections at ``address``; PeerError if nothing does."""
+        """Return once a process accepts connections at ``address``.
+
+        Raises:
+            PeerError: no process accepts connections in time.
+        """
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -92,19 +95,19 @@ def free_port() -> int:
 
 
 def resident_array(nbytes: int) -> Array:
-    """Ordinary memory, every page touched."""
+    """Return ordinary memory with every page touched."""
     array = np.empty(nbytes, dtype=np.uint8)
     array.fill(0)
     return array
 
 
 class Peer:
-    """What the harness needs from a store. ``None`` from a get is a miss."""
+    """What the benchmark needs from a store. A get returns ``None`` for a miss."""
 
     name: ClassVar[str]
 
     def __init__(self, home: Path, memory: int, buffers: int):
-        """``memory``: bytes the store may hold; ``buffers``: bytes of arrays its caller will use."""
+        """Take the bytes that the store may hold, and the bytes of the arrays that its caller will use."""
         self.home = home
         self.memory = memory
         self.buffers = buffers
@@ -112,7 +115,7 @@ class Peer:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why this store cannot be run here, or None."""
+        """Return the reason why this store cannot run here, or None."""
         raise NotImplementedError
 
     def version(self) -> str:
@@ -122,11 +125,11 @@ class Peer:
         raise NotImplementedError
 
     def array(self, nbytes: int) -> Array | None:
-        """Memory that the store requires its callers to use, or None: any will do."""
+        """Return the memory that the store's callers must use, or None if any memory will do."""
         return None
 
     def adopt(self, array: Array) -> None:
-        """Called once for each array that handles will point into."""
+        """Take an array that handles will point into. The benchmark calls this once for each array."""
 
     def handle(self, row: Array) -> Any:
         return row
@@ -153,12 +156,12 @@ class Peer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop what ``start`` began, however far it got. May be called twice."""
+        """Stop what ``start`` started, even if ``start`` failed. May be called twice."""
         raise NotImplementedError
 
 
 def absent(*, modules: Sequence[str] = (), programs: Sequence[str] = ()) -> str | None:
-    """A text that names what is not installed, or None."""
+    """Return a text that names what is not installed, or None."""
     lacking = [f"module {name}" for name in modules if importlib.util.find_spec(name) is None]
     lacking += [f"program {name}" for name in programs if shutil.which(name) is None]
     return f"not installed: {', '.join(lacking)}" if lacking else None
@@ -293,7 +296,7 @@ class Memcached(_OnSocket):
 
 
 class RedisPy(Redis):
-    """The same server through redis-py with the hiredis parser: what the bare client is held against."""
+    """The same server through redis-py with the hiredis parser, to compare the bare client with."""
 
     name = "redis-py"
 
@@ -335,7 +338,7 @@ class RedisPy(Redis):
 
 
 class PyMemcache(Memcached):
-    """The same server through pymemcache: what the bare client is held against."""
+    """The same server through pymemcache, to compare the bare client with."""
 
     name = "pymemcache"
 
@@ -443,7 +446,7 @@ class MooncakeLocal(Peer):
         return f"127.0.0.1:{port}"
 
     def _owner(self, master: str) -> str:
-        """A process of its own that owns the store's memory."""
+        """Start a process that owns the store's memory; return its address."""
         port = free_port()
         flags = ["--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp"]
         flags += [f"--master_server_address={master}", f"--global_segment_size={self.memory}"]
@@ -492,7 +495,7 @@ class MooncakeLocal(Peer):
         return [code == 1 for code in self._store.batch_is_exist(keys)]
 
     def delete_many(self, keys: list[str]) -> None:
-        # Forced: a key that was just read is leased for seconds otherwise.
+        # Forced, as a key that was just read is otherwise leased for seconds.
         self._store.batch_remove(keys, True)
 
     def close(self) -> None:
@@ -515,7 +518,7 @@ class MooncakeTcp(MooncakeLocal):
         self._wait_for_memory()
 
     def _wait_for_memory(self) -> None:
-        """The owner's memory is known to the master a moment after the owner listens."""
+        """Wait until the master knows the owner's memory, a moment after the owner listens."""
         deadline = time.monotonic() + START_SECONDS
         while self._store.put("ready", b"ready") != 0:
             if time.monotonic() > deadline:
@@ -549,7 +552,7 @@ class MooncakeShm(MooncakeTcp):
 
 
 def restore_signals() -> None:
-    """Mooncake's library replaces the handlers of the process; the harness wants Python's."""
+    """Restore Python's signal handlers, which Mooncake's library replaces."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)

@@ -1,19 +1,17 @@
-"""The fastest plain-Python clients for Redis and memcached that we know how to write.
+"""Fast plain-Python clients for Redis and memcached.
 
-A comparison with a slow client is a comparison with the client. The usual libraries build a
-``bytes`` for every value and the caller copies it out again; here the kernel puts values where
-the caller wants them, with one ``recvmsg_into`` over a scatter list of [header, buffer, header,
-buffer, ..., tail], because a caller who owns the buffer knows the size it expects.
+With a slow client a benchmark measures the client. The usual libraries build a ``bytes`` for every value, and the
+caller copies it out again. Here the kernel stores values directly in the caller's buffers, with one ``recvmsg_into``
+over a scatter list of [header, buffer, header, buffer, ..., tail]. This works because the owner of a buffer knows the
+size that it expects.
 
-What can go wrong is a reply that is not what was expected: a miss, or a value of another size.
-Then every later byte lands in the wrong place. The headers are therefore compared after every
-read, before anything else is awaited (a miss is shorter than a hit, so waiting for the full
-layout would hang), and from the first header that differs the bytes already received are
-gathered again and the rest is parsed in order. The cost for the usual case is one comparison of
-all headers at once.
+A reply may differ from the expected one: a miss, or a value of another size. Then every later byte is in the wrong
+place. The client therefore compares the headers after every read, before it waits for more (a miss is shorter than a
+hit, so waiting for the full layout would hang). From the first header that differs, it gathers the bytes that it has
+received and parses the rest in order. In the usual case this costs one comparison of all headers at once.
 
-The sockets stay blocking: Python's ``settimeout`` would put a ``poll`` before every call. The
-kernel's own send and receive timeouts bound a hang instead.
+The sockets stay blocking, as Python's ``settimeout`` would add a ``poll`` to every call. The kernel's own send and
+receive timeouts bound a hang instead.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class WireError(Exception):
 
 @dataclass
 class Layout:
-    """What a reply of ``count`` values of ``size`` bytes looks like when every key is there."""
+    """The layout of a reply of ``count`` values of ``size`` bytes when every key is found."""
 
     size: int
     expected: bytes
@@ -51,7 +49,7 @@ class Layout:
 class Wire:
     """One connection to a UNIX socket. Not thread-safe.
 
-    All methods raise ``WireError``, after which the connection is of no more use.
+    All methods raise ``WireError``, after which the connection cannot be used any more.
     """
 
     def __init__(self, path: str) -> None:
@@ -88,7 +86,7 @@ class Wire:
             parts = [memoryview(parts[skip])[sent:], *parts[skip + 1 :]]
 
     def receive(self, want: int) -> bytes:
-        """Up to ``want`` bytes, at least one."""
+        """Return up to ``want`` bytes, at least one."""
         try:
             data = self._sock.recv(want)
         except BlockingIOError:
@@ -98,7 +96,7 @@ class Wire:
         return data
 
     def receive_exactly(self, expected: bytes) -> None:
-        """The next bytes must be ``expected``."""
+        """Receive ``expected``; raise WireError for other bytes."""
         data = self.receive(len(expected))
         while data != expected:
             if not expected.startswith(data):
@@ -106,7 +104,7 @@ class Wire:
             data += self.receive(len(expected) - len(data))
 
     def lines(self, count: int) -> list[bytes]:
-        """The next ``count`` lines, without their ends. Nothing may follow the last."""
+        """Return the next ``count`` lines without their ends. Nothing may follow the last one."""
         data = self.receive(1 << 16)
         while data.count(b"\r\n") < count:
             data += self.receive(1 << 16)
@@ -172,7 +170,7 @@ class Wire:
 
 
 def _first(parts: list[memoryview], count: int) -> list[memoryview]:
-    """The first ``count`` bytes of the parts."""
+    """Return the first ``count`` bytes of the parts."""
     found = []
     for part in parts:
         if count <= 0:
@@ -183,7 +181,7 @@ def _first(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def make_layout(heads: Sequence[bytes], size: int) -> Layout:
-    """A reply that is head, value, CR LF, head, value, CR LF, ... with all values ``size`` bytes."""
+    """Return the layout of a reply head, value, CR LF, head, value, CR LF... with values of ``size`` bytes."""
     if 2 * len(heads) + 1 > IOV_MAX:
         raise WireError(f"at most {IOV_MAX // 2 - 1} values in one request")
     texts = [heads[0], *(b"\r\n" + head for head in heads[1:]), b"\r\n"]
@@ -221,7 +219,7 @@ class Tail:
 
 
 class Store:
-    """What both clients share: reading values. ``_heads`` and ``_parse`` know the protocol."""
+    """The part that both clients share: reading values. ``_heads`` and ``_parse`` know the protocol."""
 
     def __init__(self, path: str) -> None:
         self._wire = Wire(path)
@@ -270,7 +268,7 @@ class BareRedis(Store):
         return self._read([into])[0]
 
     def get_many_into(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[int | None]:
-        """One pipeline of GET: up to twice as fast as MGET, which builds its whole answer first."""
+        """Get values by one pipeline of GET: up to twice as fast as MGET, which builds its whole answer first."""
         self._wire.send([b"".join([b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(key), key) for key in keys])])
         return self._read(into)
 
@@ -295,7 +293,7 @@ class BareRedis(Store):
         return self._wire.lines(1)[0] == b":1"
 
     def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """One pipeline of EXISTS: a single command over many keys would only count them."""
+        """Look for keys by one pipeline of EXISTS, as a single command over many keys only counts them."""
         self._wire.send([b"".join([b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n" % (len(k), k) for k in keys])])
         return [line == b":1" for line in self._wire.lines(len(keys))]
 

@@ -1,33 +1,33 @@
 #!/usr/bin/env python3
-"""SiMM's GET and PUT over RDMA beside perftest's ib_read_bw, ib_write_bw and ib_read_lat, in one run, in turns.
+"""Compare SiMM's GET and PUT over RDMA with perftest's ib_read_bw, ib_write_bw and ib_read_lat, in alternation.
 
     python benchmarks/rdma.py                                       two devices of this host, a cluster of its own
     python benchmarks/rdma.py --client-device mlx5_0 --server-device mlx5_1 --json result.json
     scripts/test-rdma --shell 'python benchmarks/rdma.py'           no RDMA hardware: in a virtual machine
     python benchmarks/rdma.py --manager HOST:PORT --server-device mlx5_0 --far HOST --far-command 'ssh HOST'
 
-The last one measures against a data server on another host: perftest's servers are started there by ``--far-command``
-followed by their command line, and reached at ``--far``. Its cluster should have that one data server only; the keys
-are deleted at the end.
+The last command measures against a data server on another host. ``--far-command``, followed by their command line,
+starts perftest's servers there, and ``--far`` is the address at which they are reached. The cluster should have that
+one data server only. The script deletes its keys at the end.
 
-- perftest writes raw bytes into one buffer and asks nobody. It is what the device, its driver and the network give, and
-  so the floor for us; we find the entry, check that it did not change, and commit what was written.
-- Every round runs each program once and each of our operations once, for about ``--seconds``, in an order that moves on
-  from round to round. A ratio is the median over the rounds of the ratios within a round. Bandwidth is compared with
-  bandwidth (perftest keeps 128 operations under way, which is what our batches do), the median of a single GET with
-  ib_read_lat's typical time.
-- Values are checked after each burst, with buffers that were spoiled before it; a wrong byte ends the run. So does a
-  path that is not RDMA: what went by TCP must not be taken for it. Calls that a deadline ends are counted, and not
+- perftest writes raw bytes into one buffer without any lookup. This is what the device, its driver and the network
+  provide: the lower bound. SiMM also finds the entry, checks that it did not change, and commits what it wrote.
+- Every round runs each program once and each SiMM operation once, for about ``--seconds``; the order rotates from round
+  to round. A ratio is the median over the rounds of the ratios within a round. Bandwidth is compared with bandwidth
+  (perftest keeps 128 operations in flight, as SiMM's batches do), and the median of a single GET with the typical time
+  of ib_read_lat.
+- The script overwrites the buffers before each burst and checks the values after it; a wrong byte ends the run. So does
+  a path other than RDMA: a transfer by TCP must not be counted as RDMA. Calls that a deadline ends are counted, but not
   timed; more than one in ten ends the run.
-- ``get`` and ``mget`` rotate over keys that this client has read before, so that it knows where they lie. ``get1`` and
-  ``mget1`` read each key once after it has been put again, so that it has to look first.
-- perftest's buffer is a single value's; a ``--working-set`` that is much larger than the processor's cache (or, in an
+- ``get`` and ``mget`` rotate over keys that this client has read before, so it has their locations. ``get1`` and
+  ``mget1`` read each key once after it has been put again, so the client has to look it up first.
+- perftest's buffer holds a single value; a ``--working-set`` that is much larger than the processor's cache (or, in an
   emulator, than its cache of translations) compares memory as well.
-- Buffers are registered once (``Client.register``), as an engine's pool is. ``--unregistered`` measures others.
+- Buffers are registered once (``Client.register``), like an engine's pool. ``--unregistered`` measures others.
 - ``server`` is the processor time of the data server's processes during the operation, in processors.
 
-In an emulator a processor is twenty times slower than the memory and the network it emulates: what Python costs there
-is out of all proportion.
+An emulated processor is twenty times slower than the memory and the network that it emulates, so Python's share of the
+time is far too large there.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ if str(ROOT) not in sys.path:
 
 import numpy as np  # noqa: E402
 
-from simm import __version__, rails  # noqa: E402
+from simm import __version__  # noqa: E402
 from simm.client import Client  # noqa: E402
-from simm.local import LocalCluster  # noqa: E402
-from simm.quantities import parse_bytes  # noqa: E402
+from simm.config.parsers import parse_bytes  # noqa: E402
+from simm.rdma import ports as rdma_ports  # noqa: E402
+from simm.sdk.local_cluster import LocalCluster  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT_SIZES = "4K,64K,1M,4M,16M"
@@ -67,9 +68,9 @@ OPS = READS + WRITES
 BANDWIDTH = {"get": "ib_read_bw", "put": "ib_write_bw"}
 LATENCY = {"get": "ib_read_lat", "get1": "ib_read_lat"}
 BATCH = 32
-#: perftest does no fewer.
+#: The minimum of perftest.
 ITERATIONS_MIN = 5
-#: Until perftest's server listens, and for one run of it.
+#: Timeouts until perftest's server listens, and for one run of it, in seconds.
 CONNECT_S, RUN_S = 20.0, 300.0
 PORTS = 200
 DEADLINE_S = 60.0
@@ -80,7 +81,7 @@ STAMP = 8
 
 
 class Failed(Exception):
-    """The run is worth nothing: said on stderr, exit status 1."""
+    """The run is void: the reason goes to stderr, the exit status is 1."""
 
 
 # ------------------------------------------------------------------------------------------------ perftest
@@ -88,9 +89,9 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Ports:
-    """Both ends: device, port and GID index of each; how perftest's server is started, and where it is reached."""
+    """Both ends: device, port and GID index; the command that starts perftest's server, and its address."""
 
-    client: rails.Port
+    client: rdma_ports.Port
     server_device: str
     server_port: int
     server_gid: int
@@ -106,11 +107,15 @@ class Perftest:
         self.seconds = seconds
         self._first_port = tcp_port
         self._turn = 0
-        #: (program, size) -> iterations for a burst, as the last run taught.
+        #: (program, size) -> iterations for a burst, learned from the last run.
         self._iterations: dict[tuple[str, int], int] = {}
 
     def run(self, program: str, size: int) -> float:
-        """MiB/s of a bandwidth program, typical microseconds of a latency program. Raises Failed."""
+        """Return MiB/s of a bandwidth program, or typical microseconds of a latency program.
+
+        Raises:
+            Failed: the program failed or printed no result.
+        """
         is_latency = program.endswith("_lat")
         first = (program, size) not in self._iterations
         iterations = self._iterations.get((program, size), max(ITERATIONS_MIN, min(1000, MIB // size)))
@@ -122,7 +127,7 @@ class Perftest:
     def _once(self, program: str, size: int, iterations: int) -> float:
         ports, gid = self.ports, self.ports.client.gid
         assert gid is not None
-        # Another port each time: the last one may still be in TIME_WAIT, and perftest's server ends then.
+        # Use another port each time: the last one may still be in TIME_WAIT, which ends perftest's server.
         tcp_port = self._first_port + self._turn % PORTS
         self._turn += 1
         common = ["-s", str(size), "-n", str(iterations), "-F", "-p", str(tcp_port)]
@@ -167,14 +172,14 @@ def _server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 @dataclass
 class Burst:
-    """What one operation did in one round. ``keys``: in each call."""
+    """The result of one operation in one round. ``keys``: keys of each call."""
 
     keys: int
     value_bytes: int
     calls_ns: list[int] = field(default_factory=list)
-    #: Calls that a deadline ended; not among those.
+    #: Calls that a deadline ended; not in ``calls_ns``.
     failed: int = 0
-    #: Processors' worth of time that the data server used meanwhile.
+    #: Processor time of the data server meanwhile, in processors.
     server_cpu: float = 0.0
 
     @property
@@ -190,9 +195,9 @@ class Load:
     """Keys, buffers and operations for values of one size.
 
     Args:
-        client: whose targets are all reached by RDMA.
+        client: a client that reaches all its targets by RDMA.
         size: bytes of a value.
-        working_set: bytes of all keys' values, about; at least two batches.
+        working_set: approximate bytes of all values; at least two batches.
         registered: whether buffers are registered.
         server_cpu: the data server's processor seconds so far.
     """
@@ -211,11 +216,11 @@ class Load:
         self._from = np.random.default_rng(size).integers(0, 256, self.batch * stride, np.uint8)
         self.sinks = self._pieces(self._into, stride, registered)
         self.sources = self._pieces(self._from, stride, registered)
-        #: The same as arrays, to look at.
+        #: The same as arrays, for the checks.
         self.read = [self._into[at : at + size] for at in range(0, self.batch * stride, stride)]
         self.written = [self._from[at : at + size] for at in range(0, self.batch * stride, stride)]
         self._at = dict.fromkeys(OPS, 0)
-        #: At the head of each value, so that a put that did nothing is seen.
+        #: The head of each value, which shows a put that did nothing.
         self._stamp = 0
         self._stamp_of: dict[str, int | None] = {}
         self._fill()
@@ -237,7 +242,7 @@ class Load:
         self._stamp_of = dict.fromkeys(self.keys, self._stamp)
 
     def _read_all(self) -> None:
-        """Have the client know where all values lie."""
+        """Read all values once, so that the client has their locations."""
         for group in self._groups():
             self._require(self.client.get_into_many(group, self.sinks) == [self.size] * len(group), "get")
 
@@ -251,7 +256,11 @@ class Load:
             raise Failed(f"{what} of {self.size} bytes failed: {self.client.stats()}")
 
     def burst(self, op: str, seconds: float) -> Burst:
-        """Run an operation for a while, at least twice; check. Raises Failed."""
+        """Run an operation for a while, at least twice, and check the values.
+
+        Raises:
+            Failed: a value is wrong, or too many calls failed.
+        """
         many = op.startswith("m")
         name = op.removeprefix("m").removesuffix("1")
         if op.endswith("1"):
@@ -282,7 +291,7 @@ class Load:
                     made.calls_ns.append(clock() - started)
                 else:
                     made.failed += 1
-                if name == "put":  # what became of one that failed is not known
+                if name == "put":  # the outcome of a failed put is unknown
                     self._stamp_of.update(dict.fromkeys(group, self._stamp if good else None))
                 at += 1
         finally:
@@ -305,7 +314,7 @@ class Load:
         return lambda group, place: client.put(group[0], sources[place])
 
     def _check(self, name: str, group: Sequence[str], place: int) -> None:
-        """The last call's values are right, byte for byte, and came over RDMA."""
+        """Check that the values of the last call are right, byte for byte, and came over RDMA."""
         for slot, key in enumerate(group, place):
             if name == "put":
                 self._require(self.client.get_into(key, self.sinks[slot]) == self.size, "get")
@@ -319,7 +328,7 @@ class Load:
                 raise Failed(f"{worker['node']}/{worker['worker']} is reached by {worker['path']}: {worker['why']}")
 
     def close(self) -> None:
-        """Drop the keys."""
+        """Delete the keys."""
         for group in self._groups():
             self.client.delete_many(group)
 
@@ -329,7 +338,7 @@ class Load:
 
 @dataclass
 class Row:
-    """One operation at one size; what perftest said in the same rounds. Ratios are medians over the rounds."""
+    """One operation at one size, and perftest's figures of the same rounds. Ratios are medians over the rounds."""
 
     size: int
     op: str
@@ -346,7 +355,7 @@ class Row:
 
 
 def summary(size: int, op: str, bursts: Sequence[Burst], floors: Sequence[dict[str, float]], with_cpu: bool) -> Row:
-    """A row from an operation's bursts and the figures of perftest in the same rounds."""
+    """Return a row from an operation's bursts and perftest's figures of the same rounds."""
     program = BANDWIDTH[op.removeprefix("m").removesuffix("1")]
     middle = statistics.median
     row = Row(
@@ -374,7 +383,7 @@ HEAD = f"{'value':>6} {'op':<6} {'keys':>4} {'p50 us':>10} {'MiB/s':>8} {'perfte
 
 
 def row_text(row: Row) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     latency = f"{row.latency_us:9.1f} {row.latency_ratio:6.2f}" if row.latency_us else f"{'':9} {'':6}"
     cpu = f"{row.server_cpu:6.1%}" if row.server_cpu is not None else ""
     return (
@@ -391,7 +400,7 @@ def measure(
     client: Client, perftest: Perftest, size: int, ops: Sequence[str], options: argparse.Namespace,
     server_cpu: Callable[[], float],
 ) -> list[Row]:  # fmt: skip
-    """All operations at one size; one round before those that count warms caches and grants."""
+    """Measure all operations at one size, after one uncounted round that warms caches and grants."""
     load = Load(client, size, options.working_set, not options.unregistered, server_cpu)
     programs = sorted({BANDWIDTH[op.removeprefix("m").removesuffix("1")] for op in ops}
                       | {LATENCY[op] for op in ops if op in LATENCY})  # fmt: skip
@@ -417,7 +426,7 @@ def measure(
 
 
 def _cpu_of(pid: int) -> float:
-    """Processor seconds that a data server's processes have used, user and system."""
+    """Return the processor seconds of a data server's processes, user and system."""
     import psutil
 
     total = 0.0
@@ -430,16 +439,20 @@ def _cpu_of(pid: int) -> float:
     return total
 
 
-def _port(known: Sequence[rails.Port], name: str) -> rails.Port:
-    port = rails.parse_devices(name, known)[0]
+def _port(known: Sequence[rdma_ports.Port], name: str) -> rdma_ports.Port:
+    port = rdma_ports.parse_devices(name, known)[0]
     if port.trouble:
         raise Failed(f"{port.name} cannot be used: {port.trouble}")
     return port
 
 
 def find_ports(options: argparse.Namespace) -> Ports:
-    """The two ports, from the command line or the first usable ones of this host. Raises Failed, ConfigError."""
-    known = rails.ports()
+    """Return the two ports: from the command line, or the first usable ones of this host.
+
+    Raises:
+        Failed, ConfigError: there are no such ports.
+    """
+    known = rdma_ports.ports()
     usable = [port for port in known if not port.trouble]
     if not usable:
         raise Failed("this host has no usable RDMA port (simm topo); without hardware: scripts/test-rdma --shell '...'")
@@ -458,7 +471,7 @@ def find_ports(options: argparse.Namespace) -> Ports:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are of."""
+    """Return a description of the machine."""
     processor = ""
     with contextlib.suppress(OSError, IndexError):
         text = Path("/proc/cpuinfo").read_text()
@@ -475,23 +488,23 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--client-device", metavar="DEV[:PORT]", help="default: the first usable port")
     add("--server-device", metavar="DEV[:PORT]", help="default: the second one, or the first")
-    add("--server-gid", type=int, metavar="INDEX", help="of the far port's GID (default: as here)")
-    add("--manager", metavar="HOST:PORT", help="a running cluster (default: one of its own, on this host)")
-    add("--far", metavar="HOST", default="", help="where perftest's servers are reached (default: this host)")
-    add("--far-command", metavar="COMMAND", default="", help="what starts them there, as 'ssh HOST'")
-    add("--tcp-port", type=int, default=18515, help="for perftest's own connections, and the next 200 (18515)")
-    add("--sizes", default=DEFAULT_SIZES, help=f"of values ({DEFAULT_SIZES})")
-    add("--ops", default=",".join(OPS), help="of " + ", ".join(OPS))
+    add("--server-gid", type=int, metavar="INDEX", help="GID index of the far port (default: as for the near port)")
+    add("--manager", metavar="HOST:PORT", help="a running cluster (default: start one on this host)")
+    add("--far", metavar="HOST", default="", help="address of perftest's servers (default: this host)")
+    add("--far-command", metavar="COMMAND", default="", help="command that starts them there, such as 'ssh HOST'")
+    add("--tcp-port", type=int, default=18515, help="first of 200 ports for perftest's own connections (18515)")
+    add("--sizes", default=DEFAULT_SIZES, help=f"sizes of values ({DEFAULT_SIZES})")
+    add("--ops", default=",".join(OPS), help="operations out of " + ", ".join(OPS))
     add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=1.0, help="for each operation in each round (1)")
-    add("--working-set", type=parse_bytes, default=64 * MIB, help="bytes of all values of a size, about (64M)")
-    add("--unregistered", action="store_true", help="buffers that were not registered")
-    add("--json", metavar="FILE", help="write the result there; - is stdout, instead of the table")
+    add("--seconds", type=float, default=1.0, help="time for each operation in each round (1)")
+    add("--working-set", type=parse_bytes, default=64 * MIB, help="approximate bytes of all values of a size (64M)")
+    add("--unregistered", action="store_true", help="use buffers that are not registered")
+    add("--json", metavar="FILE", help="write the result to FILE; - writes it to stdout instead of the table")
     return made
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything; the result as JSON has it."""
+    """Measure everything; return the result for JSON."""
     sizes = [parse_bytes(size) for size in options.sizes.split(",")]
     ops = options.ops.split(",")
     unknown = [op for op in ops if op not in OPS]
@@ -514,7 +527,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         address, pid = options.manager, 0
         if address is None:
-            # Values of the largest size, and room for what is overwritten while it is read.
+            # Values of the largest size, and room for values that are overwritten while a client reads them.
             memory = max(256 * MIB, 4 * options.working_set, 8 * max(sizes))
             device = f"{ports.server_device}:{ports.server_port}"
             cluster = stack.enter_context(LocalCluster(memory, arguments=("--rdma", "on", "--rdma-devices", device)))
@@ -536,7 +549,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     options = parser().parse_args()
     try:
         result = run(options)

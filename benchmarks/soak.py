@@ -1,11 +1,11 @@
-"""Churn for a while and watch memory: resident private bytes of every server process must stay flat.
+"""Run a changing load and check that the resident private memory of every server process stays flat.
 
     python benchmarks/soak.py --minutes 10 --memory 512M
 
-Puts, overwrites, deletes and gets of 4 KiB to 4 MiB at several times the arena, with clients that come and go
-and some that are killed in the middle of a put. Every ten seconds the private memory (Pss less shared memory is not
-to be had everywhere, so RssAnon of /proc/PID/status) of manager, supervisor, worker and stream is noted. Prints a
-table and exits with 1 when the last third's median exceeds the second third's by more than 2 %, or a byte was wrong.
+Clients put, overwrite, delete and get values of 4 KiB to 4 MiB, several times the arena in sum. Clients come and go,
+and some are killed in the middle of a put. Every ten seconds the script records the private memory of manager,
+supervisor, worker and stream (RssAnon of /proc/PID/status, as Pss is not available everywhere). It prints a table, and
+exits with 1 if the median of the last third exceeds that of the second third by more than 2 %, or if a byte was wrong.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import time
 import psutil
 
 from simm.client import Client
-from simm.local import LocalCluster
-from simm.quantities import parse_bytes
+from simm.config.parsers import parse_bytes
+from simm.sdk.local_cluster import LocalCluster
 
 SIZES = (4096, 5000, 16 << 10, 64 << 10, 300_000, 1 << 20, 4 << 20)
 SAMPLE_S = 10.0
 
 
 def value_of(key: str, version: int, size: int) -> bytes:
-    """Bytes that name themselves: any mixture of two of them shows."""
+    """Return bytes that identify the value, so that a mixture of two values is seen."""
     block = hashlib.blake2b(f"{key}/{version}/{size}".encode(), digest_size=32).digest()
     return version.to_bytes(8, "little") + size.to_bytes(8, "little") + (block * (size // 32 + 1))[: size - 16]
 
 
 def churn(manager: str, seed: int, until: float) -> int:
-    """One client's work; how many wrong values it met."""
+    """Run one client; return the number of wrong values that it met."""
     chance = random.Random(seed)
     wrong = 0
     while time.monotonic() < until:
@@ -61,7 +61,7 @@ def churn(manager: str, seed: int, until: float) -> int:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process: what is its own."""
+    """Return RssAnon of a process: its private memory."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         for line in file:
             if line.startswith("RssAnon:"):
@@ -70,7 +70,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def main() -> int:
-    """Run and report; the exit code."""
+    """Run and report; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--memory", default="512M")
