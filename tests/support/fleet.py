@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from simm.net.channel import Channel
 from simm.wire import messages as M
 from tests.support.child import THIS_HOST, Place
 from tests.support.ports import reserve_port
-from tests.support.processes import remove_left_by
+from tests.support.processes import remove_folder, remove_left_by
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -123,7 +122,7 @@ class Fleet:
             server.clean_up()
         for server in self.servers:
             remove_left_by(server.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
     def running_servers(self) -> list[Server]:
         """Manager and data servers that run."""

@@ -18,7 +18,7 @@ from simm.shm import remove_leftovers
 from simm.wire import messages as M
 from tests.support.ports import reserve_port
 from tests.support.server_process import ServerProcess
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, wait_until
 
 _numbers = itertools.count()
 #: In all names of this session's servers.
@@ -105,7 +105,7 @@ class Cluster:
             if module in self.processes:
                 self.processes[module].clean_up()
         remove_left_by(self.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
     def worker_stats(self) -> dict[str, Any]:
         """The worker's own counters."""
@@ -117,6 +117,16 @@ class Cluster:
 def remove_left_by(server: str) -> None:
     """Remove the arenas that a data server of this very name has left."""
     remove_leftovers("simm-", only=lambda name: (parts := ArenaName.parse(name)) is not None and parts.server == server)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a cluster's folder. Raises AssertionError naming what stays there, as where somebody still writes."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    wait_until(gone, lambda: f"the folder goes: {[str(path) for path in folder.rglob('*')]}")
 
 
 def new_folder() -> Path:

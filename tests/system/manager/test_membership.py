@@ -135,13 +135,16 @@ def test_a_storm_of_joins_is_pushed_in_few_maps(run: Callable[..., Process]) -> 
     process = run()
     with process.client() as watcher, socket.create_connection(("127.0.0.1", process.port), WAIT_S) as server:
         first = watcher.subscribe().epoch
-        # In one piece, so that the manager finds them all before its next timer.
+        began = time.monotonic()
+        # In one piece: the manager finds them all at once. It takes as many turns for them as its processor needs.
         server.sendall(b"".join(encode(joining(1, f"n{number}", workers()), number + 1) for number in range(40)))
         epochs = [next_map(watcher).epoch]
         while epochs[-1] < first + 40:
             epochs.append(next_map(watcher).epoch)
         assert len(watcher.get_map().workers) == 40
-        assert len(epochs) <= 3
+        # Whatever the machine does meanwhile: one map in each SETTLE_S, which is far fewer than one a join.
+        assert len(epochs) <= 2 + (time.monotonic() - began) / manager_module.SETTLE_S
+        assert len(epochs) < 40
 
 
 def test_a_subscriber_that_does_not_read_is_owed_one_map_only(run: Callable[..., Process]) -> None:
