@@ -1,13 +1,16 @@
 """Clients that stop in a chosen phase of a put: ``python -m tests.system.faults.put_phases SOCKET``.
 
-Each line on stdin is ``{"phase": ..., "key": ..., "size": ..., "pinned": ...}`` and makes one client, a process forked
-from this one with a session of its own. It pins the value under ``pinned``, begins to put ``size`` bytes under ``key``,
-says ``{"pid": ...}`` when it has come to the phase, and stops (SIGSTOP). After a SIGCONT it completes the put and says
-``{"status": ...}``: a Status, or ``broken`` if its connection is; and whether the pinned bytes were the same all along.
+Each line on stdin is ``{"phase": ..., "key": ..., "size": ..., "pinned": ..., "idle": ...}`` and makes one client, a
+process forked from this one with a session of its own. It pins the value under ``pinned``, gets ``idle`` grants more
+than it needs, begins to put ``size`` bytes under ``key``, says ``{"pid": ...}`` when it has come to the phase, and
+stops (SIGSTOP). After a SIGCONT it answers recalls, completes the put and says ``{"status": ..., "recalled": ...,
+"returned": ..., "pinned": ...}``: a Status, or ``broken`` if its connection is; the bytes that it was asked for, and
+the idle grants that it has returned; and whether the pinned bytes were the same all along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,26 +30,43 @@ WAIT_S: Final = 60.0
 PHASES: Final = ("granted", "half", "copied", "posted", "committed")
 
 
-def put(uds: str, key: str, size: int, pinned: str, result: dict[str, Any]) -> Iterator[str]:
+def answer_recalls(session: WorkerSession, result: dict[str, Any]) -> None:
+    """Do what a client's own thread does all the time, also in the midst of a put."""
+    with contextlib.suppress(TransportError):  # the commit says so
+        kept = idle(session)
+        result["recalled"] = result.get("recalled", 0) + session.maintain()
+        result["returned"] = result.get("returned", 0) + kept - idle(session)
+
+
+def idle(session: WorkerSession) -> int:
+    """Return the number of grants that nobody writes into."""
+    return sum(map(len, session.pool.stocks.values()))
+
+
+def put(
+    session: WorkerSession, key: str, size: int, pinned: str, more: int, result: dict[str, Any]
+) -> Iterator[str]:
     """Put a value, and yield each phase of that when it is reached."""
     digest = Hasher(DEFAULT_NAMESPACE)
-    session = WorkerSession(uds, DEFAULT_NAMESPACE, WAIT_S)
     data, first = session.reader.data, session.reader.data_offset
     session.begin_copy()
     status, _, length, _, offset, _ = session.pin(digest(pinned))
     assert status == M.Status.OK
     seen = bytes(data[offset - first : offset - first + length])
-    session.ask([(size, 1)])
+    session.ask([(size, 1 + more)])
     grant = session.pool.take(size)
-    assert grant is not None
+    assert grant is not None and idle(session) == more
     yield "granted"
+    answer_recalls(session, result)
     value, start, half = value_of(key, 1, 1, size), grant[1] - first, size // 2
     session.begin_copy()
     data[start : start + half] = value[:half]
     yield "half"
+    answer_recalls(session, result)
     data[start + half : start + size] = value[half:]
     session.end_copy()
     yield "copied"
+    answer_recalls(session, result)
     entry = (digest(key), grant[0], size, 0, 0, 0)
     try:
         session.acquire()
@@ -64,10 +84,11 @@ def say(what: dict[str, Any]) -> None:
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
-def client(uds: str, phase: str, key: str, size: int, pinned: str) -> None:
+def client(uds: str, phase: str, key: str, size: int, pinned: str, idle: int) -> None:
     """Be one client."""
     result: dict[str, Any] = {}
-    for reached in put(uds, key, size, pinned, result):
+    session = WorkerSession(uds, DEFAULT_NAMESPACE, WAIT_S)
+    for reached in put(session, key, size, pinned, idle, result):
         if reached == phase:
             say({"pid": os.getpid()})
             os.kill(os.getpid(), signal.SIGSTOP)
