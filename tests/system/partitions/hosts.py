@@ -234,8 +234,11 @@ class Hosts:
         if self._wire.read_line() != "ok\n":
             raise OSError("the wire has failed")
 
-    def slow(self, position: int, *, delay_ms: float, jitter_ms: float = 0.0, loss: float = 0.0) -> str:
-        """A bad line between one host and all others, a half of the delay each way; what plays it."""
+    def slow(self, position: int, *, delay_ms: float, jitter_ms: float = 0.0, loss: float = 0.0, seed: int = 0) -> str:
+        """A bad line between one host and all others, a half of the delay each way; what plays it.
+
+        ``seed`` is of the losses, where ``lossy_link`` plays them.
+        """
         half, jitter = delay_ms / 2, jitter_ms / 2
         if has_netem():
             netem = f"netem delay {half}ms {jitter}ms loss {loss * 100}%"
@@ -245,7 +248,7 @@ class Hosts:
             return "tc netem"
         for other in range(len(self.hosts)):
             if other != position:
-                self.line(position, other, delay_ms=half, jitter_ms=jitter, loss=loss, seed=other)
+                self.line(position, other, delay_ms=half, jitter_ms=jitter, loss=loss, seed=100 * seed + other)
         return "lossy_link"
 
     def heal(self) -> None:

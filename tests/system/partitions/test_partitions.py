@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import pytest
 from tests.support.fleet import Fleet
 from tests.support.load import FAILED, GET, OK, OUTAGE, PATIENT_S, PUT, Records, load
 from tests.support.measures import measured
+from tests.support.pace import Pace
 from tests.support.watch import Watch
 from tests.system.partitions.hosts import Hosts
 
@@ -184,24 +186,69 @@ def test_one_way(hosts: Hosts, fleet: Fleet) -> None:
     one_way(hosts, fleet, 3.0)
 
 
-@pytest.mark.fault("F08", ci="1 of 2.5 s", whole="the same")
-def test_connections_reset(wire: Hosts, fleet: Fleet) -> None:
+@pytest.mark.fault("F08", ci=1, whole=20)
+def test_connections_reset(wire: Hosts, fleet: Fleet, amount: int) -> None:
     """A firewall that was restarted, say: each packet between server and manager is answered with a reset."""
-    nobody_failed(broken(wire, fleet, "manager and server reset", lambda: wire.line(MANAGER, SECOND, reset=True), 2.5))
+    for _ in range(amount):
+        resets = partial(wire.line, MANAGER, SECOND, reset=True)
+        nobody_failed(broken(wire, fleet, "manager and server reset", resets, 2.5))
 
 
-@pytest.mark.fault("F08", ci="40 ms, 1 %, 4 s", whole="the same")
-def test_slow_and_lossy(wire: Hosts, fleet: Fleet) -> None:
-    """40 ms there and back, a hundredth of the packets lost: slower, and nothing worse."""
-    played: list[str] = []
-    seen = broken(
-        wire, fleet, "far client 40 ms away, 1 % lost",
-        lambda: played.append(wire.slow(FAR, delay_ms=40, jitter_ms=10, loss=0.01)), 4.0,
-    )  # fmt: skip
-    during = seen.far.between(seen.began + 0.5, seen.healed)
-    measured(f"far client 40 ms away, 1 % lost ({played[0]}): median call", during.quantile(0.5) * 1e3, "ms")
-    assert during.count(OK, kind=GET) and during.quantile(0.5) > 0.03
-    assert seen.near.between(seen.began, float("inf")).count(FAILED, OUTAGE) == 0
+@pytest.mark.fault("F08", ci=1, whole=20)
+def test_a_client_and_a_server_reset(wire: Hosts, fleet: Fleet, amount: int) -> None:
+    """Each packet between the two is answered with a reset: calls to that server fail at once, and no others do."""
+    epoch = fleet.manager_epoch()
+    for _ in range(amount):
+        seen = broken(
+            wire, fleet, "client and server reset", lambda: wire.line(FAR, SECOND, reset=True), 2.5,
+            (PATIENT_S, DEADLINE_S),
+        )  # fmt: skip
+        assert seen.near.between(seen.began, float("inf")).count(FAILED, OUTAGE) == 0
+        during = seen.far.between(seen.began, seen.healed)
+        assert during.count(FAILED, OUTAGE) and during.count(OK) > 20, "it reaches the others"
+        slowest = during.of(FAILED, OUTAGE).quantile(1.0)
+        measured("client and server reset: slowest call that failed", slowest, "s", f"{DEADLINE_S} s")
+    assert fleet.manager_epoch() == epoch, "no reason for a new map"
+
+
+#: Delay there and back, ms, and the share of packets that are lost.
+LINES = [
+    pytest.param(40.0, 0.01, id="40 ms, 1 %"), pytest.param(0.0, 0.1, id="10 %"), pytest.param(200.0, 0.0, id="200 ms"),
+]  # fmt: skip
+
+
+@pytest.mark.fault("F08", ci=1, whole=20)
+@pytest.mark.parametrize(("delay_ms", "loss"), LINES)
+def test_a_client_behind_a_bad_line(wire: Hosts, fleet: Fleet, amount: int, delay_ms: float, loss: float) -> None:
+    """Its calls are slower, and nothing worse. Others notice nothing."""
+    what = f"far client {delay_ms:g} ms away, {loss:.0%} lost"
+    for number in range(amount):
+        played: list[str] = []
+        line = partial(wire.slow, FAR, delay_ms=delay_ms, jitter_ms=delay_ms / 4, loss=loss, seed=number)
+        seen = broken(wire, fleet, what, lambda line=line, played=played: played.append(line()), 3.0)  # type: ignore[misc]
+        during = seen.far.between(seen.began + 0.5, seen.healed)
+        measured(f"{what} ({played[0]}): median call", during.quantile(0.5) * 1e3, "ms")
+        assert during.count(OK, kind=GET) and during.quantile(0.5) >= 0.7 * delay_ms / 1e3
+        assert seen.near.between(seen.began, float("inf")).count(FAILED, OUTAGE) == 0
+
+
+@pytest.mark.fault("F08", ci=1, whole=20)
+@pytest.mark.parametrize(("delay_ms", "loss"), LINES[1:])
+def test_a_server_behind_a_bad_line(wire: Hosts, fleet: Fleet, amount: int, delay_ms: float, loss: float) -> None:
+    """Late heartbeats are heartbeats: a delay alone takes no shard from it."""
+    what = f"server {delay_ms:g} ms away, {loss:.0%} lost"
+    epoch = fleet.manager_epoch()
+    for number in range(amount):
+        line = partial(wire.slow, SECOND, delay_ms=delay_ms, jitter_ms=delay_ms / 4, loss=loss, seed=number)
+        with Pace() as pace:
+            seen = broken(wire, fleet, what, line, 2.5)
+        assert seen.far.between(seen.began, seen.healed).count(OK, kind=GET)
+        if not loss:
+            nobody_failed(seen)
+            # A machine that stands still for a while delays heartbeats by more than the line does.
+            if pace.limit(0.0) < 1.0:
+                assert fleet.manager_epoch() == epoch, "no reason for a new map"
+            epoch = fleet.manager_epoch()
 
 
 @pytest.mark.fault("F08", whole="5 scenes of 20 s")
