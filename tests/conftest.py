@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ _QUICK: Final = ("tests/unit/", "tests/models/")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Limit the time of this run, if the environment says so."""
+    # With nohup SIGHUP is ignored, in all that we start as well; tests send it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     time_limit.register(config)
 
 

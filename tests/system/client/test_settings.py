@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from simm.client import Client
 from simm.errors import TransportError
+from simm.sdk import manager_link
 from tests.support.client_values import forked
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
@@ -55,7 +58,8 @@ def test_a_wrong_token_is_called_one(guarded: Any, token: str, monkeypatch: pyte
     def again(_: float) -> None:
         raise AssertionError("it waits for a manager that has answered")
 
-    monkeypatch.setattr("simm.sdk.manager_link.time.sleep", again)
+    # This module's sleep only: threads of the tests sleep as well.
+    monkeypatch.setattr(manager_link, "time", SimpleNamespace(monotonic=time.monotonic, sleep=again))
     with pytest.raises(TransportError, match=r"refuses this client.*token.*token= or SIMM_TOKEN_FILE"):
         Client(guarded.manager, token=token)
 

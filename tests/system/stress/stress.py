@@ -254,7 +254,7 @@ def storm(
         ) as clients, contextlib.ExitStack() as started:  # fmt: skip
             victims: list[LoadProcess] = []
             began = time.monotonic()
-            while time.monotonic() < began + seconds:
+            while time.monotonic() < began + seconds or figures.kills < kills:
                 while len(victims) < 2 and not fits:
                     victims.append(started.enter_context(victim(cluster.manager, rng.randrange(VICTIMS))))
                 time.sleep(seconds / (kills + 1) * rng.uniform(0.3, 0.9))
