@@ -6,6 +6,7 @@ a hook that gives them up. The order in a child:
 1. Functions, in the order of registration. A module registers after those that it imports, so memory is dealt with
    before the drivers that use it, and drivers before the pools above them.
 2. Methods of objects, newest object first. A part is made after its owner, so the part comes first.
+3. What holds a lock across the fork releases it (:func:`hold`, :func:`around`).
 
 A hook that fails does not stop the others; its traceback goes to stderr.
 Garbage collection is paused meanwhile: it could finalise an object of the parent whose hook has not run yet.
@@ -53,7 +54,15 @@ def _forget(methods: dict[int, Any], number: int, _: object) -> None:
 
 def hold(acquire: Callable[[], Any], release: Callable[[], Any]) -> None:
     """Hold a lock across each fork, so that a child finds whole what it guards."""
-    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
+    around(acquire, release, release)
+
+
+def around(before: Callable[[], Any], in_parent: Callable[[], Any], in_child: Callable[[], Any]) -> None:
+    """Call ``before`` in the parent before each fork, and the others after it; ``in_child`` after all hooks above.
+
+    ``in_parent`` is also called if the fork fails.
+    """
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def keep_forever(obj: Any) -> bool:

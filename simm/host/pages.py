@@ -8,7 +8,8 @@ read-only maps have too. The export keeps the map from being closed meanwhile.
 protects them. The trap is that the *address range* is free in the child. malloc or a library may map memory there,
 and when the child drops the inherited Python mmap object, its ``munmap`` takes that other memory away. So a fork hook
 puts an inaccessible reservation on the range first. If the range is taken already, the object gets an export that is
-never released, and so never unmaps.
+never released, and so never unmaps. Values that the parent has views of are copied to the reservation
+(``fork_copies.py``).
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ _MADV_POPULATE_WRITE = 23
 _MAP_FIXED = 0x10
 _MAP_FIXED_NOREPLACE = 0x10_0000
 _MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_LIBC.mremap.restype = ctypes.c_void_p
+_NO_MEMORY = (None, ctypes.c_void_p(-1).value)
 
 
 class _PyBuffer(ctypes.Structure):
@@ -166,18 +172,23 @@ def populate_write(
 
 #: Maps under MADV_DONTFORK: id -> (map, address, length). The top of this module says why.
 _DONTFORK: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}
+#: In a child: what its fork hook has reserved of them, from an address to before another.
+_RESERVED: list[tuple[int, int]] = []
 
 
 def _reserve_in_child() -> None:
     """Reserve the address ranges of maps that were not inherited, in the child of a fork."""
+    _RESERVED.clear()
     for reference, address, length in list(_DONTFORK.values()):
         mm = reference()
         if mm is None or mm.closed:
             continue
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
         got = _LIBC.mmap(address, length, 0, flags, -1, 0)
-        if got != address:
-            if got not in (None, ctypes.c_void_p(-1).value):  # a kernel before 4.17 took the address for a hint
+        if got == address:
+            _RESERVED.append((address, address + length))
+        else:
+            if got not in _NO_MEMORY:  # a kernel before 4.17 took the address for a hint
                 _LIBC.munmap(got, length)
             # An export that is never released: neither close() nor deallocation can unmap the range.
             _GET_BUFFER(mm, ctypes.byref(_PyBuffer()), 0)
@@ -195,3 +206,23 @@ def keep_from_forks(mm: mmap.mmap) -> int:
         key = id(mm)
         _DONTFORK[key] = (weakref.ref(mm, lambda _: _DONTFORK.pop(key, None)), address, len(mm))
     return number
+
+
+def map_anonymous(length: int) -> int | None:
+    """Map private memory of ``length`` bytes and return its address; None if there is none."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    got = _LIBC.mmap(0, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    return None if got in _NO_MEMORY else int(got)
+
+
+def unmap(address: int, length: int) -> None:
+    """End the map at these pages, or a part of one."""
+    _LIBC.munmap(address, length)
+
+
+def move_to_reserved(address: int, length: int, to: int) -> bool:
+    """Move pages of a map to ``to``, in a fork hook of a child. Return False if that range was not reserved."""
+    if not any(start <= to and to + length <= stop for start, stop in _RESERVED):
+        return False
+    got: int | None = _LIBC.mremap(address, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, to)
+    return got == to

@@ -39,6 +39,7 @@ from typing import Final
 
 from ..constants import PAGE_BYTES
 from ..errors import RemoteProtocolError
+from ..host.pages import keep_from_forks
 from ..rpc import HEADER_BYTES, Frame, parse_header
 from ..wire.fast_commit import CommitOne, CommittedOne, parse_commit_one, parse_committed_one
 
@@ -76,7 +77,9 @@ class Ring:
             os.ftruncate(fd, RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             ring = cls(fd)
-            ring._map.madvise(mmap.MADV_DONTFORK)
+            number = keep_from_forks(ring._map)
+            if number:
+                raise OSError(number, os.strerror(number))
         except BaseException:
             os.close(fd)
             raise

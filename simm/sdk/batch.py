@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
+from ..host import fork_copies
 from ..host.buffers import DeviceBuffer, OnDevice, Span, address_of, tensor_span, view_of
 from ..net.allowance import ALLOWANCE
 
@@ -264,12 +265,16 @@ class View:
 
     From Python 3.12 on the view is a read-only buffer itself (PEP 688): ``memoryview(view)``, ``np.frombuffer(view)``.
     Before, these take ``view.data``. ``bytes(view)`` and ``len(view)`` work everywhere.
+
+    A forked child gets copies of the values that its parent has views of, up to 64 MiB in all
+    (``host/fork_copies.py``). The other views raise UsageError there.
     """
 
-    __slots__ = ("_data", "length")
+    __slots__ = ("__weakref__", "_data", "_lost", "length")
 
     def __init__(self, data: memoryview) -> None:
         self._data: memoryview | None = data
+        self._lost = False
         self.length = len(data)
 
     @classmethod
@@ -280,14 +285,20 @@ class View:
     @classmethod
     def pinned(cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int) -> View:
         """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun."""
-        base = (ctypes.c_ubyte * length).from_address(reader.data_address + offset - reader.data_offset)
-        weakref.finalize(base, _unpin, session, reader, pin).atexit = False
-        return cls(memoryview(base).cast("B").toreadonly())
+        address = reader.data_address + offset - reader.data_offset
+        base = (ctypes.c_ubyte * length).from_address(address)
+        number = next(fork_copies.numbers)
+        weakref.finalize(base, _unpin, session, reader, pin, number).atexit = False
+        view = cls(memoryview(base).cast("B").toreadonly())
+        fork_copies.lend(number, address, length, reader, view)
+        return view
 
     @property
     def data(self) -> memoryview:
-        """The value's bytes; none after a miss. Raises UsageError once closed."""
+        """The value's bytes; none after a miss. Raises UsageError once closed, or if a forked child has no copy."""
         if self._data is None:
+            if self._lost:
+                raise UsageError("this view was taken before the fork; take another with client.view(key)")
             raise UsageError("this view is closed; take another with client.view(key)")
         return self._data
 
@@ -314,6 +325,11 @@ class View:
             with contextlib.suppress(BufferError):
                 data.release()
 
+    def lose(self) -> None:
+        """Give the value up in a forked child, which has no copy of it. Reads no byte of it."""
+        self._lost = self._data is not None
+        self.close()
+
     def __enter__(self) -> View:
         return self
 
@@ -325,7 +341,8 @@ class View:
         return f"<{what}{'' if self._data is not None else ', closed'}>"
 
 
-def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int) -> None:
+def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int, number: int) -> None:
     """Finalizer of a view's memory: no lock, no I/O. ``_reader`` kept the mapping until now."""
+    fork_copies.end(number)
     session.unpin_later(pin)
     session.end_copy()
