@@ -143,6 +143,32 @@ def test_tokens(run: Callable[..., Process], tmp_path: Path) -> None:
         wait_until(lambda: client.status()["manager"]["unauthorized"] == 4, "it has counted them")
 
 
+@pytest.mark.fault("F26", ci="old, both, new", whole="the same")
+def test_a_rotation(run: Callable[..., Process], tmp_path: Path) -> None:
+    """A token is good while its line is in the file that the server has started with, and is refused after that."""
+    old, new = "the-old-token-of-two", "the-new-token-of-two"
+    tokens = tmp_path / "tokens"
+    process = None
+    for lines, good in (([old], {old}), ([new, old], {old, new}), ([new], {new})):
+        tokens.write_text("".join(f"server nodes-{number} {token}\n" for number, token in enumerate(lines)))
+        tokens.chmod(0o600)
+        if process is None:
+            process = run(tmp_path, "--token-file", str(tokens))
+        else:
+            process.ended()
+            process.start()
+        for token in (old, new):
+            with process.client(token=token) as client:
+                if token in good:
+                    client.join(1, "a", workers())
+                    continue
+                with pytest.raises(Refused, match="token") as caught:
+                    client.get_map()
+                assert caught.value.status == Status.UNAUTHORIZED
+    with process.client(token=new) as client:
+        wait_until(lambda: client.status()["manager"]["unauthorized"] == 1, "it has counted it")
+
+
 def test_beyond_this_machine_only_with_a_token_or_insecure(run: Callable[..., Process]) -> None:
     code, err = fails("--listen", "0.0.0.0:0")
     assert code == 2 and "--token-file" in err and "--insecure" in err

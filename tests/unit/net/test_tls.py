@@ -320,6 +320,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.fault("F26", ci="3 certificates", whole="the same")
 @pytest.mark.parametrize(("certificate", "why"), REFUSED)
 def test_a_certificate_that_is_not_accepted(
     bench: Callable[..., Bench], made: Made, certificate: str, why: str
