@@ -6,10 +6,13 @@ no sock_diag, /proc/net/tcp lists them all, which takes milliseconds from some t
 
 What could tell the wrong user
 ------------------------------
-* *The peer has closed.* A socket without a process has uid 0 in both sources. So only an established one with an inode
-  counts.
-* *The peer has closed, and another process has its port.* As long as this end is established, the kernel makes no
-  second connection of the pair. So this end's state is read after the answer.
+* *The peer has closed.* A socket without a process has uid 0 in both sources. So only one with an inode counts.
+* *The peer has shut down its sending side* after its request. Its socket is in FIN_WAIT1 or FIN_WAIT2 then, this end in
+  CLOSE_WAIT. It counts as long as its process has it. If it is not found, it may have gone without a word (its process
+  chooses after how long), so that says nothing of another network namespace.
+* *The peer has closed, and another process has its port.* As long as this end is established, or in CLOSE_WAIT, the
+  kernel completes no second connection of the pair: what the other process begins is in SYN_SENT, until it has reset
+  this end. So this end's state is read after the answer.
 * *A listening socket answers for the pair.* The kernel looks for one if there is no connection, so state and addresses
   of the answer are compared.
 * *The peer is in another network namespace*, or its packets were redirected. Then no socket here has the pair.
@@ -23,6 +26,7 @@ own: whoever may use one of root's counts as root.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import socket
@@ -52,13 +56,17 @@ _ANSWER_BYTES_MAX: Final = 8192
 _UCRED: Final = struct.Struct("3i")
 
 _ESTABLISHED: Final = 1
+#: Of this end, when the other one has shut down its sending side.
+_CLOSE_WAIT: Final = 8
+#: States of a peer that may still read an answer: established, FIN_WAIT1, FIN_WAIT2.
+_PEER_STATES: Final = (_ESTABLISHED, 4, 5)
 _MAPPED: Final = bytes(10) + b"\xff\xff"
 
-#: A line of /proc/net/tcp or tcp6 of an established socket: uid and inode. By the kernel's widths of columns, so that a
-#: lost column does not make another one the uid.
+#: A line of /proc/net/tcp or tcp6 of a socket in such a state: uid and inode. By the kernel's widths of columns, so
+#: that a lost column does not make another one the uid.
 _LINE: Final = (
-    rb" *\d+: [0-9A-F]+:[0-9A-F]{4} [0-9A-F]+:[0-9A-F]{4} 01 [0-9A-F]{8}:[0-9A-F]{8} [0-9A-F]{2}:[0-9A-F]+ [0-9A-F]+"
-    rb" ( {4}\d| {3}\d{2}| {2}\d{3}| \d{4}|\d{5,10}) +-?\d+ (\d+) \d+ [0-9a-fx]{8,} [^\n]*\n"
+    rb" *\d+: [0-9A-F]+:[0-9A-F]{4} [0-9A-F]+:[0-9A-F]{4} 0[145] [0-9A-F]{8}:[0-9A-F]{8} [0-9A-F]{2}:[0-9A-F]+"
+    rb" [0-9A-F]+ ( {4}\d| {3}\d{2}| {2}\d{3}| \d{4}|\d{5,10}) +-?\d+ (\d+) \d+ [0-9a-fx]{8,} [^\n]*\n"
 )
 
 #: Address (4 or 16 bytes) and port of one end.
@@ -96,7 +104,7 @@ def tcp_uid(sock: socket.socket) -> int:
     try:
         here, there = _end(sock, sock.getsockname()), _end(sock, sock.getpeername())
         uid = _uid_of(sock, here, there)
-        if not _established(sock):
+        if not _stands(sock):
             raise UnknownUser("it has closed")
         return uid
     except OSError as exc:
@@ -144,8 +152,18 @@ def _plain(raw: bytes) -> bytes:
     return raw[12:] if len(raw) == 16 and raw.startswith(_MAPPED) else raw
 
 
+def _state(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 def _established(sock: socket.socket) -> bool:
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    """Return True if both ends stand. Of a connection that is in CLOSE_WAIT here the other end may have gone."""
+    return _state(sock) == _ESTABLISHED
+
+
+def _stands(sock: socket.socket) -> bool:
+    """Return True if this end has its pair of addresses for itself."""
+    return _state(sock) in (_ESTABLISHED, _CLOSE_WAIT)
 
 
 # --- sock_diag ----------------------------------------------------------------------------------
@@ -194,7 +212,7 @@ def uid_in_answer(answer: bytes, number: int, one: End, other: End) -> int | Non
     family, state, _, _, ports, source, target, _, _, _, _, uid, inode = _ANSWER.unpack_from(body)
     size = 4 if family == socket.AF_INET else 16
     found = (_plain(source[:size]), _plain(target[:size]))
-    if state != _ESTABLISHED or not inode or ports != _PORTS.pack(one[1], other[1]) or found != (one[0], other[0]):
+    if state not in _PEER_STATES or not inode or ports != _PORTS.pack(one[1], other[1]) or found != (one[0], other[0]):
         raise UnknownUser("it has closed")
     return int(uid)
 
@@ -228,8 +246,8 @@ def in_tables(tables: Iterable[bytes], one: End, other: End) -> int | None:
         wanted.append((_shown(_MAPPED + one[0], one[1]), _shown(_MAPPED + other[0], other[1])))
     uids = set()
     for table in tables:
-        for local, remote in wanted:
-            key = b" %b %b 01 " % (local, remote)
+        for (local, remote), state in itertools.product(wanted, _PEER_STATES):
+            key = b" %b %b %02d " % (local, remote, state)
             at = table.find(key)
             while at >= 0:
                 line = table[table.rfind(b"\n", 0, at) + 1 : table.find(b"\n", at) + 1]
@@ -239,7 +257,7 @@ def in_tables(tables: Iterable[bytes], one: End, other: End) -> int | None:
 
 
 def _uid_in_line(line: bytes) -> int | None:
-    """Return the uid in a whole line of an established socket that a process has."""
+    """Return the uid in a whole line of a socket in such a state that a process has."""
     found = re.fullmatch(_LINE, line)
     return int(found[1]) if found is not None and int(found[2]) and int(found[1]) < 1 << 32 else None
 

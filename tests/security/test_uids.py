@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,15 @@ import pytest
 
 from simm.arena.reader import ArenaReader
 from simm.client import Client
+from simm.config.parsers import TlsOptions
 from simm.errors import SegmentError, TransportError
 from simm.ipc.session import NotTrusted, WorkerSession
+from simm.rpc import Connection, decode
 from simm.sdk.local_cluster import LocalCluster
+from simm.sdk.manager_link import ManagerClient as TlsManagerClient
 from simm.shm import SHM_DIR, AttachedSegment, data_name
+from simm.wire import messages as M
+from tests.support.certificates import Authority, needs_openssl
 from tests.support.child import Child
 from tests.support.manager_client import ManagerClient
 from tests.support.other_user import UID, command_as, needs_root, run_as
@@ -34,12 +40,13 @@ INTRUDE = """if True:
     from simm.wire import messages as M
     from simm.wire.hello import client_hello
     heard = []
-    for port in map(int, sys.argv[1:]):
+    tls = simm.config.parsers.TlsOptions(sys.argv[1]) if sys.argv[1] else None
+    for port in map(int, sys.argv[2:]):
         for msg in (
             client_hello(M.Role.CLIENT), client_hello(M.Role.SUPERVISOR), client_hello(M.Role.MOVER), M.Ping(1),
             M.MapGet(0, 1), M.ClusterStatus(1), M.Drain(1, "x"), M.Exists([bytes(16)]), M.Delete([bytes(16)]),
         ):
-            channel = Channel.tcp("127.0.0.1", port, 30.0)
+            channel = Channel.tcp("127.0.0.1", port, 30.0, tls=tls)
             try:
                 heard.append([port, type(msg).__name__, type(channel.call(msg)).__name__])
             except Refused as exc:
@@ -54,7 +61,7 @@ USE = """if True:
     from simm.client import Client
     from simm.errors import TransportError
     try:
-        with Client(sys.argv[1], path="tcp", deadline_s=30.0) as client:
+        with Client(sys.argv[1], path="tcp", deadline_s=30.0, tls_ca="".join(sys.argv[2:])) as client:
             tests.support.waiting.wait_until(lambda: client.put("theirs", b"t" * 5000), "it can put")
             print(client.get("ours") == b"o" * 5000)
     except TransportError as exc:
@@ -122,7 +129,7 @@ def test_another_user_gets_no_answer(cluster: tuple[Cluster, tuple[int, ...]]) -
     with ManagerClient([("127.0.0.1", port_of(servers.manager))]) as link:
         (worker,) = link.get_map().workers
         before = link.status()["manager"]["unauthorized"]
-        heard = json.loads(run_as(INTRUDE, str(port_of(servers.manager)), str(worker.port)))
+        heard = json.loads(run_as(INTRUDE, "", str(port_of(servers.manager)), str(worker.port)))
         assert len(heard) == 18
         said = f"takes connections of uid 0 only, and this one is of uid {UID}: start it with --allow-uid {UID}"
         refused = [said in answer for _, _, answer in heard]
@@ -138,6 +145,68 @@ def test_another_user_neither_reads_nor_writes(cluster: tuple[Cluster, tuple[int
     with Client(servers.manager, deadline_s=30.0) as client:
         assert (said, client.get("theirs")) == ("True", b"t" * 5000) if named else f"uid {UID}" in said
         assert client.get("ours") == b"o" * 5000 and client.exists("theirs") == bool(named)
+
+
+@needs_openssl
+@pytest.mark.parametrize("named", [(), (UID,)], ids=["default", "positive control: --allow-uid"])
+def test_tls_without_a_token_lets_no_other_user_in(public: Path, named: tuple[int, ...]) -> None:
+    """A certificate tells who the server is. Who the client is, the kernel tells, before anything is decrypted."""
+    authority = Authority(public)
+    both = str(authority.issue("server"))
+    ca = str(authority.ca)
+    environment = {"SIMM_TLS_CERT": both, "SIMM_ALLOW_UID": ",".join(map(str, named))}
+    with Cluster(new_folder(), "32M", environment=environment, server_arguments=["--tls-ca", ca]) as servers:
+        with Client(servers.manager, deadline_s=30.0, tls_ca=ca) as client:
+            wait_until(lambda: client.put("ours", b"o" * 5000), "the worker takes a put")
+            with TlsManagerClient([("127.0.0.1", port_of(servers.manager))], tls=TlsOptions(ca)) as link:
+                (worker,) = link.status()["nodes"][0]["workers"]
+            ports = [str(port_of(address)) for address in (servers.manager, worker["address"])]
+            heard = json.loads(run_as(INTRUDE, ca, *ports))
+            refused = [f"this one is of uid {UID}" in answer for _, _, answer in heard]
+            assert len(refused) == 18 and (not any(refused) if named else all(refused)), heard
+            said = run_as(USE, servers.manager, ca).strip()
+            assert said == "True" if named else f"uid {UID}" in said
+            assert client.exists("theirs") == bool(named)
+
+
+#: Send a request, end the sending side, say so; print what comes.
+HALF_CLOSE = """if True:
+    import socket
+    from simm.rpc import encode
+    from simm.wire import messages as M
+    with socket.socket() as sock:
+        sock.settimeout(60)
+        sock.connect(("127.0.0.1", int(sys.argv[1])))
+        sock.sendall(encode(M.Ping(77), 5))
+        sock.shutdown(socket.SHUT_WR)
+        print("sent", flush=True)
+        got = b""
+        while data := sock.recv(1 << 16):
+            got += data
+    print(got.hex())
+"""
+
+
+def test_who_ends_the_sending_side_at_once_is_known_all_the_same(cluster: tuple[Cluster, tuple[int, ...]]) -> None:
+    """The request and its end are there before the server accepts the connection."""
+    servers, named = cluster
+    pid = servers.processes["manager"].pid
+    for uid in (os.geteuid(), UID):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with Child(command_as(HALF_CLOSE, str(port_of(servers.manager)), uid=uid, gid=uid), name="half") as client:
+                client.expect("sent\n")
+                os.kill(pid, signal.SIGCONT)
+                answer = Connection()
+                answer.receive_data(bytes.fromhex(client.rest()))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        frame = answer.next_frame()
+        assert frame is not None
+        if uid == UID and not named:
+            assert frame.status == M.Status.UNAUTHORIZED and f"of uid {UID}" in decode(frame).text
+        else:
+            assert decode(frame) == M.Pong(77)
 
 
 class Squatter:

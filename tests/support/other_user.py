@@ -20,7 +20,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's proces
 
 #: The modules load before the change of user, who may have no access to where they lie.
 _PREAMBLE: Final = """if True:
-    import os, pkgutil, sys
+    import encodings.idna, os, pkgutil, sys
     import simm, tests.support
     for each in ("arena", "config", "host", "ipc", "net", "rdma", "sdk", "wire"):
         package = __import__("simm." + each, fromlist=["x"])

@@ -14,13 +14,15 @@ import pytest
 from simm.net import peer_uid
 from simm.net.peer_uid import NotHere, UnknownUser, in_tables, tcp_uid, uid_in_answer
 from tests.support.ports import reserve_port
+from tests.support.waiting import wait_until
 
 LOOPBACK = socket.inet_aton("127.0.0.1")
 SIX = socket.inet_pton(socket.AF_INET6, "::1")
 SERVER = (LOOPBACK, 30001)
 #: What connects to the server in TCP below, and its uid.
-PEERS = {40001: 1000, 40002: 0, 40003: 4294967294}
-GONE = (40004, 40005, 40006)
+PEERS = {40001: 1000, 40002: 0, 40003: 4294967294, 40010: 1003, 40011: 1004}
+#: Without a process, or only beginning to connect.
+GONE = (40004, 40005, 40006, 40012)
 
 HEAD = b"  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 IDLE = b"00000000:00000000 00:00000000 00000000"
@@ -32,17 +34,20 @@ def lines(*rows: bytes) -> bytes:
     return HEAD + b"".join(b"%4d: %b%b" % (number, row, TAIL) for number, row in enumerate(rows))
 
 
-#: A listener, three peers, one in TIME_WAIT, one in FIN_WAIT2, one whose process has gone, and the server's end of the
-#: first.
+#: A listener, three peers, one in TIME_WAIT, one in FIN_WAIT2 and one whose processes have gone, the server's end of
+#: the first; two that have shut down their sending side, and one that connects.
 TCP = lines(
     b"0100007F:7531 00000000:0000 0A " + IDLE + b"   100        0 911",
     b"0100007F:9C41 0100007F:7531 01 " + IDLE + b"  1000        0 912",
     b"0100007F:9C42 0100007F:7531 01 00000001:00000000 01:00000014 00000000     0        0 913",
     b"0100007F:9C43 0100007F:7531 01 " + IDLE + b" 4294967294        0 914",
     b"0100007F:9C44 0100007F:7531 06 00000000:00000000 03:00001770 00000000     0        0 0",
-    b"0100007F:9C45 0100007F:7531 05 " + IDLE + b"  1000        0 916",
+    b"0100007F:9C45 0100007F:7531 05 " + IDLE + b"     0        0 0",
     b"0100007F:9C46 0100007F:7531 01 " + IDLE + b"     0        0 0",
     b"0100007F:7531 0100007F:9C41 01 " + IDLE + b"   100        0 918",
+    b"0100007F:9C4A 0100007F:7531 04 " + IDLE + b"  1003        0 922",
+    b"0100007F:9C4B 0100007F:7531 05 " + IDLE + b"  1004        0 923",
+    b"0100007F:9C4C 0100007F:7531 02 " + IDLE + b"  1005        0 924",
 )
 #: An IPv4 address in an IPv6 socket, and ::1.
 MAPPED = b"0000000000000000FFFF00000100007F"
@@ -117,7 +122,12 @@ def test_the_kernels_answers() -> None:
     one = (LOOPBACK, 40001)
     assert uid_in_answer(answer(), 5, one, SERVER) == 1000
     assert uid_in_answer(refusal(errno.ENOENT), 5, one, SERVER) is None
-    for gone in (answer(state=10), answer(state=6), answer(inode=0, uid=0), answer(port=40002)):
+    for state in (4, 5):  # it has shut down its sending side
+        assert uid_in_answer(answer(state=state), 5, one, SERVER) == 1000
+    for state in (2, 3, 6, 7, 8, 9, 10, 11, 12):
+        with pytest.raises(UnknownUser):
+            uid_in_answer(answer(state=state), 5, one, SERVER)
+    for gone in (answer(state=5, inode=0, uid=0), answer(inode=0, uid=0), answer(port=40002)):
         with pytest.raises(UnknownUser):
             uid_in_answer(gone, 5, one, SERVER)
     whole = answer()
@@ -180,27 +190,62 @@ def test_both_ends_of_a_connection(pair: Pair, table: bool, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("table", [False, True], ids=["sock_diag", "/proc/net"])
-@pytest.mark.parametrize("how", ["closed", "reset", "shut down"])
+@pytest.mark.parametrize("how", ["closed", "reset", "shut down and closed"])
 def test_a_peer_that_has_closed(pair: Pair, how: str, table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if table:
         monkeypatch.setattr(peer_uid, "_by_sock_diag", lambda *_: _raise(peer_uid._NoSockDiag()))
     pair.client.sendall(b"a request")
-    if how == "shut down":
-        pair.client.shutdown(socket.SHUT_WR)
-    elif how == "reset":
+    if how == "reset":
         pair.reset()
     else:
+        if how != "closed":
+            pair.client.shutdown(socket.SHUT_WR)
         pair.client.close()
     with pytest.raises(UnknownUser):
         tcp_uid(pair.server)
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["sock_diag", "/proc/net"])
+def test_a_peer_that_has_said_all(pair: Pair, table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shuts down its sending side after its request, and waits for the answer."""
+    if table:
+        monkeypatch.setattr(peer_uid, "_by_sock_diag", lambda *_: _raise(peer_uid._NoSockDiag()))
+    pair.client.sendall(b"a request")
+    pair.client.shutdown(socket.SHUT_WR)
+    assert tcp_uid(pair.server) == os.geteuid()
+
+
+def test_a_server_that_has_gone_after_its_answer_is_not_in_another_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has its socket any more, and none of the kernel's tables. It could have been anybody's."""
+    with contextlib.closing(Pair("127.0.0.1", "127.0.0.1")) as pair:
+        pair.server.sendall(b"an answer")
+        pair.server.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)  # seconds
+        pair.server.close()
+        pair.listener.close()  # the kernel would name it instead
+        there = peer_uid._end(pair.client, pair.client.getpeername())
+        here = peer_uid._end(pair.client, pair.client.getsockname())
+        assert pair.client.recv(100) == b"an answer" and pair.client.recv(100) == b""
+
+        def gone() -> bool:
+            with contextlib.suppress(UnknownUser):
+                return peer_uid._by_sock_diag(there, here) is None
+            return False
+
+        wait_until(gone, "the kernel has forgotten it")
+        assert peer_uid._stands(pair.client) and "cannot be told" in peer_uid.foreign_server(pair.client, ())
+        # Positive control: if this end were taken for established twice, the server would be believed.
+        monkeypatch.setattr(peer_uid, "_established", lambda _sock: True)
+        monkeypatch.setattr(peer_uid, "_PEER_STATES", (1, 8))
+        assert peer_uid.foreign_server(pair.client, ()) == ""
 
 
 def _raise(exc: Exception) -> None:
     raise exc
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["", "shut down before"])
 @pytest.mark.parametrize("checked", [True, False], ids=["", "positive control"])
-def test_another_process_takes_the_port(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_takes_the_port(checked: bool, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer sends its request, closes, and somebody who is trusted gets its port, all during the look-up."""
     mine = reserve_port()  # which no other connection of this machine takes
     with contextlib.closing(Pair("127.0.0.1", "127.0.0.1", mine)) as pair, contextlib.ExitStack() as stack:
@@ -208,6 +253,8 @@ def test_another_process_takes_the_port(checked: bool, monkeypatch: pytest.Monke
 
         def late(sock: socket.socket, here: peer_uid.End, there: peer_uid.End) -> int:
             pair.client.sendall(b"a request")
+            if half:
+                pair.client.shutdown(socket.SHUT_WR)
             pair.reset()
             stack.enter_context(pair.from_port(there[1]))
             return look_up(sock, here, there)
@@ -217,7 +264,7 @@ def test_another_process_takes_the_port(checked: bool, monkeypatch: pytest.Monke
             with pytest.raises(UnknownUser, match="closed"):
                 tcp_uid(pair.server)
         else:
-            monkeypatch.setattr(peer_uid, "_established", lambda _sock: True)
+            monkeypatch.setattr(peer_uid, "_stands", lambda _sock: True)
             assert tcp_uid(pair.server) == os.geteuid()
         assert pair.server.recv(100) == b"a request"  # it would have been carried out
 
