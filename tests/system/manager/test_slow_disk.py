@@ -17,7 +17,7 @@ KEYS = [f"key{number}" for number in range(200)]
 def test_a_stuck_fsync_stops_neither_moves_nor_clients(nothing_is_left: Path) -> None:
     folder = new_folder()
     stuck = folder / "stuck"
-    with Fleet(folder, 2, heartbeat_ms=100, patches=[f"fsync={stuck}"]) as fleet:
+    with Fleet(folder, 2, heartbeat_ms=400, patches=[f"fsync={stuck}"]) as fleet:
         second = fleet.servers[1]
         with Client(fleet.manager.address) as client:
             assert all(client.put_many(KEYS, [key.encode() for key in KEYS]))
