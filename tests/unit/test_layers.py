@@ -34,7 +34,7 @@ ROWS: Final = (
     ("ipc",),
     ("sdk", "control", "server"),
     ("client", "manager", "dataserver"),
-    ("kv", "testing", "sim"),
+    ("kv", "testing", "sim", "traces"),
     ("tools",),
     ("cli __main__",),
 )
@@ -46,7 +46,7 @@ PLACE: Final = {
 KNOWN: Final[frozenset[str]] = frozenset()
 PACKAGES: Final = frozenset((
     "arena", "cluster", "config", "control", "gpu", "host", "ipc", "net", "rdma", "sdk", "server", "sim", "tools",
-    "wire",
+    "traces", "wire",
 ))  # fmt: skip
 FILES_PER_PACKAGE_MAX: Final = 16
 
