@@ -59,4 +59,6 @@ def refused(host: str, port: int) -> bool:
         socket.create_connection((host, port), 1.0).close()
     except ConnectionRefusedError:
         return True
+    except OSError:
+        return False  # the listener went while it had this connection
     return False
