@@ -6,6 +6,9 @@ One frame, sometimes after a proper greeting and some proper requests, goes out 
 writing end is then closed. A server must close its end too, whatever it answers first: an orderly end, and no silence.
 Frames that are whole and would change the cluster (a JOIN of a made-up server) are not sent: those are
 no mistakes that a server could see. Prints a line of JSON: how many were sent, and what went wrong.
+
+With a ``token`` in the settings (and ``service`` and ``server``, whom it is shown to) the frame comes before any
+opening, or in its midst after AUTH, or after all of it. Whoever has not proven a token hears nothing but why, and PONG.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from simm.constants import FRAME_BYTES_MAX
 from simm.errors import RemoteProtocolError, SimmError
 from simm.rpc import HEADER, HEADER_BYTES, Connection, decode, encode
 from simm.wire import messages as M
+from simm.wire.auth import Asker
 from tests.support.wire_samples import TYPES, sample
 
 ANSWER_S: Final = 20.0
@@ -112,12 +116,42 @@ def make(rng: random.Random) -> bytes:
     return frame
 
 
-def send(address: Any, data: bytes) -> str:
+class Opening:
+    """How a connection to a server with tokens begins, up to one of ``STAGES``, and what may be heard there."""
+
+    STAGES: Final = ("nothing", "asked", "proven")
+    BEFORE: Final = (M.Error, M.Pong, M.Challenge)
+
+    def __init__(self, stage: str, token: str, service: int, server: str) -> None:
+        self.stage = stage
+        self._asker = Asker(token, service, M.Role.CLIENT, server)
+
+    def begin(self, sock: socket.socket) -> None:
+        """Say it. Raises OSError."""
+        if self.stage == "nothing":
+            return
+        sock.sendall(encode(self._asker.auth, 1))
+        if self.stage == "asked":
+            return
+        conn = Connection()
+        while (frame := conn.next_frame()) is None:
+            conn.receive_data(sock.recv(1 << 16))
+        prove = self._asker.prove(decode(frame))
+        assert isinstance(prove, M.Prove), prove
+        sock.sendall(encode(prove, 2) + _GREETING)
+
+    def may_be_heard(self, msg: Any) -> bool:
+        return self.stage == "proven" or isinstance(msg, self.BEFORE)
+
+
+def send(address: Any, data: bytes, opening: Opening | None = None) -> str:
     """Send it and wait for the end; "" when that was orderly."""
     sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     sock.settimeout(ANSWER_S)
     try:
         sock.connect(address if isinstance(address, str) else tuple(address))
+        if opening is not None:
+            opening.begin(sock)
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
@@ -133,7 +167,9 @@ def send(address: Any, data: bytes) -> str:
                 return ""
             conn.receive_data(answer)
             while (frame := conn.next_frame()) is not None:
-                decode(frame)
+                msg = decode(frame)
+                if opening is not None and not opening.may_be_heard(msg):
+                    return f"{type(msg).__name__} was answered to a stranger"
     except TimeoutError:
         return "no end"
     except SimmError as exc:
@@ -162,7 +198,12 @@ def main() -> int:
         if rng.random() < 0.2:
             before += _PINGS
         sent += 1
-        said = send(address, before + frame)
+        opening = None
+        if "token" in settings:
+            opening = Opening(rng.choice(Opening.STAGES), settings["token"], settings["service"], settings["server"])
+            if opening.stage == "proven":
+                before = before.removeprefix(_GREETING)
+        said = send(address, before + frame, opening)
         if said:
             wrong[said] += 1
             if len(first) < 5:
