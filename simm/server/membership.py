@@ -136,6 +136,8 @@ class Membership(Service):
         self._at = 0
         self._where = ""
         self._last_seen = 0.0
+        #: Addresses of managers that have refused the versions of this build.
+        self._other_versions: set[str] = set()
         #: The last trouble with each address, so that it is logged once.
         self._complained: dict[str, str] = {}
         self._refusals = 0
@@ -336,22 +338,32 @@ class Membership(Service):
 
     # -- joining ----------------------------------------------------------------------------------
 
-    def _on_greeted(self, msg: Any, _status: int) -> None:
+    def _on_greeted(self, msg: Any, status: int) -> None:
         if isinstance(msg, M.Error):
             why = f"{_REFUSED}: {printable(msg.text)}"
-            if self._proven and not self.joined_at:
+            if not self.joined_at and (self._proven or (status == Status.VERSION and self._is_last_of_versions())):
                 self.delegate.give_up(why)
             elif self.peer is not None:
                 self.peer.close(why)
         elif self.peer is not None and not self._greeted:
             # JOIN shows this server's secret, so it waits until it is known who is asked to keep it.
-            certified = self.tls is not None and self.tls.manager is not None
-            fault = "" if certified else foreign_server(self.peer.sock, self.trusted)
+            fault = self._foreign(self.peer)
             if fault:
                 self.peer.close(fault)
             else:
                 self._greeted = True
                 self.join()
+
+    def _foreign(self, peer: Peer) -> str:
+        """Return why a manager that has not proven to know a token is not believed; empty if it is."""
+        certified = self.tls is not None and self.tls.manager is not None
+        return "" if certified else foreign_server(peer.sock, self.trusted)
+
+    def _is_last_of_versions(self) -> bool:
+        """Note that a manager speaks other versions. Return True if all do: waiting for another answer is in vain."""
+        if self.peer is not None and not self.token and not self._foreign(self.peer):
+            self._other_versions.add(self._where)
+        return len(self._other_versions) == len(set(self.managers))
 
     def join(self) -> None:
         """Send JOIN if there is a connection, all workers are up, and the manager does not know this server yet."""

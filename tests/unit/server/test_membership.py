@@ -378,6 +378,59 @@ def test_a_refusal_that_lasts_is_the_reason(manager: Manager, make_house: Callab
     assert "refused us: wrong token" in house.gave_up and len(manager.of(M.Hello)) > 1
 
 
+def of_another_version(manager: Manager) -> None:
+    manager.answers[M.Hello] = (M.Error("peer speaks protocol 2 to 2, this manager 9 to 9"), Status.VERSION)
+
+
+@pytest.mark.parametrize("token", ["", "a token of ours"])
+def test_a_manager_of_another_version_ends_the_start_at_once(
+    manager: Manager, make_house: Callable[..., House], token: str
+) -> None:
+    """It was tried for 30 s before the server said why it does not start."""
+    manager.token = token
+    of_another_version(manager)
+    house = make_house(manager, token=token, join_timeout_s=1000.0)
+    house.until(lambda: house.gave_up, "giving up")
+    assert "refused us: peer speaks protocol" in house.gave_up and len(manager.of(M.Hello)) == 1
+
+
+def test_another_manager_may_speak_our_version(manager: Manager, make_house: Callable[..., House]) -> None:
+    """While managers are upgraded one by one. It ends when all have said that they do not."""
+    other = Manager()
+    for each in (manager, other):
+        of_another_version(each)
+    manager.answers[M.Hello] = (M.Error("go away"), Status.UNAUTHORIZED)
+    house = make_house(manager, other, join_timeout_s=1000.0)
+    house.until(lambda: len(manager.of(M.Hello)) >= 2 and len(other.of(M.Hello)) >= 2, "it tries both again")
+    assert not house.gave_up
+    of_another_version(manager)
+    house.until(lambda: house.gave_up, "giving up")
+    other.close()
+
+
+def test_a_manager_of_another_user_is_not_believed_about_versions(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever squats the port of a manager that is down ends no data server."""
+    monkeypatch.setattr(membership_module, "foreign_server", lambda sock, trusted: "the server is of uid 99")
+    of_another_version(manager)
+    house = make_house(manager, join_timeout_s=1000.0)
+    house.until(lambda: len(manager.of(M.Hello)) >= 3, "it tries again")
+    assert not house.gave_up
+
+
+def test_a_server_that_has_joined_waits_for_the_upgrade(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.membership.joined, "joining")
+    normal = dict(manager.answers)
+    of_another_version(manager)
+    manager.hang_up()
+    house.until(lambda: len(manager.of(M.Hello)) >= 3, "it tries again")
+    assert not house.gave_up
+    manager.answers = normal
+    house.until(lambda: house.membership.joined, "the manager is upgraded")
+
+
 @pytest.mark.parametrize("squatter", ["", "another token than ours"])
 def test_a_manager_that_does_not_know_our_token_is_told_nothing(
     manager: Manager, make_house: Callable[..., House], squatter: str
