@@ -350,6 +350,20 @@ class Table:
         found: list[int] = (slots[lost[low.astype(np.intp) & SHARD_MASK]] + start).tolist()
         return found, stop
 
+    @property
+    def slots(self) -> int:
+        """Return the number of slots."""
+        return self.geometry.slots
+
+    def namespaces_from(self, start: int) -> tuple[NDArray[np.uint16], int]:
+        """Return the namespaces of the entries in a block of slots from ``start`` on, and where the next one starts.
+
+        O(slots of a block), by numpy.
+        """
+        stop = min(start + _BLOCK_SLOTS, self.geometry.slots)
+        fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
+        return fields["namespace"][fields["offset"] != 0], stop
+
     def _restore(self, slot: int, body: bytes) -> None:
         """Store a body in a slot under a fresh seq. It is idempotent, so it needs no undo record."""
         words = self._words

@@ -164,6 +164,16 @@ class Geometry(NamedTuple):
         return self.ledger_offset
 
     @property
+    def names_offset(self) -> int:
+        """Return where the names of namespaces begin."""
+        return self.ledger_offset + UNDO_BYTES
+
+    @property
+    def names_end(self) -> int:
+        """Return where the names of namespaces end."""
+        return self.names_offset + NAMESPACES * NAMESPACE_LINE_BYTES
+
+    @property
     def meta_bytes(self) -> int:
         """Return the size of the metadata's file, where the data's begins."""
         return self.data_offset

@@ -4,7 +4,7 @@ Only the worker writes the ledger, and only its successor reads it. Each line ha
 the line is created and first when it ends, so a line cut off by the writer's death does not count.
 
     undo        128 B   one record, written by ``table.py``
-    namespaces  256 x 128 B    valid = byte length of the name; id = position
+    namespaces  256 x 128 B    see ``namespaces.py``
     sessions    n x 64 B       valid = session id
     holds       n x 32 B       valid = grant or pin id (never used twice)
 
@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 from ..errors import CapacityError
 from .layout import HOLD_LINE_BYTES, NAMESPACE_LINE_BYTES, NAMESPACES, SESSION_LINE_BYTES, UNDO_BYTES, Geometry
+from .namespaces import NamespaceTable
 
 _SESSION: Final = struct.Struct("@QQQQ")
 _HOLD_BODY: Final = struct.Struct("@QQII")
@@ -58,7 +59,8 @@ class Ledger:
         buf = memoryview(mm)
         start = geometry.ledger_offset + UNDO_BYTES
         end = start + NAMESPACES * NAMESPACE_LINE_BYTES
-        self._names = buf[start:end]
+        self.namespaces = NamespaceTable(buf[start:end])
+        self.names = self.namespaces.names
         start, end = end, end + geometry.session_lines * SESSION_LINE_BYTES
         self._sessions = buf[start:end]
         self._session_words = self._sessions.cast("Q")
@@ -69,33 +71,6 @@ class Ledger:
         self._pack_hold = _HOLD_BODY.pack_into
         self._free_sessions = list(range(geometry.session_lines - 1, -1, -1))
         self._free_holds = list(range(geometry.hold_lines - 1, -1, -1))
-        self.names: list[str] = []
-
-    # -- namespaces -------------------------------------------------------------------------
-
-    def namespace(self, name: str) -> int:
-        """Return the namespace's id, a new one for a new name. Raise CapacityError if the table is full."""
-        if name in self.names:
-            return self.names.index(name)
-        number = len(self.names)
-        if number >= NAMESPACES:
-            raise CapacityError(f"an arena has at most {NAMESPACES} namespaces")
-        raw = name.encode()
-        at = number * NAMESPACE_LINE_BYTES
-        self._names[at + 8 : at + 8 + len(raw)] = raw
-        self._names[at : at + 8].cast("Q")[0] = len(raw)
-        self.names.append(name)
-        return number
-
-    def keep_namespaces(self, names: Sequence[str]) -> list[str]:
-        """Give these namespaces their ids before others take all there are. Return notes for the log."""
-        notes = []
-        for name in names:
-            try:
-                self.namespace(name)
-            except CapacityError as exc:
-                notes.append(f"no room for the namespace {name!r}: {exc}")
-        return notes
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -160,20 +135,7 @@ class Ledger:
 
     def recover(self) -> list[str]:
         """Find the free lines of a predecessor's ledger, and return notes for the log. O(lines)."""
-        self.names = []
-        notes = []
-        for number in range(NAMESPACES):
-            at = number * NAMESPACE_LINE_BYTES
-            size = self._names[at : at + 8].cast("Q")[0]
-            if not size:
-                break
-            try:
-                name = bytes(self._names[at + 8 : at + 8 + size]).decode() if size <= NAMESPACE_LINE_BYTES - 8 else ""
-            except UnicodeDecodeError:
-                name = ""
-            if not name:  # no client has this one; the keys' digests tell namespaces apart, not the line
-                notes.append(f"the name of namespace {number} is damaged: given up")
-            self.names.append(name)
+        notes = self.namespaces.recover()
         used = {line for line, _ in self.sessions()}
         self._free_sessions = [n for n in range(len(self._sessions) // SESSION_LINE_BYTES - 1, -1, -1) if n not in used]
         used = {line for line, _ in self.holds()}
@@ -196,5 +158,5 @@ class Ledger:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
-        for view in (self._hold_words, self._session_words, self._holds, self._sessions, self._names, self._buf):
+        for view in (self._hold_words, self._session_words, self._holds, self._sessions, self.namespaces, self._buf):
             view.release()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,12 +25,12 @@ class Quotas:
 
     Args:
         limits: bytes by the name of a namespace; others have none.
-        names: of all namespaces, by id. The ledger's own list, which grows.
+        names: of all namespaces, by id. The ledger's own, which changes. Those with a quota stay.
         slots: of the table.
         found: the values that are there already.
     """
 
-    def __init__(self, limits: Mapping[str, int], names: Sequence[str], slots: int, found: LiveSlots) -> None:
+    def __init__(self, limits: Mapping[str, int], names: Mapping[int, str], slots: int, found: LiveSlots) -> None:
         self._limits = dict(limits)
         self._names = names
         #: By namespace id, filled in when a namespace is first met: its quota, infinite for none, and its bytes.
@@ -52,8 +52,7 @@ class Quotas:
         return most == math.inf or self._used[namespace] + chunk <= most
 
     def _meet(self, namespace: int) -> float:
-        name = self._names[namespace] if namespace < len(self._names) else ""
-        most = self._most[namespace] = self._limits.get(name, math.inf)
+        most = self._most[namespace] = self._limits.get(self._names.get(namespace, ""), math.inf)
         if most != math.inf:
             self._used[namespace] = 0
         return most
@@ -74,7 +73,7 @@ class Quotas:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return, by name, the bytes used and the quota of each namespace that has one."""
-        numbers = {name: number for number, name in enumerate(self._names)}
+        numbers = {name: number for number, name in self._names.items()}
         return {
             name: {"used_bytes": self._used.get(numbers.get(name, -1), 0), "quota_bytes": most}
             for name, most in sorted(self._limits.items())

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import mmap
 import platform
-import struct
 import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -35,15 +34,14 @@ from .layout import (
     ENTRY_BOUND,
     HEADER_BYTES,
     NAMESPACE_LINE_BYTES,
-    NAMESPACES,
     SLOT_BODY,
     SLOT_FIELDS,
     SLOT_WORDS,
-    UNDO_BYTES,
     Geometry,
     State,
     Word,
 )
+from .namespaces import line_of, name_bytes, names_line
 
 #: The protocol relies on x86's order of loads and stores. On other machines clients use TCP.
 ONE_SIDED: Final = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
@@ -61,7 +59,6 @@ ENTRIES_MAX: Final = 16_384
 _POPULATE_STEP_BYTES: Final = 64 << 20
 _POPULATE_BYTES_MAX: Final = 64 << 30
 
-_LENGTH: Final = struct.Struct("@Q")
 _unpack_body = SLOT_BODY.unpack_from
 _SET_WORDS: Final = SET_BYTES // 8
 #: Positions in a set of the low words of its slots' digests.
@@ -121,14 +118,14 @@ class ArenaReader:
             if metadata.size != geometry.meta_bytes:
                 raise SegmentError(f"{name} has {metadata.size} bytes of metadata, and its header says otherwise")
             self.geometry = geometry
-            meta = metadata.map(0, geometry.reader_bytes, writable=False)
+            meta = metadata.map(0, geometry.names_end, writable=False)
             data = shared.map(0, geometry.data_bytes, writable=True)
             visited = shared.map(geometry.data_bytes, geometry.data_file_bytes - geometry.data_bytes, writable=True)
             files.pop_all()
         words.release()
         self._populate: list[tuple[mmap.mmap, int]] = [(data, 0), (visited, 0), (meta, 0)]
         self._meta = memoryview(meta)
-        #: All 64-bit words from the arena's start: header, shards, slots.
+        #: All 64-bit words from the arena's start: header, shards, slots, namespaces.
         self.words = self._meta.cast("Q")
         self.visited = memoryview(visited)
         self.data = memoryview(data)
@@ -139,6 +136,7 @@ class ArenaReader:
         self._slots_offset = geometry.slots_offset
         self._slot_word = geometry.slots_offset // 8
         self._shard_word = HEADER_BYTES // 8
+        self._name_word = geometry.names_offset // 8
         self._sets = geometry.sets
         #: The id of its user's namespace; -1 if it has none.
         self.namespace = -1
@@ -285,6 +283,19 @@ class ArenaReader:
         number: int = _unpack_body(self._meta, (self._slot_word + slot * SLOT_WORDS) * 8 + 8)[5]
         return number
 
+    def has_namespace(self, number: int) -> bool:
+        """Return True if the worker still has a namespace of this number (``arena/namespaces.py``)."""
+        return names_line(number, self.words[self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8])
+
+    def namespace_name(self, number: int) -> str | None:
+        """Return the name of a namespace, None for an unknown one. The worker may change the line at any time."""
+        at = self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8
+        word = self.words[at]
+        if not names_line(number, word):
+            return None
+        raw = bytes(self._meta[at * 8 + 8 : at * 8 + 8 + name_bytes(word)])
+        return raw.decode(errors="replace") if self.words[at] == word else None
+
     def is_own(self, found: Located) -> bool:
         """Return False for an entry that a client bound to another namespace has stored (``ENTRY_BOUND``).
 
@@ -390,14 +401,11 @@ class ArenaReader:
 
 
 class Lister:
-    """Lists the values of given shards in one arena. Raise SegmentError if the arena is gone."""
+    """Lists the values of given shards in one arena."""
 
     def __init__(self, reader: ArenaReader) -> None:
         self.reader = reader
-        geometry = reader.geometry
-        with AttachedSegment.open(reader.name) as segment:
-            size = UNDO_BYTES + NAMESPACES * NAMESPACE_LINE_BYTES
-            self._ledger = memoryview(segment.map(geometry.ledger_offset, size, writable=False))
+        #: A number never gets another name.
         self._names: dict[int, str] = {}
 
     def page(self, shards: bytes, cursor: int, most: int) -> Listed:
@@ -445,11 +453,6 @@ class Lister:
     def names(self, numbers: list[int]) -> Mapping[int, str]:
         """Return the names of these namespace ids, without unknown ones."""
         for number in numbers:
-            if number in self._names or number >= NAMESPACES:
-                continue
-            at = UNDO_BYTES + number * NAMESPACE_LINE_BYTES
-            (size,) = _LENGTH.unpack_from(self._ledger, at)
-            if 0 < size <= NAMESPACE_LINE_BYTES - _LENGTH.size:
-                start = at + _LENGTH.size
-                self._names[number] = bytes(self._ledger[start : start + size]).decode(errors="replace")
+            if number not in self._names and (name := self.reader.namespace_name(number)) is not None:
+                self._names[number] = name
         return {number: self._names[number] for number in numbers if number in self._names}

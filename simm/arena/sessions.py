@@ -113,7 +113,7 @@ class SessionTable:
 
     def open(self, pid: int, started: int, namespace: str) -> Session:
         """Return a new session. Raise CapacityError if the ledger has no free line."""
-        number = self._ledger.namespace(namespace)
+        number = self._ledger.namespaces.number(namespace)
         session = self._allocate_id()
         line = self._ledger.add_session(session, pid, started, number)
         opened = Session(session, line, pid, started, number)

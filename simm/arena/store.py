@@ -389,7 +389,7 @@ class Store:
         namespace = session.namespace
         if options & ~ABSENT:
             namespace = (options >> NAMESPACE_SHIFT) - 1
-            known = 0 <= namespace < len(self.ledger.names) and not options & (1 << NAMESPACE_SHIFT) - 1 & ~BOUND
+            known = self.ledger.namespaces.knows(namespace) and not options & (1 << NAMESPACE_SHIFT) - 1 & ~BOUND
             if not (session.relays and known):
                 self.commit_failures[BAD_REQUEST] += 1
                 return Status.BAD_REQUEST, namespace

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from ..arena.hashing import check_namespace
 from ..arena.layout import Word
+from ..arena.namespaces import Sweeper
 from ..arena.sessions import Session
 from ..arena.store import Store
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
@@ -151,6 +152,10 @@ class Worker(Service):
             OPCODES[M.Exists]: lambda _, msg: (M.Statuses(store.exists(msg.digests)), 0),
             OPCODES[M.ReleaseSessions]: lambda session, msg: (M.Done(self._release_of(session, msg.sessions)), 0),
         }
+        self.sweeper = Sweeper(
+            store.ledger.namespaces, store.table, lambda: [each.namespace for each in sessions.by_id.values()],
+            loop.clock, loop.call_later, DROP_S,
+        )  # fmt: skip
         loop.call_every(HEARTBEAT_S, self._beat)
 
     # -- life -----------------------------------------------------------------------------------
@@ -306,6 +311,7 @@ class Worker(Service):
         refusal = other_cluster(msg, "worker", self.store.header[Word.CLUSTER])
         if refusal is not None:
             return refuse(*refusal)
+        self.sweeper.look()
         try:
             check_namespace(msg.namespace)
             if not state.pid or not self._hold_pid(state.pid):
@@ -317,6 +323,7 @@ class Worker(Service):
             self._forget_pid(state.pid)
             return refuse(Status.UNAVAILABLE, f"cannot watch your process: {exc}: use the TCP path")
         except (CapacityError, UsageError) as exc:
+            self._forget_pid(state.pid)
             return refuse(Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST, str(exc))
         state.session, state.cluster = session, msg.cluster
         peer.admit()
@@ -429,9 +436,10 @@ class Worker(Service):
 
     def _namespace(self, request_id: int, msg: M.Namespace) -> bytes:
         """Return the id of a namespace for which a stream or an endpoint will commit."""
+        self.sweeper.look()
         try:
             check_namespace(msg.name)
-            return reply(M.Done(self.store.ledger.namespace(msg.name)), request_id)
+            return reply(M.Done(self.store.ledger.namespaces.number(msg.name)), request_id)
         except (CapacityError, UsageError) as exc:
             status = Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST
             return reply(M.Error(str(exc)), request_id, status)
@@ -544,6 +552,8 @@ class Worker(Service):
             requests=self.requests,
             unreachable=self.unreachable,
             ring_requests=self.rings.requests,
+            namespaces=len(self.store.ledger.namespaces.names),
+            namespaces_freed=self.sweeper.freed,
             connections=len(self.loop.peers),
             protocol_errors=self.loop.protocol_errors,
             handler_errors=self.loop.handler_errors,
@@ -565,7 +575,7 @@ def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supe
     """Begin to serve in a worker process, after the fork. What fails here may be due to the arena's contents."""
     worker = Worker(store, settings, Loop())
     stop_on_signals(worker.loop)
-    store.notes += store.ledger.keep_namespaces(settings.namespaces)
+    store.notes += store.ledger.namespaces.keep(settings.namespaces)
     store.set_quotas(settings.quotas)
     for note in store.notes:
         log.warning("recovery: %s", note)

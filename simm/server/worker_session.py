@@ -171,10 +171,11 @@ class WorkerSessionKeeper:
     def namespace(self, name: str) -> int:
         """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.
 
-        One exchange for each name in the life of this object: ids outlive workers.
+        One exchange for each name, and another one after the worker has freed its place: ids outlive workers, and none
+        becomes another namespace's.
         """
         number = self._numbers.get(name)
-        if number is None:
+        if number is None or self.reader is None or not self.reader.has_namespace(number):
             answer = self.exchange(M.Namespace(name))
             if not isinstance(answer, M.Done):
                 raise Refused(Status.UNAVAILABLE, "the worker answered NAMESPACE with something else")

@@ -16,7 +16,7 @@ from ..rpc import FRAMING_VERSION, HEADER, HEADER_BYTES, MAGIC, OPCODES, Flag, F
 from .messages import Commit, Committed
 
 #: frame head, request id, body bytes and entries, [digest, grant, length, crc, flags], 0 and wants, [size, count]
-_COMMIT_ONE: Final = struct.Struct("<12sQ8s" + "16sQIIH" + "6s" + "II")
+_COMMIT_ONE: Final = struct.Struct("<12sQ8s" + "16sQIIH" + "8s" + "II")
 #: frame head, request id, body bytes and statuses, status, grants, [grant, offset, chunk]
 _COMMITTED_NONE: Final = struct.Struct("<12sQ8s" + "BI")
 _COMMITTED_ONE: Final = struct.Struct("<12sQ8s" + "BI" + "QQI")
@@ -24,7 +24,7 @@ COMMIT_ONE_BYTES: Final = _COMMIT_ONE.size
 COMMITTED_ONE_BYTES: Final = _COMMITTED_ONE.size
 
 #: The bodies alone, of frames that a :class:`~simm.rpc.Connection` has parsed.
-_COMMIT_ONE_BODY: Final = struct.Struct("<4s" + "16sQIIH" + "6s" + "II")
+_COMMIT_ONE_BODY: Final = struct.Struct("<4s" + "16sQIIH" + "8s" + "II")
 _COMMITTED_ONE_BODY: Final = struct.Struct("<4s" + "BI" + "QQI")
 _COMMIT_ONE_BODY_BYTES: Final = COMMIT_ONE_BYTES - HEADER_BYTES
 _COMMITTED_ONE_BODY_BYTES: Final = COMMITTED_ONE_BYTES - HEADER_BYTES
@@ -41,7 +41,7 @@ def _count(frame_bytes: int) -> bytes:
 
 _COMMIT_HEAD: Final = _head(Commit, 0)
 _COMMIT_COUNT: Final = _count(COMMIT_ONE_BYTES)
-_COMMIT_WANTS: Final = struct.pack("<HI", 0, 1)
+_COMMIT_WANTS: Final = struct.pack("<II", 0, 1)
 _COMMITTED_HEAD: Final = _head(Committed, Flag.REPLY)
 _COMMITTED_NONE_COUNT: Final = _count(_COMMITTED_NONE.size)
 _COMMITTED_ONE_COUNT: Final = _count(COMMITTED_ONE_BYTES)

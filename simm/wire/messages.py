@@ -119,7 +119,7 @@ class Prove(NamedTuple):
 # --- worker: mutations ------------------------------------------------------------------------
 
 
-@message(0x10, "*16sQIIHH *II")
+@message(0x10, "*16sQIIHI *II")
 class Commit(NamedTuple):
     """Publish values that lie in granted chunks, and order grants for the next ones.
 

@@ -187,7 +187,7 @@ def test_a_damaged_name_of_a_namespace_costs_no_entry(segment: OwnedArena, size:
     """It ended every successor, until the data server gave up with all its values."""
     world = World(segment, slots=48)
     stored(world)
-    names = world.store.ledger._names
+    names = world.store.ledger.namespaces._lines
     names[8:16] = b"\xff" * 8
     names[:8] = size.to_bytes(8, "little")
     store = recovered(world)

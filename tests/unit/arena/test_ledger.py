@@ -66,7 +66,7 @@ def test_agrees_with_dictionaries_over_deaths(memory: mmap.mmap, seed: int) -> N
             del holds[line]
         elif what < 0.96 and len(names) < NAMESPACES:
             name = f"{number}é" * rng.randint(1, 4)
-            assert ledger.namespace(name) == len(names) == ledger.namespace(name)
+            assert ledger.namespaces.number(name) == len(names) == ledger.namespaces.number(name)
             names.append(name)
         elif what < 0.965:
             ledger = recovered(memory)
@@ -75,13 +75,13 @@ def test_agrees_with_dictionaries_over_deaths(memory: mmap.mmap, seed: int) -> N
         check(each)
         assert dict(each.sessions()) == sessions
         assert dict(each.holds()) == holds
-        assert each.names == names
+        assert list(each.namespaces.names.values()) == names
 
 
 def test_the_longest_name_fits(memory: mmap.mmap) -> None:
     name = "é" * (NAMESPACE_BYTES_MAX // 2)
-    Ledger(memory, GEOMETRY).namespace(name)
-    assert recovered(memory).names == [name]
+    Ledger(memory, GEOMETRY).namespaces.number(name)
+    assert recovered(memory).namespaces.names == {0: name}
 
 
 def test_all_lines_are_used_and_come_back(memory: mmap.mmap) -> None:
@@ -111,10 +111,10 @@ def test_check_sees_lines_that_nobody_counts(memory: mmap.mmap) -> None:
 
 
 def test_a_name_of_impossible_length_is_given_up(memory: mmap.mmap) -> None:
-    Ledger(memory, GEOMETRY).namespace("a")
+    Ledger(memory, GEOMETRY).namespaces.number("a")
     names = GEOMETRY.ledger_offset + UNDO_BYTES
     memory[names] = 200
     ledger = Ledger(memory, GEOMETRY)
     assert ledger.recover() == ["the name of namespace 0 is damaged: given up"]
-    assert ledger.names == [""] and ledger.namespace("a") == 1
+    assert ledger.namespaces.names == {0: ""} and ledger.namespaces.number("a") == 1
     ledger.release()

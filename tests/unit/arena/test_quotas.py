@@ -128,7 +128,7 @@ def test_a_stream_commits_for_several_namespaces(store: Store) -> None:
     store.set_quotas({"theirs": 8 * KIB})
     relay, plain = opened(store, "default"), opened(store, "default")
     relay.relays = True
-    theirs, others = (store.ledger.namespace(name) for name in ("theirs", "others"))
+    theirs, others = (store.ledger.namespaces.number(name) for name in ("theirs", "others"))
     options = (theirs + 1) << NAMESPACE_SHIFT
     assert [put(store, relay, f"k{n}", 4096, options) for n in range(3)] == [Status.OK, Status.OK, Status.OVER_QUOTA]
     assert store.table.entry(store.table.lookup(digest_of("k0"))).namespace == theirs
@@ -143,8 +143,8 @@ def test_a_stream_commits_for_several_namespaces(store: Store) -> None:
 
 
 def test_names_in_use_come_before_others(store: Store) -> None:
-    assert not store.ledger.keep_namespaces(["kept"])
+    assert not store.ledger.namespaces.keep(["kept"])
     for number in range(255):
-        store.ledger.namespace(f"n{number}")
-    (note,) = store.ledger.keep_namespaces(["kept", "late"])
-    assert store.ledger.namespace("kept") == 0 and "'late'" in note
+        store.ledger.namespaces.number(f"n{number}")
+    (note,) = store.ledger.namespaces.keep(["kept", "late"])
+    assert store.ledger.namespaces.number("kept") == 0 and "'late'" in note

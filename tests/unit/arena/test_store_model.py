@@ -353,12 +353,12 @@ def test_sessions_and_namespaces_run_out_with_an_error(segment: OwnedArena) -> N
     for session in sessions:
         store.sessions.close(session)
     check(store)
-    for number in range(len(store.ledger.names), 256):
-        store.ledger.namespace(f"n{number}")
+    for number in range(len(store.ledger.namespaces.names), 256):
+        store.ledger.namespaces.number(f"n{number}")
     with pytest.raises(CapacityError, match="namespaces"):
         store.sessions.open(1, 1, "one more")
     world.die()
-    assert len(world.store.ledger.names) == 256 and world.store.ledger.namespace("n100") == 100
+    assert len(world.store.ledger.namespaces.names) == 256 and world.store.ledger.namespaces.number("n100") == 100
 
 
 def test_recovery_refuses_what_is_not_its_own(segment: OwnedArena) -> None:

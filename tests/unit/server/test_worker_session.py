@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import Hasher
+from simm.arena.layout import NAMESPACES
+from simm.arena.reader import ArenaReader
 from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
+from simm.net.channel import Refused
 from simm.server import worker_session
 from simm.server.worker_session import WorkerSessionKeeper
 from simm.wire import messages as M
@@ -135,3 +138,50 @@ def test_mutation_the_test_sees_a_session_made_by_the_loop(makers: list[str], mo
         patch.setattr(worker_session, "threading", SimpleNamespace(Thread=Inline))
         with pytest.raises((AssertionError, TransportError)):
             test_a_worker_that_does_not_answer_holds_up_no_read(makers)
+
+
+def test_more_namespaces_than_places_come_one_after_the_other() -> None:
+    """As from streams and from sessions. Those with values keep their numbers; the others' places are used again."""
+    with WorkerThread() as worker:
+        keeper = WorkerSessionKeeper(worker.path)
+        first = keeper.namespace("first")
+
+        def number_of(name: str) -> int:
+            until = time.monotonic() + WAIT_S
+            while True:
+                try:
+                    return keeper.namespace(name)
+                except Refused as exc:  # the sweep is not due yet, or has not ended
+                    assert exc.status == Status.NO_SPACE and time.monotonic() < until
+                    time.sleep(0.01)
+
+        kept = WorkerSession(worker.path, "kept", WAIT_S, ring=False)
+        kept.ask([(64, 1)])
+        grant = kept.pool.take(64)
+        assert grant is not None
+        assert kept.commit_one(DIGEST, grant[0], 64, 0, 0, 64, 0) == Status.OK
+        number = kept.reader.namespace
+        kept.close()
+        seen = {number_of(f"n{turn}") for turn in range(3 * NAMESPACES)}
+        assert len(seen) == 3 * NAMESPACES, "no number twice"
+        with worker.frozen() as store:
+            slot = store.table.lookup(DIGEST)
+            assert store.table.entry(slot).namespace == number and store.ledger.names[number] == "kept"
+            assert worker.worker.stats()["namespaces_freed"] > NAMESPACES
+        assert number_of("kept") == number
+        assert keeper.reader is not None and not keeper.reader.has_namespace(first)
+        assert (again_ := number_of("first")) not in {*seen, first}, "what the keeper has kept is asked for again"
+        options = keeper.options_of("first", bound=False)
+        assert options == again_ + 1 << M.NAMESPACE_SHIFT
+        assert (number_of("n0") + 1 << M.NAMESPACE_SHIFT) < 1 << 32
+        worker.die()
+        worker.start()
+        again(keeper)
+        assert number_of("first") == again_, "ids outlive workers"
+        keeper.close()
+
+
+def test_mutation_a_keeper_that_does_not_look_keeps_a_dead_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArenaReader, "has_namespace", lambda self, number: True)
+    with pytest.raises(AssertionError):
+        test_more_namespaces_than_places_come_one_after_the_other()
