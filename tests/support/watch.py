@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from simm.arena.layout import HEADER_BYTES
+from simm.arena.layout import HEADER_BYTES, MAGIC
 from simm.constants import SHARD_COUNT
 from simm.errors import TransportError
 from simm.wire import messages as M
@@ -26,12 +26,15 @@ from simm.wire.shard_set import EPOCH_MASK, FROZEN
 from tests.support.fleet import Fleet
 
 PERIOD_S: Final = 0.1
+_MAGIC: Final = MAGIC.to_bytes(8, "little")
 
 
 def read_words(path: Path) -> np.ndarray[Any, Any] | None:
-    """A segment's shard words, or None when it has gone."""
+    """A segment's shard words, or None when it has gone or is no metadata: values look like anything."""
     try:
         with open(path, "rb", buffering=0) as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return None
             file.seek(HEADER_BYTES)
             return np.frombuffer(file.read(8 * SHARD_COUNT), np.uint64)
     except (OSError, ValueError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from simm.arena.layout import HEADER_BYTES, MAGIC
 from simm.constants import SHARD_COUNT
 from simm.wire.shard_set import FROZEN, MOVING
-from tests.support.watch import Owners, Watch
+from tests.support.watch import Owners, Watch, read_words
 
 
 def words(**epochs: int) -> np.ndarray[Any, Any]:
@@ -31,6 +33,18 @@ def test_two_owners_in_one_epoch_are_seen_at_whatever_times() -> None:
     assert not owners.conflicts, "a frozen one, and owners of later epochs, are right"
     owners.look("b", words(s4=MOVING | 7))
     assert len(owners.conflicts) == 1 and "shard 4" in owners.conflicts[0]
+
+
+@pytest.mark.quick
+def test_values_are_not_taken_for_shard_words(tmp_path: Path) -> None:
+    """Two servers that store the same bytes at the same place would be two owners."""
+    file = tmp_path / "simm-0-a-0-1"
+    head = MAGIC.to_bytes(8, "little").ljust(HEADER_BYTES, b"\0")
+    file.write_bytes(head + words(s3=7).tobytes())
+    read = read_words(file)
+    assert read is not None and read[3] == 7
+    file.write_bytes(b"value".ljust(HEADER_BYTES, b"\0") + words(s3=7).tobytes())
+    assert read_words(file) is None
 
 
 @pytest.mark.quick
