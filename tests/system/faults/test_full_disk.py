@@ -1,13 +1,15 @@
-"""State and logs on a file system that is full, and then read-only: everything serves on, and the pages say so."""
+"""State and logs that cannot be written, for want of room or of the right: everything serves on, the pages say so."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,54 @@ def restarted(fleet: Fleet, before: int) -> bool:
     with contextlib.suppress(Exception):
         return fleet.servers[0].worker_pid() != before
     return False
+
+
+@contextlib.contextmanager
+def read_only(*files: Path) -> Iterator[None]:
+    """Let nobody write into files, not even who has them open; skip the test where that cannot be."""
+    done = subprocess.run(["chattr", "+i", *map(str, files)], capture_output=True, text=True, check=False)
+    try:
+        if done.returncode:
+            pytest.skip(f"no file can be made immutable here: {done.stderr.strip()}")
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", *map(str, files)], capture_output=True, check=False)
+
+
+@pytest.mark.fault("F16", ci=1, whole=5)
+def test_logs_that_become_read_only(make_fleet: Callable[..., Fleet], nothing_is_left: Path, amount: int) -> None:
+    """Everything serves on without log lines, processes start again, and say once on stderr why they log there."""
+    if shutil.which("chattr") is None:
+        pytest.skip("chattr is not installed (Debian: apt-get install e2fsprogs)")
+    logs = Path(tempfile.mkdtemp(prefix="logs", dir=nothing_is_left))
+    files = [logs / "server.log", logs / "manager.log"]
+    debug = ("--log-level", "debug", "--log-file")
+    fleet = make_fleet(
+        2, memory="32M", heartbeat_ms=200, server_arguments=(*debug, str(files[0])),
+        manager_arguments=(*debug, str(files[1])),
+    )  # fmt: skip
+    with Client(fleet.manager.address, deadline_s=20.0) as client:
+        for _ in range(amount):
+            sizes = [path.stat().st_size for path in files]
+            wait_until(lambda sizes=sizes: [path.stat().st_size for path in files] > sizes, "they are written to")  # type: ignore[misc]
+            with read_only(*files):
+                with pytest.raises(OSError):  # the positive control: nobody can write there
+                    files[0].open("a").close()
+                sizes = [path.stat().st_size for path in files]
+                for drain in (1, 0):
+                    change_the_map(fleet, drain)
+                    all_well(client)
+                worker = fleet.servers[0].worker_pid()
+                os.kill(worker, 9)
+                wait_until(lambda worker=worker: restarted(fleet, worker), "a worker starts without a log")  # type: ignore[misc]
+                wait_until(lambda: all(client.put(f"k/{number}", b"again") for number in range(50)), "it takes puts")
+                fleet.manager.end()
+                fleet.manager.start()
+                fleet.wait_settled()
+                all_well(client)
+                assert [path.stat().st_size for path in files] == sizes, "nothing was written"
+        assert client.delete_many([f"k/{number}" for number in range(50)])
+    for server, path in zip((fleet.servers[0], fleet.manager), files):
+        assert f"cannot write to the log file {path}: Operation not permitted" in server.log.read_text()
+    assert f"cannot log to {files[1]} (Operation not permitted): logging to stderr" in fleet.manager.log.read_text()
+    shutil.rmtree(logs)
