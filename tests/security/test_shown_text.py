@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +16,10 @@ from simm.cluster.shard_map import ShardMap
 from simm.config.startup import log_handler
 from simm.errors import RemoteProtocolError, printable
 from simm.net.channel import Refused
-from simm.rpc import Connection, decode, reply
+from simm.rpc import Frame, decode, reply
 from simm.wire import messages as M
 from simm.wire.messages import Status
+from tests.support.frame_server import FrameServer
 from tests.support.machine import attentive, join
 from tests.support.manager_process import WAIT_S, Process, get, workers
 
@@ -89,36 +88,18 @@ def evil_status() -> dict[str, Any]:
     return {**status, EVIL: EVIL}
 
 
-class LyingManager:
+class LyingManager(FrameServer):
     """Answers HELLO, and everything else with what it was given."""
 
     def __init__(self, answer: Any, status: int = 0) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self._answer = (answer, status)
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                sock = self.listener.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=self._talk, args=(sock,), daemon=True).start()
-
-    def _talk(self, sock: socket.socket) -> None:
-        conn = Connection()
-        with sock, contextlib.suppress(OSError):
-            while data := sock.recv(1 << 16):
-                conn.receive_data(data)
-                while (frame := conn.next_frame()) is not None:
-                    hello = isinstance(decode(frame), M.Hello)
-                    said = (M.Welcome(M.PROTOCOL_MAX, 0, 0, 0, 0, 0, 0, ""), 0) if hello else self._answer
-                    sock.sendall(reply(said[0], frame.request_id, said[1]))
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
+    def on_frame(self, sock: socket.socket, frame: Frame, state: Any) -> None:
+        """Say it."""
+        hello = isinstance(decode(frame), M.Hello)
+        answer, status = (M.Welcome(M.PROTOCOL_MAX, 0, 0, 0, 0, 0, 0, ""), 0) if hello else self._answer
+        sock.sendall(reply(answer, frame.request_id, status))
 
 
 @pytest.mark.parametrize(
@@ -135,11 +116,11 @@ def test_a_lying_manager_does_nothing_to_a_terminal(capsys: pytest.CaptureFixtur
     manager = LyingManager(*answer)
     try:
         for command in (("node", "list"), ("node", "list", "--json"), ("node", "drain", "a", "--no-wait")):
-            cli.main([*command, "--manager", manager.address])
+            cli.main([*command, "--manager", "{}:{}".format(*manager.address)])
             said = capsys.readouterr()
             assert clean(said.out) and clean(said.err) and "Traceback" not in said.err
     finally:
-        manager.close()
+        manager.stop()
 
 
 @pytest.mark.quick

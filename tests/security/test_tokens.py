@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from simm.client import Client
 from simm.config.tokens import old_tokens
 from simm.errors import TransportError
 from simm.net.channel import Channel, Refused, greet
-from simm.rpc import Connection, Flag, decode, encode, reply
+from simm.rpc import Connection, Flag, Frame, decode, encode, reply
 from simm.sdk.manager_link import Subscription
 from simm.wire import messages as M
 from simm.wire.auth import Gate
 from simm.wire.hello import client_hello
 from simm.wire.messages import Role, Service, Status
+from tests.support.frame_server import FrameServer
 from tests.support.manager_process import WAIT_S, Process
 from tests.support.waiting import wait_until
 
@@ -35,7 +35,7 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-class Squatter:
+class Squatter(FrameServer):
     """Listens where a server was, answers as it likes, and keeps what it hears."""
 
     def __init__(self, tokens: tuple[str, ...], forged: bytes = b"") -> None:
@@ -43,37 +43,26 @@ class Squatter:
         self.forged = forged
         #: Sent before each answer.
         self.pushed = b""
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
         self.heard = b""
         self._tokens = tokens
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                sock = self.listener.accept()[0]
-            except OSError:
-                return
-            with sock, contextlib.suppress(OSError):
-                self._talk(sock)
+    def on_connect(self) -> Gate:
+        """A real server's side of the handshake."""
+        return Gate(Service.MANAGER, old_tokens(*self._tokens))
 
-    def _talk(self, sock: socket.socket) -> None:
-        conn, gate = Connection(), Gate(Service.MANAGER, old_tokens(*self._tokens))
-        while data := sock.recv(1 << 16):
+    def on_data(self, data: bytes) -> None:
+        """Keep it."""
+        with self.lock:
             self.heard += data
-            conn.receive_data(data)
-            while (frame := conn.next_frame()) is not None:
-                msg = decode(frame)
-                answer, status = gate.take(msg) if isinstance(msg, M.Auth) else (M.Welcome(2, 0, 7, 0, 1, 1, 1, ""), 0)
-                if self.forged and isinstance(msg, M.Auth):
-                    answer, status = M.Challenge(msg.service, bytes(16), self.forged), 0
-                sock.sendall(self.pushed + reply(answer, frame.request_id, status))
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
+    def on_frame(self, sock: socket.socket, frame: Frame, state: Gate) -> None:
+        """Prove what it can, and welcome everybody."""
+        msg = decode(frame)
+        answer, status = state.take(msg) if isinstance(msg, M.Auth) else (M.Welcome(2, 0, 7, 0, 1, 1, 1, ""), 0)
+        if self.forged and isinstance(msg, M.Auth):
+            answer, status = M.Challenge(msg.service, bytes(16), self.forged), 0
+        sock.sendall(self.pushed + reply(answer, frame.request_id, status))
 
 
 @pytest.fixture(
@@ -82,13 +71,13 @@ class Squatter:
 def squatter(request: pytest.FixtureRequest) -> Iterator[Squatter]:
     made = Squatter(*request.param)
     yield made
-    made.close()
+    made.stop()
 
 
 @pytest.mark.quick
 def test_a_squatter_hears_a_nonce_and_nothing_else(squatter: Squatter) -> None:
     with pytest.raises(TransportError, match="token"):
-        Client(f"127.0.0.1:{squatter.port}", token=TOKEN)
+        Client("{}:{}".format(*squatter.address), token=TOKEN)
     conn = Connection()
     conn.receive_data(squatter.heard)
     while (frame := conn.next_frame()) is not None:
@@ -106,7 +95,7 @@ def test_a_squatter_s_map_is_not_believed(squatter: Squatter) -> None:
         maps.append(msg)
         return True
 
-    subscription = Subscription([("127.0.0.1", squatter.port)], WAIT_S, TOKEN, on_map)
+    subscription = Subscription([squatter.address], WAIT_S, TOKEN, on_map)
     with pytest.raises(TransportError):
         subscription.connect(0.0)
     subscription.close()

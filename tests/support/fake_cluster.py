@@ -22,54 +22,30 @@ from simm.cluster.shard_map import pack_since
 from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
-from simm.rpc import Connection, Flag, Frame, decode, encode, reply
+from simm.rpc import Flag, Frame, decode, encode, reply
 from simm.server.stream import Stream
 from simm.wire import messages as M
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import bitmap_of
+from tests.support.frame_server import FrameServer
 from tests.support.worker_thread import WAIT_S, WorkerThread
 
 ALL = range(SHARD_COUNT)
 
 
-class FakeManager:
+class FakeManager(FrameServer):
     """Answers HELLO, PING and MAP_GET and pushes what is published; or is a standby, or does not answer."""
 
     def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.map: M.MapReply | None = None
         self.leads = True
         self.silent = False
         #: Names of the messages received.
         self.heard: list[str] = []
-        self._links: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._open = True
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock = self.listener.accept()[0]
-            except OSError:
-                return
-            with self._lock:
-                if not self._open:
-                    sock.close()
-                    return
-                self._links.append(sock)
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        conn = Connection()
-        with contextlib.suppress(OSError):
-            while data := sock.recv(1 << 16):
-                conn.receive_data(data)
-                while (frame := conn.next_frame()) is not None:
-                    self._answer(sock, frame)
-
-    def _answer(self, sock: socket.socket, frame: Frame) -> None:
+    def on_frame(self, sock: socket.socket, frame: Frame, state: Any) -> None:
+        """Answer what it is asked."""
         msg = decode(frame)
         self.heard.append(type(msg).__name__)
         answer: Any
@@ -82,7 +58,7 @@ class FakeManager:
             answer = self.map
         else:
             answer, status = M.Error("another one leads"), Status.NOT_LEADER
-        with self._lock:
+        with self.lock:
             if not self.silent:
                 sock.sendall(reply(answer, frame.request_id, status))
 
@@ -94,29 +70,11 @@ class FakeManager:
     def push(self, msg: Any) -> None:
         """Push a message to all connections."""
         frame = encode(msg, 0, flags=Flag.PUSH)
-        with self._lock:
+        with self.lock:
             if not self.silent:
-                for sock in self._links:
+                for sock in self.links:
                     with contextlib.suppress(OSError):
                         sock.sendall(frame)
-
-    def cut(self) -> None:
-        """Break all connections; accept new ones."""
-        with self._lock:
-            links, self._links = self._links, []
-        for sock in links:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-
-    def stop(self) -> None:
-        """Stop: connections are refused."""
-        with self._lock:
-            self._open = False
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.cut()
 
 
 class StreamThread:
@@ -215,8 +173,7 @@ class FakeCluster:
 
     def client(self, path: str = "shm", **more: Any) -> Client:
         """Return a connected client, which the cluster closes."""
-        address = ",".join(f"{host}:{port}" for host, port in [self.manager.address])
-        client = Client(address, **{"path": path, "deadline_s": 30.0, **more})
+        client = Client("{}:{}".format(*self.manager.address), **{"path": path, "deadline_s": 30.0, **more})
         self.clients.append(client)
         return client
 

@@ -6,36 +6,28 @@ alone when the processors are busy with other things, or when the whole machine 
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any, Final
 
+from tests.support.background import Background
 from tests.support.measures import measured
 
 _SLEEP_S: Final = 0.01
 _SPINS: Final = 2000
 
 
-class Pace:
+class Pace(Background):
     """``with Pace() as pace``: then :meth:`check` compares a time that was measured inside with its bound."""
 
     def __init__(self) -> None:
+        super().__init__("pace")
         #: Seconds that the rounds took, and would have taken on a machine with nothing else to do.
         self._took = self._alone = 0.0
         self._worst = 0.0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pace", daemon=True)
 
-    def __enter__(self) -> Pace:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.is_set():
+    def run(self) -> None:
+        """Measure."""
+        while not self.over.is_set():
             began, computed = time.monotonic(), time.thread_time()
             time.sleep(_SLEEP_S)
             for _ in range(_SPINS):

@@ -10,7 +10,6 @@ ownership.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from simm.constants import SHARD_COUNT
 from simm.errors import TransportError
 from simm.wire import messages as M
 from simm.wire.shard_set import EPOCH_MASK, FROZEN
+from tests.support.background import Background
 from tests.support.fleet import Fleet
 
 PERIOD_S: Final = 0.1
@@ -66,35 +66,27 @@ class Owners:
                     )
 
 
-class Watch:
+class Watch(Background):
     """``with Watch(fleet) as watch``: looks every ``PERIOD_S``; :meth:`assert_right` at the end.
 
     ``path_of`` says where this process finds a server's segment, given the server's position and the segment's name.
     """
 
     def __init__(self, fleet: Fleet, path_of: Callable[[int, str], Path] | None = None) -> None:
+        super().__init__("watch")
         self.fleet = fleet
         self.path_of = path_of or (lambda _position, name: Path("/dev/shm", name))
         self.owners = Owners()
         self.epochs: list[tuple[float, int]] = []
         self.back: list[str] = []
         self._last: tuple[int, int] = (0, 0)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch")
 
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Look, again and again."""
         # A connection of its own: the test uses the fleet's at the same time.
         channel = None
         host, _, port = self.fleet.manager.address.rpartition(":")
-        while not self._end.wait(PERIOD_S):
+        while not self.over.wait(PERIOD_S):
             try:
                 if channel is None:
                     channel = self.fleet.manager.place.connect(host, int(port), 1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from simm.client import Client
 from simm.net.loop import MAINTENANCE_S, OUT_TOTAL_BYTES, STALL_S
 from simm.wire import messages as M
+from tests.support.background import Background
 from tests.support.child import Child, module_command
 from tests.support.fleet import Fleet
 from tests.support.load import FAILED, GET, MISS, OUTAGE, load
@@ -36,26 +36,18 @@ def slow_clients(**settings: Any) -> Iterator[Child]:
         yield process
 
 
-class Prober:
+class Prober(Background):
     """Asks something of the servers every 20 ms, in a thread; how long that takes."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__("prober")
         self.ask = ask
         self.times: list[tuple[float, float]] = []
         self.failures: list[str] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prober")
 
-    def __enter__(self) -> Prober:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(0.02):
+    def run(self) -> None:
+        """Ask, again and again."""
+        while not self.over.wait(0.02):
             began = time.monotonic()
             try:
                 self.ask()
