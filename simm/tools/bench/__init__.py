@@ -1,1 +1,1 @@
-"""``simm bench``: the load, the floor it is compared with, and the report."""
+"""``simm bench``: the load, the floor it is compared with, the replay of traces, and the report."""

@@ -3,6 +3,7 @@
     simm bench                                   every operation, on a cluster of its own
     simm bench get mget --size 4K,1M --verify   (or --op get,mget)
     simm bench --path tcp --size 1M --threads 4
+    simm bench --trace FILE --room 11200         hit ratios on a trace of requests: see tools/bench/replay.py
     simm bench --manager 10.0.0.5:30001          on a running cluster; its keys are deleted at the end. SIMM_MANAGER
                                                  and the settings file do not count for that
 
@@ -45,6 +46,8 @@ from ...net.process import die_with_parent
 from ...sdk.local_cluster import LocalCluster
 from ..connect import client_arguments, command_settings, manager_client
 from ..console import Parser, end_cleanly_on_signals, guarded
+from .replay import asks_for_replay
+from .replay import main as replay
 from .report import (
     GIB,
     OPERATIONS,
@@ -280,7 +283,11 @@ class Bench:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=prog, description="Measure operations next to a bare memcpy or a bare socket.")
+    parser = Parser(
+        prog=prog, description="Measure operations next to a bare memcpy or a bare socket.",
+        epilog=f"To replay a trace of requests and measure hit ratios: `{prog} --trace FILE --room BLOCKS`; "
+        f"see `{prog} --trace FILE --help`.",
+    )  # fmt: skip
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
     parser.add_argument("--op", dest="more_ops", action="append", default=[], metavar="LIST", help="the same")
     parser.add_argument("--size", default=DEFAULT_SIZES, metavar="LIST", help=f"value sizes (default: {DEFAULT_SIZES})")
@@ -360,7 +367,10 @@ def _require_writable(path: str) -> None:
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.tools.bench.command") -> int:
     """Measure, print and return the exit code: 1 if a put failed or a value was wrong, else 0. Raises SimmError."""
-    arguments = _parser(prog).parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if asks_for_replay(words):
+        return replay(words, prog)
+    arguments = _parser(prog).parse_args(words)
     settings = command_settings("bench", arguments)
     plan = plan_from(arguments, settings)
     client = {**client_arguments(settings), "ring": plan.ring}
