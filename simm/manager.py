@@ -57,7 +57,7 @@ from .config.settings import Settings, add_arguments, load_command
 from .config.startup import allowed_uids, check_exposure, say, server_tls_options, server_tokens, set_up_logging
 from .config.tokens import Token
 from .control.election import Coordinator, NotLeader, connect
-from .control.links import WILDCARDS, ServerLinks, asks_for_map, is_refusal, peer_host, secret_fault
+from .control.links import WILDCARDS, ServerLinks, asks_for_map, is_refusal, peer_host, rights_fault, secret_fault
 from .control.pages import ManagerPages
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper
@@ -301,7 +301,7 @@ class Manager(Service):
 
     def _join(self, peer: Peer, number: int, msg: M.Join) -> None:
         """Take a JOIN, and bind the server to this connection and no other. It must show its secret each time."""
-        actions = secret_fault(msg)
+        actions = secret_fault(msg) or rights_fault(msg, peer.context.gate.token)
         if not actions:
             workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
             actions = self.cluster.join(self.loop.now, msg._replace(workers=workers, secret=b""))

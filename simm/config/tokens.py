@@ -2,12 +2,13 @@
 
     # role    label      token                                       namespaces it may use, with quotas
     admin     ops        1b0c...
-    server    nodes      9a77...
+    server    nodes      9a77...                                     gpu-1=200G  gpu-2=200G
     client    team-a     b2d0...                                     llama3-70b=200G  qwen3
     client    engines    77aa...
 
 A role includes those before it: a client reads and writes values, a server also joins and takes shards over, an admin
-also drains servers. Managers and data servers have the lines of all who may come. A client has its own
+also drains servers. After a server's token stand the data servers that may join by it, `*` for any, with the bytes for
+values of each. Managers and data servers have the lines of all who may come. A client has its own
 line, or its own token alone.
 
 A file without any role is of the old kind: one or two tokens, each of which may do everything. A file with a role has
@@ -20,14 +21,14 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
 from ..errors import ConfigError, printable
-from .parsers import namespace_name, parse_bytes
+from .parsers import namespace_name, node_name, parse_bytes
 
 #: Tokens of a file, and of one of the old kind.
 TOKENS_MAX: Final = 1024
@@ -35,6 +36,7 @@ OLD_TOKENS_MAX: Final = 2
 TOKEN_BYTES_MIN: Final = 16
 TOKEN_BYTES_MAX: Final = 1024
 NAMESPACES_MAX: Final = 64
+NODES_MAX: Final = 1024
 ID_BYTES: Final = 16
 _LABEL: Final = re.compile(r"[A-Za-z0-9._@-]{1,64}", re.ASCII)
 
@@ -61,6 +63,8 @@ class Token:
         label: what logs and errors call it.
         namespaces: (name -> quota in bytes of each data server, None for none) of a token that is bound to
             namespaces. None for one that may use all.
+        nodes: (name, or "*" for all others -> bytes for values, None for any) of the data servers that a server's token
+            may join as. None for one that may join as all.
         old: it comes from a line without a role.
     """
 
@@ -69,6 +73,7 @@ class Token:
     label: str
     namespaces: Mapping[str, int | None] | None = None
     old: bool = False
+    nodes: Mapping[str, int | None] | None = None
     #: Names the token in AUTH: see :func:`token_id`.
     id: bytes = field(init=False, repr=False)
 
@@ -136,30 +141,48 @@ def _parse_line(where: str, line: str) -> Token:
     if role is None:
         raise ConfigError(f"{where} has no role: begin it with {', '.join(_ROLES)}, as other lines do")
     if len(words) < 3:
-        raise ConfigError(f"{where} is incomplete: a line is `{role} LABEL TOKEN [NAMESPACE[=QUOTA] ...]`")
+        more = {TokenRole.CLIENT: " [NAMESPACE[=QUOTA] ...]", TokenRole.SERVER: " [NAME[=BYTES] ...]"}.get(role, "")
+        raise ConfigError(f"{where} is incomplete: a line is `{role} LABEL TOKEN{more}`")
     label, secret, bound = words[1], words[2], words[3:]
     if not _LABEL.fullmatch(label):  # not shown, as it may be the token
         raise ConfigError(f"{where}: a label has 1 to 64 letters, digits and ._@-, and stands before the token")
     if len(label) >= len(secret):  # the token would be public, and what stands in its place easy to guess
         raise ConfigError(f"{where}: a label is shorter than its token: are the two swapped, or is the label missing?")
-    if bound and role is not TokenRole.CLIENT:
-        raise ConfigError(f"{where}: {label!r} has the role {role}, and only a client's token is bound to namespaces")
-    return Token(secret, role, label, _parse_namespaces(where, bound) if bound else None)
+    if not bound:
+        return Token(secret, role, label)
+    if role is TokenRole.CLIENT:
+        spelling = "a namespace is written NAME or NAME=QUOTA, as llama3=200G"
+        names = _parse_bounds(where, bound, NAMESPACES_MAX, "namespace", namespace_name, spelling)
+        return Token(secret, role, label, names)
+    if role is TokenRole.SERVER:
+        spelling = "a data server is written NAME or NAME=BYTES, as gpu-1=200G, or * for any name"
+        names = _parse_bounds(where, bound, NODES_MAX, "data server", _node_or_any, spelling)
+        return Token(secret, role, label, nodes=names)
+    raise ConfigError(
+        f"{where}: {label!r} has the role {role}; a client's token is bound to namespaces, a server's to data servers"
+    )
 
 
-def _parse_namespaces(where: str, words: Sequence[str]) -> Mapping[str, int | None]:
-    if len(words) > NAMESPACES_MAX:
-        raise ConfigError(f"{where} names {len(words)} namespaces, {NAMESPACES_MAX} are allowed")
+def _node_or_any(name: str) -> str:
+    return name if name == "*" else node_name(name)
+
+
+def _parse_bounds(
+    where: str, words: Sequence[str], most: int, what: str, parse_name: Callable[[str], str], spelling: str
+) -> Mapping[str, int | None]:
+    """Return the names that a token is bound to, with their bytes; None for no bound."""
+    if len(words) > most:
+        raise ConfigError(f"{where} names {len(words)} {what}s, {most} are allowed")
     found: dict[str, int | None] = {}
     for word in words:
         name, equals, size = word.partition("=")
         try:
-            name = namespace_name(name)
+            name = parse_name(name)
             quota = parse_bytes(size) if equals else None
         except ConfigError as exc:
-            raise ConfigError(f"{where}: a namespace is written NAME or NAME=QUOTA, as llama3=200G: {exc}") from None
+            raise ConfigError(f"{where}: {spelling}: {exc}") from None
         if name in found:
-            raise ConfigError(f"{where} names the namespace {name!r} twice")
+            raise ConfigError(f"{where} names the {what} {name!r} twice")
         found[name] = quota
     return MappingProxyType(found)
 

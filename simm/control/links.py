@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..cluster.nodes import Action, Answer, refusal
+from ..config.tokens import Token
 from ..net.loop import Peer
 from ..wire.identity import is_instance
 from ..wire.messages import Join, Joined, Status
@@ -61,6 +62,20 @@ def secret_fault(msg: Join) -> list[Action]:
     if is_instance(msg.name, msg.instance, msg.secret):
         return []
     text = f"that is not the secret of this instance of {msg.name!r}: what a map says proves nothing"
+    return [refusal(Status.UNAUTHORIZED, text)]
+
+
+def rights_fault(msg: Join, token: Token | None) -> list[Action]:
+    """Return the refusal of a JOIN by a name, or with room, that a token does not allow; nothing if it does."""
+    if token is None or token.nodes is None:
+        return []
+    if msg.name not in token.nodes and "*" not in token.nodes:
+        return [refusal(Status.UNAUTHORIZED, f"{token} may not join as {msg.name!r}: see its line in the token file")]
+    most = token.nodes.get(msg.name, token.nodes.get("*"))
+    room = sum(info.capacity for info in msg.workers)
+    if most is None or room <= most:
+        return []
+    text = f"{msg.name!r} has {room} bytes for values, and {token} allows {most}: see its line in the token file"
     return [refusal(Status.UNAUTHORIZED, text)]
 
 

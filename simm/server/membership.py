@@ -434,8 +434,11 @@ class Membership(Service):
                 self.join()
                 return
             log.error("join refused: %s", msg.text)
-            if self.peer is not None:
-                self.peer.close("join refused")
+            why = f"{_REFUSED}: {printable(msg.text)}"
+            if status == Status.UNAUTHORIZED and self._proven and not self.joined_at:
+                self.delegate.give_up(why)
+            elif self.peer is not None:
+                self.peer.close(why)
             return
         if not isinstance(msg, M.Joined) or self.joined:
             return

@@ -4,7 +4,8 @@ A *client* reads and writes values, and asks for what every client must know: th
 *server* also speaks for itself: it joins by a name, reports, leaves, and takes over by the manager's map what others
 have had. An *admin* also decides about servers of others: DRAIN empties one. A data server needs no admin's token, nor
 the line of one. So a host that falls into the wrong hands, and has none, orders nothing of the others. It can draw
-nearly all shards to itself nevertheless: by JOIN a server says what room it has, and gets shards by that.
+nearly all shards to itself nevertheless, unless its token is bound to names and their room (``control/links.py``): by
+JOIN a server says what room it has, and gets shards by that.
 
 A message that is not in the table is for nobody: it is an answer, a push, or new. On a worker's UNIX socket no token is
 asked for. There the kernel names the peer's uid: the worker's own and root are servers, others are clients.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from simm.arena.hashing import shard_of
+from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import ENTRY_BOUND
 from simm.arena.store import Store
 from simm.config.client_options import ClientOptions
@@ -109,6 +109,22 @@ def test_a_bound_client_reaches_no_value_of_others(connect: Opener) -> None:
         assert red.delete([digest]) == red.delete_sized([(digest, len(value))]) == [Status.NOT_FOUND]
         assert put(red, key, b"forged") == Status.UNAUTHORIZED
         assert get(owner, key) == value
+
+
+@pytest.mark.quick
+def test_what_a_store_tells_of_another_namespace(connect: Opener) -> None:
+    """One bit, as SECURITY.md says: the key is there. And nothing to who does not know the namespace's name."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    key, secret = Hasher("blue")("k"), Hasher("blue-5d0f1e7a")("k")
+
+    def store(path: TcpPath, digest: bytes, size: int) -> int:
+        return int(path.store([(digest, memoryview(bytes(size)), 0, 0)])[0])
+
+    assert store(free, key, 40) == store(free, secret, 40) == Status.OK
+    assert {store(red, key, size) for size in (1, 40, 4096)} == {Status.UNAUTHORIZED}, "whatever its size"
+    guesses = [Hasher(name)("k") for name in ("blue-", "blue-5d0f", "blue-00000000")]
+    assert {store(red, digest, 40) for digest in guesses} == {Status.OK}
+    assert red.exists([key, secret, digest_of("none")]) == [Status.NOT_FOUND] * 3
 
 
 @pytest.mark.quick

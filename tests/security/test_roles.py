@@ -242,6 +242,48 @@ def test_a_client_neither_squats_nor_takes_over_a_server_s_name(
         assert server.heartbeat(1, "a", epoch)
 
 
+NODES = Token("the-token-of-two-servers", SERVER, "rack", nodes={"a": 3 << 30, "b": None, "*": 1 << 30})
+NAMED = Token("the-token-of-one-server", SERVER, "one", nodes={"c": None})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_a_server_s_token_joins_by_its_names_with_its_room(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says that it has more room draws more shards to itself. Without the check it does: the control."""
+    if not checked:
+        monkeypatch.setattr("simm.manager.rights_fault", lambda _msg, _token: [])
+    made = ManagerThread((*TOKENS.values(), NODES, NAMED))
+    huge, gib = 1 << 60, 1 << 30
+    wrong = [
+        (NAMED, "a", [gib], "'one' may not join as 'a'"), (NAMED, "*", [gib], "may not join as '*'"),
+        (NODES, "a", [2 * gib, gib + 1], f"'a' has {3 * gib + 1} bytes"), (NODES, "x", [gib + 1], "'rack' allows"),
+        (NODES, "x", [huge], "'rack' allows"),
+    ]  # fmt: skip
+    right = [
+        (NODES, "a", [2 * gib, gib]), (NODES, "b", [huge]), (NODES, "y", [gib]), (NAMED, "c", [huge]),
+        (TOKENS[SERVER], "z", [huge]), (TOKENS[ADMIN], "admin", [huge]),
+    ]  # fmt: skip
+    try:
+        for number, (token, name, sizes, says) in enumerate(wrong, 1):
+            with made.client(token, Role.SUPERVISOR) as server:
+                msg = joining(number, name, workers(*sizes))
+                if not checked:
+                    assert server.call(msg, M.Joined).epoch
+                    continue
+                with pytest.raises(Refused, match=re.escape(says)) as caught:
+                    server.call(msg, M.Joined)
+                assert caught.value.status == Status.UNAUTHORIZED
+        if checked:
+            for number, (token, name, sizes) in enumerate(right, 100):
+                with made.client(token, Role.SUPERVISOR) as server:
+                    assert server.call(joining(number, name, workers(*sizes)), M.Joined).epoch
+            with made.client(TOKENS[CLIENT]) as client:
+                names = {node["name"] for node in client.status()["nodes"]}
+            assert names == {name for _, name, _ in right}
+    finally:
+        made.close()
+
+
 def test_servers_speak_for_themselves_and_admins_for_the_cluster(manager: ManagerThread) -> None:
     with manager.client(TOKENS[SERVER], Role.SUPERVISOR) as server, manager.client(TOKENS[ADMIN]) as admin:
         for name in "ab":

@@ -80,7 +80,9 @@ def test_a_file_of_the_old_kind(text: str) -> None:
         (f"client {SECRET} name-of-a-namespace", "shorter than its token: .*swapped, or is the label missing"),
         (f"client {SECRET} {OTHER} ns", "shorter than its token"),
         (f"admin {SECRET} ops ns", "shorter than its token"),
-        (f"server a {SECRET} ns", "'a' has the role server, and only a client's token is bound"),
+        (f"server a {SECRET} gpu/1", "a data server is written NAME or NAME=BYTES.*no name of a data server"),
+        (f"server a {SECRET} gpu=much", "a data server is written.*'much' is no size"),
+        (f"server a {SECRET} gpu * gpu=5", "names the data server 'gpu' twice"),
         (f"admin a {SECRET} ns", "'a' has the role admin"),
         (f"client a {SECRET} ns=much", "NAME or NAME=QUOTA.*'much' is no size"),
         (f"client a {SECRET} =5G", "NAME or NAME=QUOTA"),
@@ -97,6 +99,12 @@ def test_mistakes(text: str, says: str) -> None:
         parse_tokens(text, "the token file /f")
     said = str(caught.value)
     assert "/f" in said and SECRET not in said and OTHER not in said and "xxx" not in said
+
+
+def test_a_server_s_token_is_bound_to_data_servers() -> None:
+    any_, bound = parse_tokens(f"server a {SECRET}\nserver b {OTHER} gpu-1=200G gpu-2 *=1G", "f")
+    assert any_.nodes is None and any_.namespaces is bound.namespaces is None
+    assert dict(bound.nodes or {}) == {"gpu-1": 200 << 30, "gpu-2": None, "*": 1 << 30}
 
 
 def test_nothing_shows_a_token() -> None:

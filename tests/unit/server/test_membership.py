@@ -370,6 +370,19 @@ def test_a_refusal_of_anybody_else_ends_nothing(
     house.until(lambda: house.membership.joined, "the manager is back")
 
 
+@pytest.mark.parametrize("token", ["", "a token of ours"])
+def test_a_join_that_is_refused_for_its_rights_says_so(
+    manager: Manager, make_house: Callable[..., House], token: str
+) -> None:
+    """At once if the manager has proven itself; else it is tried again, and the reason is told at the end."""
+    manager.token = token
+    manager.answers[M.Join] = (M.Error("the token 'rack' may not join as 'n'"), Status.UNAUTHORIZED)
+    house = make_house(manager, token=token, join_timeout_s=1000.0 if token else 0.3)
+    house.until(lambda: house.gave_up, "giving up")
+    assert "refused us: the token 'rack' may not join" in house.gave_up
+    assert (len(manager.of(M.Join)) == 1) == bool(token)
+
+
 def test_a_refusal_that_lasts_is_the_reason(manager: Manager, make_house: Callable[..., House]) -> None:
     manager.answers[M.Hello] = (M.Error("wrong token"), Status.UNAUTHORIZED)
     manager.answers[M.Join] = None
