@@ -51,6 +51,7 @@ from .net.listeners import listen_tcp
 from .net.loop import Loop
 from .net.named_socket import NamedSocket
 from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
+from .net.token_watch import watch_tokens
 from .rpc import Flag
 from .server import migration
 from .server.arena_stock import ArenaStock
@@ -166,6 +167,7 @@ class DataServer:
             for stream in slot.streams:
                 stream.start()
         self.endpoints.start()
+        watch_tokens(self.loop, options.tokens)
         self._poll_stats()
         self.membership.start()
 

@@ -54,7 +54,7 @@ from .cluster.machine import EPOCHS_RESERVED, Cluster
 from .cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
 from .config.parsers import Address
 from .config.settings import Settings, add_arguments, load_command
-from .config.startup import allowed_uids, check_exposure, say, server_tls_options, server_tokens, set_up_logging
+from .config.startup import allowed_uids, check_exposure, live_tokens, say, server_tls_options, set_up_logging
 from .config.tokens import Token
 from .control.election import Coordinator, NotLeader, connect
 from .control.links import WILDCARDS, ServerLinks, asks_for_map, is_refusal, peer_host, rights_fault, secret_fault
@@ -68,6 +68,7 @@ from .net.local_users import LocalUsers
 from .net.loop import Loop, Peer, Service
 from .net.process import end_with, raise_file_limit, stop_on_signals
 from .net.tls_peer import accepting, server_tls
+from .net.token_watch import watch_tokens
 from .rpc import Flag, Frame, decode, encode
 from .wire import messages as M
 from .wire.auth import Gate
@@ -131,7 +132,7 @@ class Manager(Service):
             ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_reported", "maps_offered",
              "unauthorized"), 0,
         )  # fmt: skip
-        self._tokens = tuple(tokens)
+        self._tokens = tokens
         self._users = users
         self._coordinator = coordinator
         #: The coordinator's term in which this manager leads.
@@ -488,7 +489,7 @@ def bound_address(sock: socket.socket) -> Address:
 
 def run(settings: Settings, *, end_with_pid: int = 0) -> int:
     """Run a manager until a signal. Return the exit code. Raises ConfigError, SimmError or OSError if it cannot."""
-    tokens = server_tokens(settings.token_file)
+    tokens = live_tokens(settings.token_file)
     check_exposure(settings.listen, tokens, settings.insecure, "--listen")
     uids = allowed_uids(settings, tokens)
     if settings.http is not None:
@@ -523,7 +524,7 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
             http = open_listener(settings.http, "--http")
             page = str(bound_address(http))
             ready += f" http={page}"
-            web_tokens = () if settings.http.loopback else [token.secret for token in tokens]
+            web_tokens = () if settings.http.loopback else tokens
             pages = manager.pages
             routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz, "/leader": pages.leader}
             web = Web(loop, http, routes, web_tokens, tls.pages if tls else None)
@@ -533,6 +534,7 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         manager.state.save_in_background()
         stack.callback(manager.state.close)
         loop.listen(listener, manager, peers=accepting(tls))
+        watch_tokens(loop, tokens, manager)
         # Not loop.run(), which would ignore an earlier signal.
         loop.running = True
         stop_on_signals(loop, interrupt=True)

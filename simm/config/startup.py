@@ -9,7 +9,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from ..errors import ConfigError, printable
 from .parsers import Address, TlsOptions
@@ -199,3 +199,67 @@ def server_tokens(path: Path | None) -> tuple[Token, ...]:
             "`client LABEL TOKEN`, with the roles client, server and admin", path,
         )  # fmt: skip
     return tokens
+
+
+class TokenFile(Sequence[Token]):
+    """The tokens of a server's file, which :meth:`refresh` reads anew when it has changed. Raises ConfigError.
+
+    A file that cannot be used changes nothing: the tokens before stay in use. So no mistake in it opens a server, and
+    none closes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._seen = _signature(self._path)  # before it is read: a change in between is seen later
+        self._changing: tuple[int, ...] | None = None
+        self._tokens = server_tokens(self._path)
+
+    @overload
+    def __getitem__(self, at: int) -> Token: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Token]: ...
+
+    def __getitem__(self, at: int | slice) -> Token | Sequence[Token]:
+        return self._tokens[at]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._tokens
+
+    def refresh(self) -> bool:
+        """Read the file if it has changed since, and stood still between two calls. Return True for other tokens."""
+        now = _signature(self._path)
+        if now == self._seen:
+            self._changing = None
+            return False
+        if now != self._changing:  # somebody may be writing it
+            self._changing = now
+            return False
+        self._seen, self._changing = now, None
+        try:
+            tokens = server_tokens(self._path)
+        except ConfigError as exc:
+            log.error("the tokens that were read before stay in use: %s", exc)
+            return False
+        if tokens == self._tokens:
+            return False
+        self._tokens = tokens
+        log.info("the token file %s has changed: %d tokens", self._path, len(tokens))
+        return True
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Return what differs when a file was changed or replaced; nothing if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev, found.st_size, found.st_mode
+
+
+def live_tokens(path: Path | None) -> Sequence[Token]:
+    """Do :func:`server_tokens` for tokens that follow the file. Raises ConfigError."""
+    return TokenFile(path) if path is not None else ()

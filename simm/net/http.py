@@ -24,10 +24,11 @@ import re
 import resource
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ..config.tokens import Token
 from ..wire.hello import token_fits
 from .channel import reset_on_close
 from .loop import Loop
@@ -77,12 +78,12 @@ class Web:
 
     def __init__(
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Callable[[], Page]],
-        tokens: Iterable[str] = (), tls: Context | None = None,
+        tokens: Sequence[Token] = (), tls: Context | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
         self.requests = 0
-        self._tokens = [token.encode() for token in tokens]
+        self._tokens = tokens
         self._tls = tls
         self._listener = listener
         self._loopback = _is_loopback(listener.getsockname()[0])
@@ -187,7 +188,7 @@ class Web:
             name, _, value = line.partition(":")
             scheme, _, given = value.strip().partition(" ")
             if name.lower() == "authorization" and scheme.lower() == "bearer":
-                return token_fits(self._tokens, given.strip().encode("latin-1"))
+                return token_fits([token.secret.encode() for token in self._tokens], given.strip().encode("latin-1"))
         return False
 
     def _answer(self, client: _Client, page: Page, head_only: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import grp
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from ..config.parsers import Address
 from ..config.settings import Settings, ensure_runtime_dir
-from ..config.startup import allowed_uids, check_exposure, server_tls_options, server_tokens
+from ..config.startup import allowed_uids, check_exposure, live_tokens, server_tls_options
 from ..config.tokens import Token, TokenRole, quotas_of, token_for
 from ..constants import DEFAULT_POLICY
 from ..errors import ConfigError
@@ -40,7 +41,7 @@ class DataServerOptions:
     group: int | None = None
     warm: bool = False
     #: What clients and other servers may prove here.
-    tokens: tuple[Token, ...] = ()
+    tokens: Sequence[Token] = ()
     #: None without TLS.
     tls: ServerTls | None = None
     #: Whose processes may connect without a token; None for all.
@@ -71,10 +72,10 @@ class DataServerOptions:
         return {name: quota // len(self.nodes) for name, quota in quotas_of(self.tokens).items()}
 
     @property
-    def page_tokens(self) -> list[str]:
+    def page_tokens(self) -> Sequence[Token]:
         """What opens the pages; empty on loopback, where they need none."""
         open_to_all = self.http is None or self.http.loopback
-        return [] if open_to_all else [token.secret for token in self.tokens]
+        return () if open_to_all else self.tokens
 
     @property
     def own_token(self) -> str:
@@ -87,7 +88,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
     """Return a data server's options. Raises ConfigError."""
     host, port = settings.listen
     check_server_name(settings.name, end_with)
-    tokens = server_tokens(settings.token_file)
+    tokens = live_tokens(settings.token_file)
     for flag, address in (("--listen", settings.listen), ("--http", settings.http)):
         if address is not None:
             check_exposure(address, tokens, settings.insecure, flag)

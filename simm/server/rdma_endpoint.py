@@ -53,6 +53,7 @@ from ..net.local_users import LocalUsers
 from ..net.loop import Loop, Peer, Service
 from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
+from ..net.token_watch import watch_tokens
 from ..rdma.api import Absence, Fabric, FabricError, QueuePairAddress
 from ..rpc import Frame, decode
 from ..slab import chunk_bytes_for
@@ -563,6 +564,7 @@ def run_endpoint(
     stop_on_signals(loop)
     endpoint.adopt_supervisor(supervisor)
     loop.listen(listener, endpoint, connections_max=CONNECTIONS_MAX, peers=accepting(tls))
+    watch_tokens(loop, tokens, endpoint)
     loop.run()
     if not endpoint.failed:
         loop.close()

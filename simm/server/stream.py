@@ -44,6 +44,7 @@ from ..net.local_users import LocalUsers
 from ..net.loop import TURN_S, Loop, Peer, Service
 from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
+from ..net.token_watch import watch_tokens
 from ..rpc import Frame, decode, reply
 from ..wire import messages as M
 from ..wire.auth import Gate
@@ -484,6 +485,7 @@ def run_stream(
     stop_on_signals(loop)
     stream.adopt_supervisor(supervisor)
     loop.listen(listener, stream, peers=accepting(tls))
+    watch_tokens(loop, tokens, stream)
     loop.run()
     loop.close()
     stream.keeper.close()

@@ -101,7 +101,8 @@ class Gate:
         if auth is None or not nonce:
             raise RemoteProtocolError("PROVE without a CHALLENGE")
         self._nonce = b""
-        if token is None or not hmac.compare_digest(_proof(token.secret, _CLIENT, auth, nonce), msg.proof):
+        known = token is not None and token in self._tokens  # it may have been removed since AUTH
+        if token is None or not known or not hmac.compare_digest(_proof(token.secret, _CLIENT, auth, nonce), msg.proof):
             return Error(_WRONG), Status.UNAUTHORIZED
         self.open, self.token = True, token
         return Done(1), Status.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,22 @@ def test_roles_from_the_token_file_on(
     logs = [cluster.log(module) for module in ("manager", "dataserver")]
     wait_until(lambda: "'nodes' has the role server" in logs[0].read_text(), "the manager has logged the refusal")
     assert not any(secret in log.read_text() for secret in SECRETS.values() for log in logs)
+
+
+def test_a_removed_token_counts_no_more_and_comes_back(make_cluster: Any, tmp_path: Path) -> None:
+    """Without a restart of manager or data server, and for clients that are connected."""
+    file = token_file(tmp_path, *LINES)
+    cluster = make_cluster(memory="64M", environment={"SIMM_TOKEN_FILE": str(file)})
+    with (
+        Client(cluster.manager, token=SECRETS["team"], namespace="theirs", path="tcp") as team,
+        Client(cluster.manager, token=SECRETS["engines"], namespace="theirs", path="tcp") as engines,
+    ):
+        assert team.wait_ready() and engines.wait_ready()
+        assert team.put("k", b"value") and engines.get("k") == b"value"
+        os.replace(token_file(tmp_path, "ops", "nodes", "engines"), file)
+        wait_until(lambda: team.get("k") is None and not team.put("k", b"again"), "its connections are closed")
+        assert engines.get("k") == b"value" and engines.put("l", b"value")
+        with pytest.raises(TransportError, match="wrong or missing token"):
+            Client(cluster.manager, token=SECRETS["team"], namespace="theirs")
+        os.replace(token_file(tmp_path, "nodes", "ops", "engines", "team"), file)
+        wait_until(lambda: team.get("k") == b"value" and team.put("m", b"value"), "it is let in again")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from simm.config.parsers import parse_address
+from simm.config.tokens import old_tokens
 from simm.net.http import REQUEST_BYTES_MAX, Page, Web, prometheus
 from simm.net.loop import Loop
 from tests.support.manager_process import WAIT_S
@@ -29,7 +30,7 @@ def web() -> Iterator[Callable[..., tuple[Loop, Web, str]]]:
             raise ZeroDivisionError
 
         routes = {"/": lambda: Page("x" * 2_000_000), "/healthz": lambda: Page("ok"), "/broken": broken}
-        opened.append((loop, Web(loop, listener, routes, tokens)))
+        opened.append((loop, Web(loop, listener, routes, old_tokens(*tokens))))
         return loop, opened[-1][1], f"{host}:{port}"
 
     yield make

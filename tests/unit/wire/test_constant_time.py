@@ -25,6 +25,10 @@ EARLY: Final = frozenset(("__eq__", "__ne__", "startswith", "endswith", "index",
 #: What looks like it, and why it is none.
 KNOWN: Final = {
     ("config/tokens.py", "token.secret in seen"): "lines of one file, compared with each other",
+    ("config/startup.py", "token in self._tokens"): "a token of the file before, with those of the file",
+    ("config/startup.py", "tokens == self._tokens"): "the file before, with the file",
+    ("net/token_watch.py", "token not in tokens"): "a token of the file before, with those of the file",
+    ("wire/auth.py", "token in self._tokens"): "the token that AUTH's id has named, with those of the file",
     ("wire/auth.py", "token.id == msg.token"): "an id is no secret",
 }
 
