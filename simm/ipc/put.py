@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..arena.layout import ENTRY_CRC
+from ..arena.reader import ArenaReader
 from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import TransportError, UnfinishedCopy
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, DeviceCopy, Span, address_of, host_view, on_device
@@ -215,7 +216,7 @@ class ShmPut:
             else:
                 source.copy_to_mapping(reader, start, length)  # type: ignore[attr-defined]
             if self._checksum:
-                return zlib.crc32(reader.data[start : start + length]), ENTRY_CRC
+                return _checksum_of(source, reader, start), ENTRY_CRC
             return 0, 0
         except UnfinishedCopy:
             copying.append(None)  # for good: the device may still write the chunk, so no other value may get it
@@ -286,7 +287,8 @@ class ShmPut:
                 copies[0][0].copy_to_host(copies)
             for position, grant in group:
                 length, start = len(sources[position]), grant[1] - reader.data_offset
-                crc, flags = (zlib.crc32(reader.data[start : start + length]), ENTRY_CRC) if self._checksum else (0, 0)
+                source = sources[position]
+                crc, flags = (_checksum_of(source, reader, start), ENTRY_CRC) if self._checksum else (0, 0)
                 entries.append((digests[position], grant[0], length, crc, flags, 0))
         except UnfinishedCopy:
             finished = False  # see _fill
@@ -387,3 +389,11 @@ def collect(session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], 
                 statuses[position] = status
     finally:
         session.lock.release()
+
+
+def _checksum_of(source: memoryview | Span, reader: ArenaReader, start: int) -> int:
+    """Return the CRC-32 of a value that was copied to ``start`` in the data.
+
+    Not of the copy, which others may have overwritten by now, but where the value is in a device's memory.
+    """
+    return zlib.crc32(reader.data[start : start + len(source)] if on_device(source) else host_view(source))

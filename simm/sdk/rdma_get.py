@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..arena.layout import ENTRY_CRC
 from ..constants import SET_BYTES, SLOT_BYTES
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Span, address_of, fits
 from ..net.allowance import allowed
@@ -53,7 +52,7 @@ _2SETS: Final = 2 * SET_BYTES
 
 
 #: Whether bytes match their CRC; None to skip that.
-Check = Callable[[int, Any], bool] | None
+Check = Callable[[int, int, Any], bool] | None
 
 
 def read(
@@ -539,10 +538,10 @@ class Reading(Transfer):
             assert group is not None and group.whole is not None
             got = data = bytes(group.whole)
         self.count(length)
-        if entry.flags & ENTRY_CRC and self._check is not None:
+        if self._check is not None:
             if sink is not None:
                 data = sink.view()[:length] if isinstance(sink, Span) else sink[:length]
-            if not self._check(entry.crc, data):
+            if not self._check(entry.flags, entry.crc, data):
                 results[position] = MISS
                 return
         self.hits += 1

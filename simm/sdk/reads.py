@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 from ..arena.hashing import shard_of
-from ..arena.layout import ENTRY_BOUND, ENTRY_CRC
+from ..arena.layout import ENTRY_CRC
 from ..arena.reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..errors import DeviceError, PeerError
@@ -50,8 +50,8 @@ class Gets:
         self._routes = routes
         self._copier = copier
         self.checksum = checksum
-        #: Flags of entries whose values are looked at before they are delivered.
-        self._looked_at = ENTRY_BOUND | (ENTRY_CRC if checksum else 0)
+        #: Flags of entries whose values are delivered as they are; the others' are looked at.
+        self._plain = frozenset(() if checksum else (0, ENTRY_CRC))
         self.counters = counters
         self._remote = RemoteReads(routes, copier, self._check if checksum else None, counters)
 
@@ -91,7 +91,7 @@ class Gets:
                 self._copy_out(reader, found, sink)
             if reader.confirm(digest, found.slot, found.seq):
                 reader.visited[found.slot] = 1
-                if found.flags & self._looked_at and not self._sound(reader, found, got, sink):
+                if found.flags not in self._plain and not self._sound(reader, found, got, sink):
                     return MISS
                 self.counters["hits"] += 1
                 return got
@@ -152,12 +152,16 @@ class Gets:
         """Return whether a value is of this client's namespace, and still has the checksum it was stored with."""
         if not reader.is_own(found):
             return False
-        if not (found.flags & ENTRY_CRC and self.checksum):
+        if not self.checksum:
             return True
-        return self._check(found.crc, got if sink is None else head_bytes(sink, found.length))
+        return self._check(found.flags, found.crc, got if sink is None else head_bytes(sink, found.length))
 
-    def _check(self, crc: int, data: Any) -> bool:
-        if zlib.crc32(data) == crc:
+    def _check(self, flags: int, crc: int, data: Any) -> bool:
+        """Return whether a value has the checksum in its entry. Without a checksum that field is 0.
+
+        So an entry that lost its flag to a stray store is not taken for one that never had a checksum.
+        """
+        if (zlib.crc32(data) == crc and len(data) > 0) if flags & ENTRY_CRC else not crc:
             return True
         self.counters["crc_errors"] += 1
         log.error("a value does not match its checksum: counted as a miss")
@@ -264,7 +268,7 @@ class Gets:
                     found = None
                 if (
                     found is not None and (found.length == len(sink) or fits(found.length, sink))
-                    and not found.flags & self._looked_at
+                    and found.flags in self._plain
                 ):  # fmt: skip
                     copy_out(reader, found, sink)
                     if confirm(digest, found.slot, found.seq):
@@ -310,7 +314,7 @@ class Gets:
                         found = reader.locate(digests[position])
                     if (
                         found is not None and fits(found.length, sink)
-                        and not found.flags & self._looked_at
+                        and found.flags in self._plain
                     ):  # fmt: skip
                         begun.append((position, found))
                         yield sink, base + found.offset, found.length, sink.pinned(reader)
@@ -434,7 +438,7 @@ class Gets:
             else:
                 self._copy_out(reader, found, sink)
             if confirm(digest, found.slot, found.seq):
-                if found.flags & self._looked_at and not self._sound(reader, found, got, sink):
+                if found.flags not in self._plain and not self._sound(reader, found, got, sink):
                     break
                 return got
         return MISS
@@ -542,7 +546,7 @@ class Gets:
                 return View.miss()
             got = self._one(self._by_word, target, digest, None)
             return View(memoryview(got)) if isinstance(got, bytes) else View.miss()
-        if flags & ENTRY_CRC and self.checksum and not self._check(crc, view.data):
+        if self.checksum and not self._check(flags, crc, view.data):
             view.close()
             return View.miss()
         self.counters["hits"] += 1

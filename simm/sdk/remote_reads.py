@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arena.layout import ENTRY_CRC
 from ..cluster.lookup import Unresolved
 from ..constants import VALUE_BYTES_MAX
 from ..host.buffers import Copier, Span, fits, host_view, on_device
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
 class RemoteReads:
     """A client's reads by RDMA and TCP. Any thread may call it.
 
-    ``check`` returns whether a value has the checksum it was stored with; None to skip that.
+    ``check`` returns whether a value has the checksum it was stored with, by flags and crc; None to skip that.
     """
 
     def __init__(
-        self, routes: Routes, copier: Copier, check: Callable[[int, Any], bool] | None, counters: dict[str, int]
+        self, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None, counters: dict[str, int]
     ) -> None:
         self._routes = routes
         self._copier = copier
@@ -101,8 +100,8 @@ class RemoteReads:
                 sink = sinks[position]
                 if sink is not None and not fits(length, sink):
                     results[position] = misfit(length, sink)
-                elif flags & ENTRY_CRC and self._check is not None and not self._check(
-                    crc, news[position] if sink is None else head_bytes(sink, length)
+                elif self._check is not None and not self._check(
+                    flags, crc, news[position] if sink is None else head_bytes(sink, length)
                 ):  # fmt: skip
                     results[position] = MISS
                 else:

@@ -464,6 +464,8 @@ def _locate(
         except Unsettled:
             time.sleep(0.0005)
             continue
+        if found is not None and not found.length:
+            break  # a stray store, as no value is empty: a client would end the connection for it
         word = reader.shard_word(digest)
         if previous:
             if found is None or not word:

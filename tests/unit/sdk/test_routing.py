@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
@@ -17,6 +18,7 @@ from simm.client import Client
 from simm.cluster import lookup
 from simm.config.client_options import ClientOptions
 from simm.constants import SHARD_COUNT
+from simm.host.buffers import Copier
 from simm.ipc import session as session_module
 from simm.sdk import manager_link
 from simm.sdk.reads import Gets
@@ -126,6 +128,46 @@ def test_a_checksum_is_looked_at_where_the_value_came_from(cluster: FakeCluster,
     assert client.get("k1") is None
     assert client.get_into_many(["k1"] * 20, [bytearray(1000)] * 20) == [None] * 20
     assert client.counters["crc_errors"] == 21
+
+
+@pytest.mark.parametrize("size", [70_000, 3 << 20])
+def test_a_checksum_is_of_the_value_and_not_of_its_copy(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Others may overwrite the copy before the checksum is made: they got a right checksum for wrong bytes."""
+    client = full(cluster, "shm", checksum=True)
+    real = Copier.copy
+
+    def copy(self: Copier, target: int, source: int, length: int) -> None:
+        real(self, target, source, length)
+        ctypes.memset(target + length // 2, 0xEE, 1)
+
+    keys = ["k0", "k1", "k2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Copier, "copy", copy)
+        assert client.put("k0", bytes(size)) and client.put_many(keys[1:], [bytes(size)] * 2) == [True] * 2
+    assert [client.get(key) for key in keys] == [None] * 3
+    assert client.put("k0", bytes(size)) and client.get("k0") == bytes(size)
+
+
+def test_a_value_whose_entry_has_lost_its_checksum_is_a_miss(cluster: FakeCluster, path: str) -> None:
+    """A stray store into the flags: the value was taken for one that never had a checksum, whatever its bytes were."""
+    client = full(cluster, path, checksum=True)
+    store = cluster.nodes[0].worker.store
+
+    def spoil(key: str, field: int, size: int) -> None:
+        at = store.geometry.slots_offset + store.table.lookup(client.digest(key)) * 64 + field
+        assert any(store._whole[at : at + size])
+        store._whole[at : at + size] = bytes(size)
+
+    spoil("k1", 46, 2)  # the flags
+    spoil("k2", 32, 8)  # length and checksum: the checksum of no bytes is 0
+    for key in ("k1", "k2"):
+        assert client.get(key) is None and client.get_many([key] * 20) == [None] * 20
+        assert client.get_into_many([key] * 20, [bytearray(1000)] * 20) == [None] * 20
+    with full(cluster, path) as plain:
+        wait_until(lambda: plain.put("k3", b"without a checksum"), "it is stored")
+        assert client.get("k3") == b"without a checksum" == client.get_many(["k3"] * 20)[7]
 
 
 @pytest.mark.parametrize("batch", [False, True])
