@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from .arena.layout import State, Word
+from .arena.vault import Vault
 from .cluster.assignment import DROP_ALL, Member, frozen_epoch
 from .config.parsers import Address
 from .config.settings import add_arguments, ensure_runtime_dir, load_command
@@ -68,9 +68,6 @@ from .wire.identity import instance_of, new_secret
 
 log = logging.getLogger("simm.dataserver")
 
-#: Within this time a worker that dies again and again is restarted at most so often.
-RESTART_WINDOW_S: Final = 60.0
-RESTARTS_MAX: Final = 60
 STOP_S: Final = 3.0
 #: A clean stop waits so long for the map that gives the shards to others, and serves so long after it.
 HAND_OVER_S: Final = 0.5
@@ -210,11 +207,11 @@ class DataServer:
             numa.pin(slot.node)
             arena, any_uid = slot.segment, options.group is not None
             arena.lock_writer()
-            fresh = self.stock.is_fresh(arena)
+            fresh = self.stock.is_fresh(arena, slot.vault)
             held = options.namespaces, options.quotas
             settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *held)
             try:
-                store = self.stock.store_in(arena)
+                store = self.stock.store_in(arena, slot.vault)
                 worker = start_worker(store, settings, unix, supervisor)
             except (MemoryError, OSError, RuntimeError):
                 raise  # no fault of the arena; RuntimeError: no thread can be started
@@ -225,8 +222,8 @@ class DataServer:
                 raise ChildError(text, UNRECOVERED) from exc
             worker.run()
             gone = worker.orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
-            if options.warm and store.header[Word.CLUSTER] and not gone:  # without a cluster there is nothing to keep
-                store.header[Word.STATE] = State.SUSPENDED
+            if options.warm and store.cluster and not gone:  # without a cluster there is nothing to keep
+                store.suspend()
             else:
                 store.close()
                 # If the supervisor was killed, nobody else removes the segment before the next start.
@@ -289,19 +286,17 @@ class DataServer:
             for stream in slot.streams:
                 ended = stream.ended()
                 if ended is not None and not self._stopping:
-                    log.error("%s (process %d) died: restarting", stream.name, ended.pid)
+                    log.error("%s (process %d) died%s: restarting", stream.name, ended.pid, ended.cause)
                     stream.start_or_retry()
 
     def _worker_died(self, slot: WorkerSlot, child: Child) -> None:
-        slot.ready = slot.current = False
+        slot.worker_died(child.code, time.monotonic())
         if self._stopping:
             return
-        now = time.monotonic()
-        slot.restarts = [at for at in slot.restarts if now - at < RESTART_WINDOW_S] + [now]
-        if len(slot.restarts) > RESTARTS_MAX:
+        if why := slot.hopeless():
             log.error("worker %d: giving up", slot.number)
             cold = "" if self.membership.offered else "; if that is the arena's fault, start once without --warm"
-            self.give_up(f"worker {slot.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s{cold}")
+            self.give_up(why + cold)
             return
         slot.unrecovered = slot.unrecovered + 1 if child.code == UNRECOVERED else 0
         if slot.unrecovered and not self.membership.offered:
@@ -313,7 +308,7 @@ class DataServer:
             name = slot.segment.name
             self.give_up(f"worker {slot.number} cannot recover its arena {name}: start again, which will be cold")
             return
-        log.error("worker %d (process %d) died: restarting it on its arena", slot.number, child.pid)
+        log.error("worker %d (process %d) died%s: restarting it on its arena", slot.number, child.pid, child.cause)
         self.children.or_later(partial(self._start_worker, slot))
 
     def _start_cold(self, slot: WorkerSlot) -> None:
@@ -325,6 +320,7 @@ class DataServer:
             segments.store_closed(old.name)
             old.unlink()
             old.close()
+            slot.vault = Vault()
             slot.segment = self.stock.new(slot.number, slot.node, old.size)
             slot.worker = self._worker_of(slot)
         except SimmError as exc:
@@ -477,7 +473,8 @@ class DataServer:
             silent_s = self.loop.clock() - slot.worker.last_seen if slot.ready else 0.0
             rdma = self.endpoints.row(slot.number)
             cut_off = sum(stream.is_cut_off() for stream in slot.streams)
-            rows.append(Row(slot.number, slot.node, slot.stats, len(slot.restarts), moves, silent_s, rdma, cut_off))
+            died = len(slot.restarts), moves, silent_s, rdma, cut_off, slot.corruptions
+            rows.append(Row(slot.number, slot.node, slot.stats, *died))
         return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
 
     def _announce(self) -> None:

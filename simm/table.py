@@ -72,7 +72,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
-from .arena.layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_FIELDS, SLOT_WORDS, Geometry
+from .arena.layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_FIELDS, SLOT_WORDS, UNDO_BYTES, Geometry
 from .constants import DIGEST_BYTES, SET_BYTES, SLOT_BYTES, WAYS
 from .errors import CorruptionError
 
@@ -101,6 +101,12 @@ class LiveSlots(NamedTuple):
     stored: NDArray[np.uint64]
     namespaces: NDArray[np.uint16]
 
+    def only(self, mask: NDArray[np.bool_]) -> LiveSlots:
+        """Return the rows that ``mask`` marks."""
+        return LiveSlots(
+            self.slots[mask], self.offsets[mask], self.chunks[mask], self.stored[mask], self.namespaces[mask]
+        )
+
 
 class Entry(NamedTuple):
     """The fields of one slot."""
@@ -118,10 +124,13 @@ class Entry(NamedTuple):
 class Table:
     """The writer's side. All methods are O(1), except for the iteration, ``live`` and ``recover``.
 
-    ``mm`` is the whole segment. The worker's ``incarnation`` enters every seq written.
+    ``mm`` is the whole segment. The worker's ``incarnation`` enters every seq written. ``undo`` is where the undo
+    record lies, if not in the segment.
     """
 
-    def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int) -> None:
+    def __init__(
+        self, mm: mmap.mmap, geometry: Geometry, incarnation: int, undo: memoryview | None = None
+    ) -> None:
         self.geometry = geometry
         self.incarnation = incarnation
         self._high = incarnation << SEQ_BITS
@@ -135,7 +144,8 @@ class Table:
         #: Seq words and offsets are single stores through this view.
         self._words = whole[start:end].cast("Q")
         self._slots = whole[start:end]
-        undo = whole[geometry.ledger_offset : geometry.ledger_offset + 128]
+        if undo is None:
+            undo = whole[geometry.ledger_offset : geometry.ledger_offset + UNDO_BYTES]
         self._undo_words = undo.cast("Q")
         self._undo_image = undo[8 : 8 + SLOT_BYTES]
         self._pack_body = SLOT_BODY.pack_into
@@ -290,8 +300,10 @@ class Table:
         self.entries = 0
         for start in range(0, geometry.slots, _BLOCK_SLOTS):
             stop = min(start + _BLOCK_SLOTS, geometry.slots)
-            fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
-            for slot in (np.flatnonzero(fields["seq"] & np.uint64(1)) + start).tolist():
+            # A copy, so that what is looked at is what is judged: others may store there.
+            fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES).copy()
+            odd = (fields["seq"] & np.uint64(1)) != 0
+            for slot in (np.flatnonzero(odd) + start).tolist():
                 if self._undo_words[0] == slot + 1:  # an overwrite: the chunk still has the old value
                     body = bytes(self._undo_image[8:])
                     notes.append(f"slot {slot} restored from the undo record")
@@ -299,6 +311,7 @@ class Table:
                     body = _EMPTY_BODY
                     notes.append(f"slot {slot} was odd in a first write or a clear: emptied")
                 self._restore(slot, body)
+            fields[odd] = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)[odd]
             named = fields["offset"] != 0
             sound = self._sound(fields, start)
             sound &= fields["seq"] >> np.uint64(SEQ_BITS) <= np.uint64(self.incarnation)
@@ -329,6 +342,42 @@ class Table:
             & ((sets == first) | (sets == second))
         )
         return sound
+
+    def wipe(self, beat: Callable[[], None]) -> None:
+        """Empty all slots, under fresh seqs. Calls ``beat`` after each block. O(slots), by numpy."""
+        self._undo_words[0] = 0
+        self._used = bytearray(self.geometry.sets)
+        self.entries = 0
+        everything = np.frombuffer(self._slots, np.uint64).reshape(-1, SLOT_WORDS)
+        for start in range(0, self.geometry.slots, _BLOCK_SLOTS):
+            block = everything[start : start + _BLOCK_SLOTS]
+            block[:, 0] |= np.uint64(1)
+            block[:, 1:] = 0
+            block[:, 0] = (block[:, 0] + np.uint64(1)) & np.uint64(SEQ_MASK) | np.uint64(self._high)
+            beat()
+
+    def strange(self, start: int, stop: int, offsets: NDArray[np.int64]) -> list[int]:
+        """Return those of these slots in which somebody else has stored something, as far as that can be told.
+
+        ``offsets``: of the chunk of each, in the arena; 0 for a slot without one. O(``stop - start``), by numpy.
+        """
+        fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES).copy()
+        empty = (fields["offset"] | fields["low"] | fields["high"]) == 0
+        right = np.where(offsets == 0, empty, self._sound(fields, start)) & (fields["offset"] == offsets)
+        seq = fields["seq"]
+        right &= (seq & np.uint64(1) == 0) & (seq >> np.uint64(SEQ_BITS) <= np.uint64(self.incarnation))
+        found: list[int] = (np.flatnonzero(~right) + start).tolist()
+        return found
+
+    def chunks(self, start: int, stop: int) -> list[int]:
+        """Return the bytes of the chunk that each of these slots names."""
+        found: list[int] = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)["chunk"].tolist()
+        return found
+
+    def empty(self, slot: int) -> None:
+        """Empty a slot, of which nothing is believed. Its chunk may be reused only after the return."""
+        self.clear(slot)
+        self._restore(slot, _EMPTY_BODY)
 
     def live(self) -> LiveSlots:
         """Return all live slots in order, with the fields that recovery needs. O(slots), by numpy."""
@@ -363,6 +412,17 @@ class Table:
         stop = min(start + _BLOCK_SLOTS, self.geometry.slots)
         fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
         return fields["namespace"][fields["offset"] != 0], stop
+
+    def clear_shards(self, lost: NDArray[np.bool_], beat: Callable[[], None]) -> int:
+        """Clear all slots of the shards that ``lost`` marks. Return their number. Calls ``beat`` after each block."""
+        start = count = 0
+        while start < self.geometry.slots:
+            slots, start = self.of_shards(lost, start)
+            count += len(slots)
+            for slot in slots:
+                self.clear(slot)
+            beat()
+        return count
 
     def _restore(self, slot: int, body: bytes) -> None:
         """Store a body in a slot under a fresh seq. It is idempotent, so it needs no undo record."""

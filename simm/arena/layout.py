@@ -125,6 +125,8 @@ NAMESPACES: Final = 256
 NAMESPACE_LINE_BYTES: Final = 128
 SESSION_LINE_BYTES: Final = 64
 HOLD_LINE_BYTES: Final = 32
+SESSION_LINES_MAX: Final = 4096
+HOLD_LINES_MAX: Final = 65_536
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -209,8 +211,8 @@ class Geometry(NamedTuple):
             slots_offset=slots_offset,
             visited_offset=0,
             ledger_offset=_round_up(slots_offset + sets * SET_BYTES, PAGE_BYTES),
-            session_lines=min(4096, max(256, sets * WAYS // 8)),
-            hold_lines=min(65_536, max(1024, sets * WAYS // 4)),
+            session_lines=min(SESSION_LINES_MAX, max(256, sets * WAYS // 8)),
+            hold_lines=min(HOLD_LINES_MAX, max(1024, sets * WAYS // 4)),
             data_offset=0,
             data_bytes=0,
         )

@@ -11,6 +11,9 @@ the line is created and first when it ends, so a line cut off by the writer's de
 A *hold* names a chunk that another process may be writing (grant) or reading (pin). The chunk is not reused until the
 hold has ended. A valid slot outranks a grant line: the worker clears the line only after the entry is published, and
 may die in between.
+
+A worker with a vault (``arena/vault.py``) has its ledger there. The arena then has a copy of the namespaces for those
+who list its values, and of everything else only while it is suspended.
 """
 
 from __future__ import annotations
@@ -53,13 +56,21 @@ class HoldLine(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one arena. Adding or ending a line is O(1)."""
+    """The ledger of one arena. Adding or ending a line is O(1).
 
-    def __init__(self, mm: mmap.mmap, geometry: Geometry) -> None:
+    ``mm`` maps the arena. ``own``: where the ledger lies if not there, from its undo record on.
+    """
+
+    def __init__(self, mm: mmap.mmap, geometry: Geometry, own: memoryview | None = None) -> None:
         buf = memoryview(mm)
         start = geometry.ledger_offset + UNDO_BYTES
         end = start + NAMESPACES * NAMESPACE_LINE_BYTES
-        self.namespaces = NamespaceTable(buf[start:end])
+        shown = None if own is None else buf[start:end]
+        if own is not None:
+            buf.release()
+            buf = own[: geometry.ledger_bytes]
+            start, end = UNDO_BYTES, UNDO_BYTES + end - start
+        self.namespaces = NamespaceTable(buf[start:end], shown)
         self.names = self.namespaces.names
         start, end = end, end + geometry.session_lines * SESSION_LINE_BYTES
         self._sessions = buf[start:end]

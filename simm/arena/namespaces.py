@@ -62,8 +62,10 @@ def names_line(number: int, word: int) -> bool:
 class NamespaceTable:
     """The names of one arena. Constructed for empty lines; :meth:`recover` reads a predecessor's. Methods are O(1)."""
 
-    def __init__(self, lines: memoryview) -> None:
+    def __init__(self, lines: memoryview, shown: memoryview | None = None) -> None:
+        """``shown``: a copy of the lines for others, who do not see ``lines`` then."""
         self._lines = lines
+        self._shown = shown
         self._words = lines.cast("Q")
         #: By number, in the order in which they came. A name that is damaged is "".
         self.names: dict[int, str] = {}
@@ -93,9 +95,27 @@ class NamespaceTable:
         at = line * NAMESPACE_LINE_BYTES
         self._lines[at + 8 : at + 8 + len(raw)] = raw
         self._words[at // 8] = number >> _LINE_BITS << 32 | len(raw)
+        self._show(line)
         self.names[number] = name
         self._numbers[name] = number
         return number
+
+    def _show(self, line: int) -> None:
+        """Copy a line for others, its word last."""
+        if self._shown is not None:
+            at = line * NAMESPACE_LINE_BYTES
+            self._shown[at + 8 : at + NAMESPACE_LINE_BYTES] = self._lines[at + 8 : at + NAMESPACE_LINE_BYTES]
+            self._shown[at : at + 8].cast("Q")[0] = self._words[at // 8]
+
+    def mend(self) -> int:
+        """Show the lines again in which somebody else has stored something. Return how many. O(lines), by numpy."""
+        if self._shown is None:
+            return 0
+        rows = np.frombuffer(self._lines, np.uint64).reshape(NAMESPACES, -1)
+        spoilt = np.flatnonzero((rows != np.frombuffer(self._shown, np.uint64).reshape(NAMESPACES, -1)).any(axis=1))
+        for line in spoilt.tolist():
+            self._show(line)
+        return len(spoilt)
 
     def knows(self, number: int) -> bool:
         """Return True for the number of a namespace; entries of it may be committed then."""
@@ -145,6 +165,7 @@ class NamespaceTable:
         generation = (number >> _LINE_BITS) + 1
         line = line_of(number)
         self._words[line * NAMESPACE_LINE_BYTES // 8] = generation << 32
+        self._show(line)
         name = self.names.pop(number)
         if name:
             del self._numbers[name]
@@ -189,6 +210,8 @@ class NamespaceTable:
         """Drop every view, so that the segment can be unmapped."""
         self._words.release()
         self._lines.release()
+        if self._shown is not None:
+            self._shown.release()
 
 
 class Sweep:

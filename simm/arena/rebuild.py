@@ -73,3 +73,15 @@ def overlapping(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32]) -> NDAr
     mask = np.zeros(len(order), bool)
     mask[order] = joined[1:] | joined[:-1]
     return mask
+
+
+def inside(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32], start: int, stop: int) -> NDArray[np.bool_]:
+    """Return a mask of the chunks that lie between ``start`` and ``stop``. O(n)."""
+    end = np.uint64(stop)
+    mask: NDArray[np.bool_] = (
+        (offsets >= np.uint64(start))
+        & (offsets < end)
+        & (chunks > 0)
+        & (chunks.astype(np.uint64) <= end - offsets)  # wraps only where the line above is False
+    )
+    return mask

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..constants import VALUE_BYTES_MAX
+from ..errors import CorruptionError
 from ..slab import chunk_bytes_for
 from .layout import SEQ_BITS, Geometry
 from .ledger import GRANT, PIN, Ledger
@@ -139,6 +140,51 @@ class SessionTable:
         self.return_grants(session, list(session.grants))
         self.unpin(session, list(session.pins))
         self._ledger.end_session(session.line)
+
+    def restore(self) -> list[str]:
+        """Take over the ledger's sessions, which have lost their connections, and their holds. Return notes.
+
+        The entries have their chunks by now: they outrank grants. O(lines + slots).
+        """
+        ledger, space, data = self._ledger, self._space, self._data
+        notes = []
+        for line, fields in list(ledger.sessions()):
+            session = Session(fields.session, line, fields.pid, fields.started, fields.namespace)
+            session.closed = True
+            self.by_id[fields.session] = session
+        held: list[int] = []
+        reserved: set[int] = set()
+        holds = list(ledger.holds())
+        live = space.owned([hold.offset - data for _, hold in holds])
+        for line, hold in holds:
+            owner = self.by_id.get(hold.session)
+            offset = hold.offset - data
+            outranked = hold.kind == GRANT and offset in live
+            if owner is None or outranked:
+                ledger.end_hold(line)
+                continue
+            if offset not in live and offset not in reserved:
+                try:
+                    space.reserve(offset, hold.chunk)
+                except CorruptionError as exc:
+                    notes.append(f"hold {hold.hold:#x} dropped: {exc}")
+                    ledger.end_hold(line)
+                    continue
+                reserved.add(offset)
+            if hold.kind == GRANT:
+                owner.grants[hold.hold] = (hold.offset, hold.chunk, line)
+                owner.granted_bytes += hold.chunk
+                self.granted_bytes += hold.chunk
+            else:
+                owner.pins[hold.hold] = (hold.offset, line)
+                held.append(offset)
+        for offset in held:
+            space.hold(offset)
+        for offset in reserved:
+            # A pinned chunk without an entry is freed with its last pin.
+            if offset in held:
+                space.release(offset)
+        return notes
 
     def _allocate_id(self) -> int:
         self._next_id += 1

@@ -1,7 +1,8 @@
 """One worker's shard words: which shards it owns, which leave, which move in.
 
 The arena has one word per shard, where readers see it. Only this module stores there. It has no I/O and no clock, so
-workers and the simulator run the same code.
+workers and the simulator run the same code. A worker with a vault (``arena/vault.py``) decides by the words there, and
+the arena has a copy of them for readers.
 
     0                  not owned: readers miss, mutations are refused
     epoch              owned since that epoch of the map
@@ -77,12 +78,16 @@ _NOTHING: Final = memoryview(bytes(8 * SHARD_COUNT)).cast("Q")
 
 
 class ShardWords:
-    """The shard words of one worker. ``words`` is SHARD_COUNT u64, in place (a memoryview or an array)."""
+    """The shard words of one worker. ``words`` is SHARD_COUNT u64, in place (a memoryview or an array).
 
-    def __init__(self, words: memoryview) -> None:
+    ``shown``: a second place for readers, who do not see ``words`` then. What others store there is not believed.
+    """
+
+    def __init__(self, words: memoryview, shown: memoryview | None = None) -> None:
         if len(words) != SHARD_COUNT:
             raise UsageError(f"{SHARD_COUNT} shard words, not {len(words)}")
         self.words = words
+        self._shown = shown
         #: The words that mutations check: accepted if ``0 < word < FROZEN``. Zeros while fenced.
         self.accepting = words
         #: The epochs and roles of the last map.
@@ -101,6 +106,26 @@ class ShardWords:
 
     def _array(self) -> NDArray[np.uint64]:
         return np.frombuffer(self.words, np.uint64)
+
+    def _store(self, shard: int, word: int) -> None:
+        self.words[shard] = word
+        if self._shown is not None:
+            self._shown[shard] = word
+
+    def mend(self) -> int:
+        """Show readers the words again where somebody else has stored others. Return how many. O(shards), by numpy."""
+        if self._shown is None:
+            return 0
+        words = self._array()
+        spoilt = np.flatnonzero(words != np.frombuffer(self._shown, np.uint64))
+        for shard in spoilt.tolist():
+            self._shown[shard] = self.words[shard]
+        return len(spoilt)
+
+    def clear(self) -> None:
+        """Zero all words, before the arena is closed."""
+        for shard in range(SHARD_COUNT):
+            self._store(shard, 0)
 
     # -- the map --------------------------------------------------------------------------------
 
@@ -132,7 +157,7 @@ class ShardWords:
         keep = newer | (mine & same) | (leaving & ended)
         self._gone = np.flatnonzero((words != 0) & ~keep).tolist()
         for shard in self._gone:
-            self.words[shard] = 0
+            self._store(shard, 0)
         for shard, frozen_at in self.clearing.items():  # the same rules for a FREEZE that is only remembered
             if frozen_at <= epoch and not (leaving[shard] and frozen_at >= epochs[shard]):
                 self.clearing[shard] = 0
@@ -149,7 +174,7 @@ class ShardWords:
         clearing, self.clearing = self.clearing, {}
         for shard, epoch in clearing.items():
             if epoch:
-                self.words[shard] = FROZEN | epoch
+                self._store(shard, FROZEN | epoch)
         self._set_words()
 
     @property
@@ -177,7 +202,7 @@ class ShardWords:
         wanted[leaving] = self.since[leaving] | np.uint64(FROZEN)
         changed = np.flatnonzero(wanted != words)
         for shard, word in zip(changed.tolist(), wanted[changed].tolist()):
-            self.words[shard] = word
+            self._store(shard, word)
         self._recount()
 
     def fence(self) -> None:
@@ -201,8 +226,9 @@ class ShardWords:
 
     def recover(self) -> None:
         """End all fall-backs and fence: a predecessor's remembered digests, and whether it was fenced, are lost."""
+        self.mend()
         for shard in np.flatnonzero(self._array() & np.uint64(MOVING)).tolist():
-            self.words[shard] &= ~MOVING
+            self._store(shard, self.words[shard] & ~MOVING)
         self._recount()
         self.fence()
 
@@ -228,7 +254,7 @@ class ShardWords:
             if shard in self.clearing:
                 self.clearing[shard] = epoch
             else:
-                self.words[shard] = FROZEN | epoch
+                self._store(shard, FROZEN | epoch)
         self._recount()
         return here
 
@@ -244,7 +270,7 @@ class ShardWords:
             since = int(self.since[shard])
             waits = self.roles[shard] == ShardRole.INCOMING and not self.words[shard]
             if waits and since <= epoch and not self.fenced and shard not in self.clearing:
-                self.words[shard] = since | (MOVING if shard in behind else 0)
+                self._store(shard, since | (MOVING if shard in behind else 0))
             count += self.accepts(shard)
         self._recount()
         return count
@@ -255,10 +281,15 @@ class ShardWords:
         for shard in shards:
             word = self.words[shard]
             if word & MOVING and word < FROZEN and word & EPOCH_MASK <= epoch:
-                self.words[shard] = word & EPOCH_MASK
+                self._store(shard, word & EPOCH_MASK)
                 ended += 1
         self._recount()
         return ended
+
+    def end_fallbacks(self) -> None:
+        """End all fall-backs, as a digest that left the table is not known: what was not copied is a miss."""
+        if self.moving:
+            self.finish(range(SHARD_COUNT))
 
     def note_dropped(self, digest: bytes) -> None:
         """Remember a digest that left the table, or was deleted without an entry. Call it while ``moving``."""

@@ -306,6 +306,11 @@ class Space:
         """Return the offset of the slot's chunk, -1 without one. O(1)."""
         return self._offsets[slot]
 
+    def offsets(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return a copy of the offsets of these slots' chunks, -1 without one. O(``stop - start``), by numpy."""
+        found: NDArray[np.int64] = np.frombuffer(self._offsets, np.int64, stop - start, 8 * start).copy()
+        return found
+
     def chunk_bytes(self, offset: int) -> int:
         """Return the bytes of the allocated chunk at ``offset``. O(1). `CorruptionError` if there is none."""
         return self._allocator.chunk_bytes(offset)

@@ -20,7 +20,8 @@ store, or bookkeeping failed halfway. The worker ends then, and its successor re
 which it drops those that are impossible. Where two slots name one chunk, no one can tell whose value it has, and
 both are dropped.
 
-``arena/sessions.py`` covers sessions, ``arena/shard_words.py`` the entries of shards that move.
+``arena/vault.py`` covers what a stray store hits beside slots, ``arena/sessions.py`` sessions,
+``arena/shard_words.py`` the entries of shards that move.
 """
 
 from __future__ import annotations
@@ -33,21 +34,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..constants import DEFAULT_POLICY
-from ..errors import CorruptionError, SegmentError
+from ..errors import CorruptionError
 from ..table import ZERO_DIGEST, Entry, Table
 from ..wire.messages import ABSENT, BOUND, LOCATE_PREVIOUS, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
 from .hashing import SHARD_MASK, shard_of
-from .layout import ENTRY_BOUND, HEADER_BYTES, SEQ_BITS, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
-from .ledger import GRANT, Ledger
+from .layout import ENTRY_BOUND, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
+from .ledger import Ledger
 from .quotas import Quotas
-from .rebuild import overlapping
+from .rebuild import inside, overlapping
 from .sessions import Session, SessionTable
 from .shard_words import ShardWords
 from .space import Space
-
-#: Workers that one segment can have in succession. With a supervisor's pauses that takes years.
-INCARNATION_MAX: Final = (1 << 64 - SEQ_BITS) - 1
+from .vault import Vault, take_over
 
 #: Entries of lost shards that :meth:`Store.drop_some` drops, as a rule: some hundred microseconds.
 DROP_ENTRIES: Final = 64
@@ -63,7 +62,10 @@ class Store:
     Its public offsets are from the arena's start.
     """
 
-    def __init__(self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str) -> None:
+    def __init__(
+        self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str, vault: Vault | None = None
+    ) -> None:
+        self.vault = vault
         self.geometry = geometry
         self.incarnation = incarnation
         self.now_ms = 0
@@ -71,11 +73,14 @@ class Store:
         whole = memoryview(mm)
         self._whole = whole
         self.header = whole[:HEADER_BYTES].cast("Q")
-        self.shards = whole[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
-        self.shard_words = ShardWords(self.shards)
+        shown = whole[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
+        #: The header that is believed, and the shard words.
+        self._kept = self.header if vault is None else vault.header
+        self.shards = shown if vault is None else vault.shards
+        self.shard_words = ShardWords(self.shards, None if vault is None else shown)
         self.visited = whole[geometry.visited_offset : geometry.visited_offset + geometry.slots]
-        self.table = Table(mm, geometry, incarnation)
-        self.ledger = Ledger(mm, geometry)
+        self.table = Table(mm, geometry, incarnation, vault.undo if vault else None)
+        self.ledger = Ledger(mm, geometry, vault.ledger if vault else None)
         self.policy_name = policy
         self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, self._drop_entry)
         self.sessions = SessionTable(
@@ -103,138 +108,122 @@ class Store:
 
     @classmethod
     def create(
-        cls, mm: mmap.mmap, *, slots: int = 0, policy: str = DEFAULT_POLICY, incarnation: int = 1, generation: int = 1
-    ) -> Store:
+        cls, mm: mmap.mmap, *, slots: int = 0, policy: str = DEFAULT_POLICY, incarnation: int = 1, generation: int = 1,
+        vault: Vault | None = None,
+    ) -> Store:  # fmt: skip
         """Lay out a fresh, zeroed arena. The caller holds its writer lock and has faulted its pages in.
 
         ``mm`` maps both files, one after the other. ``generation``: a random number, not 0, by which they know each
-        other again.
+        other again. ``vault``: what is in it is believed from now on, whatever others store into the arena. Without one
+        the arena itself is.
         """
         geometry = Geometry.plan(len(mm), slots)
-        with memoryview(mm) as whole, whole[-STAMP_BYTES:].cast("Q") as stamp:
-            stamp[0] = generation
+        memoryview(mm)[-STAMP_BYTES:].cast("Q")[0] = generation
         words = memoryview(mm)[:HEADER_BYTES].cast("Q")
         geometry.write(words)
         words[Word.GENERATION] = generation
         words[Word.INCARNATION] = incarnation
         words[Word.STATE] = State.STARTING
-        store = cls(mm, geometry, incarnation, policy)
+        store = cls(mm, geometry, incarnation, policy, vault)
+        if vault is not None:
+            vault.fill(words, geometry)
         publish(words)
         words.release()
         return store
 
     @classmethod
-    def recover(cls, mm: mmap.mmap, name: str, *, policy: str = DEFAULT_POLICY) -> Store:
+    def recover(cls, mm: mmap.mmap, name: str, *, policy: str = DEFAULT_POLICY, vault: Vault | None = None) -> Store:
         """Take over a dead worker's arena. The caller holds its writer lock.
 
+        ``vault``: what a predecessor has left in it outranks the arena; an empty one takes over what the arena says.
         Raise SegmentError for a foreign or closed arena. O(slots + ledger lines).
         """
-        words = memoryview(mm)[:HEADER_BYTES].cast("Q")
+        geometry, incarnation = take_over(mm, name, vault)
+        store = cls(mm, geometry, incarnation, policy, vault)
         try:
-            geometry = Geometry.read(words, len(mm), name)
-            if words[Word.STATE] == State.CLOSED:
-                raise SegmentError(f"{name} is closed and cannot be taken over")
-            incarnation = words[Word.INCARNATION] + 1
-            if incarnation > INCARNATION_MAX:
-                raise SegmentError(f"{name} has had {incarnation - 1} workers, more than its sequence numbers can tell")
-            words[Word.INCARNATION] = incarnation
-        finally:
-            words.release()
-        store = cls(mm, geometry, incarnation, policy)
-        store._rebuild()
+            store._rebuild()
+        except Exception as exc:
+            if vault is None or isinstance(exc, MemoryError):
+                raise
+            # What the slots say may change while they are read. Without them nothing is left that can be wrong.
+            store = cls(mm, geometry, incarnation, policy, vault)
+            store._rebuild(keep=False)
+            store.notes.append(f"all entries dropped: {exc!r}")
         return store
 
-    def _rebuild(self) -> None:
-        """Rebuild the private state from the arena: entries first, then the holds that they do not outrank."""
-        table, space, ledger = self.table, self.space, self.ledger
+    def _rebuild(self, *, keep: bool = True) -> None:
+        """Rebuild the private state from the arena: entries first, then the holds that they do not outrank.
+
+        ``keep=False``: empty all slots, whatever they say.
+        """
         self.shard_words.recover()
-        self.notes = table.recover(self._beat)
-        self.notes += ledger.recover()
-        self._clear_lost_shards()
-        found = table.live()
-        contested = overlapping(found.offsets, found.chunks)
-        if contested.any():
-            for slot in found.slots[contested].tolist():
-                self.notes.append(f"slot {slot} dropped: another one names the same bytes")
-                table.clear(slot)
-            found = table.live()
-        self._beat()
+        if keep:
+            self.notes = self.table.recover(self.beat)
+        else:
+            self.table.wipe(self.beat)
+        self.notes += self.ledger.recover()
+        # Before any chunk is reserved: a predecessor may have died while it gave a shard up.
+        if count := self.table.clear_shards(self.lost_shards(), self.beat):
+            self.notes.append(f"{count} entries of shards given up dropped")
+        self._take_entries()
+        self.beat()
+        self.notes += self.sessions.restore()
+
+    def _take_entries(self) -> None:
+        """Give the live slots their chunks. What a slot says is read once: others may store there meanwhile."""
+        found = self.table.live()
+        right = inside(found.offsets, found.chunks, self._data, self.geometry.data_end)
+        right[right] = ~overlapping(found.offsets[right], found.chunks[right])
+        for slot in found.slots[~right].tolist():
+            self.notes.append(f"slot {slot} dropped: another one names the same bytes")
+            self.table.clear(slot)
+        found = found.only(right)
+        self.beat()
         # Oldest first, as the policy's queues keep the order of storing.
         order = np.argsort(found.stored, kind="stable")
         offsets = (found.offsets[order] - np.uint64(self._data)).astype(np.int64)
-        for slot, reason in space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
+        for slot, reason in self.space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
             self.notes.append(f"slot {slot} dropped: {reason}")
-            table.clear(slot)
-        self._beat()
-        sessions = self.sessions.by_id
-        for line, fields in list(ledger.sessions()):
-            session = Session(fields.session, line, fields.pid, fields.started, fields.namespace)
-            session.closed = True
-            sessions[fields.session] = session
-        held: list[int] = []
-        reserved: set[int] = set()
-        holds = list(ledger.holds())
-        live = space.owned([hold.offset - self._data for _, hold in holds])
-        for line, hold in holds:
-            owner = sessions.get(hold.session)
-            offset = hold.offset - self._data
-            outranked = hold.kind == GRANT and offset in live
-            if owner is None or outranked:
-                ledger.end_hold(line)
-                continue
-            if offset not in live and offset not in reserved:
-                try:
-                    space.reserve(offset, hold.chunk)
-                except CorruptionError as exc:
-                    self.notes.append(f"hold {hold.hold:#x} dropped: {exc}")
-                    ledger.end_hold(line)
-                    continue
-                reserved.add(offset)
-            if hold.kind == GRANT:
-                owner.grants[hold.hold] = (hold.offset, hold.chunk, line)
-                owner.granted_bytes += hold.chunk
-                self.sessions.granted_bytes += hold.chunk
-            else:
-                owner.pins[hold.hold] = (hold.offset, line)
-                held.append(offset)
-        for offset in held:
-            space.hold(offset)
-        for offset in reserved:
-            # A pinned chunk without an entry is freed with its last pin.
-            if offset in held:
-                space.release(offset)
+            self.table.clear(slot)
 
-    def _beat(self) -> None:
-        """Show readers that a worker is there, in the middle of work that takes long."""
+    def beat(self) -> None:
+        """Show readers that a worker is there."""
         self.header[Word.HEARTBEAT] = (self.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF
-
-    def _clear_lost_shards(self) -> None:
-        """Recovery, before any chunk is reserved: a predecessor may have died while it gave a shard up."""
-        lost = self._lost_shards()
-        start = count = 0
-        while start < self.geometry.slots:
-            slots, start = self.table.of_shards(lost, start)
-            count += len(slots)
-            for slot in slots:
-                self.table.clear(slot)
-            self._beat()
-        if count:
-            self.notes.append(f"{count} entries of shards given up dropped")
 
     def set_quotas(self, limits: Mapping[str, int]) -> None:
         """Hold namespaces to so many bytes of this arena. O(slots), unless there are none."""
         self.apply_pending()
         self.quotas = Quotas(limits, self.ledger.names, self.geometry.slots, self.table.live()) if limits else None
 
+    def _keep(self, word: int, value: int) -> None:
+        """Store a word of the header."""
+        self._kept[word] = value
+        self.header[word] = value
+
+    @property
+    def cluster(self) -> int:
+        """Return the cluster of all entries and shard words, 0 before the first map."""
+        return int(self._kept[Word.CLUSTER])
+
+    @property
+    def epoch(self) -> int:
+        """Return the highest map epoch that a worker of this arena has acted on."""
+        return int(self._kept[Word.EPOCH])
+
     def open(self) -> None:
         """Let readers use the arena."""
-        self.header[Word.STATE] = State.OPEN
+        self._keep(Word.STATE, State.OPEN)
+
+    def suspend(self) -> None:
+        """Complete the arena for the next start, and mark it suspended."""
+        if self.vault is not None:
+            self.vault.save(self._whole)
+        self._keep(Word.STATE, State.SUSPENDED)
 
     def close(self) -> None:
         """Mark the arena closed for good, and zero the shard words, which readers check: they re-resolve."""
-        self.header[Word.STATE] = State.CLOSED
-        for shard in range(len(self.shards)):
-            self.shards[shard] = 0
+        self._keep(Word.STATE, State.CLOSED)
+        self.shard_words.clear()
 
     def release(self) -> None:
         """Drop every view of the segment."""
@@ -268,21 +257,21 @@ class Store:
         """
         self.apply_pending()
         words = self.shard_words
-        if self.header[Word.CLUSTER] != cluster:
+        if self.cluster != cluster:
             if words.retire(EPOCH_MASK, bytes(SHARDS_BYTES), bytes(len(words.words))):
                 self._begin_drop()
             for session in self.sessions.by_id.values():
                 session.copies = 0  # a mover by the other cluster's map
-            self.header[Word.CLUSTER] = cluster
+            self._keep(Word.CLUSTER, cluster)
         if words.retire(epoch, since, roles):
             self._begin_drop()
-        self.header[Word.EPOCH] = epoch
+        self._keep(Word.EPOCH, epoch)
         words.take()
 
     def freeze(self, epoch: int, shards: Sequence[int]) -> list[int] | None:
         """Freeze shards that a new owner takes over: see :meth:`ShardWords.freeze`."""
         self.apply_pending()
-        return self.shard_words.freeze(epoch, shards, self.header[Word.EPOCH])
+        return self.shard_words.freeze(epoch, shards, self.epoch)
 
     def _begin_drop(self) -> None:
         """Note that the last map has taken shards away: look for their entries, from the first slot on."""
@@ -298,7 +287,7 @@ class Store:
         self.apply_pending()
         doomed, table = self._doomed, self.table
         if not doomed:
-            found, self._doomed_from = table.of_shards(self._lost_shards(), self._doomed_from)
+            found, self._doomed_from = table.of_shards(self.lost_shards(), self._doomed_from)
             doomed += found
         left = max(0, len(doomed) - most)
         for slot in doomed[left:]:
@@ -311,7 +300,7 @@ class Store:
         words.cleared()
         return False
 
-    def _lost_shards(self) -> NDArray[np.bool_]:
+    def lost_shards(self) -> NDArray[np.bool_]:
         """Return a mask of the shards without a word."""
         mask: NDArray[np.bool_] = np.frombuffer(self.shards, np.uint64) == 0
         return mask
@@ -535,6 +524,16 @@ class Store:
         if self.quotas is not None:
             self.quotas.dropped(slot, self.space.chunk_bytes(offset))
         self.space.release(offset)
+
+    def drop_spoilt(self, slot: int) -> None:
+        """Empty a slot in which others have stored something, and free its own chunk. Nothing is pending."""
+        self.shard_words.end_fallbacks()  # whose value it was, nobody can tell
+        offset = self.space.offset(slot)
+        self.table.empty(slot)
+        if offset >= 0:
+            if self.quotas is not None:
+                self.quotas.dropped(slot, self.space.chunk_bytes(offset))
+            self.space.release(offset)
 
     def _check(self, slot: int, entry: Entry) -> None:
         """Raise CorruptionError unless a live slot's fields name its own chunk, and not more bytes than that has."""

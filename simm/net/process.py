@@ -152,6 +152,17 @@ class Child:
     def __repr__(self) -> str:
         return f"<Child {self.pid}>"
 
+    @property
+    def cause(self) -> str:
+        """Return how it has ended, for a sentence about its death; empty if nobody knows."""
+        if self.code is None:
+            return ""
+        if self.code >= 0:
+            return f" with exit code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f" by {signal.Signals(-self.code).name}"
+        return f" by signal {-self.code}"
+
     def ended(self) -> bool:
         """Return whether the process has ended, and reap it."""
         try:

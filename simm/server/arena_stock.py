@@ -23,6 +23,7 @@ from typing import Final
 from .. import shm
 from ..arena.layout import HEADER_BYTES, Geometry, State, Word
 from ..arena.store import Store
+from ..arena.vault import Vault
 from ..constants import SLAB_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import memory, numa
@@ -53,17 +54,21 @@ class ArenaStock:
         self._foreign: list[segments.Left] = []
 
     @staticmethod
-    def is_fresh(arena: OwnedArena) -> bool:
+    def is_fresh(arena: OwnedArena, vault: Vault) -> bool:
         """Return True if the arena has not been laid out yet."""
+        if vault.filled:
+            return False
         with memoryview(arena.mm)[:HEADER_BYTES].cast("Q") as words:
             return bool(words[Word.MAGIC] == 0)
 
-    def store_in(self, arena: OwnedArena) -> Store:
+    def store_in(self, arena: OwnedArena, vault: Vault) -> Store:
         """Lay out a fresh arena, or recover one, in a worker's process. Raises what makes it unusable."""
         policy = self.options.policy
-        if self.is_fresh(arena):
-            return Store.create(arena.mm, slots=self.options.slots, policy=policy, generation=new_generation())
-        return Store.recover(arena.mm, arena.name, policy=policy)
+        if self.is_fresh(arena, vault):
+            return Store.create(
+                arena.mm, slots=self.options.slots, policy=policy, generation=new_generation(), vault=vault
+            )
+        return Store.recover(arena.mm, arena.name, policy=policy, vault=vault)
 
     def undecided(self) -> list[segments.Left]:
         """Return the suspended arenas with a cluster, whose fate depends on the manager's cluster."""

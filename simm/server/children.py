@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from ..arena.layout import HEADER_BYTES, SHARDS_BYTES
-from ..errors import SimmError
+from ..arena.vault import Vault
+from ..errors import CorruptionError, SimmError
 from ..ipc.arena_files import OwnedArena
 from ..net.loop import Loop, Peer, Service
 from ..net.named_socket import NamedSocket
@@ -50,6 +50,13 @@ RESOLVE_S: Final = 5
 #: Request ids on a worker's socket pair: STATS, and SHARDS from there on.
 STATS_ID: Final = 1
 SHARDS_ID: Final = 2
+#: Within this time a worker that dies again and again is restarted at most so often.
+RESTART_WINDOW_S: Final = 60.0
+RESTARTS_MAX: Final = 60
+#: Exit code of a worker whose arena was overwritten while it served. Its successor mends that, and may well meet the
+#: same soon: it is nobody's fault here, unless no worker has served for so long.
+CORRUPT: Final = 4
+CORRUPT_S: Final = 10.0
 #: A worker or a stream that has answered nothing for so long hangs, or is stopped.
 SILENT_S: Final = 5.0
 #: Added to the supervisor's first oom_score_adj: for itself, for a worker, and for processes that nobody misses.
@@ -124,6 +131,8 @@ class Children:
             log.error("%s", exc)
             if isinstance(exc, ChildError):
                 code = exc.code
+            elif isinstance(exc, CorruptionError):
+                code = CORRUPT
         except BaseException:
             log.exception("process %d failed", os.getpid())
         finally:
@@ -280,6 +289,7 @@ class WorkerSlot:
         self.number = number
         self.node = node
         self.segment = segment
+        self.vault = Vault()
         self.tcp: socket.socket | None = None
         self.streams: list[StreamProcess] = []
         #: The process has answered.
@@ -291,7 +301,12 @@ class WorkerSlot:
         self.order_id = SHARDS_ID
         self.order_epoch = 0
         self.taken = 0
+        #: When its processes died, of late; and those deaths among them that may not go on.
         self.restarts: list[float] = []
+        self.faults: list[float] = []
+        #: Processes that ended with a CorruptionError; and since when none has served.
+        self.corruptions = 0
+        self.down_at = 0.0
         #: Number of processes in a row that could not recover the arena.
         self.unrecovered = 0
         self.stats: dict[str, Any] = {}
@@ -303,10 +318,27 @@ class WorkerSlot:
         self.moved_before = 0
         self.moved_ever = {"bytes": 0, "values": 0, "lost": 0}
 
+    def worker_died(self, code: int | None, now: float) -> None:
+        """Count a death of the worker's process with an exit code, at ``now`` seconds."""
+        if self.ready or not self.down_at:
+            self.down_at = now
+        self.ready = self.current = False
+        self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S] + [now]
+        self.faults = [at for at in self.faults if now - at < RESTART_WINDOW_S]
+        if code == CORRUPT:
+            self.corruptions += 1
+        if code != CORRUPT or now - self.down_at > CORRUPT_S:
+            self.faults.append(now)
+
+    def hopeless(self) -> str:
+        """Return why the worker is not restarted any more; an empty text if it is."""
+        if len(self.faults) <= RESTARTS_MAX:
+            return ""
+        return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
+
     def words(self) -> bytes:
-        """Return a copy of the arena's shard words."""
-        whole: bytes = self.segment.meta.mm[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES]
-        return whole
+        """Return a copy of the worker's shard words."""
+        return self.vault.shards.tobytes()
 
     def load(self, moves_left: int) -> M.WorkerLoad:
         """Return the worker's part of a heartbeat."""

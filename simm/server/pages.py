@@ -26,6 +26,7 @@ _WORKER: Final = (
     ("simm_stale_commits_total", "counter", "commits with a spent or foreign grant", "stale_commits"),
     ("simm_requests_total", "counter", "requests handled", "requests"),
     ("simm_protocol_errors_total", "counter", "connections closed for malformed input", "protocol_errors"),
+    ("simm_arena_mended", "gauge", "words and slots that others had overwritten, mended since its start", "mended"),
 )
 
 #: (metric, type, help, key of a Row's moves)
@@ -75,6 +76,8 @@ class Row:
     rdma: Mapping[str, Any] = field(default_factory=dict)
     #: Its stream processes that hang or do not reach it.
     streams_cut_off: int = 0
+    #: Its processes that ended with a CorruptionError.
+    corruptions: int = 0
 
 
 def healthz(
@@ -145,4 +148,9 @@ def metrics(rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int) -> P
         ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(row.restarts))
         for labels, row in labelled
     ]
+    samples += [
+        ("simm_worker_corruptions_total", "counter", "workers that ended as others had overwritten their arena", labels,
+         float(row.corruptions))
+        for labels, row in labelled
+    ]  # fmt: skip
     return Page(prometheus([*samples, *process_samples()]), METRICS)

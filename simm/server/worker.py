@@ -29,10 +29,10 @@ from functools import partial
 from typing import Any, Final
 
 from ..arena.hashing import check_namespace
-from ..arena.layout import Word
 from ..arena.namespaces import Sweeper
 from ..arena.sessions import Session
 from ..arena.store import Store
+from ..arena.vault import Mender
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
 from ..ipc.commit_ring import Ring
@@ -53,6 +53,8 @@ log = logging.getLogger("simm.server.worker")
 HEARTBEAT_S: Final = 0.1
 #: The worker drops entries of lost shards for so long, and serves for as long before it goes on.
 DROP_S: Final = 0.002
+#: What a recovery has found is logged up to so many lines.
+NOTES_MAX: Final = 20
 #: Between two looks at the path of the UNIX socket.
 PATH_S: Final = 1.0
 
@@ -124,7 +126,7 @@ class Worker(Service):
         self.settings = settings
         self.loop = loop
         self.requests = 0
-        self.epoch = store.header[Word.EPOCH]
+        self.epoch = store.epoch
         #: The supervisor has ended without ending this process.
         self.orphaned = False
         #: Why clients of this host cannot find the worker; empty if they can.
@@ -137,6 +139,8 @@ class Worker(Service):
         #: SHARDS to answer once the entries of lost shards are dropped; a turn that drops some is due.
         self._ordered: list[tuple[Peer, int]] = []
         self._drop_due = False
+        overwritten = f"%d %s of {settings.segment} were overwritten by others: mended"
+        self._mender = Mender(store, loop.call_later, partial(loop.noise, logging.ERROR, overwritten))
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
         store.sessions.recall = self._recall
         sessions = store.sessions
@@ -204,7 +208,8 @@ class Worker(Service):
         self.loop.close()
 
     def _beat(self) -> None:
-        self.store.header[Word.HEARTBEAT] = (self.store.header[Word.HEARTBEAT] + 1) & 0xFFFF_FFFF
+        self.store.beat()
+        self._mender.look()
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -308,7 +313,7 @@ class Worker(Service):
             return refuse(*proto)
         if state.uid not in (os.geteuid(), 0) and not self.settings.any_uid:
             return refuse(Status.UNAUTHORIZED, f"uid {state.uid} may not use this worker (started by {os.geteuid()})")
-        refusal = other_cluster(msg, "worker", self.store.header[Word.CLUSTER])
+        refusal = other_cluster(msg, "worker", self.store.cluster)
         if refusal is not None:
             return refuse(*refusal)
         self.sweeper.look()
@@ -462,7 +467,7 @@ class Worker(Service):
             log.warning("the manager does not know this server: no mutation is accepted until the next map")
             return reply(M.Done(0), request_id)
         try:
-            if msg.cluster != self.store.header[Word.CLUSTER]:
+            if msg.cluster != self.store.cluster:
                 self._leave_cluster(msg.cluster)
             self.store.begin_shards(msg.epoch, msg.since, msg.roles, msg.cluster)
         except UsageError as exc:
@@ -496,7 +501,7 @@ class Worker(Service):
 
         Clients of the new cluster would find what they store now, and the epochs of their movers mean nothing there.
         """
-        before = self.store.header[Word.CLUSTER]
+        before = self.store.cluster
         if before:
             log.warning("the map is of cluster %016x: the entries of cluster %016x are dropped", cluster, before)
         self._movers.clear()
@@ -551,6 +556,7 @@ class Worker(Service):
             epoch=self.epoch,
             requests=self.requests,
             unreachable=self.unreachable,
+            mended=self._mender.mended,
             ring_requests=self.rings.requests,
             namespaces=len(self.store.ledger.namespaces.names),
             namespaces_freed=self.sweeper.freed,
@@ -577,8 +583,10 @@ def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supe
     stop_on_signals(worker.loop)
     store.notes += store.ledger.namespaces.keep(settings.namespaces)
     store.set_quotas(settings.quotas)
-    for note in store.notes:
+    for note in store.notes[:NOTES_MAX]:
         log.warning("recovery: %s", note)
+    if len(store.notes) > NOTES_MAX:
+        log.warning("recovery: and %d findings more", len(store.notes) - NOTES_MAX)
     worker.adopt_supervisor(supervisor)
     worker.start(unix.listener)
     worker.keep_path(unix)

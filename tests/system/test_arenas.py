@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from simm import shm
-from simm.arena.layout import Word
+from simm.arena.layout import HEADER_WORDS
 from simm.net.channel import Channel
 from simm.sdk.local_cluster import LocalCluster
 from simm.wire import messages as M
@@ -175,19 +175,31 @@ def test_another_size_or_another_group(left_warm: Cluster) -> None:
 
 def test_an_arena_that_breaks_while_it_is_served(left_warm: Cluster) -> None:
     """A running server's worker that cannot recover ends the server soon, with the reason. The next start is cold."""
+    left_warm.script = NO_RECOVERY
     left_warm.start_server()
+    left_warm.script = ()
     segment = the_segment(left_warm)
     process = left_warm.processes["dataserver"]
-    pid = left_warm.worker_stats()["pid"]
-    with open(segment, "r+b") as file:
-        file.seek(8 * Word.VERSION)
-        file.write((1 << 40).to_bytes(8, "little"))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(left_warm.worker_stats()["pid"], signal.SIGKILL)
     assert process.wait() == 1
     assert said(left_warm).count(f"{segment.name} cannot be recovered") == 3
     assert "start again, which will be cold" in said(left_warm) and not segment.exists()
     left_warm.start_server()
     assert fill(left_warm) == KEYS
+
+
+def test_a_header_that_breaks_while_it_is_served(left_warm: Cluster) -> None:
+    """It ended the server. Now the next worker goes by what its predecessor has kept, and so does a warm start."""
+    left_warm.start_server()
+    segment = the_segment(left_warm)
+    pid = left_warm.worker_stats()["pid"]
+    with open(segment, "r+b") as file:
+        file.write(b"\xff" * 8 * HEADER_WORDS)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: found(left_warm) == all_of(), "another worker, with all values")
+    stop_server(left_warm)
+    left_warm.start_server()
+    assert found(left_warm) == all_of() and the_segment(left_warm) == segment
 
 
 # -- two clusters on one host --------------------------------------------------------------------------

@@ -29,7 +29,9 @@ from typing import Any
 import psutil
 
 from simm.arena.hashing import Hasher
+from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES
 from simm.arena.store import Store
+from simm.arena.vault import VAULT_BYTES, Vault
 from simm.client import Client
 from simm.constants import DEFAULT_NAMESPACE
 from simm.errors import SimmError, TransportError
@@ -176,15 +178,35 @@ class Server:
         os.kill(pid, signal.SIGSTOP)
         try:
             data = Path(SHM_DIR, self.segment).read_bytes() + Path(SHM_DIR, data_name(self.segment)).read_bytes()
+            vault = copy_of_vault(pid)
         finally:
             os.kill(pid, signal.SIGCONT)
         memory = mmap.mmap(-1, len(data))
         memory[:] = data
-        store = Store.recover(memory, "copy")
+        store = Store.recover(memory, "copy", vault=vault)
         check(store)
         if store.notes:
             raise AssertionError(f"an idle worker's arena needed repair: {store.notes[:3]}")
         return store
+
+
+def copy_of_vault(pid: int) -> Vault:
+    """Return a copy of a worker's vault: of its anonymous shared memory, the piece of that size."""
+    vault = Vault()
+    size = -(-VAULT_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            start, stop = (int(each, 16) for each in line.split(None, 1)[0].split("-"))
+            if "/dev/zero" not in line or stop - start != size:
+                continue
+            memory.seek(start)
+            found = memory.read(VAULT_BYTES)
+            vault.header[:] = memoryview(found)[:HEADER_BYTES].cast("Q")
+            vault.shards[:] = memoryview(found)[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
+            vault.ledger[:] = found[HEADER_BYTES + SHARDS_BYTES :]
+            if vault.filled:
+                return vault
+    raise AssertionError(f"process {pid} has no vault")
 
 
 @dataclass

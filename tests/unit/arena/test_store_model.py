@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simm.arena.hashing import sets_of
 from simm.arena.layout import State, Word
 from simm.arena.sessions import FAIR
-from simm.arena.store import INCARNATION_MAX, Store
+from simm.arena.store import Store
+from simm.arena.vault import INCARNATION_MAX
 from simm.constants import POLICY_NAMES, SHARD_COUNT
 from simm.errors import CapacityError, SegmentError, UsageError
 from simm.ipc.arena_files import OwnedArena
