@@ -12,7 +12,7 @@ import pytest
 from simm.client import Client
 from simm.config.settings import ensure_runtime_dir
 from simm.net.named_socket import NamedSocket
-from tests.support.other_user import GID, needs_root, run_as
+from tests.support.other_user import GID, let_through, needs_root, run_as
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
@@ -67,13 +67,6 @@ ATTACK = """if True:
         everything[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & (1 << 20) - 1)
     print("done")
 """
-
-
-def let_through(folder: Path) -> None:
-    """Let all users go through a folder, and through what is above it."""
-    while folder != Path("/tmp") and folder.stat().st_uid == os.geteuid() and folder != folder.parent:
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o011)
-        folder = folder.parent
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -26,7 +28,7 @@ _PREAMBLE: Final = """if True:
         package = __import__("simm." + each, fromlist=["x"])
         for found in pkgutil.iter_modules(package.__path__):
             __import__("simm." + each + "." + found.name)
-    import simm.client, tests.support.waiting
+    import simm.client, tests.support.scribbler, tests.support.waiting
     os.setgroups([int(sys.argv[3])] if sys.argv[3] else [])
     os.setgid(int(sys.argv[2]))
     os.setuid(int(sys.argv[1]))
@@ -51,3 +53,10 @@ def run_as(body: str, *arguments: str, uid: int = UID, gid: int = UID, group: in
     )  # fmt: skip
     assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def let_through(folder: Path) -> None:
+    """Let all users go through a folder, and through what is above it."""
+    while folder != Path("/tmp") and folder.stat().st_uid == os.geteuid() and folder != folder.parent:
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o011)
+        folder = folder.parent
