@@ -274,7 +274,7 @@ def by_the_stream(case: tuple[Any, ...]) -> tuple[int, int, bool]:
         return [(answer[0], answer[1])] if answer else [(Status.UNAVAILABLE, 0)]
 
     reader: Any = SimpleNamespace(
-        locate=lambda _digest: SimpleNamespace(slot=0) if (then if asked else at_first) else None,
+        locate=lambda _digest: SimpleNamespace(slot=0, length=1) if (then if asked else at_first) else None,
         shard_word=lambda _digest: word, touch=lambda _slot: None,
     )  # fmt: skip
     stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
