@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.fleet import Fleet
-from tests.support.load import FAILED, MISS, OUTAGE, load
+from tests.support.load import FAILED, MISS, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 from tests.support.watch import Watch
 
@@ -29,7 +29,9 @@ def test_wall_clock_jumps(make_fleet: Callable[..., Fleet], nothing_is_left: obj
         patches = [f"clock={path}"]
         fleet = make_fleet(2, heartbeat_ms=200, patches=patches)
         with Watch(fleet) as watch:
-            with load(fleet.manager.address, fleet.folder, patches=patches, deletes=False) as clients:
+            with load(
+                fleet.manager.address, fleet.folder, patches=patches, deletes=False, deadline_s=PATIENT_S
+            ) as clients:
                 before, epoch = fleet.status(), fleet.manager_epoch()
                 for number in range(amount):
                     jump = JUMPS_S[number % len(JUMPS_S)]

@@ -16,7 +16,7 @@ import pytest
 from simm.wire import messages as M
 from tests.support.child import Child, module_command
 from tests.support.fleet import Fleet
-from tests.support.load import FAILED, OUTAGE, load
+from tests.support.load import FAILED, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
 
@@ -136,7 +136,7 @@ def test_two_thousand_sessions_of_one_worker(small: Fleet) -> None:
     wait_until(lambda: server.worker_stats()["sessions"], "the stream's own session, which stays")
     time.sleep(0.2)  # the connection that asked is closed
     before_fds, before = descriptors(pid), process.memory_info().rss
-    with load(small.manager.address, small.folder, 1, paths=("shm",)) as clients:
+    with load(small.manager.address, small.folder, 1, paths=("shm",), deadline_s=PATIENT_S) as clients:
         began = time.monotonic()
         with crowd(SESSIONS, 4, kind="sessions", uds=server.uds()) as many:
             assert sum(said["open"] for said in many.answers()) == SESSIONS
@@ -182,7 +182,7 @@ def churn(fleet: Fleet, seconds: float) -> None:
     run(1.0)  # what is allocated once
     time.sleep(0.5)
     before = {pid: (descriptors(pid), process.memory_info().rss) for pid, process in processes.items()}
-    with load(fleet.manager.address, fleet.folder, 1) as clients:
+    with load(fleet.manager.address, fleet.folder, 1, deadline_s=PATIENT_S) as clients:
         said = run(seconds)
         records = clients.records()
     records.assert_right()

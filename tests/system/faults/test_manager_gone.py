@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.child import stopped
 from tests.support.fleet import Fleet
-from tests.support.load import FAILED, OUTAGE, Clients, load
+from tests.support.load import FAILED, OUTAGE, PATIENT_S, Clients, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
 from tests.support.watch import Watch
@@ -66,7 +66,7 @@ def check(fleet: Fleet, clients: Clients) -> None:
 
 @pytest.mark.fault("F03", "F07", ci="1 kill, 1 stop of 3 s, 8 s away")
 def test_manager_killed_stopped_and_gone(fleet: Fleet) -> None:
-    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder, deadline_s=PATIENT_S) as clients:
         manager_gone(fleet, stop_s=3.0, gone_s=8.0)
         check(fleet, clients)
     watch.assert_right()
@@ -95,7 +95,7 @@ def test_manager_gone_for_ten_minutes(real_fleet: Fleet) -> None:
 @pytest.mark.fault("F03", ci="1 kill with the state lost", whole="the same")
 def test_manager_and_its_state_lost(fleet: Fleet) -> None:
     """kill -9 and an empty disk: the servers bring the map back, no call fails, and nothing is dropped."""
-    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder, deadline_s=PATIENT_S) as clients:
         time.sleep(1.0)
         before = fleet.manager_epoch()
         fleet.manager.kill()

@@ -19,7 +19,7 @@ from simm.wire import messages as M
 from tests.support.background import Background
 from tests.support.child import Child, module_command
 from tests.support.fleet import Fleet
-from tests.support.load import FAILED, GET, MISS, OUTAGE, load
+from tests.support.load import FAILED, GET, MISS, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
 
@@ -91,7 +91,9 @@ def crowd_of_slow(make_fleet: Callable[..., Fleet], stall_s: float, patches: lis
     processes = {process.pid: process for process in [psutil.Process(fleet.manager.pid), *server.family()]}
     most_s = stall_s + MAINTENANCE_S + 20
     with contextlib.ExitStack() as stack:
-        clients = stack.enter_context(load(fleet.manager.address, fleet.folder, 1, paths=("tcp",), deletes=False))
+        clients = stack.enter_context(
+            load(fleet.manager.address, fleet.folder, 1, paths=("tcp",), deletes=False, deadline_s=PATIENT_S)
+        )
         web = stack.enter_context(Prober(healthz))
         status = stack.enter_context(Prober(lambda: fleet.ask_manager(M.ClusterStatus(0))))
         calm = time.monotonic()
