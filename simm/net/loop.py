@@ -176,6 +176,12 @@ class Peer:
         """Reply to a request."""
         self.send(reply(msg, request_id, status))
 
+    def send_verdict(self, msg: Any, status: int, request_id: int) -> None:
+        """Reply to AUTH or PROVE, and close if the reply is a refusal."""
+        self.send_message(msg, request_id, status=status)
+        if status == M.Status.UNAUTHORIZED:
+            self.close("unauthorized")
+
     def push(self, msg: Any) -> None:
         """Send a message that is no reply."""
         self.send(encode(msg, 0, flags=Flag.PUSH))

@@ -189,7 +189,7 @@ class Endpoint(Service):
             elif isinstance(msg, M.Hello):
                 self._hello(peer, lease, frame.request_id, msg)
             elif isinstance(msg, M.Auth | M.Prove):
-                self._prove(peer, frame.request_id, *lease.gate.take(msg))
+                peer.send_verdict(*lease.gate.take(msg), frame.request_id)
             elif isinstance(msg, M.Ping):
                 peer.send_message(M.Pong(msg.cookie), frame.request_id)
             elif isinstance(msg, M.Stats):
@@ -203,12 +203,6 @@ class Endpoint(Service):
         self.counts["connections_broken"] += 1
         log.warning("closing the lease of %s: %s", peer.address, why)
         peer.close(f"a queue pair broke: {why}")
-
-    def _prove(self, peer: Peer, request_id: int, answer: Any, status: int) -> None:
-        """Answer AUTH or PROVE."""
-        peer.send_message(answer, request_id, status=status)
-        if status == M.Status.UNAUTHORIZED:
-            peer.close("unauthorized")
 
     def _hello(self, peer: Peer, lease: RdmaLease, request_id: int, msg: M.Hello) -> None:
         if lease.role is not None:

@@ -197,19 +197,13 @@ class Stream(Service):
         elif isinstance(msg, M.Hello):
             self._hello(peer, state, frame.request_id, msg)
         elif isinstance(msg, M.Auth | M.Prove):
-            self._prove(peer, frame.request_id, *state.gate.take(msg))
+            peer.send_verdict(*state.gate.take(msg), frame.request_id)
         elif isinstance(msg, M.Ping):
             peer.send_message(M.Pong(msg.cookie), frame.request_id)
         elif isinstance(msg, M.Stats):
             peer.send_message(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a stream")
-
-    def _prove(self, peer: Peer, request_id: int, answer: Any, status: int) -> None:
-        """Answer AUTH or PROVE."""
-        peer.send_message(answer, request_id, status=status)
-        if status == M.Status.UNAUTHORIZED:
-            peer.close("unauthorized")
 
     def _hello(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Hello) -> None:
         proto = accept(msg, "server", state.gate)
