@@ -24,6 +24,26 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture(scope="session")
+def lmcache(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """LMCache's environment; skips, with the reason, where it cannot be had."""
+    try:
+        python = engine_processes.engine_python("lmcache")
+    except Unavailable as why:
+        pytest.skip(f"no LMCache environment: {why}")
+    return Engine(python, tmp_path_factory.mktemp("lmcache"))
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """vLLM's environment; skips, with the reason, where it cannot be had."""
+    try:
+        python = engine_processes.engine_python("vllm")
+    except Unavailable as why:
+        pytest.skip(f"no vLLM environment: {why}")
+    return Engine(python, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
 def engine_cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A manager and a data server in their own processes."""
     folder: Path = tmp_path_factory.mktemp("cluster")

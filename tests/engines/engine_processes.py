@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +32,17 @@ class Unavailable(Exception):
     """The engine environment cannot be had here; the text is the reason to show for the skip."""
 
 
-def engine_python() -> str:
-    """The python that SGLang is installed for, built first if need be (minutes, once).
+def engine_python(*options: str) -> str:
+    """The python that an engine is installed for, built first if need be (minutes, once); see ``scripts/engine-env``.
 
-    Raises Unavailable where it cannot be had or is switched off, CalledProcessError where building it broke.
+    Raises Unavailable where it cannot be had or is switched off, RuntimeError where building it broke.
     """
     if os.environ.get("SIMM_ENGINES") == "0":
         raise Unavailable("SIMM_ENGINES=0")
-    command = [str(ROOT / "scripts" / "engine-env")]
+    without = os.environ.get("SIMM_ENGINE_WITHOUT", "")
+    if without and without in options:
+        raise Unavailable(f"SIMM_ENGINE_WITHOUT={without}")
+    command = [str(ROOT / "scripts" / "engine-env"), *options]
     try:
         built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
     except subprocess.TimeoutExpired:
@@ -59,6 +62,11 @@ def tail(path: Path, count: int = 4000) -> str:
 class Cluster:
     manager: ServerProcess
     data: ServerProcess
+    others: tuple[ServerProcess, ...] = ()
+
+    @property
+    def servers(self) -> tuple[ServerProcess, ...]:
+        return self.manager, self.data, *self.others
 
     @property
     def address(self) -> str:
@@ -66,19 +74,23 @@ class Cluster:
         return self.manager.address
 
     def logs(self) -> str:
-        return "\n".join(f"--- {s.name}\n{tail(s.log)}" for s in (self.manager, self.data))
+        return "\n".join(f"--- {s.name}\n{tail(s.log)}" for s in self.servers)
 
 
 @contextmanager
-def cluster(folder: Path, memory: str = "1G") -> Iterator[Cluster]:
-    """A manager and one data server with ``memory``, in their own processes, stopped at the end."""
-    with ServerProcess("manager", folder, "--listen", "127.0.0.1:0") as manager:
-        arguments = [
-            "--numa", "0", "--manager", manager.address, "--memory", memory, "--listen", "127.0.0.1:0",
-            "--name", f"t{os.getpid()}-engines", "--runtime-dir", str(folder / "run"),
-        ]  # fmt: skip
-        with ServerProcess("dataserver", folder, *arguments) as data:
-            yield Cluster(manager, data)
+def cluster(folder: Path, memory: str = "1G", servers: int = 1) -> Iterator[Cluster]:
+    """A manager and data servers with ``memory`` each, in their own processes, stopped at the end."""
+    with ExitStack() as stack:
+        manager = stack.enter_context(ServerProcess("manager", folder, "--listen", "127.0.0.1:0"))
+        data = []
+        for number in range(servers):
+            name = f"engines{number or ''}"
+            arguments = [
+                "--numa", "0", "--manager", manager.address, "--memory", memory, "--listen", "127.0.0.1:0",
+                "--name", f"t{os.getpid()}-{name}-{folder.name}", "--runtime-dir", str(folder / "run"),
+            ]  # fmt: skip
+            data.append(stack.enter_context(ServerProcess("dataserver", folder, *arguments, name=name)))
+        yield Cluster(manager, data[0], tuple(data[1:]))
 
 
 @dataclass
@@ -125,29 +137,22 @@ class Engine:
             (folder / "python").symlink_to(done.stdout.strip())
         return folder
 
-    def run(self, address: str, seed: int, steps: Sequence[dict[str, Any]]) -> DriverRun:
-        """One driver process over ``steps``. RuntimeError if it brings no report, with what it said."""
+    def run(
+        self, address: str, seed: int, steps: Sequence[dict[str, Any]], *, driver: str = "sglang_driver.py",
+        as_expected: bool = True, module: str = "",
+    ) -> DriverRun:  # fmt: skip
+        """One driver process over ``steps``. RuntimeError if it brings no report, with what it said.
+
+        ``as_expected``: on a machine as SGLang's own backend expects one, see :attr:`launcher`. ``module``: one of
+        SiMM's that runs commands, and runs the driver then.
+        """
         config = self.folder / "simm-config.json"
         config.write_text(json.dumps({"manager_address": address}))
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE / "shim", self.shipped_test_path()))),
-            "SGLANG_HICACHE_SIMM_CONFIG_PATH": str(config),
-            "HOME": str(self.folder),
-            "TMPDIR": str(self.folder),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        request = json.dumps({"manager": address, "seed": seed, "steps": list(steps)})
-        command = [*self.launcher, self.python, str(HERE / "sglang_driver.py"), request]
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=DRIVER_S, env=env, cwd=self.folder,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as hung:
-            said = (hung.stderr or b"")[-4000:]
-            raise RuntimeError(f"driver still running after {DRIVER_S:.0f} s\n{said!r}") from None
+        request = {"manager": address, "seed": seed, "steps": list(steps)}
+        done = self._run(
+            driver, request, (ROOT, HERE / "shim", self.shipped_test_path()), module, as_expected,
+            SGLANG_HICACHE_SIMM_CONFIG_PATH=str(config),
+        )  # fmt: skip
         lines = done.stdout.splitlines()
         try:
             # Exactly one line: a store that prints to stdout would be found here.
@@ -156,3 +161,40 @@ class Engine:
         except ValueError:
             raise RuntimeError(f"driver exit {done.returncode}, stdout {lines}\n{done.stderr[-4000:]}") from None
         return DriverRun(done.returncode, report, done.stderr)
+
+    def run_whole(
+        self, packages: str, weights: int, options: dict[str, Any], *, storage: int = 0, module: str = "",
+        as_expected: bool = False, **environment: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The report of whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
+        request = {"folder": str(self.folder), "weights": weights, "options": options, "storage": storage}
+        path = (ROOT, HERE / "plugin", HERE / "shim", Path(packages))
+        done = self._run("whole_driver.py", request, path, module, as_expected, **environment)
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
+        return {**report, "stderr": done.stderr}
+
+    def _run(
+        self, driver: str, request: dict[str, Any], path: Sequence[Path], module: str, as_expected: bool,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a driver to its end, with ``path`` as PYTHONPATH. RuntimeError if it does not end."""
+        env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "HOME": str(self.folder),
+            "TMPDIR": str(self.folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment,
+        }  # fmt: skip
+        command = [self.python, str(HERE / driver), json.dumps(request)]
+        if module:
+            command = [self.python, "-m", module, "--", *command]
+        if as_expected:
+            command = [*self.launcher, *command]
+        try:
+            return subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=DRIVER_S, env=env, cwd=self.folder,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as hung:
+            said = (hung.stderr or b"")[-4000:]
+            raise RuntimeError(f"{driver} still running after {DRIVER_S:.0f} s\n{said!r}") from None

@@ -75,7 +75,9 @@ class Case:
     ``rank`` is the tensor-parallel rank that runs; ``content_rank`` whose bytes are meant (MLA is the same on
     every rank, and only rank 0 writes it). ``heads`` is what one rank has of them. ``flip`` damages one bit
     of [page, part, byte]: on the way in when writing, after the read when reading. ``namespace`` is what the
-    operator set SIMM_NAMESPACE to.
+    operator set SIMM_NAMESPACE to. ``backend``: SGLang's own ("simm"), its one for Mooncake ("mooncake"), or the one
+    that SiMM brings ("dynamic"). ``model``: the model's name. ``failing``: how much of its calls SGLang's failure
+    injector turns into failures; what SGLang warns of meanwhile is no fault.
     """
 
     prompt: str
@@ -89,6 +91,9 @@ class Case:
     heads: int = HEADS
     flip: tuple[int, int, int] | None = None
     namespace: str = ""
+    backend: str = "simm"
+    model: str = "simm-engine-test"
+    failing: float = 0.0
 
 
 class Problems(logging.Handler):
@@ -153,7 +158,9 @@ def make_pools(case: Case, pages: int) -> Pools:
         info = device.get_device_pool_infos()[0].buffer_info
         host = MLATokenToKVPoolHost(info, target_layer_num=case.layers, **geometry)
         parts, part_bytes = 1, PAGE_TOKENS * case.layers * (LORA_RANK + ROPE_DIM) * dtype.itemsize
-    # In both page-first layouts a page's part is one run of bytes, so one shape serves all four pools.
+    if case.layout == "layer_first":  # each layer of a page is a run of bytes of its own
+        parts, part_bytes = parts * case.layers, part_bytes // case.layers
+    # In all layouts a page's part is one run of bytes, so one shape serves all pools.
     # That it really is one is checked with SGLang's own accessor, in agrees_with_accessor.
     raw: Bytes = host.kv_buffer.view(torch.uint8).reshape(-1).numpy().reshape(parts, pages, part_bytes)
     raw[:] = CANARY
@@ -206,13 +213,36 @@ def make_backend(case: Case, pools: Pools, manager: str) -> Any:
         is_mla_model=case.pool == "mla",
         enable_storage_metrics=False,
         is_page_first_layout=case.layout == "page_first",
-        model_name="simm-engine-test",
-        extra_config={"manager_address": manager},
+        model_name=case.model,
+        extra_config=extra_config(case, manager),
     )
-    with in_namespace(case.namespace):
-        backend = StorageBackendFactory.create_backend("simm", config, pools.host)
+    with in_namespace(case.namespace), injected(case.failing):
+        backend = StorageBackendFactory.create_backend(case.backend, config, pools.host)
     backend.register_mem_pool_host(pools.host)
     return backend
+
+
+def extra_config(case: Case, manager: str) -> dict[str, Any]:
+    """What follows ``--hicache-storage-backend-extra-config``."""
+    if case.backend == "simm":
+        return {"manager_address": manager}
+    if case.backend == "mooncake":
+        return {"master_server_address": manager, "local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE"}
+    from simm.tools.engine import SGLANG
+
+    return {**SGLANG, "manager_address": manager}
+
+
+@contextlib.contextmanager
+def injected(failing: float) -> Iterator[None]:
+    """SGLang's own failure injector around the backends that are made meanwhile; 0: none."""
+    name = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"
+    if failing:
+        os.environ[name] = str(failing)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
@@ -336,7 +366,7 @@ def controller(case: Case, pools: Pools, manager: str) -> Iterator[Any]:
 
     ranks = {"tp_rank": case.rank, "tp_size": case.ranks, "attn_dcp_size": 1, "attn_dcp_rank": 0}
     ranks |= {"pp_rank": 0, "pp_size": 1}
-    with get_parallel().override(**ranks):
+    with get_parallel().override(**ranks), injected(case.failing):
         made = HiCacheController(
             OnlyPool(pools.device),
             pools.host,
@@ -345,9 +375,9 @@ def controller(case: Case, pools: Pools, manager: str) -> Iterator[Any]:
             threading.Event(),
             write_policy="write_through",
             io_backend="direct" if case.layout == "page_first_direct" else "kernel",
-            storage_backend="simm",
-            model_name="simm-engine-test",
-            storage_backend_extra_config={"manager_address": manager},
+            storage_backend=case.backend,
+            model_name=case.model,
+            storage_backend_extra_config=extra_config(case, manager),
         )
         try:
             assert made.page_set_func == made._page_set_zero_copy
@@ -496,7 +526,8 @@ def run_step(step: dict[str, Any], manager: str, seed: int, problems: Problems) 
     except Exception:
         result = {"ok": False, "error": traceback.format_exc()}
     result["problems"] = problems.lines[already:]
-    result["ok"] = result["ok"] and not result["problems"]
+    expected = step.get("case", {}).get("failing") or step.get("warns")
+    result["ok"] = result["ok"] and (bool(expected) or not result["problems"])
     return {**step, **result}
 
 

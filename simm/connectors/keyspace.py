@@ -1,0 +1,159 @@
+"""Keys that keep different models apart, and a flush that takes one put.
+
+An engine's page keys are hashes of tokens. They name neither the model nor how its pages are laid out. So each key
+here begins with the *identity* of what it holds: a digest of everything that must be equal for two pages to be
+interchangeable. It also has the *generation* of its scope, which a flush replaces.
+
+Generations
+-----------
+The generation of a scope is a number that is stored under a key of that scope. It is read before each operation (5 us
+on the same host, one round trip otherwise) and is part of all other keys. A flush stores a larger one; what was stored
+before is then found under no key, and is evicted in time. What holds:
+
+* A keyspace that was told to flush never again reads what was stored before, whether or not its put succeeds: it knows
+  its own generation, and only ever moves to a larger one.
+* Other keyspaces of the scope follow with their first operation after the flush. While the generation's server cannot
+  be reached, they keep the one they know. A new keyspace that knows none misses until it can be read.
+* A generation that was evicted, or lost with its server, is stored again by any keyspace that knows it. If none does,
+  a new one begins. It is the time in nanoseconds, so nothing was ever stored under it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ..client import Client, NoValue, sink_of, source_of
+from ..errors import SimmError
+from ..wire.status import Status
+
+log = logging.getLogger("simm.connectors")
+
+#: As many bytes as a key may have; see :class:`~simm.client.Client`.
+KEY_BYTES_MAX: Final = 256
+_GENERATION: Final = struct.Struct("<Q")
+#: Attempts to store a generation while others do.
+_ATTEMPTS: Final = 3
+
+
+def identity(facts: Mapping[str, Any]) -> str:
+    """Return a digest, 24 characters, of facts that must all be equal for values to be interchangeable. O(facts)."""
+    text = json.dumps({name: str(value) for name, value in facts.items()}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def short_key(key: str) -> str:
+    """Return the key, or a digest of it if it is longer than a key may be. O(bytes)."""
+    raw = key.encode()
+    return key if len(raw) <= KEY_BYTES_MAX else f"sha256:{hashlib.sha256(raw).hexdigest()}"
+
+
+class Keyspace:
+    """The keys of one scope in one client's namespace. Any thread may call it.
+
+    Args:
+        client: whose namespace it is. Its owner closes it.
+        scope: what a flush covers, as text that goes at the head of its keys: ``"sglang/<identity>"``.
+    """
+
+    def __init__(self, client: Client, scope: str) -> None:
+        self._client = client
+        self.scope = scope
+        self._name = short_key(f"{scope}/generation")
+        self._lock = threading.Lock()
+        #: The largest generation that this keyspace has seen; 0 for none.
+        self._known = 0
+
+    def __repr__(self) -> str:
+        return f"<Keyspace {self.scope} generation={self._known}>"
+
+    @property
+    def _key(self) -> bytes:
+        """The digest of what holds the generation. It changes with the epoch of the client's namespace."""
+        return self._client.digest(self._name)
+
+    def generation(self) -> str | None:
+        """Return the generation's text, for keys. None if it is not known: there is nothing to read, nor to put.
+
+        None, too, if its server was waited for: the caller's call has had its deadline then, and is a miss. That server
+        counts as down from now on, so the next call goes on with the generation known last. Raises UsageError if the
+        client is closed.
+        """
+        buffer = bytearray(_GENERATION.size)
+        for _ in range(_ATTEMPTS):
+            began = time.monotonic()
+            got = self._client.get_digest(self._key, sink_of(buffer))
+            stored = _GENERATION.unpack(buffer)[0] if got == _GENERATION.size else 0
+            with self._lock:
+                known = self._known = max(self._known, stored)
+                if got == NoValue.UNAVAILABLE and (not known or time.monotonic() - began > self._client.deadline_s / 2):
+                    return None
+                if stored == known != 0 or got == NoValue.UNAVAILABLE:
+                    return f"{known:016x}"
+                if not known:
+                    known = self._known = time.time_ns()
+            self._store(known)  # and look again: another one may have stored a larger generation meanwhile
+        return f"{known:016x}"
+
+    def flush(self) -> bool:
+        """Begin a new generation: what was stored before is a miss from now on.
+
+        Return whether other keyspaces see it too. This one keeps to it in any case, and stores it later.
+        """
+        buffer = bytearray(_GENERATION.size)
+        got = self._client.get_digest(self._key, sink_of(buffer))
+        stored = _GENERATION.unpack(buffer)[0] if got == _GENERATION.size else 0
+        with self._lock:
+            new = self._known = max(self._known + 1, stored + 1, time.time_ns())
+        return self._store(new)
+
+    def _store(self, generation: int) -> bool:
+        if self._client._options.replicas > 1:  # such a namespace keeps what is stored
+            self._client.delete_digests([self._key])
+        return self._client.put_digest(self._key, source_of(_GENERATION.pack(generation))) == Status.OK
+
+    def names(self, generation: str, keys: Sequence[str]) -> list[str]:
+        """Return keys of a generation as the client takes them. O(bytes)."""
+        head = f"{self.scope}/{generation}/"
+        return [short_key(head + key) for key in keys]
+
+    def digests(self, generation: str, keys: Sequence[str]) -> list[bytes]:
+        """Return the digests of :meth:`names`. O(bytes)."""
+        return list(map(self._client.digest, self.names(generation, keys)))
+
+
+def connect(manager: str = "", **options: Any) -> Client:
+    """Return a client for an engine, which may be up before its cache: it misses until a manager answers.
+
+    ``manager`` empty: that of the environment. Raises RuntimeError with a sentence for a wrong setting, or if the
+    managers refuse this client for good.
+    """
+    try:
+        client = Client(manager or None, lazy=True, **options)
+        try:
+            client.begin()
+        except SimmError:
+            client.close()
+            raise
+    except (SimmError, OSError) as exc:
+        raise RuntimeError(f"SiMM: {exc}") from exc
+    return client
+
+
+def options_of(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return ``namespace`` and ``deadline_ms`` as a client takes them. Raises RuntimeError with a sentence."""
+    options: dict[str, Any] = {}
+    if wanted.get("namespace") not in (None, ""):
+        options["namespace"] = str(wanted["namespace"])
+    if wanted.get("deadline_ms") not in (None, ""):
+        try:
+            options["deadline_s"] = float(wanted["deadline_ms"]) / 1000
+        except (TypeError, ValueError):
+            raise RuntimeError(f"SiMM: deadline_ms is a number, not {wanted['deadline_ms']!r}") from None
+    return options

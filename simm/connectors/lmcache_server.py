@@ -1,0 +1,363 @@
+"""SiMM as an L2 adapter of ``lmcache server``, for ``--l2-adapter '{"type": "plugin", ...}'``.
+
+``simm engine lmcache-server`` prints the flag. LMCache's two controllers submit tasks, which run in threads here, and
+wait for one of three event descriptors. Objects are read straight into LMCache's L1 arena, which is registered once,
+and put straight out of it.
+
+Locks
+-----
+A lookup *pins* what it finds (``Client.pin``): the values stay as they were found, whatever is evicted, replaced or
+deleted meanwhile, until LMCache has loaded and unlocked them. A lookup that finds many values holds them by one set of
+pins, which is released with the last of its locks. Pins are bounded (docs/pins.md). Values beyond that are held by
+their version alone, and a load of one that was evicted is a miss.
+
+Keys and values
+---------------
+A key is LMCache's own text: model, rank, object group, chunk hash and salt, in SiMM's namespace;
+``simm.schemes.lmcache.object_keys`` makes it. It names no data type and no shape. So the value does
+(``lmcache_values.py``), and a load into an object of another layout is a miss.
+
+Failures
+--------
+A task that fails has an empty result. None hangs longer than the client's deadline allows. When a task's result is
+there, nothing uses its objects any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from ..client import Client
+from ..constants import VALUE_BYTES_MAX
+from ..errors import UsageError
+from ..host.buffers import Span
+from ..schemes.lmcache import object_keys
+from ..wire.status import STATUS_NAMES, Status
+from .complaints import Complaints
+from .keyspace import connect, options_of, short_key
+from .lmcache_values import Arena, Slot, length_of, reachable, too_large
+
+__all__ = ["SimmL2Adapter"]
+
+log = logging.getLogger("simm.connectors.lmcache")
+
+_THREADS: Final = 4
+_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "threads")
+
+
+class _Held:
+    """What a lookup found: pinned, until the last of its locks is gone. The adapter's lock guards ``locks``."""
+
+    def __init__(self, pins: Any) -> None:
+        self.pins = pins
+        self.locks = 0
+
+
+class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
+    """Stores the objects of ``lmcache server`` in SiMM. Any thread may call it; no call but the constructor raises.
+
+    Args:
+        params: ``adapter_params`` of the flag: ``manager_address`` (``"host:port"``, several separated by commas;
+            default SIMM_MANAGER), ``namespace`` (default SIMM_NAMESPACE), ``deadline_ms``, ``threads`` (how many tasks
+            run at the same time).
+        l1_memory_desc: where LMCache's arena is.
+        client: for tests, and for programs that have one. Otherwise a client is made, and closed by :meth:`close`.
+
+    Raises RuntimeError with a sentence for a wrong setting, or if the managers refuse this client.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Any] | None = None, l1_memory_desc: Any = None, *, client: Client | None = None
+    ) -> None:
+        super().__init__()
+        wanted = dict(params or {})
+        unknown = set(wanted) - set(_OPTIONS)
+        threads = wanted.get("threads", _THREADS)
+        if unknown or type(threads) is not int or not 0 < threads <= 64:
+            raise RuntimeError(
+                f"SiMM: adapter_params are {', '.join(_OPTIONS)}, threads 1 to 64; not {sorted(unknown) or threads}"
+            )
+        self._owns = client is None
+        self._client = client or connect(str(wanted.get("manager_address", "")), **options_of(wanted))
+        self._arena = Arena(self._client, _registered(l1_memory_desc))
+        self._complain = Complaints(log)
+        self._stored_notifier, self._found_notifier, self._loaded_notifier = (create_event_notifier() for _ in range(3))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-lmcache")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._stored: dict[int, L2StoreResult] = {}
+        self._found: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
+        #: For each locked key the lookups that hold it, and its number among the keys of each.
+        self._locked: dict[str, deque[tuple[_Held, int]]] = {}
+        self._closed = False
+        log.info("SiMM's L2 adapter for LMCache: %r", self._client)
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that is readable when a store has ended."""
+        return int(self._stored_notifier.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that is readable when a lookup has ended."""
+        return int(self._found_notifier.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that is readable when a load has ended."""
+        return int(self._loaded_notifier.fileno())
+
+    # -- tasks ------------------------------------------------------------------------------------
+
+    def _submit(self, what: str, results: dict[int, Any], notifier: Any, nothing: Any, call: Callable[[], Any]) -> int:
+        """Run a call in a thread; note its result, or ``nothing`` where it raises, and signal. Return its number."""
+        number = next(self._numbers)
+
+        def run() -> None:
+            result = nothing
+            try:
+                result = call()
+            except Exception as exc:
+                self._complain(what, "%s failed, LMCache goes on without it: %s", what, str(exc), trace=True)
+            with self._lock:
+                results[number] = result
+                if not self._closed:
+                    notifier.notify()
+
+        try:
+            self._threads.submit(run)
+        except RuntimeError:  # closed
+            with self._lock:
+                results[number] = nothing
+        return number
+
+    # -- store --------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to store the objects that are not stored; return the task."""
+        return self._submit("store", self._stored, self._stored_notifier, L2StoreResult(False, 0),
+                            lambda: self._store(keys, objects))  # fmt: skip
+
+    def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
+        digests = self._digests(keys)
+        there = self._client.exists_digests(digests) if digests else []
+        missing = [at for at, known in enumerate(there) if not known]
+        fits = [at for at in missing if not too_large(objects[at])]
+        if len(fits) < len(missing):
+            self._complain("large", "%d objects have more than the %d bytes of a value: make --chunk-size smaller",
+                           len(missing) - len(fits), VALUE_BYTES_MAX)  # fmt: skip
+        sources = [self._arena.source(objects[at]) for at in fits]
+        statuses = self._client.put_digests([digests[at] for at in fits], sources) if fits else []
+        good = [at for at, status in zip(fits, statuses) if status == Status.OK]
+        if len(good) < len(fits):
+            first = next(status for status in statuses if status != Status.OK)
+            self._complain("put", "%d objects were not stored: %s", len(fits) - len(good), STATUS_NAMES[first])
+        sizes = [objects[at].get_size() for at in good]
+        if good:
+            self._notify_keys_stored([keys[at] for at in good], sizes)
+        return L2StoreResult(len(good) == len(missing), sum(sizes))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return the results of stores that have ended since the last call."""
+        with self._lock:
+            done = dict(self._stored)
+            self._stored.clear()
+        return done
+
+    # -- lookup and lock ------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
+        """Begin to look for objects, and to pin those that are there; return the task."""
+        return self._submit("lookup", self._found, self._found_notifier, Bitmap(len(keys)),
+                            lambda: self._lookup(keys))  # fmt: skip
+
+    def _lookup(self, keys: list[Any]) -> Any:
+        bits = Bitmap(len(keys))
+        names = self._names(keys)
+        if not names:
+            return bits
+        held = _Held(self._client.pin(names))
+        found = [at for at, length in enumerate(held.pins.lengths) if length is not None]
+        with self._lock:
+            if not self._closed:
+                for at in found:
+                    held.locks += 1
+                    self._locked.setdefault(names[at], deque()).append((held, at))
+        if not held.locks:
+            held.pins.release()
+        for at in found if held.locks else ():
+            bits.set(at)
+        return bits
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """Return a lookup's bitmap, once; None while it runs."""
+        with self._lock:
+            return self._found.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Give up one lock of each key. Keys that are not locked are left alone."""
+        free = []
+        with self._lock:
+            for name in self._names(keys):
+                holders = self._locked.get(name)
+                if not holders:
+                    continue
+                held, _ = holders.popleft()
+                if not holders:
+                    del self._locked[name]
+                held.locks -= 1
+                if not held.locks:
+                    free.append(held)
+        for held in free:
+            try:
+                self._threads.submit(self._release, held)
+            except RuntimeError:
+                self._release(held)
+
+    def _release(self, held: _Held) -> None:
+        try:
+            held.pins.release()
+        except Exception as exc:
+            self._complain("release", "pins were not released: %s", str(exc))
+
+    # -- load ---------------------------------------------------------------------------------------
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to read values into objects; return the task."""
+        return self._submit("load", self._loaded, self._loaded_notifier, Bitmap(len(keys)),
+                            lambda: self._load(keys, objects))  # fmt: skip
+
+    def _load(self, keys: list[Any], objects: list[Any]) -> Any:
+        bits = Bitmap(len(keys))
+        names = self._names(keys)
+        slots = [self._arena.slot(each) for each in objects]
+        with self._lock:
+            locks = [self._locked[name][0] if name in self._locked else None for name in names]
+        foreign: dict[str, int] = {}
+        groups: dict[_Held | None, list[int]] = {}
+        for at, lock in enumerate(locks):
+            groups.setdefault(lock[0] if lock is not None else None, []).append(at)
+        good: list[int] = []
+        for held, places in groups.items():
+            for at, got in self._read(held, places, locks, names, slots):
+                if slots[at].filled(got):
+                    good.append(at)
+                elif length_of(got):
+                    foreign[names[at]] = length_of(got)
+        for at in good:
+            bits.set(at)
+        if good:
+            self._notify_keys_accessed([keys[at] for at in good])
+        self._drop(foreign)
+        return bits
+
+    def _read(
+        self, held: _Held | None, places: list[int], locks: Sequence[tuple[_Held, int] | None], names: Sequence[str],
+        slots: Sequence[Slot],
+    ) -> list[tuple[int, Any]]:  # fmt: skip
+        """Read values that one lookup holds, or that none does; return for each its place and what came of it."""
+        if held is None:
+            results = self._client.get_digests(list(map(self._client.digest, (names[at] for at in places))),
+                                               [slots[at].sink for at in places])  # fmt: skip
+            return list(zip(places, results))
+        lengths = held.pins.lengths
+        wants, fits, other = [], [], []
+        for at in places:
+            lock = locks[at]
+            assert lock is not None
+            length = lengths[lock[1]]
+            if length == slots[at].sink.least:
+                fits.append(at)
+                wants.append((lock[1], slots[at].sink))
+            else:
+                other.append((at, length or 0))
+        got = held.pins.read_wants(wants) if wants else []
+        return [*zip(fits, (each or 0 for each in got)), *other]
+
+    def query_load_result(self, task_id: int) -> Any:
+        """Return a load's bitmap, once; None while it runs."""
+        with self._lock:
+            return self._loaded.pop(task_id, None)
+
+    # -- the rest -----------------------------------------------------------------------------------
+
+    def delete(self, keys: list[Any]) -> None:
+        """Delete objects. Those that are locked can still be loaded."""
+        try:
+            names = self._names(keys)
+            if not names:
+                return
+            with self._client.pin(names) as pins:
+                lengths = list(pins.lengths)
+            statuses = self._client.delete_digests(self._digests(keys))
+            gone = [at for at, status in enumerate(statuses) if status == Status.OK and lengths[at]]
+            if gone:
+                self._notify_keys_deleted([keys[at] for at in gone], [lengths[at] or 0 for at in gone])
+        except Exception as exc:
+            self._complain("delete", "delete failed, LMCache goes on without it: %s", str(exc), trace=True)
+
+    def report_status(self) -> dict[str, Any]:
+        """Return whether a worker or a manager is reached, with the client's counters."""
+        with self._lock:
+            locked = sum(map(len, self._locked.values()))
+        try:
+            stats: dict[str, Any] = {"simm": self._client.stats(), "is_healthy": reachable(self._client)}
+        except Exception as exc:
+            stats = {"is_healthy": False, "reason": str(exc)}
+        return {**stats, "type": "SimmL2Adapter", "locked": locked}
+
+    def close(self) -> None:
+        """End the tasks, give up all locks, close the connection. Twice is harmless."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            held = {each for holders in self._locked.values() for each, _ in holders}
+            self._locked.clear()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for each in held:
+            self._release(each)
+        self._arena.close()
+        if self._owns:
+            self._client.close()
+        for notifier in (self._stored_notifier, self._found_notifier, self._loaded_notifier):
+            notifier.close()
+
+    def _names(self, keys: Sequence[Any]) -> list[str]:
+        return [
+            short_key(name)
+            for key in keys
+            for name in object_keys([key.chunk_hash], key.model_name, kv_rank=key.kv_rank, group=key.object_group_id,
+                                    cache_salt=key.cache_salt)
+        ]  # fmt: skip
+
+    def _digests(self, keys: Sequence[Any]) -> list[bytes]:
+        return list(map(self._client.digest, self._names(keys)))
+
+    def _drop(self, foreign: Mapping[str, int]) -> None:
+        """Delete values of another layout, so that this server's can be stored."""
+        if foreign:
+            self._complain("layout", "%d objects have another layout than this server's under its keys: dropped. Give"
+                           " servers with one model name and other layouts a namespace each", len(foreign))  # fmt: skip
+            self._client.delete_sized(list(map(self._client.digest, foreign)), list(foreign.values()))
+
+
+def _registered(desc: Any) -> Span | None:
+    """Return LMCache's arena, as far as it stays where it is."""
+    if desc is None:
+        return None
+    size = desc.size if desc.stable_registration_size is None else desc.stable_registration_size
+    try:
+        return Span(int(desc.ptr), int(size))
+    except UsageError as exc:
+        log.info("LMCache's arena is not registered: %s", str(exc))
+        return None

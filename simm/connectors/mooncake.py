@@ -1,0 +1,553 @@
+"""Mooncake's Python API for its store, served by SiMM, for programs that import ``mooncake.store``.
+
+    python -m simm.connectors.mooncake -- python -m sglang.launch_server ... --hicache-storage-backend mooncake
+
+runs a command whose processes find SiMM under that name, says so on stderr, and changes nothing else on the machine.
+No program gets it otherwise. The calls are those that SGLang's mooncake backend, vLLM's connectors, LMCache and FlexKV
+make; their arguments, results and codes are those of Mooncake 0.3.13, as measured. docs/engines.md has the table.
+
+Differences
+-----------
+* **The cluster** is that of SIMM_MANAGER; without it, ``master_server_addr`` is taken for a SiMM manager. Segments,
+  protocols, devices, replicas and SSDs are the data servers' affair: these arguments are accepted and have no effect.
+* **Keys** lie in SiMM's namespace (SIMM_NAMESPACE) and in Mooncake's tenant. ``remove_all`` reaches no further: it
+  makes all that was stored there before unreadable, for all clients, in one put. It returns 0, not a number of objects.
+* **A put of an existing key** returns 0 and stores nothing, as there; ``upsert`` replaces. A value has 1 to 67,088,384
+  bytes; another size is -600.
+* **An outage** is a miss to reads, and RPC_FAIL (-900) to puts. No call raises. Before ``setup``, where Mooncake would
+  crash, calls return -600.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from ..client import Client, NoValue, WrongSize, source_of
+from ..constants import VALUE_BYTES_MAX
+from ..errors import ConfigError, SimmError, UsageError
+from ..host.buffers import Pieces, Ranges, Span
+from ..sdk.ops.parts import pieces_of, ranges_of
+from ..wire.status import Status
+from .keyspace import Keyspace, short_key
+from .mooncake_types import (
+    FAILED,
+    INVALID_PARAMS,
+    NO_AVAILABLE_HANDLE,
+    OBJECT_NOT_FOUND,
+    OK,
+    RPC_FAIL,
+    TRANSFER_FAIL,
+    MooncakeHostMemAllocator,
+    ObjectDataType,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
+    bind_to_numa_node,
+)
+
+__all__ = [
+    "MooncakeDistributedStore", "MooncakeHostMemAllocator", "ObjectDataType", "ReplicaDescriptor", "ReplicaStatus",
+    "ReplicateConfig", "SoftPinAction", "bind_to_numa_node",
+]  # fmt: skip
+
+log = logging.getLogger("simm.connectors.mooncake")
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+#: What the name ``mooncake`` stands for in a command's processes.
+PATH: Final = Path(__file__).with_name("mooncake_path")
+
+
+class _Held:
+    """The values of a get session: read from where they were pinned."""
+
+    def __init__(self, pins: Any, keys: Sequence[str]) -> None:
+        self.pins = pins
+        self.left = set(keys)
+
+
+def _guarded(
+    instead: Callable[..., _T],
+) -> Callable[
+    [Callable[Concatenate[MooncakeDistributedStore, _P], _T]], Callable[Concatenate[MooncakeDistributedStore, _P], _T]
+]:
+    """Make a method return ``instead(its arguments)`` where it would raise: before setup, for a wrong argument."""
+
+    def decorate(
+        method: Callable[Concatenate[MooncakeDistributedStore, _P], _T],
+    ) -> Callable[Concatenate[MooncakeDistributedStore, _P], _T]:
+        @functools.wraps(method)
+        def run(store: MooncakeDistributedStore, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
+            try:
+                return method(store, *arguments, **named)
+            except SimmError as exc:
+                log.warning("%s: %s", method.__name__, exc)
+            except Exception:
+                log.exception("%s failed", method.__name__)
+            return instead(*arguments, **named)
+
+        return run
+
+    return decorate
+
+
+def _invalid(*_: Any, **__: Any) -> int:
+    return INVALID_PARAMS
+
+
+def _all_invalid(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
+    return [INVALID_PARAMS] * len(keys)
+
+
+class MooncakeDistributedStore:
+    """A client of a SiMM cluster with Mooncake's methods. Any thread may call it; no method raises.
+
+    Codes are 0 (or a length, for what is read into buffers), or negative: see the module.
+    """
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+        self._keys: Keyspace | None = None
+        self._hostname = ""
+        self._lock = threading.Lock()
+        #: Registered memory by its address.
+        self._registered: dict[int, Span] = {}
+        self._sessions: dict[str, tuple[_Held, int]] = {}
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def setup(self, local_hostname: str | dict[str, Any], *arguments: Any, **named: Any) -> int:
+        """Connect; return 0, -1 if no manager answers or takes this client, -600 for a wrong setting.
+
+        Arguments are Mooncake's, or one dict of them. ``local_hostname``, ``master_server_addr`` and ``tenant_id``
+        have a meaning here.
+        """
+        if isinstance(local_hostname, dict):
+            named = {**local_hostname, **named}
+        else:
+            named = {**dict(zip(_SETUP, (local_hostname, *arguments))), **named}
+        if "master_server_address" in named:  # as LMCache passes it, from a configuration of that name
+            named.setdefault("master_server_addr", named["master_server_address"])
+        if "local_hostname" not in named or "master_server_addr" not in named:
+            log.error("setup: local_hostname and master_server_addr are needed")
+            return INVALID_PARAMS
+        manager = None if os.environ.get("SIMM_MANAGER") else str(named["master_server_addr"])
+        return self._connect(manager, str(named["local_hostname"]), str(named.get("tenant_id") or "default"))
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Connect to the cluster of SIMM_MANAGER: SiMM's clients share memory without a process between."""
+        return self._connect(None if os.environ.get("SIMM_MANAGER") else server_address, "localhost", "default")
+
+    def _connect(self, manager: str | None, hostname: str, tenant: str) -> int:
+        try:
+            client = Client(manager)
+        except SimmError as exc:
+            log.error("setup: %s", exc)
+            return INVALID_PARAMS if isinstance(exc, (UsageError, ConfigError)) else FAILED
+        self.use(client, hostname, tenant)
+        log.warning("mooncake.store is SiMM: %r, tenant %r", client, tenant)
+        return OK
+
+    def use(self, client: Client, hostname: str = "localhost", tenant: str = "default") -> None:
+        """Take a connected client, which :meth:`close` closes. Not one of Mooncake's methods."""
+        self.close()
+        self._hostname = hostname
+        self._keys = Keyspace(client, short_key(f"mooncake/{tenant}"))
+        self._client = client
+
+    def close(self) -> int:
+        """Close the connection; return 0. Twice is harmless."""
+        client, self._client, self._keys = self._client, None, None
+        with self._lock:
+            spans, self._registered = list(self._registered.values()), {}
+            held, self._sessions = list(self._sessions.values()), {}
+        for each, _ in held:
+            each.pins.release()
+        if client is not None:
+            for span in spans:
+                client.deregister(span)
+            client.close()
+        return OK
+
+    def get_hostname(self) -> str:
+        """Return the name that setup was given."""
+        return self._hostname
+
+    @_guarded(lambda *_, **__: 1)
+    def health_check(self) -> int:
+        """Return 0 if a manager is connected, 1 before setup, 2 if none is reached."""
+        return 0 if self._ready()[0].stats()["manager"] == "connected" else 2
+
+    def _ready(self) -> tuple[Client, Keyspace]:
+        client, keys = self._client, self._keys
+        if client is None or keys is None:
+            raise UsageError("the store is not set up, or closed")
+        return client, keys
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    @_guarded(_invalid)
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Register memory, which RDMA then uses in place; return 0, or -600 for none, or one that is registered."""
+        client, _ = self._ready()
+        span = client.register(Span(buffer_ptr, size))
+        with self._lock:
+            if buffer_ptr in self._registered:
+                return INVALID_PARAMS
+            self._registered[buffer_ptr] = span
+        return OK
+
+    @_guarded(_invalid)
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        """End a registration; return 0, or -600 if there is none at this address."""
+        client, _ = self._ready()
+        with self._lock:
+            span = self._registered.pop(buffer_ptr, None)
+        if span is None:
+            return INVALID_PARAMS
+        client.deregister(span)
+        return OK
+
+    def _memory(self, address: int, size: int) -> Span:
+        """Return memory by address, with its registration if it has one. O(registrations). Raises UsageError."""
+        for start, span in tuple(self._registered.items()):
+            if start <= address and address + size <= start + span.size:
+                return span.part(address - start, size)
+        return Span(address, size)
+
+    # -- put ------------------------------------------------------------------------------------------
+
+    @_guarded(_invalid)
+    def put(self, key: str, value: Any, config: Any = None) -> int:
+        """Store bytes unless the key exists."""
+        return self._put([key], [lambda: source_of(value)])[0]
+
+    @_guarded(_invalid)
+    def put_parts(self, key: str, *parts: Any, config: Any = None) -> int:
+        """Store the bytes of several buffers as one object unless the key exists."""
+        return self._put([key], [lambda: pieces_of(parts)])[0]
+
+    @_guarded(_invalid)
+    def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
+        """:meth:`put` several; return 0, or the first code that is not."""
+        _same_length(keys, values)
+        codes = self._put(keys, [functools.partial(source_of, each) for each in values])
+        return next((code for code in codes if code != OK), OK)
+
+    @_guarded(_invalid)
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
+        """Store memory by address unless the key exists."""
+        return self.batch_put_from([key], [buffer_ptr], [size])[0]
+
+    @_guarded(_all_invalid)
+    def batch_put_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: Any = None
+    ) -> list[int]:
+        """Store memory by address, for each key that does not exist; return a code for each."""
+        _same_length(keys, buffer_ptrs, sizes)
+        return self._put(keys, [functools.partial(self._memory, *each) for each in zip(buffer_ptrs, sizes)])
+
+    @_guarded(_all_invalid)
+    def batch_put_from_multi_buffers(
+        self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
+        config: Any = None,
+    ) -> list[int]:  # fmt: skip
+        """Store what several pieces of memory make up, for each key that does not exist; return a code for each."""
+        _same_length(keys, all_buffer_ptrs, all_sizes)
+        return self._put(keys, [functools.partial(self._pieces, *each) for each in zip(all_buffer_ptrs, all_sizes)])
+
+    @_guarded(_invalid)
+    def upsert(self, key: str, value: Any, config: Any = None) -> int:
+        """Store bytes, replacing an old value atomically."""
+        return self._put([key], [lambda: source_of(value)], replace=True)[0]
+
+    def _pieces(self, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
+        _same_length(addresses, sizes)
+        return pieces_of([self._memory(*each) for each in zip(addresses, sizes)])
+
+    def _put(
+        self, keys: Sequence[str], sources: Sequence[Callable[[], memoryview | Span]], *, replace: bool = False
+    ) -> list[int]:
+        """Store values unless their keys exist; return a code for each. A value that makes no sense fails alone."""
+        client, space = self._ready()
+        generation = space.generation()
+        if generation is None:
+            return [RPC_FAIL] * len(keys)
+        codes = [INVALID_PARAMS] * len(keys)
+        todo: list[tuple[int, bytes, memoryview | Span]] = []
+        for at, (key, source) in enumerate(zip(keys, sources)):
+            try:
+                if key:
+                    made = source()
+                    if 0 < len(made) <= VALUE_BYTES_MAX:
+                        todo.append((at, space.digests(generation, [key])[0], made))
+            except UsageError as exc:
+                log.warning("put: %s", exc)
+        there = [False] * len(todo)
+        if todo and not replace:
+            there = client.exists_digests([digest for _, digest, _ in todo])
+        for (at, _, _), known in zip(todo, there):
+            codes[at] = OK if known else codes[at]
+        todo = [each for each, known in zip(todo, there) if not known]
+        if todo:
+            statuses = client.put_digests([digest for _, digest, _ in todo], [source for _, _, source in todo])
+            for (at, _, _), status in zip(todo, statuses):
+                codes[at] = _put_code(status)
+        return codes
+
+    # -- get ------------------------------------------------------------------------------------------
+
+    @_guarded(lambda *_, **__: b"")
+    def get(self, key: str) -> bytes:
+        """Return the value, empty for a miss."""
+        value: bytes = self.get_batch([key])[0]
+        return value
+
+    @_guarded(lambda keys, *_, **__: [b""] * len(keys))
+    def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+        """Return values, empty for misses."""
+        client, _ = self._ready()
+        names = self._names(keys)
+        return [got or b"" for got in client.get_many(names)] if names is not None else [b""] * len(keys)
+
+    @_guarded(_invalid)
+    def get_size(self, key: str) -> int:
+        """Return the value's length, or -704."""
+        head = bytearray(1)
+        return self._get([key], [ranges_of([(0, 1, head)])], [None])[0]
+
+    @_guarded(_invalid)
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Copy the value to memory; return its length, -704, or -600 if it is too long."""
+        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+
+    @_guarded(_all_invalid)
+    def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """:meth:`get_into` for several."""
+        _same_length(keys, buffer_ptrs, sizes)
+        sinks = [self._sink(functools.partial(self._memory, *each)) for each in zip(buffer_ptrs, sizes)]
+        return self._get(keys, sinks, [None] * len(keys))
+
+    @_guarded(_all_invalid)
+    def batch_get_into_multi_buffers(
+        self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """Copy each value to several pieces of memory, one after the other, which it must fill; return its length.
+
+        A shorter value is -800, a longer one -600.
+        """
+        _same_length(keys, all_buffer_ptrs, all_sizes)
+        wants = [self._sink(functools.partial(self._ranges, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
+        return self._get(keys, wants, [want.least if want is not None else None for want in wants])
+
+    def _ranges(
+        self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
+    ) -> Ranges:
+        """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where."""
+        _same_length(addresses, sizes)
+        if offsets is None:
+            offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+        _same_length(addresses, offsets)
+        return ranges_of([
+            (offset, size, self._memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
+        ])  # fmt: skip
+
+    def _sink(self, make: Callable[[], Span]) -> Span | None:
+        """Return memory, or None for what makes no sense, which then fails alone."""
+        try:
+            return make()
+        except UsageError as exc:
+            log.warning("get: %s", exc)
+            return None
+
+    def _get(self, keys: Sequence[str], sinks: Sequence[Span | None], wanted: Sequence[int | None]) -> list[int]:
+        """Copy values to memory; return a length or a code for each. ``wanted``: the length that a value must have."""
+        client, space = self._ready()
+        codes = [INVALID_PARAMS if sink is None or not key else OBJECT_NOT_FOUND for key, sink in zip(keys, sinks)]
+        generation = space.generation()
+        good = [at for at, code in enumerate(codes) if code == OBJECT_NOT_FOUND]
+        if generation is None or not good:
+            return codes
+        digests = space.digests(generation, [keys[at] for at in good])
+        results = client.get_digests(digests, [sinks[at] for at in good])  # type: ignore[misc]
+        for at, got in zip(good, results):
+            length = got.length if type(got) is WrongSize else int(got)
+            want = wanted[at]
+            if got == NoValue.TOO_SMALL:
+                codes[at] = INVALID_PARAMS
+            elif length > 0:
+                codes[at] = length if want in (None, length) else TRANSFER_FAIL if length < want else INVALID_PARAMS
+        return codes
+
+    # -- sessions: ranges of values that stay as they are -------------------------------------------------
+
+    @_guarded(_all_invalid)
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
+        """Pin values, to read ranges of them; return 0 for each, or -704 for a miss."""
+        client, _ = self._ready()
+        names = self._names(keys)
+        if names is None:
+            return [OBJECT_NOT_FOUND] * len(keys)
+        pins = client.pin(names)
+        found = [key for key, length in zip(keys, pins.lengths) if length is not None]
+        held = _Held(pins, found)
+        with self._lock:
+            before = [self._sessions[key][0] for key in found if key in self._sessions]
+            for at, key in enumerate(keys):
+                if pins.lengths[at] is not None:
+                    self._sessions[key] = held, at
+        self._end(zip(found, before))
+        if not found:
+            pins.release()
+        return [OBJECT_NOT_FOUND if length is None else OK for length in pins.lengths]
+
+    @_guarded(_all_invalid)
+    def batch_get_into_multi_buffer_ranges(
+        self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
+        all_src_offsets: Sequence[Sequence[int]],
+    ) -> list[int]:  # fmt: skip
+        """Copy ranges of a session's values to memory; return the bytes copied for each, or -600, -704."""
+        _same_length(keys, all_buffer_ptrs, all_sizes, all_src_offsets)
+        codes = [INVALID_PARAMS] * len(keys)
+        wants: dict[_Held, list[tuple[int, int, Ranges]]] = {}
+        for at, key in enumerate(keys):
+            held = self._sessions.get(key)
+            places = all_buffer_ptrs[at], all_sizes[at], all_src_offsets[at]
+            ranges = self._sink(functools.partial(self._ranges, *places))
+            if held is None or not isinstance(ranges, Ranges) or ranges.least > (held[0].pins.lengths[held[1]] or 0):
+                continue
+            wants.setdefault(held[0], []).append((at, held[1], ranges))
+        for session, all_ranges in wants.items():
+            got = session.pins.get_ranges_many(
+                [position for _, position, _ in all_ranges],
+                [[(offset, length, keeper) for offset, length, _, keeper in each.parts] for _, _, each in all_ranges],
+            )
+            for (at, _, each), length in zip(all_ranges, got):
+                codes[at] = OBJECT_NOT_FOUND if length is None else each.total
+        return codes
+
+    @_guarded(_invalid)
+    def batch_get_session_end(self, keys: Sequence[str]) -> int:
+        """Release a session's values; return 0, also for keys of none."""
+        with self._lock:
+            ended = [(key, self._sessions.pop(key)[0]) for key in keys if key in self._sessions]
+        self._end(ended)
+        return OK
+
+    def _end(self, ended: Iterable[tuple[str, _Held]]) -> None:
+        """Release pins whose last key this is."""
+        for key, held in ended:
+            held.left.discard(key)
+            if not held.left:
+                held.pins.release()
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    @_guarded(lambda *_, **__: FAILED)
+    def is_exist(self, key: str) -> int:
+        """Return 1 if the key is stored, 0 if not, -1 before setup."""
+        there: int = self.batch_is_exist([key])[0]
+        return there
+
+    @_guarded(lambda keys, *_, **__: [FAILED] * len(keys))
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """:meth:`is_exist` for several."""
+        client, _ = self._ready()
+        names = self._names(keys)
+        return [int(each) for each in client.exists_many(names)] if names is not None else [0] * len(keys)
+
+    @_guarded(lambda *_, **__: {})
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """Return a copy in memory for each key that is stored."""
+        return {key: [ReplicaDescriptor()] for key, there in zip(keys, self.batch_is_exist(keys)) if there == 1}
+
+    @_guarded(_invalid)
+    def remove(self, key: str, force: bool = False) -> int:
+        """Drop an object; return 0, -704 if it is not stored, -900 if its server cannot be reached."""
+        return self.batch_remove([key])[0]
+
+    @_guarded(_all_invalid)
+    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+        """:meth:`remove` several."""
+        client, space = self._ready()
+        generation = space.generation()
+        if generation is None:
+            return [RPC_FAIL] * len(keys)
+        statuses = client.delete_digests(space.digests(generation, keys))
+        codes: dict[int, int] = {Status.OK: OK, Status.NOT_FOUND: OBJECT_NOT_FOUND}
+        return [codes.get(status, RPC_FAIL) for status in statuses]
+
+    @_guarded(_invalid)
+    def remove_all(self, force: bool = False) -> int:
+        """Make all that was stored in this namespace and tenant unreadable; return 0, or -900 if others do not know."""
+        return OK if self._ready()[1].flush() else RPC_FAIL
+
+    def _names(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the keys as SiMM has them; None if nothing is known of any. Raises UsageError."""
+        _, space = self._ready()
+        generation = space.generation()
+        return None if generation is None else space.names(generation, keys)
+
+
+#: The positional arguments of ``setup``.
+_SETUP: Final = (
+    "local_hostname", "metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices",
+    "master_server_addr", "engine", "enable_ssd_offload", "ssd_offload_path", "tenant_id", "enable_client_http_server",
+    "client_http_port",
+)  # fmt: skip
+
+
+def _same_length(*lists: Sequence[Any]) -> None:
+    if len({len(each) for each in lists}) > 1:
+        raise UsageError(f"lists of {', '.join(str(len(each)) for each in lists)} entries are not of one length")
+
+
+def _put_code(status: int) -> int:
+    """Return Mooncake's code for a put's Status."""
+    if status == Status.OK:
+        return OK
+    return RPC_FAIL if status == Status.UNAVAILABLE else NO_AVAILABLE_HANDLE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command whose processes find SiMM as ``mooncake.store``. Returns only if it cannot be started."""
+    parser = argparse.ArgumentParser(
+        prog="python -m simm.connectors.mooncake",
+        description="Run a command whose processes find SiMM under the name mooncake.store. Nothing else is changed.",
+    )
+    parser.add_argument("--manager", metavar="HOST:PORT", help="SiMM's manager (SIMM_MANAGER)")
+    parser.add_argument("--namespace", metavar="NAME", help="SiMM's namespace (SIMM_NAMESPACE)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, behind --")
+    arguments = parser.parse_args(argv)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        parser.error("name a command behind --")
+    environment = dict(os.environ)
+    given = {"SIMM_MANAGER": arguments.manager, "SIMM_NAMESPACE": arguments.namespace}
+    environment.update({name: value for name, value in given.items() if value})
+    # SiMM itself too, where it is run out of a checkout.
+    paths = [str(PATH), str(PATH.parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    shown = environment.get("SIMM_MANAGER", "the command's master_server_addr")
+    print(f"simm: mooncake.store is SiMM (manager: {shown}) for: {shlex.join(command)}", file=sys.stderr, flush=True)
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as exc:
+        print(f"simm: {command[0]}: {exc.strerror}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())

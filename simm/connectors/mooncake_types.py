@@ -1,0 +1,123 @@
+"""What Mooncake's Python API for its store has beside the store: codes, enumerations, options, memory by address."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import mmap
+from typing import Final
+
+import numpy as np
+
+from ..errors import UsageError
+from ..host import numa
+
+log = logging.getLogger("simm.connectors.mooncake")
+
+#: Mooncake's codes, as far as these calls return them.
+OK: Final = 0
+FAILED: Final = -1
+NO_AVAILABLE_HANDLE: Final = -200
+INVALID_PARAMS: Final = -600
+OBJECT_NOT_FOUND: Final = -704
+TRANSFER_FAIL: Final = -800
+RPC_FAIL: Final = -900
+
+
+class ObjectDataType(enum.IntEnum):
+    """What an object holds. SiMM does not care."""
+
+    UNKNOWN = 0
+    KVCACHE = 1
+    TENSOR = 2
+    WEIGHT = 3
+    SAMPLE = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    OPTIMIZER_STATE = 7
+    METADATA = 8
+    GENERAL = 9
+
+
+class SoftPinAction(enum.IntEnum):
+    """Whether a put pins an object softly. SiMM does not."""
+
+    PRESERVE = 0
+    ENABLE = 1
+    DISABLE = 2
+
+
+class ReplicaStatus(enum.IntEnum):
+    """The state of a copy of an object; of those that are found it is COMPLETE."""
+
+    UNDEFINED = 0
+    INITIALIZED = 1
+    PROCESSING = 2
+    COMPLETE = 3
+    REMOVED = 4
+    FAILED = 5
+
+
+class ReplicateConfig:
+    """How a put places copies. Accepted without effect: SiMM's own settings decide (SIMM_REPLICAS)."""
+
+    def __init__(self) -> None:
+        self.replica_num = 1
+        self.dfs_replica_num = 0
+        self.nof_replica_num = 0
+        self.with_hard_pin = False
+        self.soft_pin_action = SoftPinAction.PRESERVE
+        self.soft_pin_ttl_ms: int | None = None
+        self.preferred_segment = ""
+        self.preferred_segments: list[str] = []
+        self.preferred_nof_segments: list[str] = []
+        self.prefer_alloc_in_same_node = False
+        self.data_type = ObjectDataType.UNKNOWN
+        self.group_ids: list[str] | None = None
+
+
+class ReplicaDescriptor:
+    """A copy of an object, in memory. Where it lies is not for the client to know."""
+
+    status = ReplicaStatus.COMPLETE
+
+    def is_memory_replica(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_disk_replica(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_local_disk_replica(self) -> bool:
+        """Return False."""
+        return False
+
+
+class MooncakeHostMemAllocator:
+    """Allocates page-aligned memory by address."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, mmap.mmap] = {}
+
+    def alloc(self, size: int) -> int:
+        """Return the address of ``size`` bytes, zeroed. Raises RuntimeError if there are none."""
+        try:
+            block = mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError) as exc:
+            raise RuntimeError(f"no memory of {size} bytes: {exc}") from None
+        address: int = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
+        self._blocks[address] = block
+        return address
+
+    def free(self, ptr: int) -> int:
+        """Give a block back; return 0, or -1 if it is none."""
+        return OK if self._blocks.pop(ptr, None) is not None else FAILED
+
+
+def bind_to_numa_node(node: int) -> None:
+    """Keep the calling thread on a node's processors, as far as its cpuset has them; the kernel allocates there."""
+    try:
+        numa.pin(node)
+    except UsageError as exc:
+        log.warning("%s", exc)

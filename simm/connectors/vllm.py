@@ -1,0 +1,274 @@
+"""SiMM as a secondary tier of vLLM's KV offloading, for ``TieringOffloadingSpec``.
+
+``simm engine vllm`` prints the flag. vLLM keeps offloaded chunks in a primary tier in host memory, passes on what comes
+there to :class:`SimmTier`, and asks it for what is not there. All methods run in vLLM's scheduler and return at once.
+Jobs run in threads here; lookups run in a thread of vLLM's own ``AsyncLookupManager``, a batch for each step.
+
+Who reads whose chunks
+----------------------
+The identity of a chunk is what vLLM's own file tier keeps apart (model, data type, tokens of a block, groups of layers,
+parallel sizes and rank), the bytes of a chunk, ``weight_version`` and ``salt``. Where vLLM says that chunks are the
+same at any TP width, they are shared by all widths. A chunk's key has this identity, the group and vLLM's block hash.
+
+vLLM's reset of its caches, as after an update of the weights, waits for this tier's jobs (``drain_jobs``) but leaves
+what is stored. Here it begins a new generation (``keyspace.py``), so that nothing of the old weights comes back.
+
+Failures
+--------
+No method raises: a failure is a miss, or a job without success, and is logged once in ten seconds. vLLM recomputes the
+chunks whose load failed. Only the constructor raises, for settings that cannot work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from ..client import Client
+from ..constants import VALUE_BYTES_MAX
+from ..host.buffers import Span
+from ..wire.status import STATUS_NAMES, Status
+from .complaints import Complaints
+from .keyspace import Keyspace, connect, identity, options_of
+
+__all__ = ["SimmTier"]
+
+log = logging.getLogger("simm.connectors.vllm")
+
+_THREADS: Final = 4
+_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "weight_version", "salt")
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc, unused-ignore]
+    """Asks SiMM which chunks are stored, in vLLM's thread for that."""
+
+    def __init__(self, tier: SimmTier, tier_type: str) -> None:
+        self._tier = tier
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
+        """Return for each chunk whether it is stored."""
+        return self._tier.stored(keys)
+
+
+class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
+    """Keeps vLLM's offloaded chunks in SiMM.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: as vLLM passes them.
+        enable_kv_events: report chunks that are stored, and those that are found gone, as vLLM's KV events.
+        locality: ``LOCAL`` or ``REMOTE``, for these events.
+        threads: how many jobs run at the same time.
+        client: for tests, and for programs that have one. Otherwise a client is made, and closed by :meth:`shutdown`.
+        options: ``manager_address`` (``"host:port"``, several separated by commas; default SIMM_MANAGER),
+            ``namespace`` (default SIMM_NAMESPACE), ``deadline_ms``, ``weight_version``, ``salt``.
+
+    Raises RuntimeError with a sentence for a wrong setting, or if the managers refuse this client.
+    """
+
+    medium = Medium.STORAGE
+    cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None, *,
+        enable_kv_events: bool = False, locality: str | None = None, threads: int = _THREADS,
+        client: Client | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        unknown = sorted(set(options) - set(_OPTIONS))
+        size = self.block_size_bytes
+        if unknown:
+            raise RuntimeError(f"SiMM: there are no options {unknown}; there are {', '.join(_OPTIONS)}")
+        if not 0 < size <= VALUE_BYTES_MAX:
+            raise RuntimeError(
+                f"SiMM: a chunk has {size} bytes, a value {VALUE_BYTES_MAX} at most: make block_size smaller"
+            )
+        self.locality = Locality(locality) if locality is not None else None
+        self._complain = Complaints(log)
+        self._owns = client is None
+        self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
+        mapper = FileMapper.from_offloading_spec(
+            root_dir="", offloading_spec=offloading_spec, blocks_per_file=offloading_spec.blocks_per_chunk,
+            parallel_agnostic=True,
+        )  # fmt: skip
+        facts = {
+            **mapper.fields, "rank": mapper.rank, "chunk_bytes": size, "salt": options.get("salt", ""),
+            "weight_version": options.get("weight_version", ""),
+        }  # fmt: skip
+        self._keyspace = Keyspace(self._client, f"vllm/{identity(facts)}")
+        # Not kept: vLLM releases the view, which nothing may refer to then. Jobs end before.
+        memory = np.asarray(primary_kv_view)
+        self._span = self._client.register(Span(memory.__array_interface__["data"][0], memory.shape[0] * size))
+        self._events: list[OffloadingEvent] | None = None
+        if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+        self._done: list[tuple[JobResult, OffloadingEvent | None, Collection[Any]]] = []
+        self._running = 0
+        self._idle = threading.Condition()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-vllm")
+        self._lookups = _Lookups(self, tier_type)
+        log.info("SiMM's tier for vLLM: scope %s of %s", self._keyspace.scope, facts)
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Return that new chunks of a request are offloaded, and no others."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """Return whether a chunk is stored; RETRY until the step's batch was looked up."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Look up what the step asked for."""
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget a request's lookups."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def stored(self, keys: Sequence[Any]) -> list[bool]:
+        """Return for each chunk whether it is stored."""
+        try:
+            digests = self._digests(keys)
+            return self._client.exists_digests(digests) if digests else [False] * len(keys)
+        except Exception as exc:
+            self._complain("lookup", "lookup failed, vLLM goes on without it: %s", str(exc), trace=True)
+            return [False] * len(keys)
+
+    def _digests(self, keys: Sequence[Any]) -> list[bytes]:
+        """Return the digests of chunks; none at all if the generation is not known, as nothing can be found then."""
+        generation = self._keyspace.generation() if keys else None
+        if generation is None:
+            return []
+        return self._keyspace.digests(
+            generation, [f"{get_offload_group_idx(key)}/{get_offload_block_hash(key).hex()}" for key in keys]
+        )
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store chunks of the primary tier."""
+        self._submit(job_metadata, self._store)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to read chunks into the primary tier."""
+        self._submit(job_metadata, self._load)
+
+    def _submit(self, job: Any, act: Callable[[list[Any], list[Span]], list[bool]]) -> None:
+        """Run a job in a thread, and note its result."""
+        keys, size = list(job.keys), self.block_size_bytes
+        spans = [self._span.part(int(row) * size, size) for row in job.chunk_ids]
+        load = bool(job.is_promotion)
+
+        def run() -> None:
+            began = time.monotonic()
+            good = [False] * len(keys)
+            try:
+                good = act(keys, spans)
+            except Exception as exc:
+                what = "load" if load else "store"
+                self._complain(what, "%s failed, vLLM goes on without it: %s", what, str(exc), trace=True)
+            self._finish(job.job_id, keys, good, load, time.monotonic() - began)
+
+        with self._idle:
+            self._running += 1
+        try:
+            self._threads.submit(run)
+        except RuntimeError:  # shut down
+            self._finish(job.job_id, keys, [False] * len(keys), load, 0.0)
+
+    def _finish(self, job_id: int, keys: list[Any], good: list[bool], load: bool, seconds: float) -> None:
+        done = [key for key, ok in zip(keys, good) if ok]
+        gone = [key for key, ok in zip(keys, good) if not ok]
+        result = JobResult(
+            job_id, not gone, successful_keys=tuple(done) if load and gone and done else None, transfer_time=seconds,
+            transfer_bytes=len(done) * self.block_size_bytes,
+        )  # fmt: skip
+        about = gone if load else done
+        event = OffloadingEvent(keys=about, medium=self.medium, removed=load, locality=self.locality) if about else None
+        with self._idle:
+            self._done.append((result, event, gone if load else ()))
+            self._running -= 1
+            self._idle.notify_all()
+
+    def _store(self, keys: list[Any], spans: list[Span]) -> list[bool]:
+        """Store the chunks that are not stored; return which are now."""
+        digests = self._digests(keys)
+        if not digests:
+            return [False] * len(keys)
+        statuses = self._client.put_digests(digests, spans, True)
+        failed = [status for status in statuses if status != Status.OK]
+        if failed:
+            self._complain("put", "%d chunks were not stored: %s", len(failed), STATUS_NAMES[failed[0]])
+        return [status == Status.OK for status in statuses]
+
+    def _load(self, keys: list[Any], spans: list[Span]) -> list[bool]:
+        """Copy chunks to their rows; return which came whole."""
+        digests = self._digests(keys)
+        if not digests:
+            return [False] * len(keys)
+        for span in spans:
+            span.least = span.size
+        return [got == self.block_size_bytes for got in self._client.get_digests(digests, spans)]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the results of jobs that have ended since the last call."""
+        with self._idle:
+            done, self._done = self._done, []
+        for _, event, gone in done:
+            if gone:
+                self._lookups.mark_miss(gone)
+            if event is not None and self._events is not None:
+                self._events.append(event)
+        return [result for result, _, _ in done]
+
+    def has_pending_work(self) -> bool:
+        """Return whether jobs have not been reported yet."""
+        with self._idle:
+            return bool(self._running or self._done)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return which chunks were stored, and which were found gone, since the last call."""
+        events, self._events = self._events, [] if self._events is not None else None
+        return events or ()
+
+    def drain_jobs(self) -> None:
+        """Wait for all jobs, and make what is stored unreadable: vLLM resets its caches."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running)
+        try:
+            if not self._keyspace.flush():
+                log.warning("the reset reaches other engines only when SiMM's servers can be reached again")
+        except Exception as exc:
+            self._complain("reset", "reset failed: %s", str(exc), trace=True)
+
+    def shutdown(self) -> None:
+        """End the jobs, close the connection."""
+        self._lookups.shutdown()
+        self._threads.shutdown(wait=True, cancel_futures=False)
+        self._client.deregister(self._span)
+        if self._owns:
+            self._client.close()

@@ -1,0 +1,93 @@
+"""Runs the whole released SGLang engine with a small GPT-2 on a CPU. Started by the tests, as a process.
+
+    python whole_driver.py REQUEST_JSON
+
+Needs what ``scripts/engine-env --whole`` prints, and the repository, ``shim/`` and ``plugin/``, on PYTHONPATH. A
+request is ``{"folder": ..., "weights": seed, "options": {...}, "storage": tokens}``: the model is made from the seed,
+the options are those of ``sgl.Engine``. Each prompt is generated greedily; then the engine's own caches are flushed and
+all are generated again, until ``storage`` tokens of each come out of the storage backend, or once if that is 0. The
+only line on stdout is a JSON object: ``first`` and ``last`` have the tokens, their log-probabilities and where the
+prompt's tokens came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 400, 8, 512
+#: Seconds until pages that do not come back end the run. Not a speed limit: storing them is a matter of milliseconds.
+STORED_S = 120.0
+
+
+def model(folder: Path, seed: int) -> str:
+    """Return the folder of a GPT-2 with random weights, made once."""
+    where = folder / f"gpt2-{seed}"
+    if not (where / "config.json").exists():
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(seed)
+        # Large weights, so that what a token attends to decides on the next one.
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=1024, n_embd=128, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+            initializer_range=0.3,
+        )  # fmt: skip
+        GPT2LMHeadModel(config).to(torch.float32).save_pretrained(where)
+    return str(where)
+
+
+def prompts() -> list[list[int]]:
+    dice = random.Random(20_261_123)
+    return [[dice.randrange(1, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
+
+
+def generate(engine: Any) -> list[dict[str, Any]]:
+    """Generate for each prompt, one after the other."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    made = []
+    for prompt in prompts():
+        answer = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+        meta = answer["meta_info"]
+        made.append({
+            "tokens": answer["output_ids"], "logprobs": [each[0] for each in meta["output_token_logprobs"]],
+            "cached": meta["cached_tokens"], **(meta.get("cached_tokens_details") or {}),
+        })  # fmt: skip
+    return made
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model(Path(request["folder"]), request["weights"]), device="cpu", attention_backend="torch_native",
+        sampling_backend="pytorch", grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True,
+        disable_overlap_schedule=True, dtype="float32", max_total_tokens=4096, page_size=16, random_seed=1,
+        chunked_prefill_size=-1, log_level="info",
+        mem_fraction_static=0.9,  # a ceiling, as other programs take memory while the engine starts
+        **request["options"],
+    )  # fmt: skip
+    try:
+        first = generate(engine)
+        until = time.monotonic() + STORED_S
+        while True:
+            engine.flush_cache()
+            last = generate(engine)
+            if all(each.get("storage", 0) >= request["storage"] for each in last) or time.monotonic() > until:
+                break
+    finally:
+        engine.shutdown()
+    print(json.dumps({"sglang": sglang.__version__, "first": first, "last": last}), file=report, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

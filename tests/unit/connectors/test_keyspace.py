@@ -1,0 +1,165 @@
+"""Keys that name what they hold, and a flush that every keyspace of the scope follows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from simm.connectors.keyspace import KEY_BYTES_MAX, Keyspace, connect, identity, short_key
+from simm.testing import FakeClient, FakeStore
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def client(store: FakeStore) -> Iterator[FakeClient]:
+    with FakeClient(store=store) as made:
+        yield made
+
+
+def put(keys: Keyspace, client: FakeClient, key: str) -> bool:
+    generation = keys.generation()
+    if generation is None:
+        return False
+    (digest,) = keys.digests(generation, [key])
+    return client.put_digest(digest, memoryview(b"x")) == 0
+
+
+def has(keys: Keyspace, client: FakeClient, key: str) -> bool:
+    generation = keys.generation()
+    return generation is not None and client.exists_digests(keys.digests(generation, [key])) == [True]
+
+
+def test_an_identity_names_every_fact_and_its_value() -> None:
+    facts = {"model": "a", "page_size": 16, "layout": None}
+    assert identity(facts) == identity(dict(reversed(facts.items()))) and len(identity(facts)) == 24
+    for changed in ({**facts, "model": "b"}, {**facts, "page_size": 1}, {**facts, "more": ""}, {"model": "a"}):
+        assert identity(changed) != identity(facts)
+
+
+def test_keys_of_any_length_fit() -> None:
+    long = "é" * KEY_BYTES_MAX
+    assert short_key("k" * KEY_BYTES_MAX) == "k" * KEY_BYTES_MAX
+    assert len({short_key(long), short_key(long + "x"), short_key("k" * (KEY_BYTES_MAX + 1))}) == 3
+    assert all(len(short_key(key).encode()) <= KEY_BYTES_MAX for key in (long, "k" * 5000))
+
+
+def test_keyspaces_of_one_scope_share_and_others_do_not(client: FakeClient) -> None:
+    one, other, apart = Keyspace(client, "a"), Keyspace(client, "a"), Keyspace(client, "b")
+    assert put(one, client, "k")
+    assert has(other, client, "k") and not has(apart, client, "k")
+
+
+def test_a_flush_hides_what_was_stored_and_every_keyspace_follows(client: FakeClient) -> None:
+    one, other = Keyspace(client, "a"), Keyspace(client, "a")
+    assert put(one, client, "k") and has(other, client, "k")
+    assert one.flush()
+    assert not has(one, client, "k") and not has(other, client, "k")
+    assert put(other, client, "k") and has(one, client, "k")
+    assert has(Keyspace(client, "a"), client, "k"), "one that starts later follows too"
+
+
+def test_a_flush_works_where_values_are_put_once() -> None:
+    with FakeClient(replicas=2) as client:
+        one, other = Keyspace(client, "a"), Keyspace(client, "a")
+        assert put(one, client, "k") and has(other, client, "k")
+        assert one.flush() and not has(one, client, "k") and not has(other, client, "k")
+        assert put(other, client, "k") and has(one, client, "k")
+
+
+def test_control_without_a_generation_a_flush_hides_nothing(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keyspace, "generation", lambda _: "0")
+    one = Keyspace(client, "a")
+    assert put(one, client, "k") and one.flush() and has(one, client, "k")
+
+
+def test_a_lost_generation_is_stored_again_by_whoever_knows_it(client: FakeClient) -> None:
+    one = Keyspace(client, "a")
+    assert put(one, client, "k")
+    client.delete_digests([one._key])
+    assert has(one, client, "k")
+    assert has(Keyspace(client, "a"), client, "k"), "it is stored again"
+
+
+def test_a_generation_that_nobody_knows_any_more_hides_what_was_stored(client: FakeClient) -> None:
+    one = Keyspace(client, "a")
+    assert put(one, client, "k")
+    client.delete_digests([one._key])
+    new = Keyspace(client, "a")
+    assert not has(new, client, "k")
+    assert not has(one, client, "k"), "the larger one wins"
+
+
+def test_a_flush_that_cannot_be_stored_holds_for_the_keyspace_itself(client: FakeClient, store: FakeStore) -> None:
+    one, other = Keyspace(client, "a"), Keyspace(client, "a")
+    assert put(one, client, "k") and has(other, client, "k")
+    store.unavailable = True
+    assert not one.flush()
+    store.unavailable = False
+    assert has(other, client, "k"), "it has not heard of the flush"
+    assert not has(one, client, "k")
+    assert not has(other, client, "k"), "now it has"
+
+
+def test_a_keyspace_that_knows_no_generation_misses_while_it_cannot_be_read(
+    client: FakeClient, store: FakeStore
+) -> None:
+    old = Keyspace(client, "a")
+    assert put(old, client, "k")
+    new = Keyspace(client, "a")
+    store.unavailable = True
+    assert new.generation() is None and old.generation() is not None
+    store.unavailable = False
+    assert has(new, client, "k")
+
+
+def test_a_generation_of_another_length_is_replaced(client: FakeClient) -> None:
+    one = Keyspace(client, "a")
+    for wrong in (b"x", b"longer than a generation"):
+        client.put_digest(one._key, memoryview(wrong))
+        generation = one.generation()
+        assert generation is not None and Keyspace(client, "a").generation() == generation
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_keyspace_reads_what_it_flushed(client: FakeClient, store: FakeStore, seed: int) -> None:
+    """Flushes, outages and lost generations at random: a value older than a keyspace's own flush is never found."""
+    dice = random.Random(seed)
+    spaces = [Keyspace(client, "a") for _ in range(3)]
+    written: dict[str, int] = {}
+    flushed = [0] * len(spaces)
+    for step in range(1, 80):
+        at = dice.randrange(len(spaces))
+        act = dice.choice(("put", "put", "has", "has", "flush", "lose", "outage", "back", "new"))
+        key = dice.choice("kl")
+        if act == "put" and put(spaces[at], client, key):
+            written[key] = step
+        elif act == "has" and has(spaces[at], client, key):
+            assert written[key] > flushed[at], (step, written, flushed)
+        elif act == "flush":
+            spaces[at].flush()
+            flushed[at] = step
+        elif act == "lose":
+            client.delete_digests([spaces[at]._key])
+        elif act == "new":
+            spaces[at], flushed[at] = Keyspace(client, "a"), 0
+        store.unavailable = act == "outage" or (store.unavailable and act != "back")
+    store.unavailable = False
+    for _ in range(3):
+        for each in spaces:
+            each.generation()
+    assert len({each.generation() for each in spaces}) == 1, "they agree in the end"
+
+
+def test_a_wrong_setting_is_a_sentence() -> None:
+    with pytest.raises(RuntimeError, match=r"SiMM: .*deadline_s"):
+        connect("127.0.0.1:1", deadline_s=-1.0)
+    with pytest.raises(RuntimeError, match="SiMM: "):
+        connect("no address at all:::")
