@@ -8,8 +8,9 @@ from typing import Any
 
 from ..config.client_options import ClientOptions
 from ..config.local_token import find
+from ..config.logs import set_up_logging
 from ..config.settings import Settings, load_command
-from ..config.startup import read_tokens, set_up_logging
+from ..config.startup import read_tokens
 from ..config.tokens import TokenRole, token_for
 from ..errors import TransportError
 from ..net.channel import Refused
@@ -21,7 +22,7 @@ def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
     settings = load_command(command, arguments)
     if settings.origin("log_level") == "default":
         settings = replace(settings, log_level="error")
-    set_up_logging(settings)
+    set_up_logging(settings, command)
     return settings
 
 

@@ -31,8 +31,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..client import Client
+from ..config.logs import hold_standard_descriptors
 from ..config.parsers import parse_bytes, paths
-from ..config.startup import hold_standard_descriptors
 from ..errors import CorruptionError, SimmError, TransportError, UsageError
 from ..sdk.local_cluster import LocalCluster, child_environment
 from .bench.floor import Area, memmove
@@ -132,7 +132,7 @@ class Engine:
     def __init__(self, manager: str, path: str) -> None:
         self.client = Client(manager, path=path, tls_ca="", tls_cert="", tls_key="")  # the demo's own cluster
         if not self.client.wait_ready(READY_S):
-            why = "; ".join(worker["why"] for worker in self.client.stats()["workers"]) or "no data server"
+            why = "; ".join(worker["reason"] for worker in self.client.stats()["workers"]) or "no data server"
             raise TransportError(f"the cluster is not ready: {why}")
         rows = 2 * PROMPT_PAGES_MAX
         self.pool = Area(rows * HALF_BYTES)

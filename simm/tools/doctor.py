@@ -28,6 +28,7 @@ from simm.errors import SegmentError, SimmError
 from simm.host import memory, numa, pages
 from simm.ipc import segments
 from simm.ipc.segments import metadata_of
+from simm.tools.doctor_arenas import check_value_size, check_workers
 from simm.tools.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
 from simm.tools.doctor_tls import check_tls
 from simm.tools.findings import Finding, Verdict, check, entries, fail, gib, limit, ok, text, warn
@@ -124,6 +125,19 @@ def check_populate(sys_root: str) -> Verdict:
     return warn(
         f"Linux {release} lacks {' and '.join(missing)}: slower starts and first copies",
         "use Linux 5.14 or newer and a Python built against its headers",
+    )
+
+
+@check("sglang-builtin")
+def check_sglang_builtin(sys_root: str) -> Verdict:
+    """Check what the SiMM backend in SGLang's own wheel needs. The backend that SiMM brings needs nothing."""
+    if Path(sys_root, "sys/class/infiniband").is_dir():
+        return ok("SGLang's built-in backend simm finds /sys/class/infiniband")
+    if not any(Path(sys_root, "sys/devices/system/cpu").glob("cpu[0-9]*/node0")):
+        return ok("SGLang's built-in backend simm does without /sys/class/infiniband here")
+    return warn(
+        "no /sys/class/infiniband: SGLang's built-in backend simm fails when it starts, RDMA or not",
+        "take the flags of `simm engine sglang`, whose backend does not need it; or: modprobe ib_core",
     )
 
 
@@ -291,6 +305,9 @@ CHECKS: tuple[Callable[..., Finding], ...] = (
     check_container,
     check_remove_ipc,
     check_leftovers,
+    check_value_size,
+    check_workers,
+    check_sglang_builtin,
     check_tls,
 )
 

@@ -285,7 +285,8 @@ def check_memlock(sys_root: str) -> Verdict:
         return ok(f"{detail}: more than /dev/shm holds ({gib(room)})")
     return warn(
         f"{detail}: RDMA cannot register an arena that is larger",
-        "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; kubernetes: IPC_LOCK)",
+        "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; kubernetes: the same "
+        "in the container runtime's unit, or IPC_LOCK for a container that runs as root)",
     )
 
 

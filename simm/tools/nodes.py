@@ -35,7 +35,7 @@ _EMPTY: Final = "no data server has joined: start one with `simm dataserver --ma
 
 
 def collect(settings: Settings, client: Client) -> dict[str, Any]:
-    """Return the manager's status, with ``path`` and ``why`` of each worker as seen from this host.
+    """Return the manager's status, with ``path`` and ``reason`` of each worker as seen from this host.
 
     Loads (bytes, entries, puts, evictions) are those of each server's last heartbeat. Raises TransportError.
     """
@@ -48,7 +48,7 @@ def collect(settings: Settings, client: Client) -> dict[str, Any]:
         for worker in node["workers"]:
             seen = paths.get((node["name"], worker["worker"]))
             worker["path"] = seen["path"] if seen is not None else "down"
-            worker["why"] = seen["why"] if seen is not None else "it is not in the shard map"
+            worker["reason"] = seen["reason"] if seen is not None else "it is not in the shard map"
     return found
 
 
@@ -118,8 +118,8 @@ def cluster_table(found: dict[str, Any]) -> str:
                     f"{each['puts']:,}", f"{each['evictions']:,}", f"{each['shards']:,}", *moving, each["path"],
                 ]
             )  # fmt: skip
-            if each["why"] and node["state"] in _RUNNING:
-                notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['why']}")
+            if each["reason"] and node["state"] in _RUNNING:
+                notes.append(f"{node['name']}/{each['worker']} by {each['path']}: {each['reason']}")
     if len(rows) == 1:
         return "\n".join([*lines, _EMPTY])
     lines += columns(rows, left=(0, 1, 3, len(rows[0]) - 1))

@@ -62,7 +62,7 @@ def _choice(node: int, known: Sequence[Port], named: Sequence[Port] | None) -> d
     verdicts = rdma_ports.choose(node, known, named=named)
     return {
         "rails": [verdict.port.name for verdict in verdicts if verdict.used],
-        "verdicts": [{"port": verdict.port.name, "used": verdict.used, "why": verdict.why} for verdict in verdicts],
+        "verdicts": [{"port": verdict.port.name, "used": verdict.used, "reason": verdict.why} for verdict in verdicts],
     }
 
 
@@ -139,7 +139,7 @@ def table(found: dict[str, Any], restricted_by: str = "", *, gids: bool = False)
     for node in found["nodes"]:
         lines += ["", f"a worker on node {node['node']} uses {', '.join(node['rails']) or 'TCP'}"]
         lines += [
-            f"  {'+' if verdict['used'] else '-'} {verdict['port']}: {verdict['why']}" for verdict in node["verdicts"]
+            f"  {'+' if each['used'] else '-'} {each['port']}: {each['reason']}" for each in node["verdicts"]
         ]
     client = found["client"]
     bound = f"on node {client['node']}" if client["node"] >= 0 else "bound to no single node"

@@ -100,6 +100,12 @@ def copy_many(targets: Sequence[int], sources: Sequence[int], size: int) -> None
         memmove(target, source, size)
 
 
+def copy_each(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy a batch of rows, each its own number of bytes."""
+    for target, source, size in zip(targets, sources, sizes):
+        memmove(target, source, size)
+
+
 # --- raw sockets --------------------------------------------------------------------------------
 
 #: The order to the remote side: (kind, bytes of a piece or question).

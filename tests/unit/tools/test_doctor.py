@@ -237,3 +237,19 @@ def test_container(tmp_path: Path, mark: str | None, namespace: str | None, stat
         (tmp_path / "proc/self/ns").mkdir(parents=True)
         (tmp_path / "proc/self/ns/pid").symlink_to(namespace)
     judged(doctor.check_container(str(tmp_path)), status, *(["--ipc=host", "--pid=host"] if status == "warn" else []))
+
+
+@pytest.mark.parametrize(
+    ("folders", "status"),
+    [
+        (["sys/devices/system/cpu/cpu0/node0"], "warn"),
+        (["sys/devices/system/cpu/cpu0/node1"], "ok"),
+        ([], "ok"),
+        (["sys/devices/system/cpu/cpu0/node0", "sys/class/infiniband"], "ok"),
+    ],
+)
+def test_sglang_builtin(tmp_path: Path, folders: list[str], status: str) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+    words = ["simm engine sglang", "modprobe ib_core"] if status == "warn" else []
+    judged(doctor.check_sglang_builtin(str(tmp_path)), status, *words)

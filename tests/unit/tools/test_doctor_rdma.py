@@ -169,7 +169,7 @@ def test_memlock_is_enough_for_all_of_shm(tmp_path: Path, monkeypatch: pytest.Mo
     limit(monkeypatch, 1 << 30)
     judged(check_memlock(str(tmp_path)), "ok", "more than /dev/shm holds")
     limit(monkeypatch, (1 << 30) - 1)
-    judged(check_memlock(str(tmp_path)), "warn", "kubernetes: IPC_LOCK")
+    judged(check_memlock(str(tmp_path)), "warn", "IPC_LOCK for a container that runs as root")
 
 
 @pytest.mark.parametrize(("mask", "status"), [("0000000000004000", "ok"), ("00000000a80425fb", "warn")])

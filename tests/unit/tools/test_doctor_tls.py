@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -50,19 +49,3 @@ def test_certificates(authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp
         found = judged(monkeypatch, **files)
         assert found.status == status and words in found.detail, (files, found)
         assert bool(found.remedy) == (status != "ok")
-
-
-@needs_openssl
-def test_validity(authority: Authority) -> None:
-    """Also beyond 2049, from where on X.509 writes years of four digits."""
-    for days in (3, 20_000):
-        begins, ends = doctor_tls.validity(authority.issue(f"valid{days}", days=days).read_text())
-        assert abs(begins - time.time()) < 86_400 and ends - begins == days * 86_400
-
-
-@needs_openssl
-def test_what_is_no_certificate(authority: Authority) -> None:
-    whole = authority.ca.read_text()
-    for text in ("", "no PEM", whole[: len(whole) // 2], whole.replace("MII", "AAA", 1)):
-        with pytest.raises(ValueError, match="certificate"):
-            doctor_tls.validity(text)

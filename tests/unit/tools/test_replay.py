@@ -179,7 +179,7 @@ def test_the_command_line_tells_a_replay(argv: list[str], replays: bool) -> None
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--policy", "mru"], "--policy mru: lru, fifo"),
+        (["--policy", "mru"], "--policy mru: lru, reuse, fifo"),
         (["--simulate", "lru,mru"], "'mru' is no simulated policy"),
         (["--room", "0"], "--room 0: 1 at least"),
         (["--speed", "-1"], "--speed is positive"),

@@ -1,0 +1,144 @@
+"""The processes of ``simm bench``: those that make the load, and the remote side of the raw socket."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ...config.settings import CLIENT as CLIENT_ROLE
+from ...config.settings import SETTINGS, Settings, format_value
+from ...errors import SimmError
+from ...net.process import die_with_parent
+from ...sdk.local_cluster import LocalCluster
+from .plan import Plan
+from .report import FULL
+
+#: What the environment says of TLS is for the cluster that it names, not for one that this command starts.
+_TLS = ("tls_ca", "tls_cert", "tls_key", "tls_name")
+
+
+def reach(client: dict[str, Any], settings: Settings, cluster: LocalCluster | None) -> dict[str, dict[str, Any]]:
+    """Return how load processes reach the cluster: the arguments of a Client, and the environment of ``simm.kv``.
+
+    ``cluster``: the command's own, None for the one that the settings name.
+    """
+    environment = {
+        setting.env: format_value(getattr(settings, name))
+        for name, setting in SETTINGS.items()
+        if CLIENT_ROLE in setting.roles
+    }
+    if cluster is not None:
+        client = {**client, "manager": cluster.manager, "token": cluster.token, **dict.fromkeys(_TLS, "")}
+        environment |= {SETTINGS[name].env: "" for name in _TLS}
+        environment |= {SETTINGS["manager"].env: cluster.manager, SETTINGS["token_file"].env: cluster.token_file}
+    return {"client": client, "environment": environment}
+
+
+class LoadProcesses:
+    """The load processes, and the remote side of the raw socket if TCP may be measured. A context manager.
+
+    ``reached``: what :func:`reach` returned.
+    """
+
+    def __init__(self, plan: Plan, reached: dict[str, dict[str, Any]]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection] = []
+        self._children: list[Any] = []
+        self.paths: list[str] = []
+        try:
+            raw = self._far_side(context, plan) if reached["client"]["path"] != "shm" else None
+            run = f"bench-{secrets.token_hex(6)}"
+            for number in range(plan.processes):
+                mine, theirs = context.Pipe()
+                settings = {
+                    **reached, "run": run, "threads": plan.threads, "first": number * plan.threads,
+                    "all_threads": plan.processes * plan.threads, "working_set": plan.working_set,
+                    "verify": plan.verify, "api": plan.api, "full": plan.state == FULL, "mix": plan.mix, "raw": raw,
+                }  # fmt: skip
+                # A child inherits the older pipes too, and would not see its own close if it kept them.
+                others = [*self._pipes, mine]
+                child = context.Process(target=_load_process, args=(theirs, settings, others), daemon=True)
+                child.start()
+                theirs.close()
+                self._children.append(child)
+                self._pipes.append(mine)
+            for answer in self._answers():
+                self.paths = sorted({*self.paths, *answer["paths"]})
+        except BaseException:
+            self.close()
+            raise
+
+    def _far_side(self, context: Any, plan: Plan) -> tuple[str, int]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        share = plan.working_set // (plan.processes * plan.threads)
+        child = context.Process(target=_far_process, args=(listener, share), daemon=True)
+        child.start()
+        self._children.append(child)
+        host, port = listener.getsockname()
+        listener.close()
+        return host, port
+
+    def __enter__(self) -> LoadProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for child in self._children:
+            if child.is_alive():
+                child.terminate()
+        for child in self._children:
+            child.join()
+        self._children = []
+        self._pipes = []
+
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        for pipe in self._pipes:
+            try:
+                answer: dict[str, Any] = pipe.recv()
+            except (EOFError, OSError):
+                raise SimmError("a load process ended unexpectedly; look for an out-of-memory kill in dmesg") from None
+            if "failed" in answer:
+                raise SimmError(answer["failed"])
+            yield answer
+
+    def ask(self, what: str, **order: Any) -> list[dict[str, Any]]:
+        """Send an order to every load process and return all answers. Raises SimmError if one fails."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # the answer gives the reason
+                pipe.send((what, order))
+        return list(self._answers())
+
+
+def _as_child() -> None:
+    """End with the parent, and leave Ctrl-C to it."""
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _load_process(pipe: Connection, settings: dict[str, Any], others: list[Connection]) -> None:
+    _as_child()
+    for other in others:
+        other.close()
+    from .load import serve_load  # here, to keep the command's process small and without threads
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve_load(pipe, settings)
+
+
+def _far_process(listener: socket.socket, share: int) -> None:
+    _as_child()
+    from .floor import serve_raw
+
+    serve_raw(listener, share)

@@ -1,0 +1,103 @@
+"""What the workers of this host say of themselves, asked by their UNIX sockets, and what lies in their arenas.
+
+Sockets are found in the runtime folder. The arenas are read as clients do, in place: that costs their workers nothing.
+A worker that does not answer is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ...arena.reader import ArenaReader
+from ...errors import SegmentError, TransportError, UsageError
+from ...ipc.arena_lister import Lister
+from ...net.channel import Channel
+from ...wire import messages as M
+
+#: A worker that takes longer is shown as silent, seconds.
+ANSWER_S: Final = 3.0
+#: Slots that are read at a time: 16 MiB.
+_PAGE: Final = 1 << 18
+
+
+class Asked(NamedTuple):
+    """A worker: its data server's name, its number, its answer, or why there is none."""
+
+    server: str
+    worker: int
+    path: str
+    stats: dict[str, Any]
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.server}/{self.worker}"
+
+
+def ask_all(runtime_dir: Path, server: str = "") -> list[Asked]:
+    """Ask all workers, or those of one data server. Raises UsageError if there is no socket."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(glob.escape(str(runtime_dir)), "*.sock"))):
+        name, _, number = os.path.basename(path).removesuffix(".sock").rpartition(".")
+        if name and number.isdigit() and server in ("", name):
+            found.append(_ask(name, int(number), path))
+    if not found:
+        of = f" of the data server {server!r}" if server else ""
+        raise UsageError(f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir")
+    return found
+
+
+def _ask(server: str, worker: int, path: str) -> Asked:
+    try:
+        with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
+            answer = channel.call(M.Stats(1))
+            stats: dict[str, Any] = json.loads(answer.json)
+    except (TransportError, AttributeError, ValueError) as exc:
+        return Asked(server, worker, path, {}, str(exc))
+    if not isinstance(stats, dict) or "clients" not in stats:
+        return Asked(server, worker, path, {}, "it is an older version of SiMM, which does not tell this")
+    return Asked(server, worker, path, stats)
+
+
+def require_one(asked: Sequence[Asked]) -> None:
+    """Raise TransportError if no worker has answered."""
+    if not any(each.stats for each in asked):
+        raise TransportError(f"{asked[0].name} does not answer: {asked[0].why}")
+
+
+class Stored(NamedTuple):
+    """Entries and bytes of values, by namespace and by size of chunk."""
+
+    namespaces: dict[str, tuple[int, int]]
+    chunks: dict[int, tuple[int, int]]
+
+
+def stored_in(asked: Asked) -> Stored | None:
+    """Return what an arena holds now; None if it cannot be read. O(slots), by numpy."""
+    try:
+        owner = os.stat(asked.path).st_uid
+        reader = ArenaReader(str(asked.stats["segment"]), trusted=(owner,))
+    except (OSError, SegmentError):
+        return None
+    lister = Lister(reader)
+    namespaces: dict[int, tuple[int, int]] = {}
+    chunks: dict[int, tuple[int, int]] = {}
+    for start in range(0, reader.geometry.slots, _PAGE):
+        rows = lister.at_rest(start, min(start + _PAGE, reader.geometry.slots))
+        rows = rows[rows["offset"] != 0]
+        for found, column in ((namespaces, "namespace"), (chunks, "chunk")):
+            keys, places = np.unique(rows[column], return_inverse=True)
+            counts, sizes = np.bincount(places, minlength=len(keys)), np.bincount(places, rows["length"], len(keys))
+            for key, count, size in zip(keys.tolist(), counts.tolist(), sizes.tolist()):
+                before = found.get(key, (0, 0))
+                found[key] = before[0] + count, before[1] + int(size)
+    names = lister.names(list(namespaces))
+    return Stored({names.get(number, f"#{number}"): counts for number, counts in namespaces.items()}, chunks)

@@ -1,0 +1,181 @@
+"""Checks of ``simm doctor`` on the arenas of running data servers: is the table of the right size, do workers keep up?
+
+They read a part of each table, without asking anybody and without a lock. Keys spread evenly over a table's sets, so
+its first sets are a fair sample. A slot that changes meanwhile is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import shm
+from ..arena.layout import HEADER_BYTES, SLOT_FIELDS, Geometry, State, Word, slots_for
+from ..constants import SLOT_BYTES
+from ..errors import SegmentError
+from ..host import numa
+from ..ipc.segments import ArenaName, running
+from ..shm import AttachedSegment
+from .findings import Verdict, check, ok, warn
+
+__all__ = ["check_value_size", "check_workers"]
+
+#: Fewer values of a sample say nothing.
+VALUES_MIN: Final = 1000
+#: Slots of a sample; more, if fewer values are among them.
+SAMPLE_SLOTS: Final = (1 << 17, 1 << 20)
+#: A table is too large if it has so many times the slots that are needed, and this part of the arena more.
+SPARE_TIMES: Final = 2
+SPARE_PART: Final = 200
+#: Part of its slots that a table takes before sets overflow.
+FULL: Final = 0.8
+#: Puts a second from which on further workers pay: about half of what one process commits (docs/performance.md).
+BUSY_PUTS_S: Final = 50_000
+#: Cores that each further worker wants for itself and for those who use it.
+CORES_A_WORKER: Final = 4
+
+
+class Sample(NamedTuple):
+    """A part of an arena's table."""
+
+    arena: ArenaName
+    size: int
+    slots: int
+    data_bytes: int
+    #: Live slots of the part, and which part of all slots it is.
+    rows: NDArray[np.void]
+    part: float
+
+    @property
+    def entries(self) -> int:
+        return round(len(self.rows) / self.part)
+
+
+def samples() -> list[Sample]:
+    """Return a sample of each running arena that this process may read, by name."""
+    found = []
+    for name in running():
+        arena = ArenaName.parse(name)
+        try:
+            sampled = _sample(arena, name) if arena is not None else None
+        except SegmentError:
+            continue  # gone by now, of another layout, or another user's
+        if sampled is not None:
+            found.append(sampled)
+    return found
+
+
+def _sample(arena: ArenaName, name: str) -> Sample | None:
+    with AttachedSegment.open(name) as segment:
+        head = memoryview(_read(segment, 0, HEADER_BYTES)).cast("Q")
+        geometry = Geometry.read(head, head[Word.SIZE], name)
+        state = head[Word.STATE]
+        if state != State.OPEN or geometry.ledger_offset > segment.size:
+            return None
+        for most in SAMPLE_SLOTS:
+            slots = min(geometry.slots, most)
+            rows = _live(segment, geometry, slots)
+            if slots == geometry.slots or len(rows) >= VALUES_MIN:
+                break
+    return Sample(arena, geometry.size, geometry.slots, geometry.data_bytes, rows, slots / geometry.slots)
+
+
+def _live(segment: AttachedSegment, geometry: Geometry, slots: int) -> NDArray[np.void]:
+    """Return copies of the live ones among the first ``slots`` slots, without those that are being written."""
+    first, again = (
+        np.frombuffer(_read(segment, geometry.slots_offset, slots * SLOT_BYTES), SLOT_FIELDS) for _ in range(2)
+    )
+    settled = (first["seq"] == again["seq"]) & (first["seq"] & np.uint64(1) == 0)
+    return first.compress(settled & (first["offset"] != 0))
+
+
+def _read(segment: AttachedSegment, offset: int, size: int) -> bytes:
+    """Return bytes of another process's file, which it may cut short: a map would then end this process (SIGBUS)."""
+    found = os.pread(segment.fd, size, offset)
+    if len(found) < size:
+        raise SegmentError(f"{segment.name} was cut short")
+    return found
+
+
+def _text(size: int) -> str:
+    """Return bytes as a setting takes them, exactly."""
+    for unit, scale in (("M", 1 << 20), ("K", 1 << 10)):
+        if size % scale == 0:
+            return f"{size // scale}{unit}"
+    return str(size)
+
+
+def suggested(mean_chunk: float) -> int:
+    """Return the ``--value-size`` for chunks of this mean size: an eighth less, rounded down to two digits of a size.
+
+    Too large a table costs 65 bytes a slot, too small a one leaves memory empty.
+    """
+    size = max(64, int(mean_chunk * 7 / 8))
+    unit = 1 << max(6, size.bit_length() - 4)
+    return size // unit * unit
+
+
+@check("value-size")
+def check_value_size(sys_root: str) -> Verdict:
+    """Compare the tables of running arenas with the values that they hold."""
+    seen = []
+    for each in samples():
+        label = f"{each.arena.server}, worker {each.arena.number}"
+        if len(each.rows) < VALUES_MIN:
+            seen.append(f"{label}: {each.entries:,} values, too few to tell")
+            continue
+        mean = float(each.rows["chunk"].mean())
+        size = suggested(mean)
+        fits = int(each.slots * FULL * mean)
+        needed = slots_for(each.size, int(mean))
+        spare = (each.slots - needed) * (SLOT_BYTES + 1)
+        text = (
+            f"{label}: about {each.entries:,} values in chunks of {mean:,.0f} bytes at the mean, {each.slots:,} slots"
+        )
+        if fits < 0.9 * each.data_bytes:
+            return warn(
+                f"{text}: the table is full when {100 * fits / each.data_bytes:.0f} % of the memory is",
+                f"start the data server with --value-size {_text(size)}: a larger table",
+            )
+        if each.slots > SPARE_TIMES * needed and spare > each.size // SPARE_PART:
+            return warn(
+                f"{text}: {spare >> 20:,} MiB of the table will never be used",
+                f"start the data server with --value-size {_text(size)}: a smaller table",
+            )
+        seen.append(text)
+    return ok("; ".join(seen) or f"no data server of which this user sees arenas in {shm.SHM_DIR} runs here")
+
+
+@check("workers")
+def check_workers(sys_root: str) -> Verdict:
+    """Find the busiest second of each worker among the values that it still holds."""
+    found = samples()
+    by_server: dict[tuple[int, str], list[Sample]] = {}
+    for each in found:
+        by_server.setdefault((each.arena.uid, each.arena.server), []).append(each)
+    seen = []
+    nodes = [node for node in numa.nodes(sys_root) if node.cpus]
+    cores = len(os.sched_getaffinity(0)) if Path(sys_root) == Path("/") else sum(len(node.cpus) for node in nodes)
+    for (_, server), mine in by_server.items():
+        rate = max(busiest(each) for each in mine)
+        each_node = -(-len(mine) // len(nodes))
+        text = f"{server}: {len(mine)} worker(s), {rate:,.0f} puts in the busiest second of one"
+        if rate >= BUSY_PUTS_S and cores // len(nodes) >= CORES_A_WORKER * (each_node + 1):
+            return warn(
+                f"{text}, of about {2 * BUSY_PUTS_S:,} that one process commits",
+                f"start the data server with --workers {each_node + 1}, and --memory so much smaller",
+            )
+        seen.append(text)
+    return ok("; ".join(seen) or f"no data server of which this user sees arenas in {shm.SHM_DIR} runs here")
+
+
+def busiest(sample: Sample) -> float:
+    """Return the most puts of one second, of the values that are still there: what was evicted is not counted."""
+    if len(sample.rows) < VALUES_MIN:
+        return 0.0
+    _, counts = np.unique(sample.rows["stored"] // np.uint64(1000), return_counts=True)
+    return float(counts.max()) / sample.part

@@ -1,0 +1,1 @@
+"""What a shell shows of the ``simm`` command: its manual page, and completions."""

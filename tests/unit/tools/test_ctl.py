@@ -1,0 +1,169 @@
+"""``simm ctl``: tables, and what ``why`` says of each cause of misses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simm.errors import UsageError
+from simm.ipc.counts import COUNTERS, Word
+from simm.tools.ctl import command, why
+from simm.tools.ctl.tables import TABLES, client_rows, namespace_rows, rates_text, table, worker_rows
+from simm.tools.ctl.workers import Asked, ask_all
+
+STATS: dict[str, Any] = {
+    "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
+    "sessions_quarantined": 0, "epoch": 4, "shards": 16384, "fenced": False, "evictions": {"own": 2},
+    "set_evictions": 1, "put_failures": {"no_room": 0}, "policy": "lru", "poll_us": 50, "segment": "simm-none",
+    "clients": [], "clients_left_out": 0, "counted": {"namespaces": {}, "latencies": {}, "disbelieved": 0},
+}  # fmt: skip
+
+
+def asked(**changes: Any) -> Asked:
+    return Asked("host", 0, "/nowhere", {**STATS, **changes})
+
+
+def counted(**words: int) -> list[int]:
+    """Return counters with these words."""
+    counts = [0] * COUNTERS
+    for name, count in words.items():
+        counts[getattr(Word, name)] = count
+    return counts
+
+
+def row(name: str = "a", entries: int = 0, **words: int) -> dict[str, Any]:
+    """Return a namespace's row with these counters."""
+    (found,) = namespace_rows([asked(counted={"namespaces": {name: counted(**words)}, "latencies": {}})])
+    return {**found, "entries": entries}
+
+
+def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[why.Finding]:
+    return why.explain(worker_rows([asked(**changes)]), rows, only)
+
+
+# -- why ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "words"),
+    [
+        ([row(BATCH_HITS=80, ABSENT=20, PUTS=9, )], {}, "80.0% of 100"),
+        ([row(PUTS=9)], {}, "no client of this host has asked"),
+        ([row(ABSENT=9), row("b", PUTS=5)], {}, "but to 'b'"),
+        ([row(ABSENT=9)], {}, "no client of this host has put"),
+        ([row(NOT_FOUND=9)], {}, "no client of this host has put"),
+        ([row(ABSENT=5, WRONG_SIZE=5, PUTS=5)], {}, "another size than the buffer"),
+        ([row(HITS=1, UNSOUND=9, PUTS=5)], {}, "another checksum"),
+        ([row(UNREACHABLE=5, MOVING=2, ABSENT=1, PUTS=5)], {}, "did not answer"),
+        ([row(ABSENT=9, PUTS=1, PUT_FAILURES=9)], {"put_failures": {"over_quota": 9}}, "over_quota 9"),
+        ([row(ABSENT=90, PUTS=1000, entries=5)], {"evictions": {"own": 995}}, "evicted before they are asked for"),
+        ([row(ABSENT=90, PUTS=100, entries=100)], {}, "other keys are asked for"),
+        ([row(ABSENT=90, PUTS=100)], {"evictions": {"own": 0}, "set_evictions": 0}, "none is left"),
+        ([row("b", HITS=1)], {}, "no client on this host has named it"),
+        ([row(ABSENT=9, PUTS=9)], {"fenced": True}, "takes no puts"),
+        ([row(ABSENT=9, PUTS=9)], {"shards": 0}, "owns no shard"),
+    ],
+)  # fmt: skip
+def test_each_cause_has_a_finding(rows: list[dict[str, Any]], changes: dict[str, Any], words: str) -> None:
+    found = said(rows, **changes)
+    assert any(words in each.seen for each in found), why.text_of(found)
+    bad = [each for each in found if each.bad]
+    assert all(each.remedy for each in bad)
+    assert json.loads(json.dumps(why.as_json(found)))[0]["seen"]
+
+
+def test_what_is_well_is_no_cause() -> None:
+    (finding,) = said([row(HITS=80, ABSENT=20, PUTS=80, entries=80)])
+    assert not finding.bad
+
+
+def test_without_any_client_that_is_said() -> None:
+    (finding,) = said([], only="")
+    assert finding.bad and "nothing is stored" in finding.seen
+
+
+def test_a_silent_worker_is_said_first() -> None:
+    first, *_ = why.explain(worker_rows([Asked("host", 0, "p", {}, "stopped")]), [row(HITS=1)])
+    assert "host/0 does not answer: stopped" in first.seen and first.bad
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+
+def test_tables_have_all_rows_and_no_control_characters() -> None:
+    claimed = {
+        "session": 1, "pid": 1 << 30, "namespace": "\x1b[2J\nevil", "kind": "client", "quarantined": False, "grants": 0,
+        "granted_bytes": 5, "pins": 2, "idle_s": 75.0, "believed": False,
+    }  # fmt: skip
+    server = {**claimed, "kind": "server"}
+    rows = client_rows([asked(clients=[claimed, server])])
+    assert len(rows) == 1 and rows[0]["program"] == "", "there is no such process; servers are no clients"
+    text = table("clients", rows)
+    assert "\x1b" not in text and len(text.splitlines()) == 2
+    assert "counts nonsense" in text and "1m" in text
+    assert table("slabs", []) == "no slabs"
+
+
+@pytest.mark.parametrize("what", list(TABLES))
+def test_a_worker_that_is_silent_costs_no_table(what: str) -> None:
+    rows = TABLES[what][0]([Asked("host", 0, "p", {}, "stopped"), asked()])
+    assert table(what, rows)
+
+
+def test_rows_of_several_workers_are_added_up() -> None:
+    one = asked(counted={"namespaces": {"a": counted(HITS=3, HIT_BYTES=9)}, "latencies": {}})
+    (found,) = namespace_rows([one, one])
+    assert (found["hits"], found["gets"], found["bytes_read"], found["hit_ratio"]) == (6, 6, 18, 1.0)
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    before = [row("a", HITS=10, ABSENT=10, HIT_BYTES=1000, PUTS=1), row("gone", HITS=5)]
+    now = [row("a", HITS=40, ABSENT=20, HIT_BYTES=1000 + (4 << 10), PUTS=5, PUT_BYTES=2 << 20), row("new", HITS=9)]
+    text = rates_text(now, before, 2.0)
+    assert text.strip() == "20 gets/s, 75.0% of them hits, 2K/s read, 2 puts/s, 1M/s put"
+    assert rates_text([{"chunk_bytes": 64}], [{"chunk_bytes": 64}], 2.0) == ""
+    assert rates_text(before, now, 1.0).startswith("\n\n0 gets/s, - of them"), "a worker that began anew"
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_sockets_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--runtime-dir"):
+        ask_all(tmp_path)
+    (tmp_path / "a.0.sock").touch()
+    (tmp_path / "manager.sock").touch()
+    (found,) = ask_all(tmp_path)
+    assert found.name == "a/0" and found.why and not found.stats
+    with pytest.raises(UsageError, match="data server 'b'"):
+        ask_all(tmp_path, "b")
+
+
+def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Enough(Exception):
+        """Ends the watching."""
+
+    turns = iter((1, 2))
+    slept: list[float] = []
+
+    def look() -> tuple[Any, str, bool]:
+        number = next(turns, None)
+        if number is None:
+            raise Enough
+        return [{"number": number}], f"text {number}", True
+
+    with pytest.raises(Enough):
+        command._show(look, 2.0, as_json=False, watch=True, sleep=slept.append)
+    assert capsys.readouterr().out == "text 1\ntext 2\n" and slept == [2.0, 2.0]
+    turns = iter((1,))
+    assert command._show(look, 0.0, as_json=True, watch=False) == 0
+    assert json.loads(capsys.readouterr().out) == [{"number": 1}]
+
+
+@pytest.mark.parametrize("argv", [["clients", "a"], ["why", "--watch", "0s"], ["nothing"], []])
+def test_wrong_usage(argv: list[str]) -> None:
+    with pytest.raises((SystemExit, UsageError)):
+        command.main(argv)
