@@ -65,9 +65,9 @@ def _require_reached(client: Client) -> None:
     if not workers:
         raise TransportError("no data server has joined this cluster: start one with `simm dataserver`")
     for each in workers:
-        if each["path"] == "down" and each["why"] != "not connected yet":
+        if each["path"] == "down" and each["reason"] != "not connected yet":
             raise TransportError(
-                f"data server {each['node']}/{each['worker']} cannot be reached: {each['why']}; see `simm status`"
+                f"data server {each['node']}/{each['worker']} cannot be reached: {each['reason']}; see `simm status`"
             )
 
 
@@ -190,6 +190,7 @@ def _local(argv: Sequence[str], prog: str) -> int:
             "--listen gives; `simm dataserver --manager` joins another one's cluster"
         )
     flags = server_flags(settings)
+    from .config.startup import say
     from .sdk.local_cluster import LocalCluster
 
     class Cluster(LocalCluster):
@@ -204,7 +205,10 @@ def _local(argv: Sequence[str], prog: str) -> int:
         memory=LOCAL_MEMORY, name=name, own_token=not others, runtime_dir=settings.runtime_dir
     ) as cluster:
         token_file = cluster.token_file or settings.token_file
-        print(f"READY local {cluster.manager}{f' token-file={token_file}' if token_file else ''}", flush=True)
+        say(
+            f"READY local {cluster.manager}{f' token-file={token_file}' if token_file else ''}",
+            warn=lambda text: print(f"{prog}: {text}", file=sys.stderr),
+        )
         if sys.stdout.isatty():
             if token_file:
                 print("Programs of this user find the token. Where they do not:")
@@ -395,6 +399,28 @@ def _version(argv: Sequence[str], prog: str) -> int:
     return EXIT_OK
 
 
+def _completions(argv: Sequence[str], prog: str) -> int:
+    """print completions for bash, zsh or fish"""
+    from .tools.shell import completions, manual
+
+    about = "Print a script that completes `simm` in a shell; its first lines say where it goes."
+    parser = _parser(prog, about)
+    parser.add_argument("shell", choices=list(completions.SHELLS), help="the shell")
+    arguments = parser.parse_args(argv)
+    print(completions.SHELLS[arguments.shell](manual.described(COMMANDS)), end="")
+    return EXIT_OK
+
+
+def _man(argv: Sequence[str], prog: str) -> int:
+    """print the manual page"""
+    about = f"Print the manual page, as for `{prog} | man -l -` or a file simm.1 in a folder man1."
+    _parser(prog, about).parse_args(argv)
+    from .tools.shell import manual
+
+    print(manual.man_page(manual.described(COMMANDS)), end="")
+    return EXIT_OK
+
+
 def _print_json(value: Any) -> None:
     import json
 
@@ -426,13 +452,17 @@ COMMANDS: Final[dict[str, Command]] = {
     "get": _get,
     "exists": _exists,
     "delete": _delete,
+    "engine": _main_of("tools.engine", "print the flags with which an engine uses SiMM"),
     "bench": _main_of("tools.bench.command", "measure operations next to a bare memcpy or a bare socket"),
     "status": _status,
     "node": _node,
+    "ctl": _main_of("tools.ctl.command", "see this host's clients, namespaces and hit ratios, and why gets miss"),
     "config": _config,
     "topo": _topo,
     "doctor": _doctor,
     "simulate": _main_of("tools.simulate", "simulate a cluster of any size, with faults, from a seed"),
+    "completions": _completions,
+    "man": _man,
     "version": _version,
 }
 

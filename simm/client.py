@@ -29,36 +29,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .arena.hashing import SHARD_MASK, Hasher
 from .config.client_options import ClientOptions
+from .constants import PLAIN_BELOW
 from .errors import DeviceError, PeerError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Copier, Span
-from .sdk.batch import NoValue, Result, View, WrongSize, sink_of, source_of, span_of
-from .wire.shard_set import MOVING
+from .ipc.counts import FOUND, NOT_FOUND, PUT, PUT_BYTES, PUTS, SAMPLE_MASK, Word, observe
+from .sdk.batch import NoValue, Result, View, WrongSize, awaitable, sink_of, source_of, span_of
 from .wire.status import Status
 
 if TYPE_CHECKING:
-    import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    from .sdk.replicas import Replicas
+    from .sdk.ops.pins import Pins
+    from .sdk.ops.prefix import Prefix
+    from .sdk.ops.replicas import Replicas
     from .sdk.routing import Router, Routes
 
 log = logging.getLogger("simm.client")
 
 _T = TypeVar("_T")
 
-_MOVING: Final = MOVING
 _TOO_SMALL: Final = NoValue.TOO_SMALL
 
 _ASYNC_THREADS: Final = 8
@@ -79,21 +79,21 @@ class Client:
             this order that works. ``"auto"``, the default: all of them. Setting SIMM_PATH.
         deadline_s: bound of each exchange with a server, seconds. Setting SIMM_DEADLINE_MS; default 3.
         checksum: store a crc32 with each value and verify it on every get (0.3 ms per MiB). Setting SIMM_CHECKSUM.
-        copy_threads: threads for values of 8 MiB and more; 0 for the default. Setting SIMM_COPY_THREADS.
+        copy_threads: threads for values of 8 MiB and batches of 2 MiB and more; 0 for the default. SIMM_COPY_THREADS.
         token: credential for servers that require one; empty for none. Default: from the file that SIMM_TOKEN_FILE
             names, the first client's token, or else the first of another role.
         ring: commit through shared memory; False: by socket.
         replicas: 2 to store each value on two nodes. The namespace is then put-once. Setting SIMM_REPLICAS.
+        put_if_absent: puts leave a stored value alone, as keys are hashes of their values. Setting SIMM_PUT_IF_ABSENT.
+        tcp_streams: connections to a server, 1 to 8, that share a batch of 4 MiB and more by TCP. SIMM_TCP_STREAMS.
         rdma_devices: RDMA devices to use, as ``"mlx5_0,mlx5_1:2"``; empty for the default. Setting SIMM_RDMA_DEVICES.
         server_uids: users, besides this process's own and root, to whose servers on this host values and memory are
             entrusted. Setting SIMM_SERVER_UID.
         lazy: return at once and connect in the background. Until a manager answers, every call is a miss or fails.
         tls_ca: PEM file of the authorities that sign the servers' certificates; with it every connection by TCP is by
             TLS. Empty for none. Setting SIMM_TLS_CA.
-        tls_cert, tls_key: PEM files of this client's own certificate and its key, for servers that take one. Settings
-            SIMM_TLS_CERT, SIMM_TLS_KEY.
-        tls_name: the name that all servers' certificates have; empty: each has the host of its address. Setting
-            SIMM_TLS_NAME.
+        tls_cert, tls_key: PEM files of this client's own certificate and its key. SIMM_TLS_CERT, SIMM_TLS_KEY.
+        tls_name: the name that all servers' certificates have; empty: each has its address's host. SIMM_TLS_NAME.
 
     Raises TransportError if no manager answers within 5 seconds or if it refuses the token, unless ``lazy``. Raises
     UsageError for a wrong argument, ConfigError for a wrong setting.
@@ -104,11 +104,16 @@ class Client:
         deadline_s: float | None = None, checksum: bool | None = None, copy_threads: int | None = None,
         token: str | None = None, ring: bool = True, replicas: int | None = None, rdma_devices: str | None = None,
         lazy: bool = False, tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
-        tls_name: str | None = None, server_uids: Sequence[int] | None = None,
+        tls_name: str | None = None, server_uids: Sequence[int] | None = None, put_if_absent: bool | None = None,
+        tcp_streams: int | None = None,
     ) -> None:  # fmt: skip
         # What talks to servers loads with the first client. Engines and tools import this module when they start, for
         # its names or for a client that they may never make.
         from .ipc.put import ShmPut
+        from .sdk.ops import epochs, parts
+        from .sdk.ops.load_time import LoadTimes, Shares, Speeds
+        from .sdk.ops.pinner import Pinner
+        from .sdk.ops.prefix import Prefixes
         from .sdk.reads import Gets
         from .sdk.writes import Puts
 
@@ -116,29 +121,43 @@ class Client:
             manager=manager, namespace=namespace, path=path, deadline_s=deadline_s, checksum=checksum,
             copy_threads=copy_threads, token=token, ring=ring, replicas=replicas, rdma_devices=rdma_devices, lazy=lazy,
             tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name, server_uids=server_uids,
+            put_if_absent=put_if_absent, tcp_streams=tcp_streams,
         )  # fmt: skip
         self.namespace = options.namespace
         self.deadline_s = options.deadline_s
         self.checksum = options.checksum
         self._digest = Hasher(options.namespace)
+        self._ranges_of, self._ranges_of_many = parts.ranges_of, parts.ranges_of_many
+        self._pieces_of = parts.pieces_of
         self._executor: ThreadPoolExecutor | None = None
         self._start_lock = threading.Lock()
         self._closed = False
         self._owned: Any = None
-        self.counters: dict[str, int] = dict.fromkeys(
+        self._counters: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
-             "redirects", "single_copies", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks"), 0,
+             "redirects", "single_copies", "present", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks"), 0,
         )  # fmt: skip
+        from .ipc.tally import Tallies
+        self._tallies = Tallies()
+        self._epoch = epochs.ClientEpoch(options, epochs.hasher_into(self, "_digest"))
         self._routes = self._connect(options)
         self._copier = Copier(options.copy_threads or DEFAULT_COPY_THREADS)
         self._shm = ShmPut(self._copier, options.checksum)
-        self._gets = Gets(self._routes, self._copier, options.checksum, self.counters)
-        self._puts = Puts(self._routes, self._shm, self._copier, options, self.counters)
+        speeds = Speeds()
+        self._copier.observe = speeds.observe_copy
+        self._gets = Gets(self._routes, self._copier, options.checksum, self._counters, speeds.observe, self._tallies)
+        self._puts = Puts(self._routes, self._shm, self._copier, options, self._counters, self._tallies)
         self._replicas: Replicas | None = None
         if options.replicas == 2:
-            from .sdk.replicas import Replicas  # few namespaces have two copies
+            from .sdk.ops.replicas import Replicas  # few namespaces have two copies
 
-            self._replicas = Replicas(self._routes, self._gets, self._puts, self.counters)
+            self._replicas = Replicas(self._routes, self._gets, self._puts, self._counters)
+        self._put_slowly = options.put_if_absent or self._replicas is not None
+        shares = Shares(self._routes, self._counters, self._replicas)
+        self._load_times = LoadTimes(speeds, shares)
+        self._prefixes = Prefixes(self._routes, self._digest, speeds, self._counters, self._gets.stored_many, shares)
+        self._epoch.follow(self._prefixes)
+        self._pinner = Pinner(self._routes, self._gets, self._copier, self._counters, self._replicas, self.deadline_s)
         fork.in_child(self._after_fork)
 
     @classmethod
@@ -165,7 +184,8 @@ class Client:
         """Return the routes to the servers. Raises TransportError if no manager answers, unless the client is lazy."""
         from .sdk.routing import Router, Routes
 
-        return Routes(functools.partial(Router, options), lazy=options.lazy)
+        routed = functools.partial(Router, options, tallies=self._tallies, epoch=self._epoch)
+        return Routes(routed, lazy=options.lazy)
 
     @property
     def _router(self) -> Router | None:
@@ -191,29 +211,16 @@ class Client:
 
         ``stats()["last_put_failure"]`` then says why, in words, unless another thread's put has failed since.
         """
-        digest = self._digest(key)
-        source = source_of(value)
-        target = self._routes.target(digest)
-        session = target.session if target is not None else None
-        if target is None or session is None or session.broken or self._replicas is not None:
-            return self.put_digests([digest], [source])[0] == Status.OK
-        # The most frequent case, without the lists of a batch.
-        began = time.monotonic()
-        try:
-            status = self._shm.put_one(session, digest, source)
-        except PeerError as exc:
-            self._routes.session_failed(target, session, exc)
-            status = Status.UNAVAILABLE
-        if status == Status.WRONG_OWNER:
-            status = self._puts.retry(target, digest, source, began)
-        if status == Status.OK:
-            self.counters["puts"] += 1
-            return True
-        self._puts.count([digest], [status])
-        return False
+        return self.put_digest(self._digest(key), source_of(value)) == Status.OK
+
+    def put_gather(self, key: str, pieces: Iterable[Any]) -> bool:
+        """:meth:`put` a value that consists of these pieces of memory, in their order: at most 4,096, none empty."""
+        return self.put_digests([self._digest(key)], [self._pieces_of(pieces)])[0] == Status.OK
 
     def get(self, key: str) -> bytes | None:
         """Return the value as new bytes, or None. ``get_into`` saves the allocation and copies without the GIL."""
+        if self._gets.due:
+            return self._timed(key, self.get, key)
         digest = self._digest(key)
         if self._replicas is not None:
             got = self._replicas.read([digest], [None])[0]
@@ -228,34 +235,46 @@ class Client:
 
         Raises UsageError for a read-only buffer, or one that is too small (then nothing is written).
         """
+        if self._gets.due:
+            return self._timed(key, self.get_into, key, buffer)
         digest = self._digest(key)
         sink = sink_of(buffer)
-        if self._replicas is not None:
-            got = self._replicas.read([digest], [sink])[0]
-        else:
-            route = self._routes.route
-            owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
-            try:
-                got = self._gets.read(owner, digest, sink)
-            except DeviceError as exc:
-                got = self._gets.device_failed(exc)
+        got = self.get_digest(digest, sink)
         if type(got) is int:
             return got
         if got == _TOO_SMALL:
             raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return None
 
+    def get_ranges(self, key: str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+        """Copy ranges of the value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
+
+        All are parts of one value. None for a miss; the buffers may then hold parts of a value that was replaced. At
+        most 4,096 ranges, together of the largest value's size. They may overlap in the value, their buffers may not.
+
+        Raises UsageError for a range that ends beyond the value (then nothing is written), of no byte, longer than its
+        buffer, or with a read-only buffer.
+        """
+        digest = self._digest(key)
+        sink = self._ranges_of(ranges)
+        if self._replicas is not None:
+            got = self._replicas.read([digest], [sink])[0]
+        else:
+            route = self._routes.route
+            owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
+            try:
+                got = self._gets.read_ranges(owner, digest, sink)
+            except DeviceError as exc:
+                got = self._gets.device_failed(exc)
+        if type(got) is int:
+            return got
+        if type(got) is WrongSize:
+            raise UsageError(sink.ends_beyond(key, got.length))
+        return None
+
     def exists(self, key: str) -> bool:
         """Return whether the key is stored; False also if its server cannot be reached."""
-        digest = self._digest(key)
-        target = self._routes.target(digest)
-        reader = target.reader if target is not None else None
-        if reader is not None:
-            if reader.contains(digest):
-                return True
-            if self._replicas is None and 0 < reader.shard_word(digest) < _MOVING:
-                return False
-        return self.exists_digests([digest])[0]
+        return self.exists_digest(self._digest(key))
 
     def delete(self, key: str) -> bool:
         """Drop the key. Return False if it was not stored or its server cannot be reached."""
@@ -290,12 +309,13 @@ class Client:
 
     # -- many keys --------------------------------------------------------------------------------
 
-    def put_many(self, keys: Sequence[str], values: Sequence[Any]) -> list[bool]:
-        """:meth:`put` for many keys. A duplicate key gets the later value."""
+    def put_many(self, keys: Sequence[str], values: Sequence[Any], *, if_absent: bool | None = None) -> list[bool]:
+        """:meth:`put` for many keys. A duplicate key gets the later value. ``if_absent``: a stored value of the same
+        length is left alone; None for ``put_if_absent`` of the client."""
         if len(keys) != len(values):
             raise UsageError(f"{len(keys)} keys and {len(values)} values")
         digests = self._digest.many(keys)
-        return [status == Status.OK for status in self.put_digests(digests, [source_of(value) for value in values])]
+        return [status == Status.OK for status in self.put_digests(digests, list(map(source_of, values)), if_absent)]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """:meth:`get` for many keys."""
@@ -316,13 +336,66 @@ class Client:
                 raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return [got if got > 0 else None for got in results]
 
+    def get_ranges_many(
+        self, keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
+    ) -> list[int | None]:
+        """:meth:`get_ranges` for many keys, each with a list of ranges. No two buffers of the call may overlap.
+
+        Raises UsageError if a range ends beyond its value, after the ranges of all other values are read.
+        """
+        digests = self._digest.many(keys)
+        sinks = self._ranges_of_many(keys, ranges)
+        results = self.get_digests(digests, sinks)
+        for key, sink, got in zip(keys, sinks, results):
+            if type(got) is WrongSize:
+                raise UsageError(sink.ends_beyond(key, got.length))
+        return [got if got > 0 else None for got in results]
+
+    def put_gather_many(self, keys: Sequence[str], pieces: Sequence[Iterable[Any]]) -> list[bool]:
+        """:meth:`put_gather` for many keys, each with a list of pieces. A duplicate key gets the later value."""
+        if len(keys) != len(pieces):
+            raise UsageError(f"{len(keys)} keys and {len(pieces)} lists of pieces")
+        digests = self._digest.many(keys)
+        sources = [self._pieces_of(each) for each in pieces]
+        return [status == Status.OK for status in self.put_digests(digests, sources)]
+
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`exists` for many keys."""
         return self.exists_digests(self._digest.many(keys))
 
+    def load_ms(self, keys: Sequence[str]) -> float:
+        """Return how long getting these values with one call is expected to take, in milliseconds.
+
+        Only those that are stored count; 0.0 if none is. The figures come from this client's own gets by the same path
+        (``sdk/ops/load_time.py``). It costs one exchange with each worker on another host, as :meth:`exists_many` does.
+        """
+        return self.load_ms_digests(self._digest.many(keys))
+
+    def pin(self, keys: Sequence[str]) -> Pins:
+        """Return the values of these keys, to read ranges of them as often as wanted, and to release (docs/pins.md).
+
+        Each stays as it is now, whatever happens to its key; one that is not stored is a miss. Release them soon, as
+        pinned values are not evicted. What is beyond this client's share of the memory stays until it is evicted.
+        """
+        pins = self._pinner.pin(keys, self._digest.many(keys))
+        pins.in_thread = self.in_thread
+        return pins
+
+    def prefix(self, keys: Sequence[str], *, group: int = 1, exact: bool = True) -> Prefix:
+        """Return how many leading keys are stored now, where, and what loading them is expected to take: one exchange
+        with each worker on another host. ``group``: keys of a page, of which all or none count. ``exact``: look for
+        each key that is counted (docs/routing.md). Raises UsageError."""
+        return self._prefixes.find(keys, group, exact)
+
     def delete_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`delete` for many keys."""
         return [status == Status.OK for status in self.delete_digests(self._digest.many(keys))]
+
+    def advance(self, namespace: str | None = None, *, timeout_s: float = 60.0) -> int:
+        """Make all that was stored in a namespace before unreadable on every host; return its new epoch. O(1) but for
+        the first (docs/epochs.md). Raises TransportError if after ``timeout_s`` old values may still be readable."""
+        self._routes.check_open()
+        return self._epoch.advance(self.namespace if namespace is None else namespace, timeout_s)
 
     # -- by digest, for simm.kv and adapters --------------------------------------------------------
 
@@ -330,8 +403,64 @@ class Client:
         """Return the key's digest in this namespace. Raises UsageError."""
         return self._digest(key)
 
-    def put_digests(self, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
-        """Store values; return a Status for each. Sources come from :func:`source_of`."""
+    def put_digest(self, digest: bytes, source: memoryview | Span) -> int:
+        """Store one value; return a Status. The source comes from :func:`source_of`."""
+        target = self._routes.target(digest)
+        session = target.session if target is not None else None
+        if target is None or session is None or session.broken or self._put_slowly:
+            return self.put_digests([digest], [source])[0]
+        # The most frequent case, without the lists of a batch.
+        began = time.monotonic()
+        try:
+            status = self._shm.put_one(session, digest, source)
+        except PeerError as exc:
+            self._routes.session_failed(target, session, exc)
+            status = Status.UNAVAILABLE
+        if status == Status.WRONG_OWNER:
+            status = self._puts.retry(target, digest, source, began)
+        counts, size = session.counts, len(source)
+        if status == Status.OK:
+            puts = counts[PUTS] = counts[PUTS] + 1
+            counts[PUT_BYTES] += size
+            if not puts & SAMPLE_MASK:
+                observe(counts, PUT, int((time.monotonic() - began) * 1e9))
+        else:
+            counts[Word.PUT_FAILURES] += 1
+            self._puts.count([digest], [status])
+        return status
+
+    def get_digest(self, digest: bytes, sink: memoryview | Span) -> Result:
+        """Copy one value out; return its length, or why there is none: see :meth:`get_digests`."""
+        if self._replicas is not None:
+            return self.get_digests([digest], [sink])[0]
+        route = self._routes.route
+        owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
+        try:
+            return self._gets.read(owner, digest, sink)  # type: ignore[return-value]  # bytes are for no sink
+        except DeviceError as exc:
+            return self._gets.device_failed(exc)
+
+    def exists_digest(self, digest: bytes) -> bool:
+        """Return whether it is stored; False also if its server cannot be reached."""
+        route = self._routes.route
+        target = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
+        reader = target.reader if target is not None else None
+        if reader is not None:
+            if reader.contains(digest):
+                reader.counts[FOUND] += 1
+                return True
+            if self._replicas is None and 0 < reader.shard_word(digest) < PLAIN_BELOW:
+                reader.counts[NOT_FOUND] += 1
+                return False
+        return self.exists_digests([digest])[0]
+
+    def put_digests(
+        self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], if_absent: bool | None = None
+    ) -> list[int]:
+        """Store values; return a Status for each. Sources are of :func:`source_of`; ``if_absent`` as in put_many."""
+        if (self._options.put_if_absent if if_absent is None else if_absent) and self._replicas is None:
+            from .sdk.ops.if_absent import put  # few callers have such keys
+            return put(self._gets, self._puts, digests, sources, self._counters)
         return (self._replicas or self._puts).put(digests, sources)
 
     def get_digests(self, digests: Sequence[bytes], sinks: Sequence[memoryview | Span]) -> list[Result]:
@@ -347,6 +476,10 @@ class Client:
         """Return for each whether it is stored."""
         return (self._gets if self._replicas is None else self._replicas).stored_many(digests)
 
+    def load_ms_digests(self, digests: Sequence[bytes]) -> float:
+        """Do :meth:`load_ms` for digests."""
+        return self._load_times.ms(digests)
+
     def delete_digests(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; return a Status for each."""
         return (self._replicas or self._puts).delete(digests)
@@ -361,43 +494,29 @@ class Client:
 
     # -- asyncio ------------------------------------------------------------------------------------
 
-    async def put_async(self, key: str, value: Any) -> bool:
-        """:meth:`put`, awaitable."""
-        return await self.in_thread(self.put, key, value)
-
-    async def get_async(self, key: str) -> bytes | None:
-        """:meth:`get`, awaitable."""
-        return await self.in_thread(self.get, key)
-
-    async def get_into_async(self, key: str, buffer: Any) -> int | None:
-        """:meth:`get_into`, awaitable."""
-        return await self.in_thread(self.get_into, key, buffer)
-
-    async def exists_async(self, key: str) -> bool:
-        """:meth:`exists`, awaitable."""
-        return await self.in_thread(self.exists, key)
-
-    async def delete_async(self, key: str) -> bool:
-        """:meth:`delete`, awaitable."""
-        return await self.in_thread(self.delete, key)
-
-    async def put_many_async(self, keys: Sequence[str], values: Sequence[Any]) -> list[bool]:
-        """:meth:`put_many`, awaitable."""
-        return await self.in_thread(self.put_many, keys, values)
-
-    async def get_into_many_async(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]:
-        """:meth:`get_into_many`, awaitable."""
-        return await self.in_thread(self.get_into_many, keys, buffers)
-
-    async def exists_many_async(self, keys: Sequence[str]) -> list[bool]:
-        """:meth:`exists_many`, awaitable."""
-        return await self.in_thread(self.exists_many, keys)
+    put_async = awaitable(put)
+    get_async = awaitable(get)
+    get_into_async = awaitable(get_into)
+    get_ranges_async = awaitable(get_ranges)
+    put_gather_async = awaitable(put_gather)
+    exists_async = awaitable(exists)
+    delete_async = awaitable(delete)
+    put_many_async = awaitable(put_many)
+    get_into_many_async = awaitable(get_into_many)
+    get_ranges_many_async = awaitable(get_ranges_many)
+    put_gather_many_async = awaitable(put_gather_many)
+    exists_many_async = awaitable(exists_many)
+    load_ms_async = awaitable(load_ms)
+    pin_async = awaitable(pin)
+    prefix_async = awaitable(prefix)
+    advance_async = awaitable(advance)
 
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
         buffers."""
-        import asyncio  # 3 MiB that an engine without it does not need
         from concurrent.futures import ThreadPoolExecutor
+
+        from .sdk.ops.waiting import in_executor  # with asyncio, 3 MiB that an engine without it does not need
 
         with self._start_lock:
             if self._closed:
@@ -405,33 +524,24 @@ class Client:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="simm-async")
             executor = self._executor
-        job = executor.submit(call, *arguments)
-        waiting = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            if not job.cancel():
-                await _ended(waiting)
-            raise
-        finally:
-            del job, waiting  # they hold the call's exception, which holds this frame, and with it the client
+        return await in_executor(executor, call, arguments)
 
     # -- state --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters, why the last failed put failed, and for each worker the path in use and why it is not a
-        better one."""
-        router = self._router
-        stats: dict[str, Any] = {**self.counters, "last_put_failure": self._puts.last_failure}
-        if router is not None:
-            stats["outages"] += router.context.outages
-            stats["epoch"] = router.epoch
-            stats["manager"] = router.subscription.down_reason or "connected"
-            stats["workers"] = [
-                {"node": target.info.node, "worker": target.info.worker, "path": target.path, "why": target.reason}
-                for target in router.targets.values()
-            ]
-        return stats
+        """Return counters; by path keys, bytes, latencies; the last put failure; each worker's path and reason."""
+        from .sdk.ops import counting
+        return counting.stats_of(self.counters, self._tallies, self._puts.last_failure, self._router)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        from .sdk.ops import counting
+        return counting.counters_of(self._counters, self._tallies)
+
+    def _timed(self, key: str, call: Callable[..., _T], *arguments: Any) -> _T:
+        self._gets.due = False
+        from .sdk.ops import counting
+        return counting.timed_get(self._routes, self._digest(key), call, *arguments)
 
     def begin(self) -> None:
         """Wait until a lazy client has tried each manager once, and connect to the workers in the background.
@@ -445,16 +555,7 @@ class Client:
 
     def wait_ready(self, timeout_s: float = 10.0) -> bool:
         """Wait until every shard has an owner that this client reaches. Return False when the time is up."""
-        until = time.monotonic() + timeout_s
-        while True:
-            router = self._router
-            if router is not None and None not in router.route:
-                targets = list(router.targets.values())
-                if targets and all(target.ready() for target in targets) and all(each.settled for each in targets):
-                    return True
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.02)
+        return self._routes.wait_ready(timeout_s)
 
     def close(self) -> None:
         """Close all connections, and end a local cluster. Twice is harmless."""
@@ -462,13 +563,12 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-        executor, self._executor = self._executor, None
-        if executor is not None:
+        if (executor := self._executor) is not None:
             executor.shutdown(wait=True, cancel_futures=True)
+        self._pinner.release_all()
         self._routes.close()
         self._copier.close()
-        owned, self._owned = self._owned, None
-        if owned is not None:
+        if (owned := self._owned) is not None:
             owned.close()
 
     def _after_fork(self) -> None:
@@ -476,17 +576,8 @@ class Client:
         self._owned = None
         self._executor = None
         self._start_lock = threading.Lock()
-
-
-async def _ended(waiting: asyncio.Future[Any]) -> None:
-    """Wait for a thread's call to end, deferring further cancellations. Its result is not needed."""
-    import asyncio
-
-    while not waiting.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait((waiting,))
-    if not waiting.cancelled():
-        waiting.exception()  # retrieved, or asyncio complains; not raised, or it would hold this frame
+        self._tallies.after_fork()
+        self._epoch.after_fork()
 
 
 def _unpickle(options: ClientOptions) -> Client:

@@ -17,6 +17,8 @@ DEFAULT_NAMESPACE = "default"
 
 DIGEST_BYTES = 16
 SHARD_COUNT = 16_384
+#: A shard word below this, and not 0, is a plain epoch: the shard is owned and not moving (``wire/shard_set.py``).
+PLAIN_BELOW = 1 << 62
 #: In a shard map's owner table: the shard has no owner.
 NO_OWNER = 0xFFFF
 
@@ -37,6 +39,10 @@ CHUNK_ALIGN_BYTES = 64
 DEFAULT_MANAGER_PORT = 30_001
 FRAME_BYTES_MAX = 1 << 20
 BATCH_KEYS_MAX = 4096
+#: Ranges of one value in one get, pieces of one value in one put.
+RANGES_MAX = 4096
+#: Words in which a client counts what it does (ipc/counts.py): a commit ring's header page has so many to spare.
+COUNT_WORDS = 448
 
 assert SLAB_BYTES % HUGE_PAGE_BYTES == 0 and HUGE_PAGE_BYTES % PAGE_BYTES == 0
 assert SLAB_CHUNK_BYTES_MAX % PAGE_BYTES == 0
@@ -45,7 +51,7 @@ assert SHARD_COUNT & (SHARD_COUNT - 1) == 0 and SHARD_COUNT < NO_OWNER
 assert SET_BYTES % CACHE_LINE_BYTES == 0
 
 #: Names of the eviction policies in ``arena/eviction.py``.
-POLICY_NAMES = ("lru", "fifo", "sieve")
+POLICY_NAMES = ("lru", "reuse", "fifo", "sieve")
 #: The default policy of settings, data servers and stores.
 DEFAULT_POLICY = "lru"
 assert DEFAULT_POLICY in POLICY_NAMES

@@ -1,4 +1,4 @@
-"""A data server: one supervisor, one worker per NUMA node, and the processes that serve other hosts.
+"""A data server: one supervisor, one worker or more per NUMA node, and the processes that serve other hosts.
 
     supervisor   owns the segments, the listening sockets and the link to the manager; restarts what dies
       worker     forked; the only writer of its arena (server/worker.py)
@@ -33,37 +33,48 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from .arena.vault import Vault
 from .cluster.assignment import DROP_ALL, Member, frozen_epoch
+from .config.logs import set_up_logging
 from .config.parsers import Address
-from .config.settings import add_arguments, ensure_runtime_dir, load_command
-from .config.startup import say, set_up_logging
+from .config.settings import add_arguments, load_command
+from .config.startup import say
 from .constants import NO_OWNER
 from .errors import ConfigError, SimmError, UsageError, printable
 from .host import numa
 from .host.file_locks import LockFile
 from .ipc import segments
-from .net.http import Page, Web
+from .net.http import Web
 from .net.listeners import listen_tcp
 from .net.loop import Loop
 from .net.named_socket import NamedSocket
 from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
+from .net.sd_notify import Notifier, keep_informed, reload_logs
 from .net.token_watch import watch_tokens
 from .rpc import Flag
-from .server import migration
+from .server import children, migration
 from .server.arena_stock import ArenaStock
-from .server.children import OOM_WORKER, SILENT_S, STATS_ID, ChildError, Children, StreamProcess, Supervised, WorkerSlot
+from .server.children import (
+    OOM_WORKER,
+    STATS_ID,
+    ChildError,
+    Children,
+    HangWatch,
+    StreamProcess,
+    Supervised,
+    WorkerSlot,
+)  # fmt: skip
 from .server.membership import Membership
 from .server.migration import MoverSettings, run_mover
 from .server.options import DataServerOptions, options_from
-from .server.pages import Row, healthz, metrics
+from .server.pages import DataServerPages
 from .server.rdma_supervisor import Endpoints
 from .server.stream import run_stream
 from .server.worker import WorkerSettings, start_worker
 from .wire import messages as M
+from .wire.epoch_messages import NamespaceEpoch
 from .wire.identity import instance_of, new_secret
 
 log = logging.getLogger("simm.dataserver")
@@ -79,6 +90,9 @@ UNRECOVERED: Final = 3
 UNRECOVERED_MAX: Final = 3
 #: A worker gives the kernel so long to end a supervisor whose connection has closed.
 ORPHAN_S: Final = 2.0
+#: What a step of a start or a stop may take, and further for each byte of the arenas that it touches.
+ALLOW_S: Final = 60.0
+ALLOW_BYTES_PER_S: Final = 128 << 20
 #: Between two looks at the lock of this server's name.
 NAME_S: Final = 1.0
 
@@ -86,17 +100,15 @@ NAME_S: Final = 1.0
 class DataServer:
     """The supervisor. Construct, :meth:`start`, :meth:`run`; :meth:`stop` cleans up."""
 
-    def __init__(self, options: DataServerOptions) -> None:
-        self.options = options
-        self.loop = Loop()
+    def __init__(self, options: DataServerOptions, notify: Notifier | None = None) -> None:
+        self.options, self.notify, self.loop = options, notify or Notifier(), Loop()
         secret = new_secret()
         self.instance = instance_of(options.name, secret)
         self.slots: list[WorkerSlot] = []
         self.member = Member(options.name, self.instance, range(len(options.nodes)))
         self.membership = Membership(
-            self.loop, self.member, self, options.managers, secret=secret,
-            token=options.own_token, join_timeout_s=options.join_timeout_s, tls=options.tls,
-            trusted=options.server_uids,
+            self.loop, self.member, self, options.managers, secret=secret, token=options.own_token,
+            join_timeout_s=options.join_timeout_s, tls=options.tls, trusted=options.server_uids,
         )  # fmt: skip
         self.announced = False
         self.failed = ""
@@ -105,15 +117,16 @@ class DataServer:
         self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
         self.stock = ArenaStock(options, self.instance)
+        self.pages = DataServerPages(
+            self.loop, self.slots, self.member, self.membership, self.endpoints, self._unready,
+            options.tls, options.tokens)  # fmt: skip
         self._stopping = False
         #: The workers are told to give all shards up, whatever the map says.
         self._retiring = False
         self._shared: list[socket.socket | NamedSocket] = []
-        #: On this server's name.
-        self._lock: LockFile | None = None
+        self._lock: LockFile | None = None  # on this server's name
         self._web: Web | None = None
-        #: Its address, for the READY line.
-        self._http = ""
+        self._http = ""  # its address, for the READY line
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -121,7 +134,7 @@ class DataServer:
         """Make segments and sockets, start the processes, look for the manager. Raises SimmError or OSError."""
         options = self.options
         raise_file_limit()
-        stop_on_signals(self.loop, interrupt=True)
+        stop_on_signals(self.loop, interrupt=True, reload=self._reload)
         if options.end_with:
             end_with(self.loop, options.end_with)
         self.children.protect_parent()
@@ -133,15 +146,15 @@ class DataServer:
         cluster = self._find_cluster()
         if not self.loop.running:  # stopped, or given up
             return
+        self._allow("taking over the arenas", sum(each.size for each in self.stock.undecided()))
         warm = self.stock.take_over(cluster)
         self.membership.warm = bool(warm)
         self.membership.warm_epoch, self.membership.warm_cluster = self.stock.epoch, self.stock.cluster
-        size = 0 if warm else self.stock.size()
-        for number, node in enumerate(options.nodes):
-            segment = warm[number] if warm else self.stock.new(number, node, size)
-            self.slots.append(WorkerSlot(number, node, segment))
-            if warm:
-                self.stock.populate(segment, number, node)
+        self._allow("faulting in the arenas")
+        arenas = warm or self.stock.new(self.stock.size(), range(len(options.nodes)), self._faulted_in)
+        self.slots += [WorkerSlot(number, options.nodes[number], arenas[number]) for number in sorted(arenas)]
+        if not arenas or (warm and not self.stock.populate(warm, self._faulted_in)):  # stopped meanwhile
+            return
         for slot in self.slots:
             path = segments.socket_path(options.runtime_dir, options.name, slot.number)
             slot.unix = NamedSocket(path, options.group)
@@ -154,11 +167,11 @@ class DataServer:
             slot.streams = [self._stream_of(slot, slot.tcp, rdma_port) for _ in range(options.streams)]
             slot.mover = self._mover_of(slot)
         if options.http is not None:
-            routes = {"/metrics": self._metrics, "/healthz": self._healthz}
             listener = listen_tcp(*options.http)
             self._http = " http=" + str(Address(*listener.getsockname()[:2]))
             tls = options.tls.pages if options.tls else None
-            self._web = Web(self.loop, listener, routes, options.page_tokens, tls)
+            self._web = Web(self.loop, listener, self.pages.routes, options.page_tokens, tls)
+        self._allow("starting the workers", sum(slot.segment.size for slot in self.slots))
         for slot in self.slots:
             self._start_worker(slot)
             for stream in slot.streams:
@@ -167,6 +180,20 @@ class DataServer:
         watch_tokens(self.loop, options.tokens)
         self._poll_stats()
         self.membership.start()
+
+    def _reload(self) -> None:
+        reload_logs(self.notify, [child.pid for child in self._processes()])
+
+    def _faulted_in(self, done: int, new: int, total: int) -> bool:
+        """Tell the service manager that faulting in goes on, if it does. Return False if it is to end."""
+        if new:
+            self._allow(f"faulting in the arenas: {done >> 20:,} of {total >> 20:,} MiB")
+        return self.loop.running
+
+    def _allow(self, text: str, size: int = 0) -> None:
+        """Tell the service manager what begins, and that it may take long: with so many bytes on a slow machine."""
+        self.notify.status(text)
+        self.notify.extend(ALLOW_S + size / ALLOW_BYTES_PER_S)
 
     def _find_cluster(self) -> int:
         """Return the manager's cluster if an arena was left whose fate depends on it; otherwise 0, at once."""
@@ -181,21 +208,12 @@ class DataServer:
 
     def _keep_name(self) -> None:
         """Take the lock again if its file was removed. End this server if another one has the name meanwhile."""
-        assert self._lock is not None
-        if self._lock.held or self._stopping:
+        if self._lock is None or self._stopping:
             return
         try:
-            ensure_runtime_dir(Path(self.options.runtime_dir), self.options.group)
-            lock = LockFile.take(self._lock.path)
-        except (OSError, SimmError) as exc:
-            log.error("%s is lost and cannot be locked again: %s", self._lock.path, exc)
-            return
-        if lock is None:
-            self.give_up(f"{self._lock.path} was removed, and another data server of this name has been started")
-            return
-        log.warning("%s was lost, and is locked again", lock.path)
-        self._lock.release()
-        self._lock = lock
+            self._lock = segments.keep_name(self._lock, self.options.group)
+        except SimmError as exc:
+            self.give_up(str(exc))
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -208,8 +226,8 @@ class DataServer:
             arena, any_uid = slot.segment, options.group is not None
             arena.lock_writer()
             fresh = self.stock.is_fresh(arena, slot.vault)
-            held = options.namespaces, options.quotas
-            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *held)
+            limits = options.tokens, len(options.nodes)
+            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
             try:
                 store = self.stock.store_in(arena, slot.vault)
                 worker = start_worker(store, settings, unix, supervisor)
@@ -286,6 +304,7 @@ class DataServer:
             for stream in slot.streams:
                 ended = stream.ended()
                 if ended is not None and not self._stopping:
+                    slot.deaths["stream"] += 1
                     log.error("%s (process %d) died%s: restarting", stream.name, ended.pid, ended.cause)
                     stream.start_or_retry()
 
@@ -321,7 +340,7 @@ class DataServer:
             old.unlink()
             old.close()
             slot.vault = Vault()
-            slot.segment = self.stock.new(slot.number, slot.node, old.size)
+            slot.segment = self.stock.new(old.size, [slot.number], lambda *_: True)[slot.number]
             slot.worker = self._worker_of(slot)
         except SimmError as exc:
             self.give_up(str(exc))
@@ -338,9 +357,7 @@ class DataServer:
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
         """Take a worker's answer: its counters, or that it has taken over the map."""
         if isinstance(msg, M.StatsReply):
-            slot.stats = stats = json.loads(msg.json)
-            slot.data_bytes = stats["data_bytes"]
-            slot.incarnation = stats["incarnation"]
+            slot.take_stats(json.loads(msg.json))
             if not slot.ready:
                 slot.ready = True
                 self.membership.join()
@@ -370,13 +387,20 @@ class DataServer:
         order = self.member.order(slot.number)
         if self._retiring:
             order = DROP_ALL._replace(epoch=max(1, self.member.epoch), cluster=self.member.cluster)
-        slot.worker.send(order, slot.order_id)
+        slot.send_order(order, self.member.epochs)
+        self.on_lease()
+
+    def on_lease(self) -> None:
+        """Tell the workers until when values with an epoch may be read."""
+        if self.member.epochs is not None:
+            children.send_lease(self.slots, self.membership.lease.until(self.member.epochs.lease_ms))
+
+    def epochs(self, cluster: int) -> list[NamespaceEpoch]:
+        """Return the newest epochs of namespaces of this cluster that the workers know."""
+        return children.known_epochs(self.slots, self.member.epochs, cluster)
 
     def _feed_mover(self, slot: WorkerSlot) -> None:
-        """Send the worker's mover the map that the worker has taken. Start a mover if there is something to move.
-
-        A mover ends when nothing is left to do, so a mover without any task gets the map too.
-        """
+        """Send the worker's mover the map that the worker has taken, also if nothing is left: the mover ends then."""
         left = self.member.moving(slot.number, slot.words())
         running = slot.mover.child is not None
         if not slot.current or self._stopping or self.member.fenced or (not left and not running):
@@ -405,8 +429,7 @@ class DataServer:
 
     def moved(self) -> list[M.Moved]:
         """Return the shards that have moved in and that the map still lists as moving."""
-        found = [self.member.moved(slot.number, slot.words()) for slot in self.slots]
-        return [moved for moved in found if moved is not None]
+        return [moved for slot in self.slots if (moved := self.member.moved(slot.number, slot.words())) is not None]
 
     # -- what the membership asks for -----------------------------------------------------------------
 
@@ -415,18 +438,7 @@ class DataServer:
         up = bool(self.slots) and all(slot.ready for slot in self.slots)
         if not up or (self.member.abandoned and not all(slot.current for slot in self.slots)):
             return None
-        return [self._info(slot) for slot in self.slots]
-
-    def _info(self, slot: WorkerSlot) -> M.WorkerInfo:
-        assert slot.tcp is not None
-        host, port = slot.tcp.getsockname()[:2]
-        host = self.options.advertise_host or host
-        if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
-        name, capacity = self.options.name, slot.data_bytes
-        return M.WorkerInfo(
-            slot.number, slot.node, slot.incarnation, self.instance, capacity, name, slot.unix.path, host, port
-        )
+        return [slot.info(self.options, self.instance) for slot in self.slots]
 
     def loads(self) -> list[M.WorkerLoad]:
         """Return the load of all workers, for a heartbeat."""
@@ -452,30 +464,8 @@ class DataServer:
         self.failed = why
         self.loop.stop()
 
-    # -- HTTP -------------------------------------------------------------------------------------
-
-    def _healthz(self) -> Page:
-        down = [slot.number for slot in self.slots if not slot.ready]
-        now = self.loop.clock()
-        silent = [slot.number for slot in self.slots if slot.ready and now - slot.worker.last_seen > SILENT_S]
-        cut_off = [slot.number for slot in self.slots if any(stream.is_cut_off() for stream in slot.streams)]
-        unreachable = [slot.stats["unreachable"] for slot in self.slots if slot.stats.get("unreachable")]
-        return healthz(
-            down, silent, self.membership.joined, self.member.fenced, cut_off=cut_off, unreachable=unreachable
-        )
-
-    def _metrics(self) -> Page:
-        rows = []
-        for slot in self.slots:
-            moves = {key: count + getattr(slot.progress, key) for key, count in slot.moved_ever.items()}
-            moves["left"] = len(self.member.moving(slot.number, slot.words()))
-            moves["rate"] = slot.progress.rate
-            silent_s = self.loop.clock() - slot.worker.last_seen if slot.ready else 0.0
-            rdma = self.endpoints.row(slot.number)
-            cut_off = sum(stream.is_cut_off() for stream in slot.streams)
-            died = len(slot.restarts), moves, silent_s, rdma, cut_off, slot.corruptions
-            rows.append(Row(slot.number, slot.node, slot.stats, *died))
-        return metrics(rows, joined=self.membership.joined, fenced=self.member.fenced, epoch=self.member.epoch)
+    def _unready(self) -> str:
+        return "stopping" if self._stopping else "" if self.announced else "starting: READY has not been said"
 
     def _announce(self) -> None:
         """Print READY, once, when every worker serves, the manager knows this server, and it has its shards."""
@@ -491,6 +481,10 @@ class DataServer:
             f"READY dataserver {self.options.name} {self.options.listen_host}:{ports} workers={len(self.slots)} "
             f"memory={memory >> 20}M{self._http}{' rdma=' + rdma if rdma else ''}"
         )
+        self.notify.ready(self.pages.status())
+        hangs = HangWatch(self.slots, round(self.notify.watchdog_s / self.notify.tick_s / 2))
+        alive = hangs.maintain if self.notify.watchdog_s else lambda: True
+        keep_informed(self.loop, self.notify, self.pages.status, alive)
 
     # -- run and stop -----------------------------------------------------------------------------
 
@@ -511,6 +505,8 @@ class DataServer:
         if self._stopping:
             return
         self._stopping = self.children.stopping = True
+        self.notify.stopping(self.failed or "handing its shards over")
+        self.notify.extend(ALLOW_S + sum(slot.segment.size for slot in self.slots) / ALLOW_BYTES_PER_S)
         retired = False
         try:
             retired = self.options.warm or not self.membership.joined or self._retire()
@@ -519,9 +515,9 @@ class DataServer:
         except Exception:  # the clean-up below must run
             log.exception("handing over failed")
         made = [slot for slot in self.slots if slot.tcp is not None]  # else a start failed before them
-        others = [each.child for slot in made for each in (slot.mover, *slot.streams)]
-        end_children([child for child in (*others, *self.endpoints.processes()) if child is not None], STOP_S / 3)
-        end_children([slot.worker.child for slot in made if slot.worker.child is not None], STOP_S)
+        workers = [slot.worker.child for slot in made if slot.worker.child is not None]
+        end_children([child for child in self._processes() if child not in workers], STOP_S / 3)
+        end_children(workers, STOP_S)
         for each in self._shared:
             if isinstance(each, NamedSocket) and self._lock is not None and self._lock.held:
                 with contextlib.suppress(OSError):
@@ -546,6 +542,12 @@ class DataServer:
         self.loop.close()
         if self._lock is not None:
             self._lock.release()
+
+    def _processes(self) -> list[Child]:
+        """Return the processes that run, but for resolvers."""
+        made = [slot for slot in self.slots if slot.tcp is not None]
+        found = [each.child for slot in made for each in (slot.worker, slot.mover, *slot.streams)]
+        return [child for child in (*found, *self.endpoints.processes()) if child is not None]
 
     def _retire(self) -> bool:
         """Have the workers give all shards up. Return False if one of them does not answer."""
@@ -579,15 +581,17 @@ class DataServer:
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserver") -> int:
     """Run a data server until SIGTERM or Ctrl-C; the exit code."""
-    parser = argparse.ArgumentParser(prog=prog, description="A SiMM data server: one worker per NUMA node.")
+    parser = argparse.ArgumentParser(prog=prog, description="A SiMM data server: one worker or more per NUMA node.")
     add_arguments(parser, "dataserver")
     parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
     arguments = parser.parse_args(argv)
+    notify = Notifier.from_environment()
     try:
         settings = load_command("dataserver", arguments)
-        set_up_logging(settings)
-        return DataServer(options_from(settings, end_with=arguments.end_with)).run()
+        set_up_logging(settings, "supervisor")
+        return DataServer(options_from(settings, end_with=arguments.end_with), notify).run()
     except (SimmError, OSError) as exc:
+        notify.status(str(exc))
         print(f"simm dataserver: {printable(str(exc))}", file=sys.stderr)
         return 2 if isinstance(exc, (ConfigError, UsageError)) else 1
 

@@ -30,25 +30,24 @@ stores. A refused host or port makes ``Store()`` fail. Stores with the same sett
 the last of them is closed or the process ends. Dropping a store closes nothing: a finalizer may run in any thread at
 any moment, where I/O could block.
 
-``config/engine_flags.py`` has the flags, ``sdk/kv_memory.py`` registrations, views and blocks.
+``config/engine_flags.py`` has the flags, ``sdk/ops/kv_memory.py`` registrations, views and blocks.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from .client import Client, NoValue, WrongSize
-from .config import engine_flags, startup
+from .config import engine_flags, logs
 from .config.client_options import ClientOptions
 from .config.engine_flags import set_flag
 from .config.settings import Settings
@@ -56,15 +55,33 @@ from .constants import VALUE_BYTES_MAX
 from .errors import Code, SimmError, TransportError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Span
-from .sdk.kv_memory import Block, BlockView, MrExt, complain, complain_no_more, deregister_mr, register_mr
+from .sdk.batch import awaitable
+from .sdk.ops.kv_asks import Asks
+from .sdk.ops.kv_memory import (
+    Block,
+    BlockView,
+    MrExt,
+    PartedViews,
+    all_sinks,
+    all_sources,
+    complain,
+    complain_no_more,
+    deregister_mr,
+    no_sink,
+    no_source,
+    problem_of,
+    register_mr,
+)
 from .wire.messages import Status
+
+if TYPE_CHECKING:
+    from .sdk.ops.kv_pins import PinnedKeys
 
 __all__ = ["Block", "BlockView", "Code", "MrExt", "Store", "deregister_mr", "register_mr", "set_flag"]
 
 log = logging.getLogger("simm.kv")
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 #: Plain ints: engines assert that results are, and an IntEnum member is not.
 _INVALID: Final = int(Code.INVALID_ARGUMENT)
@@ -73,6 +90,12 @@ _PUT_FAILED: Final = int(Code.PUT_FAILED)
 _GET_FAILED: Final = int(Code.GET_FAILED)
 _UNAVAILABLE: Final = int(Code.UNAVAILABLE)
 _KEY_NOT_FOUND: Final = int(Code.KEY_NOT_FOUND)
+
+#: What a batch asks the client for: the client, or None if there is nothing to ask; digests; memory; the positions of
+#: the keys in order, None if all are.
+_Checked = tuple[Client | None, list[bytes], list[memoryview | Span], list[int] | None]
+#: Turns the client's results into codes: (client, digests, memory, results).
+_ToCodes = Callable[[Client, list[bytes], list[Any], list[Any]], list[Any]]
 
 #: Logged for a value of another model.
 _UNFIT_TEXT: Final = (
@@ -167,7 +190,7 @@ def _log_to(settings: Settings) -> None:
     _handler_path = settings.log_file
     if settings.log_file is None:
         return
-    _handler, trouble = startup.log_handler(settings.log_file)
+    _handler, trouble = logs.log_handler(settings, "engine")
     root.addHandler(_handler)
     root.propagate = False
     _level_before = root.level
@@ -207,22 +230,7 @@ atexit.register(_close_all)
 # --- the store --------------------------------------------------------------------------------
 
 
-def _awaitable(
-    method: Callable[Concatenate[Store, _P], _T],
-) -> Callable[Concatenate[Store, _P], Coroutine[Any, Any, _T]]:
-    """Return the awaitable form of a method. A cancellation is delivered when the views are no longer in use."""
-    name = method.__name__
-
-    async def run(store: Store, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
-        answer: _T = await store._in_thread(functools.partial(getattr(store, name), *arguments, **named))
-        return answer
-
-    functools.update_wrapper(run, method)
-    run.__name__, run.__doc__ = f"{name}_async", f":meth:`{name}`, awaitable."
-    return run
-
-
-class Store:
+class Store(Asks):
     """A connection to the cluster that the flags and the environment name.
 
     A process may have any number, and any thread may call them, before and after a fork. While no manager answers,
@@ -266,7 +274,20 @@ class Store:
 
     def put(self, key: str, block: BlockView) -> int:
         """Store the view's bytes, replacing a value atomically; return 0 or a negative code."""
-        return self.mput([key], [block])[0]
+        client = self._client
+        try:
+            digest, span = client._digest(key), block._piece  # type: ignore[union-attr]
+            good = span.size <= VALUE_BYTES_MAX  # type: ignore[union-attr]
+        except (UsageError, AttributeError):
+            return self.mput([key], [block])[0]  # which says what is wrong
+        if client is None or span is None or not good:
+            return self.mput([key], [block])[0]
+        try:
+            status = client.put_digest(digest, span)
+        except UsageError as exc:  # another thread has just closed it
+            self._refuse(1, "%s", exc)
+            return _INVALID
+        return _put_code(client, digest, status) if status else 0
 
     def get(self, key: str, block: BlockView) -> int:
         """Copy the value to the view's head; return its length in bytes, or a negative code, GET_FAILED for a miss.
@@ -274,11 +295,45 @@ class Store:
         A view smaller than the value stays untouched: GET_FAILED. So does a view made with an MR whose size is not
         exactly the value's; the value is another model's then, and is dropped.
         """
-        return self.mget([key], [block])[0]
+        client = self._client
+        try:
+            digest, span = client._digest(key), block._piece  # type: ignore[union-attr]
+            good = span.writable  # type: ignore[union-attr]
+        except (UsageError, AttributeError):
+            return self.mget([key], [block])[0]  # which says what is wrong
+        if client is None or span is None or not good:
+            return self.mget([key], [block])[0]
+        try:
+            got = client.get_digest(digest, span)
+        except UsageError as exc:  # another thread has just closed it
+            self._refuse(1, "%s", exc)
+            return _INVALID
+        return got if got > 0 else self._get_codes(client, [digest], [span], [got])[0]
+
+    def put_gather(self, key: str, blocks: Sequence[BlockView]) -> int:
+        """Store a value that consists of these views' bytes, in their order; return 0 or a negative code."""
+        return self.mput_gather([key], [blocks])[0]
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, BlockView]]) -> int:
+        """Copy ranges of the value, (offset, length, view) each, to their views' heads; return the value's length.
+
+        All are parts of one value. A negative code otherwise: GET_FAILED for a miss, and for a range that ends beyond
+        the value, when nothing is written. The length tells a page of another model; an MR does not.
+        """
+        return self.mget_ranges([key], [ranges])[0]
 
     def exists(self, key: str) -> bool:
         """Return whether the key is stored; False also if its server cannot be asked, which is counted and logged."""
-        return self.mexists([key])[0]
+        client = self._client
+        try:
+            digest = client._digest(key)  # type: ignore[union-attr]
+        except (UsageError, AttributeError):
+            return self.mexists([key])[0]  # which says what is wrong
+        try:
+            return client.exists_digest(digest)  # type: ignore[union-attr]
+        except UsageError as exc:  # another thread has just closed it
+            self._refuse(1, "%s", exc)
+            return False
 
     def delete(self, key: str) -> int:
         """Drop the key; return 0, KEY_NOT_FOUND, or another negative code."""
@@ -288,81 +343,68 @@ class Store:
 
     def mput(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
         """:meth:`put` for many keys; return a code for each. Of a duplicate key the later view is stored."""
-        client, digests, spans, positions = self._checked(keys, blocks, _sources, _no_source)
-        if client is None:
-            return [_INVALID] * len(keys)
-        statuses = self._call(client.put_digests, digests, spans)
-        if statuses is None:
-            return [_INVALID] * len(keys)
-        if any(statuses):
-            for at, status in enumerate(statuses):
-                if status == Status.UNAVAILABLE:
-                    statuses[at] = _outage(client, digests[at])
-                elif status > 0:
-                    statuses[at] = _PUT_FAILED
-        return statuses if positions is None else _spread(statuses, positions, [_INVALID] * len(keys))
+        return self._many(_put_all, _put_codes, len(keys), self._checked(keys, blocks, all_sources, no_source))
+
+    def mput_gather(self, keys: Sequence[str], blocks: Sequence[Sequence[BlockView]]) -> list[int]:
+        """:meth:`put_gather` for many keys, each with a list of views; return a code for each."""
+        pieces = PartedViews.to_put(blocks)
+        return self._many(_put_all, _put_codes, len(keys), self._checked(keys, pieces, all, problem_of))
 
     def mget(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
         """:meth:`get` for many keys; return a length or code for each."""
-        client, digests, spans, positions = self._checked(keys, blocks, _sinks, _no_sink)
+        checked = self._checked(keys, blocks, all_sinks, no_sink)
+        return self._many(_get_all, self._get_codes, len(keys), checked)
+
+    def mget_ranges(self, keys: Sequence[str], ranges: Sequence[Sequence[tuple[int, int, BlockView]]]) -> list[int]:
+        """:meth:`get_ranges` for many keys, each with a list of ranges; return a length or code for each.
+
+        No two views of the call may share memory: of two keys whose views do, the later one is refused.
+        """
+        checked = self._checked(keys, PartedViews.to_get(ranges), all, problem_of)
+        return self._many(_get_all, _ranges_codes, len(keys), checked)
+
+    def mpin(self, keys: Sequence[str]) -> PinnedKeys:
+        """Keep these values as they are, to read ranges of them as often as wanted, and to release (docs/pins.md).
+
+        Its ``lengths`` has a length or code for each key: GET_FAILED for a miss.
+        """
+        from .sdk.ops.kv_pins import PinnedKeys  # few engines load layer by layer
+
+        client, digests, _, positions = self._checked(keys)
         if client is None:
-            return [_INVALID] * len(keys)
-        results = self._call(client.get_digests, digests, spans)
-        if results is None:
-            return [_INVALID] * len(keys)
-        if min(results) <= 0:
-            unfit: dict[bytes, int] = {}
-            for at, got in enumerate(results):
-                if got > 0:
-                    continue
-                results[at] = _GET_FAILED
-                if got == NoValue.UNAVAILABLE:
-                    results[at] = _outage(client, digests[at])
-                elif got == NoValue.TOO_SMALL:
-                    complain("get: a value does not fit its view of %d bytes", len(spans[at]))
-                elif type(got) is WrongSize:
-                    unfit[digests[at]] = got.length
-                    complain(_UNFIT_TEXT, got.length, len(spans[at]))
-            if unfit:
-                self._drop(client, unfit)
-        return results if positions is None else _spread(results, positions, [_INVALID] * len(keys))
+            return PinnedKeys(keys, None, None, self._refuse)
+        try:
+            pins = client.pin(keys if positions is None else [keys[position] for position in positions])
+        except UsageError as exc:  # another thread has just closed it
+            self._refuse(len(digests), "%s", exc)
+            return PinnedKeys(keys, None, None, self._refuse)
+        return PinnedKeys(keys, pins, positions, self._refuse)
 
     def mexists(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`exists` for many keys."""
-        client, digests, _, positions = self._checked(keys)
-        if client is None:
-            return [False] * len(keys)
-        hits = self._call(client.exists_digests, digests)
-        if hits is None:
-            return [False] * len(keys)
-        return hits if positions is None else _spread(hits, positions, [False] * len(keys))
+        return self._many(_ask_all, None, len(keys), self._checked(keys), False)
 
     def mdelete(self, keys: Sequence[str]) -> list[int]:
         """:meth:`delete` for many keys; return a code for each."""
-        client, digests, _, positions = self._checked(keys)
-        if client is None:
-            return [_INVALID] * len(keys)
-        statuses = self._call(client.delete_digests, digests)
-        if statuses is None:
-            return [_INVALID] * len(keys)
-        for at, status in enumerate(statuses):
-            if status == Status.NOT_FOUND:
-                statuses[at] = _KEY_NOT_FOUND
-            elif status > 0:
-                statuses[at] = _outage(client, digests[at])
-        return statuses if positions is None else _spread(statuses, positions, [_INVALID] * len(keys))
+        return self._many(_delete_all, _delete_codes, len(keys), self._checked(keys))
 
     # -- asyncio ------------------------------------------------------------------------------------
 
-    put_async = _awaitable(put)
-    get_async = _awaitable(get)
-    exists_async = _awaitable(exists)
-    delete_async = _awaitable(delete)
-    mput_async = _awaitable(mput)
-    mget_async = _awaitable(mget)
-    mexists_async = _awaitable(mexists)
+    put_async = awaitable(put)
+    get_async = awaitable(get)
+    exists_async = awaitable(exists)
+    delete_async = awaitable(delete)
+    mput_async = awaitable(mput)
+    mget_async = awaitable(mget)
+    mexists_async = awaitable(mexists)
+    mpin_async = awaitable(mpin)
+    put_gather_async = awaitable(put_gather)
+    get_ranges_async = awaitable(get_ranges)
+    mput_gather_async = awaitable(mput_gather)
+    mget_ranges_async = awaitable(mget_ranges)
 
-    async def _in_thread(self, call: Callable[[], _T]) -> _T:
+    async def in_thread(self, call: Callable[[], _T]) -> _T:
+        """Run a call of this store in a thread. A cancellation is delivered when its views are no longer in use."""
         client = self._client
         if client is None:
             return call()  # refuses at once
@@ -374,9 +416,9 @@ class Store:
     # -- shared pieces ------------------------------------------------------------------------------
 
     def _checked(
-        self, keys: Sequence[str], blocks: Sequence[BlockView] | None = None,
+        self, keys: Sequence[str], blocks: Sequence[BlockView | PartedViews] | None = None,
         all_good: Callable[[Any], bool] = bool, trouble: Callable[[Any], str] = str,
-    ) -> tuple[Client | None, list[bytes], list[memoryview | Span], list[int] | None]:  # fmt: skip
+    ) -> _Checked:  # fmt: skip
         """Return the client, and the digests, memory and batch positions of the keys that it can be asked for.
 
         The positions are None if that is every key. The client is None if it is none.
@@ -421,13 +463,47 @@ class Store:
             return None, digests, spans, None
         return client, digests, spans, None if len(digests) == len(keys) else positions
 
-    def _call(self, call: Callable[..., list[_T]], digests: list[bytes], *arguments: Any) -> list[_T] | None:
-        """Return the client's results, or None, with the keys refused, if another thread has just closed it."""
+    def _many(
+        self, do: Callable[[Client, list[bytes], list[Any]], list[Any]], to_codes: _ToCodes | None, count: int,
+        checked: _Checked, refused: int = _INVALID,
+    ) -> list[Any]:  # fmt: skip
+        """Do with the client what :meth:`_checked` has checked, of ``count`` keys; return a code for each.
+
+        ``refused`` is that of the others, and of all if another thread has just closed the client.
+        """
+        client, digests, spans, positions = checked
+        if client is None:
+            return [refused] * count
         try:
-            return call(digests, *arguments)
+            results = do(client, digests, spans)
         except UsageError as exc:
             self._refuse(len(digests), "%s", exc)
-            return None
+            return [refused] * count
+        if to_codes is not None:
+            results = to_codes(client, digests, spans, results)
+        return results if positions is None else _spread(results, positions, [refused] * count)
+
+    def _get_codes(
+        self, client: Client, digests: Sequence[bytes], spans: Sequence[memoryview | Span], results: list[Any]
+    ) -> list[int]:
+        """Replace what is no length by a code, and drop values of another size than their views."""
+        if min(results) > 0:
+            return results
+        unfit: dict[bytes, int] = {}
+        for at, got in enumerate(results):
+            if got > 0:
+                continue
+            results[at] = _GET_FAILED
+            if got == NoValue.UNAVAILABLE:
+                results[at] = _outage(client, digests[at])
+            elif got == NoValue.TOO_SMALL:
+                complain("get: a value does not fit its view of %d bytes", len(spans[at]))
+            elif type(got) is WrongSize:
+                unfit[digests[at]] = got.length
+                complain(_UNFIT_TEXT, got.length, len(spans[at]))
+        if unfit:
+            self._drop(client, unfit)
+        return results
 
     def _drop(self, client: Client, unfit: dict[bytes, int]) -> None:
         """Drop values that do not fit their keys' views. Otherwise the keys would exist, and no engine would put them.
@@ -435,8 +511,9 @@ class Store:
         The request names their sizes, so that a right value that was put in between stays. The next get refuses a value
         that cannot be dropped now.
         """
-        self.unfit += len(unfit)
-        client.counters["misses"] += len(unfit)
+        count = len(unfit)
+        self.unfit += count
+        client._counters["misses"] += count
         try:
             client.delete_sized(list(unfit), list(unfit.values()))
         except SimmError as exc:
@@ -448,32 +525,11 @@ class Store:
             complain("invalid argument: " + problem, *arguments)
 
 
-def _sources(spans: Sequence[Span]) -> bool:
-    """Return whether all can be put. Raises AttributeError for a None."""
-    return max([span.size for span in spans], default=0) <= VALUE_BYTES_MAX
-
-
-def _sinks(spans: Sequence[Span]) -> bool:
-    """Return whether all can be written. Raises AttributeError for a None."""
-    return all([span.writable for span in spans])  # noqa: C419 -- a generator costs three times as much
-
-
-def _no_source(block: Any) -> str:
-    """Return why a view cannot be put, or an empty string."""
-    if not isinstance(block, BlockView):
-        return f"put takes a BlockView, not {type(block).__name__}"
-    if block._piece is None or block.size > VALUE_BYTES_MAX:
-        return f"a value has 1 to {VALUE_BYTES_MAX} bytes and an address, unlike {block!r}"
-    return ""
-
-
-def _no_sink(block: Any) -> str:
-    """Return why no value can be copied into a view, or an empty string."""
-    if not isinstance(block, BlockView):
-        return f"get takes a BlockView, not {type(block).__name__}"
-    if block._piece is None:
-        return f"{block!r} names no memory"
-    return "" if block._piece.writable else f"{block!r} is read-only memory"
+def _put_code(client: Client, digest: bytes, status: int) -> int:
+    """Return the code for a put's Status."""
+    if status == Status.UNAVAILABLE:
+        return _outage(client, digest)
+    return _PUT_FAILED if status > 0 else status
 
 
 def _outage(client: Client, digest: bytes) -> int:
@@ -489,3 +545,46 @@ def _spread(answers: Sequence[_T], positions: Sequence[int], results: list[_T]) 
     for position, answer in zip(positions, answers):
         results[position] = answer
     return results
+
+
+# --- batches: what the client does, and the codes for its results --------------------------------------
+
+
+def _put_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[int]:
+    return client.put_digests(digests, spans)
+
+
+def _put_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:
+    if any(statuses):
+        return [_put_code(client, digest, status) for digest, status in zip(digests, statuses)]
+    return statuses
+
+
+def _get_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[Any]:
+    return client.get_digests(digests, spans)
+
+
+def _ranges_codes(client: Client, digests: list[bytes], _: list[Any], results: list[Any]) -> list[int]:
+    for at, got in enumerate(results):
+        if got <= 0:
+            results[at] = _outage(client, digests[at]) if got == NoValue.UNAVAILABLE else _GET_FAILED
+            if type(got) is WrongSize:
+                complain("get_ranges: a range ends beyond its value, which has %d bytes", got.length)
+    return results
+
+
+def _ask_all(client: Client, digests: list[bytes], _: list[Any]) -> list[bool]:
+    return client.exists_digests(digests)
+
+
+def _delete_all(client: Client, digests: list[bytes], _: list[Any]) -> list[int]:
+    return client.delete_digests(digests)
+
+
+def _delete_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:
+    for at, status in enumerate(statuses):
+        if status == Status.NOT_FOUND:
+            statuses[at] = _KEY_NOT_FOUND
+        elif status > 0:
+            statuses[at] = _outage(client, digests[at])
+    return statuses

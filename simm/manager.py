@@ -47,29 +47,43 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from . import __version__
 from .cluster.machine import EPOCHS_RESERVED, Cluster
 from .cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
-from .config.parsers import Address
+from .config.logs import set_up_logging
 from .config.settings import Settings, add_arguments, load_command
-from .config.startup import allowed_uids, check_exposure, live_tokens, say, server_tls_options, set_up_logging
+from .config.startup import allowed_uids, check_exposure, live_tokens, say, server_tls_options
 from .config.tokens import Token
-from .control.election import Coordinator, NotLeader, connect
-from .control.links import WILDCARDS, ServerLinks, asks_for_map, is_refusal, peer_host, rights_fault, secret_fault
+from .control.election import Coordinator, NotLeader, campaign, connect
+from .control.epochs import Advances
+from .control.links import (
+    WILDCARDS,
+    ConnectionState,
+    ServerLinks,
+    asks_for_map,
+    is_refusal,
+    peer_host,
+    rights_fault,
+    secret_fault,
+)  # fmt: skip
 from .control.pages import ManagerPages
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
 from .net.http import Web
-from .net.listeners import listen_tcp
+from .net.listeners import bound_address, open_listener
 from .net.local_users import LocalUsers
-from .net.loop import Loop, Peer, Service
+from .net.loop import Loop
+from .net.peer import Peer, Service
 from .net.process import end_with, raise_file_limit, stop_on_signals
+from .net.sd_notify import Notifier, keep_informed, reload_logs
 from .net.tls_peer import accepting, server_tls
 from .net.token_watch import watch_tokens
-from .rpc import Flag, Frame, decode, encode
+from .rpc import Encoded, Flag, Frame, decode
+from .wire import epoch_messages as E
 from .wire import messages as M
 from .wire.auth import Gate
 from .wire.hello import Refusal, accept, opens
@@ -81,8 +95,6 @@ SETTLE_S: Final = 0.02
 #: Time for data servers to connect again: they take 3 s to give up a stopped manager, and as long for another one that
 #: does not answer.
 RETURN_S: Final = 8.0
-#: A manager says READY when it knows which one leads, and after this time in any case.
-DECIDE_S: Final = 5.0
 PUSHES_PER_TURN: Final = 128
 #: Longest time between two runs of maintenance; a quarter of a heartbeat if that is shorter.
 MAINTAIN_S: Final = 0.25
@@ -90,27 +102,12 @@ MAINTAIN_S: Final = 0.25
 _OF_SERVERS: Final = M.Heartbeat | M.Leave | M.Moved
 
 
-class ConnectionState:
-    """What the manager knows of one connection."""
-
-    __slots__ = ("asked", "epoch", "gate", "greeted", "stale")
-
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-        self.greeted = False
-        #: A server that has joined by it was asked for its map, and has sent none since.
-        self.asked = False
-        #: Epoch of the last map sent.
-        self.epoch = 0
-        #: A newer map waits to be sent.
-        self.stale = False
-
-
 class Manager(Service):
     """Serves one cluster on a loop. Without a store everything is in memory only.
 
     Args:
         users: whose processes may connect without a token; None for all.
+        lease_s: how long a server without a manager serves values with an epoch; 0 for ever.
         coordinator: decides whether this manager leads, and is the store then. Without one it leads at once.
 
     Raises CorruptionError when the stored state cannot be used.
@@ -121,7 +118,7 @@ class Manager(Service):
     def __init__(
         self, loop: Loop, *, timing: Timing = Timing(), store: StateFile | None = None,  # noqa: B008 -- immutable
         tokens: Sequence[Token] = (), insecure: bool = False, coordinator: Coordinator | None = None,
-        users: LocalUsers | None = None,
+        users: LocalUsers | None = None, lease_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.timing = timing
@@ -148,7 +145,9 @@ class Manager(Service):
         self._to_push: deque[Peer] = deque()
         self._push_frame = b""
         self._push_epoch = 0
+        self._encoded: Encoded | None = None
         self._links = ServerLinks()
+        self.advances = Advances(lambda: self.cluster, lease_s)
         self.pages = ManagerPages(self.status, self._trouble)
         self.cluster = self._blank()
         if coordinator is None:
@@ -167,6 +166,7 @@ class Manager(Service):
         log.warning("standing by: %s", why)
         self.leading = False
         self._waiting.clear()
+        self.advances.forget()
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
         self.cluster = self._blank()
@@ -236,10 +236,8 @@ class Manager(Service):
             peer.send_message(M.Pong(msg.cookie), number)
         elif isinstance(msg, M.Auth | M.Prove):
             answer, status = state.gate.take(msg)
-            if status == Status.UNAUTHORIZED and isinstance(answer, M.Error):
-                self._refuse(peer, number, answer.text)
-            else:
-                peer.send_message(answer, number, status=status)
+            self.counts["unauthorized"] += status == Status.UNAUTHORIZED
+            peer.send_verdict(answer, status, number)
         elif isinstance(msg, M.Hello):
             self._hello(peer, state, number, msg)
         elif not self._leads():
@@ -251,7 +249,15 @@ class Manager(Service):
             peer.send_error(number, Status.UNKNOWN_NODE, text)
         elif isinstance(msg, M.Heartbeat):
             self.counts["heartbeats"] += 1
-            self._reply(peer, number, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads))
+            actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads, state.follows)
+            self._reply(peer, number, self.advances.leased(actions) if state.leases else actions)
+            self._look_at_advances()
+        elif isinstance(msg, E.Advance):
+            self._advance(peer, state.gate, number, msg)
+        elif isinstance(msg, E.Epochs):
+            if not (names := self._links.names(peer)):
+                raise RemoteProtocolError("EPOCHS of no data server")
+            self._reply(peer, number, self.cluster.report(now, msg, names))
         elif isinstance(msg, M.Leave):
             actions = self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm))
             if not is_refusal(actions):
@@ -271,7 +277,9 @@ class Manager(Service):
         elif isinstance(msg, M.MapGet):
             if msg.subscribe:
                 self._subscribers.add(peer)
-            self._apply(self.cluster.noticed(now, msg.known_epoch, server=self._links.has_joined(peer)))
+            state.asks(msg.subscribe)
+            self.advances.asked(self._links.names(peer), state.follows)
+            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=self._links.has_joined(peer)))
             self._waiting.append((peer, number))
             self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
@@ -282,10 +290,8 @@ class Manager(Service):
     def _hello(self, peer: Peer, state: ConnectionState, number: int, msg: M.Hello) -> None:
         proto = accept(msg, "manager", state.gate)
         if isinstance(proto, Refusal):
-            if proto.status == Status.UNAUTHORIZED:
-                self._refuse(peer, number, proto.text)
-            else:
-                peer.send_error(number, proto.status, proto.text)
+            self.counts["unauthorized"] += proto.status == Status.UNAUTHORIZED
+            peer.refuse(number, proto.text, proto.status)
             return
         state.greeted = True
         peer.admit()
@@ -296,16 +302,31 @@ class Manager(Service):
 
     def _refuse(self, peer: Peer, number: int, text: str) -> None:
         self._count_refused()
-        self.loop.noise(logging.WARNING, "refusing %s: %s", peer.address, text)
-        peer.send_error(number, Status.UNAUTHORIZED, text)
-        peer.close("unauthorized")
+        peer.refuse(number, text)
+
+    def _advance(self, peer: Peer, gate: Gate, number: int, msg: E.Advance) -> None:
+        """Advance a namespace, and answer when nobody can read its old values any more."""
+        if not gate.admits(msg.namespace):
+            self._refuse(peer, number, f"{gate.token} may not use the namespace {msg.namespace!r}")
+        elif fault := self.advances.fault(peer):
+            peer.send_error(number, Status.BUSY, fault)
+        elif is_refusal(actions := self.cluster.advance(self.loop.now, msg.namespace)):
+            self._reply(peer, number, actions)
+        else:
+            self._apply(actions)  # leases may have been given later than when this turn of the loop began
+            self.advances.wait(peer, number, msg, self.cluster.epoch, self.loop.clock())
+
+    def _look_at_advances(self) -> None:
+        if self.advances and self._leads() and self.advances.maintain(self.loop.now, self.state.stored):
+            self.state.changed()
+            self.state.save()
 
     def _join(self, peer: Peer, number: int, msg: M.Join) -> None:
         """Take a JOIN, and bind the server to this connection and no other. It must show its secret each time."""
         actions = secret_fault(msg) or rights_fault(msg, peer.context.gate.token)
         if not actions:
             workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
-            actions = self.cluster.join(self.loop.now, msg._replace(workers=workers, secret=b""))
+            actions = self.cluster.join(self.loop.clock(), msg._replace(workers=workers, secret=b""))
         if is_refusal(actions):
             self.counts["joins_refused"] += 1
         else:
@@ -332,6 +353,14 @@ class Manager(Service):
         if self.leading:
             self._apply(self.cluster.maintain(self.loop.now))
             self._answer_waiting()
+            self._look_at_advances()
+
+    def _map(self) -> Encoded:
+        """Return the map. With a thousand workers it takes milliseconds to encode, so that is done once."""
+        reply = self.cluster.map_reply()
+        if self._encoded is None or self._encoded.msg is not reply:
+            self._encoded = Encoded(reply)
+        return self._encoded
 
     def _answer_waiting(self) -> None:
         """Answer the requests for the map, if it may be sent."""
@@ -339,15 +368,17 @@ class Manager(Service):
             return
         if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
             return
-        reply = self.cluster.map_reply()
+        found = self._map()
         waiting, self._waiting = self._waiting, []
         for peer, number in waiting:
             if not peer.closed:
                 state: ConnectionState = peer.context
                 state.stale = False
-                state.epoch = reply.epoch
+                state.epoch = found.msg.epoch
                 self.counts["maps_sent"] += 1
-                peer.send_message(reply, number)
+                self._send_epochs(peer, state)
+                peer.send(found.header(number, flags=Flag.REPLY))
+                peer.send(found.body)  # one for all, also for those that do not read
 
     def _apply(self, actions: Sequence[Action]) -> None:
         """Log changes, and have them stored and pushed soon."""
@@ -377,15 +408,16 @@ class Manager(Service):
             return
         self.state.sent()
         self._answer_waiting()
-        reply = self.cluster.map_reply()
-        if reply.epoch == self._push_epoch:
+        found = self._map()
+        epoch = found.msg.epoch
+        if epoch == self._push_epoch:
             return
-        self._push_epoch = reply.epoch
-        self._push_frame = encode(reply, 0, flags=Flag.PUSH)
+        self._push_epoch = epoch
+        self._push_frame = found.header(flags=Flag.PUSH) + found.body
         fresh = not self._to_push
         for peer in self._subscribers:
             state: ConnectionState = peer.context
-            if not state.stale and state.epoch != reply.epoch:
+            if not state.stale and state.epoch != epoch:
                 state.stale = True
                 self._to_push.append(peer)
         if fresh:
@@ -404,7 +436,12 @@ class Manager(Service):
         state.stale = False
         state.epoch = self._push_epoch
         self.counts["pushes"] += 1
+        self._send_epochs(peer, state)
         peer.send(self._push_frame)
+
+    def _send_epochs(self, peer: Peer, state: ConnectionState) -> None:
+        if state.epochs and (frame := self.advances.frame()):
+            peer.send(frame)
 
     # -- storing ---------------------------------------------------------------------------------
 
@@ -412,11 +449,12 @@ class Manager(Service):
         stored, reserved = self.state.load(), 0
         if stored is None:
             cluster = self._blank()
+            cluster.unsure = cluster.unsure if self.state.used else self.loop.clock()  # a predecessor leaves no trace
         else:
             where = self.state.where
             try:
                 reserved = int(stored["epochs_reserved"])
-                cluster = Cluster.from_state(stored.get("cluster"), self.loop.now, self.timing, reserved)
+                cluster = Cluster.from_state(stored.get("cluster"), self.loop.clock(), self.timing, reserved)
             except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise CorruptionError(
                     f"{where} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
@@ -435,21 +473,14 @@ class Manager(Service):
         counters = {
             "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
             "state_writes": self.state.writes, "state_write_failures": self.state.failures,
+            "advances": self.advances.confirmed, "advances_unconfirmed": self.advances.unconfirmed,
         }  # fmt: skip
         status["manager"] = {
-            "pid": os.getpid(),
-            "version": __version__,
-            "uptime_s": round(self.loop.now - self.started, 1),
-            "connections": len(self.loop.peers),
-            "subscribers": len(self._subscribers),
-            "state_stored": self.state.up_to_date,
-            "insecure": self.insecure,
-            "leading": leading,
-            "leader": self._leader(),
-            "term": self._term if self.leading else 0,
-            "counters": counters,
-            **counters,
-        }
+            "pid": os.getpid(), "version": __version__, "uptime_s": round(self.loop.now - self.started, 1),
+            "connections": len(self.loop.peers), "subscribers": len(self._subscribers),
+            "state_stored": self.state.up_to_date, "insecure": self.insecure, "leading": leading,
+            "leader": self._leader(), "term": self._term if self.leading else 0, "counters": counters, **counters,
+        }  # fmt: skip
         return status
 
     def _leader(self) -> str:
@@ -473,21 +504,7 @@ class Manager(Service):
 # --- process ----------------------------------------------------------------------------------
 
 
-def open_listener(address: Address, flag: str) -> socket.socket:
-    """Listen on an address. Raises SimmError naming the flag that gave it."""
-    try:
-        return listen_tcp(*address)
-    except OSError as exc:
-        raise SimmError(f"{exc.strerror or exc}: free it, or choose another {flag} (port 0 is any free one)") from exc
-
-
-def bound_address(sock: socket.socket) -> Address:
-    """Return the address of a listener, with the port that port 0 became."""
-    host, port = sock.getsockname()[:2]
-    return Address(host, port)
-
-
-def run(settings: Settings, *, end_with_pid: int = 0) -> int:
+def run(settings: Settings, notify: Notifier, *, end_with_pid: int = 0) -> int:
     """Run a manager until a signal. Return the exit code. Raises ConfigError, SimmError or OSError if it cannot."""
     tokens = live_tokens(settings.token_file)
     check_exposure(settings.listen, tokens, settings.insecure, "--listen")
@@ -514,20 +531,18 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         exposed = not settings.listen.loopback and not tokens
         manager = Manager(
             loop, timing=timing, store=store, tokens=tokens, insecure=exposed, coordinator=coordinator,
-            users=LocalUsers(uids) if uids is not None else None,
+            users=LocalUsers(uids) if uids is not None else None, lease_s=settings.epoch_lease_ms / 1000,
         )  # fmt: skip
+        manager.pages.tls = tls
         listener = stack.enter_context(open_listener(settings.listen, "--listen"))
         address = bound_address(listener)
-        ready, page = f"READY manager {address}", ""
-        web = None
+        ready, page, web = f"READY manager {address}", "", None
         if settings.http is not None:
             http = open_listener(settings.http, "--http")
             page = str(bound_address(http))
             ready += f" http={page}"
             web_tokens = () if settings.http.loopback else tokens
-            pages = manager.pages
-            routes = {"/": pages.page, "/metrics": pages.metrics, "/healthz": pages.healthz, "/leader": pages.leader}
-            web = Web(loop, http, routes, web_tokens, tls.pages if tls else None)
+            web = Web(loop, http, manager.pages.routes, web_tokens, tls.pages if tls else None)
             stack.callback(web.close)
         # Stored before READY: a folder that cannot be written fails now, not at the first change.
         manager.state.save_now()
@@ -537,17 +552,22 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
         watch_tokens(loop, tokens, manager)
         # Not loop.run(), which would ignore an earlier signal.
         loop.running = True
-        stop_on_signals(loop, interrupt=True)
+        stop_on_signals(loop, interrupt=True, reload=partial(reload_logs, notify))
         if end_with_pid:
             end_with(loop, end_with_pid)
         if coordinator is not None:
-            ready += _campaign(loop, manager, coordinator, address, page)
+            named = address._replace(host=socket.gethostname()) if address.host in WILDCARDS else address
+            campaign(loop, coordinator, str(named), page, manager.poll, lambda: manager.leading)
+            ready += "" if manager.leading else " standby"
         if loop.running:
             say(ready)
+            notify.ready(manager.pages.line())
+            keep_informed(loop, notify, manager.pages.line)
             log.info("%s, state in %s", ready, settings.coordinator or settings.state_dir or "memory only")
         while loop.running:
             loop.run_once(None)
         log.info("stopping")
+        notify.stopping("storing the state")
         # The disk may stand still. Whoever connects meanwhile must not wait for a manager that answers no more.
         loop.stop_listening()
         if web is not None:
@@ -558,35 +578,19 @@ def run(settings: Settings, *, end_with_pid: int = 0) -> int:
     return 0
 
 
-def _campaign(loop: Loop, manager: Manager, coordinator: Coordinator, address: Address, page: str) -> str:
-    """Campaign, and serve until a leader is known. Return the role for the READY line."""
-
-    def noticed(_mask: int) -> None:
-        coordinator.noticed()
-        manager.poll()
-
-    named = address._replace(host=socket.gethostname()) if address.host in WILDCARDS else address
-    coordinator.start(str(named), page)
-    loop.watch(coordinator, noticed)
-    until = loop.clock() + DECIDE_S
-    while loop.running and not manager.leading and coordinator.leader is None and not coordinator.trouble:
-        if loop.clock() > until:
-            break
-        loop.run_once(0.05)
-    return "" if manager.leading else " standby"
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.manager") -> int:
     """Run a manager until SIGTERM or Ctrl-C. Return the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description="The SiMM manager: membership and the shard map.")
     add_arguments(parser, "manager")
     parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
     arguments = parser.parse_args(argv)
+    notify = Notifier.from_environment()
     try:
         settings = load_command("manager", arguments)
-        set_up_logging(settings)
-        return run(settings, end_with_pid=arguments.end_with)
+        set_up_logging(settings, "manager")
+        return run(settings, notify, end_with_pid=arguments.end_with)
     except (SimmError, OSError) as exc:
+        notify.status(str(exc))
         print(f"simm manager: {printable(str(exc))}", file=sys.stderr)
         return 2 if isinstance(exc, (ConfigError, CorruptionError)) else 1
 

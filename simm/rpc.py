@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any, Final, NamedTuple, TypeVar
 
 from .constants import FRAME_BYTES_MAX
@@ -96,8 +97,7 @@ def _records(codes: str) -> tuple[_Writer, _Reader]:
         return _write_octets, _read_octets  # statuses: a bytes object packs them five times as fast
 
     def write(value: Any) -> bytes:
-        rows = [pack(row) for row in value] if single else [pack(*row) for row in value]
-        return _U32.pack(len(rows)) + b"".join(rows)
+        return _U32.pack(len(value)) + b"".join(map(pack, value) if single else starmap(pack, value))
 
     def read(body: bytes, at: int) -> tuple[list[Any], int]:
         (count,) = _U32.unpack_from(body, at)
@@ -276,6 +276,25 @@ def encode(msg: Any, request_id: int = 0, *, status: int = 0, flags: int = 0) ->
     if len(body) > FRAME_BYTES_MAX:
         raise LocalProtocolError(f"{type(msg).__name__} of {len(body)} bytes exceeds {FRAME_BYTES_MAX}")
     return _pack_header(MAGIC, FRAMING_VERSION, opcode, flags, status, request_id, len(body)) + body
+
+
+class Encoded:
+    """A message that is sent again and again: it is encoded once, and all frames share its body.
+
+    Raises LocalProtocolError as :func:`encode` does.
+    """
+
+    __slots__ = ("_opcode", "body", "msg")
+
+    def __init__(self, msg: Any) -> None:
+        self.msg = msg
+        #: What follows the header.
+        self.body = encode(msg)[HEADER_BYTES:]
+        self._opcode = OPCODES[type(msg)]
+
+    def header(self, request_id: int = 0, *, flags: int = 0) -> bytes:
+        """Return the header of a frame with this message; with :attr:`body` it is what :func:`encode` returns."""
+        return _pack_header(MAGIC, FRAMING_VERSION, self._opcode, flags, 0, request_id, len(self.body))
 
 
 def reply(msg: Any, request_id: int, status: int = 0) -> bytes:

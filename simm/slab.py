@@ -31,7 +31,7 @@ other. Each call therefore checks the owner word first, and raises `CorruptionEr
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -310,6 +310,15 @@ class Allocator:
         slab.owners[index] = slot
         return slab.group
 
+    def disown(self, offsets: Sequence[int], slots: Sequence[int]) -> None:
+        """Take chunks of slabs from their owners. Each is granted again without having been free. O(1) each."""
+        for offset, slot in zip(offsets, slots):
+            slab = self._slabs[offset >> _SLAB_SHIFT]
+            index = -1 if slab is None else (offset - slab.base) // slab.chunk
+            if slab is None or slab.base + index * slab.chunk != offset or slab.owners[index] != slot:
+                raise CorruptionError(f"chunk at {offset} is not owned by {slot}")
+            slab.owners[index] = NO_SLOT
+
     # ---- one chunk
 
     def owner(self, offset: int) -> int:
@@ -401,6 +410,11 @@ class Allocator:
     def unowned_of_slab(self, base: int) -> int:
         """Return the number of allocated chunks without owner in the slab at ``base``. O(chunks), at C speed."""
         return self._slab_based(base).owners.count(NO_SLOT)
+
+    def owners_of_slab(self, base: int) -> NDArray[np.int64]:
+        """Return the slots that own a chunk of the slab at ``base``. O(chunks), by numpy."""
+        words = np.frombuffer(self._slab_based(base).owners, np.uint32)
+        return words[words < _FREE].astype(np.int64)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Yield (base, size class) of all slabs in address order. O(1) each."""

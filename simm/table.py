@@ -49,7 +49,8 @@ Death of the writer
 * After (d): the new value is stored. A grant line that still names its chunk is outranked by the slot.
 
 The undo record's valid word is slot + 1. It is zeroed before the image changes, so a half-written image is never used,
-and after (d), so that an old image is never used for a later write. One record is enough, as only one slot is ever odd.
+and after (d), so that an old image is never used for a later write. One record is enough, as overwrites go one by one.
+Slots that are cleared together are odd together, and need none.
 
 Only an overwrite can lose an old value. A first write and a clear use no record: recovery empties a slot left odd
 without one. That is the state before the write, or the one that the clear was about to reach (an eviction may always
@@ -65,14 +66,25 @@ Limitations
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
-from .arena.layout import SEQ_BITS, SEQ_MASK, SLOT, SLOT_BODY, SLOT_FIELDS, SLOT_WORDS, UNDO_BYTES, Geometry
+from .arena.layout import (
+    ENTRY_EPOCH,
+    SEQ_BITS,
+    SEQ_MASK,
+    SLOT,
+    SLOT_BODY,
+    SLOT_FIELDS,
+    SLOT_WORDS,
+    UNDO_BYTES,
+    Geometry,
+)
+from .arena.queues import KeyWords
 from .constants import DIGEST_BYTES, SET_BYTES, SLOT_BYTES, WAYS
 from .errors import CorruptionError
 
@@ -86,10 +98,21 @@ _USED: Final = [mask.bit_count() for mask in range(256)]
 _SLOT_MASK: Final = SLOT_BYTES - 1
 _WAY_MASK: Final = WAYS - 1
 _WAY_BITS: Final = _WAY_MASK.bit_length()
+_ODD: Final = np.uint64(1)
+_TWO: Final = np.uint64(2)
+_SEQ_MASK: Final = np.uint64(SEQ_MASK)
+#: The byte of a digest that is a slot's tag. It is none of those that an epoch takes.
+_TAG_BYTE: Final = 7
+_TAG_SHIFT: Final = np.uint64(8 * _TAG_BYTE)
+_NO_BODY: Final = np.zeros((), f"V{SLOT_BODY.size}")[()]
 
 
+#: Slots from which on they are cleared by numpy, each word of all of them at once.
+COLUMNS_FROM: Final = 24
 #: Slots that recovery reads at a time: a few MiB of temporaries.
 _BLOCK_SLOTS: Final = 1 << 15
+#: Entries that are cleared between two heartbeats: some milliseconds.
+CLEARS: Final = 1024
 
 
 class LiveSlots(NamedTuple):
@@ -144,6 +167,11 @@ class Table:
         #: Seq words and offsets are single stores through this view.
         self._words = whole[start:end].cast("Q")
         self._slots = whole[start:end]
+        #: Columns of the same, for numpy: seqs, offsets, and what a slot has after its seq.
+        rows = np.frombuffer(self._words, np.uint64).reshape(-1, SLOT_WORDS)
+        self._seqs, self._offsets = rows[:, 0], rows[:, 3]
+        self._bodies = rows[:, 1:].view(f"V{SLOT_BODY.size}")[:, 0]
+        self._high_word = np.uint64(self._high)
         if undo is None:
             undo = whole[geometry.ledger_offset : geometry.ledger_offset + UNDO_BYTES]
         self._undo_words = undo.cast("Q")
@@ -151,6 +179,9 @@ class Table:
         self._pack_body = SLOT_BODY.pack_into
         #: Mask of used ways by set: private, rebuilt by recover().
         self._used = bytearray(geometry.sets)
+        #: A byte of each live slot's digest, and whatever of an empty one: private, rebuilt by recover(). A search for
+        #: what is absent looks at 8 bytes of a set instead of 512.
+        self._tags = bytearray(geometry.slots)
 
     # -- lookup -----------------------------------------------------------------------------
 
@@ -192,6 +223,10 @@ class Table:
         word: int = self._words[slot * SLOT_WORDS + 6]
         return word
 
+    def key_words(self) -> KeyWords:
+        """Return where the upper half of each slot's digest is. Others may store there: it is a hint, and no more."""
+        return KeyWords(self._words, SLOT_WORDS, 2)
+
     def __iter__(self) -> Iterator[int]:
         """Yield the live slots in order. O(sets)."""
         for number, mask in enumerate(self._used):
@@ -221,26 +256,26 @@ class Table:
             second = (second + 1) % sets
         used = self._used
         mask, other = used[first], used[second]
-        base = self._slots_offset
-        at = -1
-        if mask:  # searching an empty set would cost two cache misses
-            start = base + first * SET_BYTES
-            at = self._find(digest, start, start + SET_BYTES)
-        if at < 0 and other:
-            start = base + second * SET_BYTES
-            at = self._find(digest, start, start + SET_BYTES)
-        at -= base
-        if at >= 0 and at & _SLOT_MASK != 8:  # the same bytes across other fields: check every match
-            at = self.lookup(digest) * SLOT_BYTES + 8
+        slot = -1
+        # A set without the tag has no such entry: a cache line is looked at instead of eight.
+        tag, tags, base = digest[_TAG_BYTE], self._tags, self._slots_offset + 8
+        if mask and (slot := tags.find(tag, first * WAYS, first * WAYS + WAYS)) >= 0:
+            at = base + slot * SLOT_BYTES
+            if self._find(digest, at, at + DIGEST_BYTES) < 0:
+                slot = self.lookup(digest)  # another one has the tag
+        if slot < 0 and other and (slot := tags.find(tag, second * WAYS, second * WAYS + WAYS)) >= 0:
+            at = base + slot * SLOT_BYTES
+            if self._find(digest, at, at + DIGEST_BYTES) < 0:
+                slot = self.lookup(digest)
         words = self._words
-        if at >= 0:
-            word = (at - 8) >> 3
+        if slot >= 0:
+            word = slot * SLOT_WORDS
             old: int = words[word + 3]
             if not old:
                 if digest == ZERO_DIGEST:
                     return None  # an empty slot
-                raise CorruptionError(f"slot {word >> 3} has a digest and no value")
-            self._save(word >> 3)  # (a)
+                raise CorruptionError(f"slot {slot} has a digest and no value")
+            self._save(slot)  # (a)
         else:
             if digest == ZERO_DIGEST:
                 return None  # not a digest, as any empty slot has it
@@ -249,19 +284,21 @@ class Table:
             way = _FREE_WAY[mask]
             if way < 0:
                 return None
-            word = (first * WAYS + way) * SLOT_WORDS
-            at = word * 8 + 8
+            slot = first * WAYS + way
+            word = slot * SLOT_WORDS
             old = -1
         seq = words[word]
         words[word] = seq | 1  # (b)
+        at = word * 8 + 8
         self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, 0)  # (c)
         words[word] = self._high | (seq + 2) & SEQ_MASK  # (d)
         if old >= 0:
             self._undo_words[0] = 0
         else:
             used[first] = mask | 1 << way
+            tags[slot] = tag
             self.entries += 1
-        return old, offset, word >> 3
+        return old, offset, slot
 
     def clear(self, slot: int) -> None:
         """Empty a slot. Its chunk may be reused only after the return."""
@@ -277,6 +314,31 @@ class Table:
         if used & bit:
             self._used[slot >> _WAY_BITS] = used & ~bit
             self.entries -= 1
+
+    def clear_many(self, slots: list[int], offsets: list[int]) -> None:
+        """Empty slots whose values lie at these offsets. Their chunks may be reused only after the return.
+
+        Raise CorruptionError, with nothing changed, if one names another value. Each slot takes the steps of
+        :meth:`clear`, but all take one before any takes the next.
+        """
+        if len(slots) < COLUMNS_FROM:
+            words = self._words
+            if [words[slot * SLOT_WORDS + 3] for slot in slots] != offsets:
+                raise CorruptionError(f"slots {slots} name other chunks than their own")
+            for slot in slots:
+                self.clear(slot)
+            return
+        at = np.array(slots)
+        if self._offsets[at].tolist() != offsets:
+            raise CorruptionError(f"slots {slots} name other chunks than their own")
+        seqs = self._seqs[at]
+        self._seqs[at] = seqs | _ODD
+        self._bodies[at] = _NO_BODY
+        self._seqs[at] = (seqs + _TWO) & _SEQ_MASK | self._high_word
+        used = self._used
+        for slot in slots:
+            used[slot >> _WAY_BITS] &= ~(1 << (slot & _WAY_MASK))
+        self.entries -= len(slots)
 
     def _save(self, slot: int) -> None:
         """Store the undo record: valid word off, image, valid word on."""
@@ -320,6 +382,7 @@ class Table:
                 notes.append(f"slot {slot} has impossible fields: dropped")
                 self._restore(slot, _EMPTY_BODY)
             live = named & sound
+            self._tags[start:stop] = (fields["low"] >> _TAG_SHIFT).astype(np.uint8).tobytes()
             self.entries += int(np.count_nonzero(live))
             self._used[start // WAYS : stop // WAYS] = np.packbits(live, bitorder="little").tobytes()
             beat()
@@ -363,7 +426,8 @@ class Table:
         """
         fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES).copy()
         empty = (fields["offset"] | fields["low"] | fields["high"]) == 0
-        right = np.where(offsets == 0, empty, self._sound(fields, start)) & (fields["offset"] == offsets)
+        tagged = fields["low"] >> _TAG_SHIFT == np.frombuffer(self._tags, np.uint8)[start:stop]
+        right = np.where(offsets == 0, empty, self._sound(fields, start) & tagged) & (fields["offset"] == offsets)
         seq = fields["seq"]
         right &= (seq & np.uint64(1) == 0) & (seq >> np.uint64(SEQ_BITS) <= np.uint64(self.incarnation))
         found: list[int] = (np.flatnonzero(~right) + start).tolist()
@@ -413,14 +477,45 @@ class Table:
         fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
         return fields["namespace"][fields["offset"] != 0], stop
 
+    def stale_from(self, start: int, tags: Mapping[int, int]) -> tuple[list[int], int]:
+        """Return the slots of a block from ``start`` on that have an old epoch, and where the next block starts.
+
+        ``tags``: by namespace, how a digest ends that is not old; -1: none is. O(slots of a block), by numpy.
+        """
+        stop = min(start + _BLOCK_SLOTS, self.geometry.slots)
+        fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
+        at = np.flatnonzero((fields["offset"] != 0) & np.isin(fields["namespace"], list(tags)))
+        rows = fields[at]
+        ends = (rows["high"] >> np.uint64(32)).astype(np.int64)
+        wanted = np.array([tags[number] for number in rows["namespace"].tolist()], np.int64)
+        old = (ends != wanted) | (rows["flags"] & ENTRY_EPOCH == 0)
+        found: list[int] = (at[old] + start).tolist()
+        return found, stop
+
+    def live_from(self, start: int, most: int) -> tuple[NDArray[np.intp], NDArray[np.uint16], int]:
+        """Return the live slots among ``most`` from ``start`` on, their namespaces, and where the next ones start.
+
+        Both numbers are multiples of WAYS. O(most), by numpy.
+        """
+        stop = min(start + most, self.geometry.slots)
+        used = np.frombuffer(self._used, np.uint8)[start // WAYS : stop // WAYS]
+        slots = np.flatnonzero(np.unpackbits(used, bitorder="little"))
+        fields = np.frombuffer(self._slots, SLOT_FIELDS, stop - start, start * SLOT_BYTES)
+        return slots + start, fields["namespace"][slots], stop
+
     def clear_shards(self, lost: NDArray[np.bool_], beat: Callable[[], None]) -> int:
-        """Clear all slots of the shards that ``lost`` marks. Return their number. Calls ``beat`` after each block."""
+        """Clear all slots of the shards that ``lost`` marks. Return their number.
+
+        Calls ``beat`` after each block, and after each ``CLEARS`` entries that are cleared.
+        """
         start = count = 0
         while start < self.geometry.slots:
             slots, start = self.of_shards(lost, start)
             count += len(slots)
-            for slot in slots:
+            for number, slot in enumerate(slots, 1):
                 self.clear(slot)
+                if not number % CLEARS:
+                    beat()
             beat()
         return count
 
@@ -436,6 +531,7 @@ class Table:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
+        del self._seqs, self._offsets, self._bodies
         for view in (self._words, self._slots, self._undo_words, self._undo_image, self._buf):
             view.release()
         del self._find

@@ -55,15 +55,24 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from .arena.hashing import Hasher
 from .client import Client
 from .cluster.lookup import HOPS
 from .config.client_options import ClientOptions
 from .config.parsers import parse_bytes
+from .constants import VALUE_BYTES_MAX
 from .errors import DeviceError, SimmError, UsageError
 from .host import fork
-from .host.buffers import Copier, Span, host_view
+from .host.buffers import Copier, Span, address_of, host_view
+from .host.parts import scatter
+from .ipc.patience import Patience
 from .ipc.put import ShmPut
-from .sdk.batch import MISS, UNAVAILABLE, Answer, Patience, Sink, View
+from .sdk.batch import MISS, UNAVAILABLE, Answer, Sink, View
+from .sdk.ops.epochs import SharedEpochs
+from .sdk.ops.load_time import LoadTimes, Share, Shares, Speeds
+from .sdk.ops.pinner import Pinner
+from .sdk.ops.pins import ArenaPins, Pins, Want
+from .sdk.ops.prefix import NotHere, Prefix, Prefixes
 from .sdk.reads import Gets
 from .sdk.routing import Routes
 from .sdk.worker_path import Target
@@ -74,15 +83,15 @@ __all__ = ["OPERATIONS", "FakeClient", "FakeStore", "RunningCluster", "local_clu
 
 log = logging.getLogger("simm.client")
 
-#: Names of a store's calls. ``get`` includes ``get_into``, and each its ``_many`` and asyncio forms.
-OPERATIONS: Final = ("put", "get", "exists", "delete", "view")
+#: Names of a store's calls. ``get`` includes ``get_into`` and reads of pinned values. Each includes its ``_many`` and
+#: asyncio forms.
+OPERATIONS: Final = ("put", "get", "exists", "delete", "view", "pin")
 #: Room for many values of an engine's size, and quick to fault in.
 CLUSTER_MEMORY: Final = "64M"
 READY_S: Final = 60.0
 
 _T = TypeVar("_T")
 _Array = np.ndarray[Any, np.dtype[np.uint8]]
-
 
 #: Guards all stores. One lock, so that a fork can hold it: the child then finds no store half changed.
 _lock = threading.RLock()
@@ -142,7 +151,7 @@ class FakeStore:
         #: (operation or None for any, calls until the one that fails)
         self._failing: list[tuple[str | None, int]] = []
         self._name = os.urandom(8).hex()
-        _stores[self._name] = self
+        self._epochs, _stores[self._name] = SharedEpochs(), self
 
     def __len__(self) -> int:
         """Return the number of values, in all namespaces."""
@@ -202,21 +211,22 @@ class FakeStore:
             self._failing = left
             return not (due or self.unavailable)
 
+    def _used_now(self, digest: bytes) -> _Entry | None:
+        """Return an entry, which is the last one used from now on. The lock is held."""
+        entry = self._entries.get(digest)
+        if entry is not None:
+            self._entries.move_to_end(digest)
+        return entry
+
     def _find(self, digest: bytes) -> bytes | None:
         with _lock:
-            entry = self._entries.get(digest)
-            if entry is None:
-                return None
-            self._entries.move_to_end(digest)
-            return entry.value
+            entry = self._used_now(digest)
+            return None if entry is None else entry.value
 
     def _view(self, digest: bytes) -> memoryview | None:
         with _lock:
-            entry = self._entries.get(digest)
-            if entry is None:
-                return None
-            self._entries.move_to_end(digest)
-            return entry.view()
+            entry = self._used_now(digest)
+            return None if entry is None else entry.view()
 
     def _has(self, digest: bytes) -> bool:
         return digest in self._entries
@@ -299,6 +309,7 @@ class _Gets(Gets):
         self, store: FakeStore, routes: Routes, copier: Copier, checksum: bool, counters: dict[str, int]
     ) -> None:
         super().__init__(routes, copier, checksum, counters)
+        self.routes = routes
         self._store = store
 
     def _serves(self, operation: str, keys: int) -> bool:
@@ -310,8 +321,7 @@ class _Gets(Gets):
         return False
 
     def read(self, target: Target | None, digest: bytes, sink: Sink, hops: int = HOPS) -> Answer:
-        got: Answer = self.read_many([digest], [sink])[0]
-        return got
+        return self.read_many([digest], [sink])[0]  # type: ignore[no-any-return]
 
     def read_many(
         self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None = None
@@ -325,13 +335,29 @@ class _Gets(Gets):
                 results.append(MISS if value is None else self._out_of(View(memoryview(value)), sink))
             except DeviceError as exc:
                 results.append(self.device_failed(exc))
-        self.counters["misses"] += results.count(MISS)
-        self.counters["hits"] += sum(type(got) is bytes or got > 0 for got in results)
+        misses, hits = results.count(MISS), sum(type(got) is bytes or got > 0 for got in results)
+        self.counters["misses"] += misses
+        self.counters["hits"] += hits
         return results
 
     def stored_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[bool]:
         serves = self._serves("exists", len(digests))
         return [serves and self._store._has(digest) for digest in digests]
+
+    def holds_many(self, digests: Sequence[bytes], lengths: Sequence[int]) -> list[bool]:
+        there = self.stored_many(digests)
+        stored = [self._store._find(digest) if hit else None for digest, hit in zip(digests, there)]
+        return [value is not None and len(value) == length for value, length in zip(stored, lengths)]
+
+    def sizes(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the sizes of values, 0 for a miss."""
+        serves = self._serves("exists", len(digests))
+        return [len(self._store._find(digest) or b"") if serves else 0 for digest in digests]
+
+    def shares(self, digests: Sequence[bytes]) -> list[Share]:
+        """Return the values that are stored, as if they were on this host."""
+        sizes = [size for size in self.sizes(digests) if size]
+        return [Share("shm", len(sizes), sum(sizes))]
 
     def view(self, target: Target | None, digest: bytes) -> View:
         if not self._serves("view", 1):
@@ -339,6 +365,49 @@ class _Gets(Gets):
         data = self._store._view(digest)
         self.counters["misses" if data is None else "hits"] += 1
         return View.miss() if data is None else View(data)
+
+
+class _StorePins(ArenaPins):
+    """Pinned values of a store."""
+
+    def __init__(self, gets: _Gets, copier: Copier) -> None:
+        self._gets = gets
+        self._copier = copier
+        #: By number in the call.
+        self.views: dict[int, memoryview] = {}
+
+    def read(self, wants: Sequence[Want], results: dict[int, Any]) -> None:
+        if self._gets._serves("get", len(wants)):
+            for number, ranges in wants:
+                value = self.views[number]
+                scatter(ranges, value, address_of(value), 0, self._copier)
+                results[number] = 1
+
+    def end(self) -> None:
+        self.views.clear()
+
+    def addresses(self) -> None:
+        return None
+
+
+class _Pinner(Pinner):
+    """Pins values of a store."""
+
+    def __init__(self, gets: _Gets, routes: Routes, copier: Copier, counters: dict[str, int]) -> None:
+        super().__init__(routes, gets, copier, counters, None, 0.0)
+        self._fake = gets
+        self._store = gets._store
+        self._serves = gets._serves
+
+    def _find(self, pins: Pins, digests: Sequence[bytes]) -> None:
+        if not self._serves("pin", len(digests)):
+            return
+        holder = _StorePins(self._fake, self._copier)
+        for number, digest in enumerate(digests):
+            value = self._store._view(digest)
+            if value is not None:
+                holder.views[number] = value
+                pins.take(number, holder, len(value))
 
 
 class _Puts(Puts):
@@ -359,9 +428,10 @@ class _Puts(Puts):
         there = {digest for digest in digests if self._fake._has(digest)} if self._once else frozenset()
         for position, (digest, source) in enumerate(zip(digests, sources)):
             try:
-                kept = digest in there or self._fake._keep(digest, bytes(host_view(source)))
+                value = b"" if len(source) > VALUE_BYTES_MAX else bytes(host_view(source))
+                kept = digest in there or (value != b"" and self._fake._keep(digest, value))
             except DeviceError as exc:
-                log.warning("a put out of GPU memory: %s", exc)
+                log.warning("a put out of GPU memory: %s", str(exc))
                 continue
             statuses[position] = Status.OK if kept else Status.NO_SPACE
         return statuses
@@ -373,11 +443,32 @@ class _Puts(Puts):
 
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
         self._routes.restart()
-        if not self._fake._serves("delete", len(digests)):
-            self.counters["outages"] += len(digests)
-            return [Status.UNAVAILABLE] * len(digests)
-        wanted = sizes or [-1] * len(digests)
-        return [Status.OK if self._fake._drop(*each) else Status.NOT_FOUND for each in zip(digests, wanted)]
+        keys = len(digests)
+        if not self._fake._serves("delete", keys):
+            self.counters["outages"] += keys
+            return [Status.UNAVAILABLE] * keys
+        return [Status.OK if self._fake._drop(*at) else Status.NOT_FOUND for at in zip(digests, sizes or [-1] * keys)]
+
+
+class _Prefixes(Prefixes):
+    """Prefixes of what is in a store, as if it were on this host."""
+
+    def __init__(self, gets: _Gets, hasher: Hasher, speeds: Speeds) -> None:
+        nowhere = Shares(gets.routes, gets.counters, None)
+        super().__init__(gets.routes, hasher, speeds, gets.counters, gets.stored_many, nowhere)
+        self.gets = gets
+
+    def _bisect(self, keys: Sequence[str], group: int, pages: int) -> int:
+        raise NotHere
+
+    def _sizes(self, digests: Sequence[bytes], places: list[Any]) -> list[int]:
+        return self.gets.sizes(digests)
+
+    def _answer(self, sizes: Any, group: int, places: Any) -> Prefix:
+        found = super()._answer(sizes, group, ())
+        shares = [Share("shm", found.keys, int(sizes[: found.keys].sum()))]
+        hosts = {"fake": found.keys} if found.keys else {}
+        return found._replace(by_host=hosts, here=found.keys, load_ms=1000.0 * self._speeds.expected_s(shares))
 
 
 class FakeClient(Client):
@@ -392,7 +483,8 @@ class FakeClient(Client):
         deadline_s: float | None = None, checksum: bool | None = None, copy_threads: int | None = None,
         token: str | None = None, ring: bool = True, replicas: int | None = None, rdma_devices: str | None = None,
         lazy: bool = False, tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
-        tls_name: str | None = None, server_uids: Sequence[int] | None = None, store: FakeStore | None = None,
+        tls_name: str | None = None, server_uids: Sequence[int] | None = None, put_if_absent: bool | None = None,
+        tcp_streams: int | None = None, store: FakeStore | None = None,
     ) -> None:  # fmt: skip
         if store is not None and not isinstance(store, FakeStore):
             raise UsageError(f"store is a FakeStore, not {type(store).__name__}")
@@ -400,16 +492,20 @@ class FakeClient(Client):
             manager, namespace=namespace, path=path, deadline_s=deadline_s, checksum=checksum,
             copy_threads=copy_threads, token=token, ring=ring, replicas=replicas, rdma_devices=rdma_devices, lazy=lazy,
             tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name, server_uids=server_uids,
+            put_if_absent=put_if_absent, tcp_streams=tcp_streams,
         )  # fmt: skip
         self.store: Final = FakeStore() if store is None else store
         #: Number of asyncio calls in flight.
         self._in_flight = 0
-        routes, counters = self._routes, self.counters
+        routes, counters, shm = self._routes, self._counters, ShmPut(self._copier, self.checksum)
         self._gets = _Gets(self.store, routes, self._copier, self.checksum, counters)
-        shm = ShmPut(self._copier, self.checksum)
         # A store holds one copy of a value. Namespaces with replicas stay put-once.
         self._puts = _Puts(self.store, self._options.replicas == 2, routes, shm, self._copier, self._options, counters)
         self._replicas = None
+        self._load_times = LoadTimes(Speeds(), self._gets.shares)
+        self._pinner = _Pinner(self._gets, routes, self._copier, counters)
+        self._prefixes = _Prefixes(self._gets, self._digest, Speeds())
+        self.store._epochs.join(self._epoch, self._prefixes, _lock)
 
     @classmethod
     def local(cls, memory: int | str = 1 << 30, **arguments: Any) -> FakeClient:
@@ -456,9 +552,8 @@ class FakeClient(Client):
             path = self._options.path.partition(",")[0]
             down = "the FakeStore is unavailable" if self.store.unavailable else ""
             path = "down" if down else "shm" if path == "auto" else path
-            stats["epoch"] = 1
-            stats["manager"] = "connected"
-            stats["workers"] = [{"node": "fake", "worker": 0, "path": path, "why": down}]
+            stats |= {"epoch": 1, "manager": "connected"}
+            stats["workers"] = [{"node": "fake", "worker": 0, "path": path, "reason": down}]
         return stats
 
     def wait_ready(self, timeout_s: float = 10.0) -> bool:
@@ -499,6 +594,6 @@ def local_cluster(memory: int | str = CLUSTER_MEMORY, **arguments: Any) -> Itera
         arguments.setdefault("token", cluster.token)
         client = stack.enter_context(Client(cluster.manager, **arguments))
         if not client.wait_ready(READY_S):
-            reason = "; ".join(worker["why"] for worker in client.stats()["workers"]) or "no data server"
+            reason = "; ".join(worker["reason"] for worker in client.stats()["workers"]) or "no data server"
             raise SimmError(f"the cluster does not get ready: {reason}")
         yield RunningCluster(cluster.manager, client)

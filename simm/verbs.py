@@ -14,7 +14,6 @@ import ipaddress
 import itertools
 import os
 import secrets
-import select
 import threading
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from .rdma.api import (
     Timeout,
     Window,
 )
+from .rdma.completions import POLL_MANY, Completions
 from .rdma.memory import Domain, VerbsRegion, VerbsWindow, check_bindings, own_window
 from .rdma.work_requests import SPARES, Library, RequestRings, Stack, Tag, failed, meaning_of, split
 
@@ -57,7 +57,6 @@ _DEPTH_LEAST: Final = 16
 #: timed: on a slow machine a poll and a sleep become slower alike. At 0.25 us each, they hold the GIL for 0.2 ms.
 _LOOKS_MAX: Final = 800
 _LOOKS_MIN: Final = 50
-_POLL_MANY: Final = 16
 
 #: Opcode and flags of READ, WRITE and FENCED_READ in the kernel's interface, which is the same in all versions.
 _OPCODES: Final = {0: 4, 1: 0, 2: 4}
@@ -87,22 +86,17 @@ class VerbsQueuePair:
         self._chains: deque[int] = deque()
         self._room = 0
         self._longest = rail.message_bytes
-        self._armed = False
         self._looks = float(_LOOKS_MAX)
         library = self._library = rail.library
         self._stack = Stack(library)
-        self._channel, fd = work_requests.make_channel(library, rail.context, self._stack)
-        self._cq = self._stack.make(
-            "a completion queue",
-            lambda: library.CQ(rail.context, self.depth + _POLL_MANY, None, self._channel, rail.next_vector()),
-        )
+        room, vector = self.depth + POLL_MANY, rail.next_vector()
+        self._completions = Completions(library, rail.context, self._stack, room, vector)
+        cq = self._completions.queue
         cap = library.QPCap(max_send_wr=self.depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
-        attributes = library.QPInitAttr(qp_type=library.rc, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
+        attributes = library.QPInitAttr(qp_type=library.rc, scq=cq, rcq=cq, cap=cap, sq_sig_all=0)
         self._qp = self._stack.make("a queue pair", lambda: library.QP(rail.pd, attributes))
-        self._events = select.poll()
-        self._events.register(fd, select.POLLIN)
         self._post_send = self._qp.post_send
-        self._cq_poll = self._cq.poll
+        self._cq_poll = cq.poll
         try:
             self._rings = SPARES.pop()
         except IndexError:
@@ -173,8 +167,11 @@ class VerbsQueuePair:
         return self._ticket
 
     def poll(self) -> int:
-        while not self._why and self._drain() == _POLL_MANY:
-            pass
+        try:
+            while not self._why and self._drain() == POLL_MANY:
+                pass
+        except self._library.Error as error:
+            self._lost(error)
         if self._why:
             raise self._error()
         return self._done
@@ -189,34 +186,38 @@ class VerbsQueuePair:
         clock, look = time.monotonic, self._cq_poll
         looks = int(self._looks)
         start = clock()
-        for number in range(looks):
-            count, completions = look()
-            if count:
-                self._take(completions)
-                if ticket <= self._done:
-                    self._looks += (min(4 * number + _LOOKS_MIN, _LOOKS_MAX) - self._looks) / 8
-                    return
-                if self._why:
-                    raise self._error()
-        looked = clock()
-        self._sleep(ticket, until)
+        try:
+            for number in range(looks):
+                count, completions = look()
+                if count:
+                    self._take(completions)
+                    if ticket <= self._done:
+                        self._looks += (min(4 * number + _LOOKS_MIN, _LOOKS_MAX) - self._looks) / 8
+                        return
+                    if self._why:
+                        raise self._error()
+            looked = clock()
+            self._sleep(ticket, until)
+        except self._library.Error as error:
+            self._lost(error)
+            raise self._error() from error
         # Learn how many polls would have fitted into the time that the completion took.
         wanted = 2 * looks * (clock() - start) / max(looked - start, 1e-9)
         self._looks += ((wanted if wanted <= _LOOKS_MAX else _LOOKS_MIN) - self._looks) / 8
 
     def _drain(self) -> int:
-        """Take the available completions, up to ``_POLL_MANY``, and return their number."""
-        count, completions = self._cq_poll(_POLL_MANY)
+        """Take the available completions, up to ``POLL_MANY``, and return their number."""
+        completions = self._completions.take()
         self._take(completions)
-        return int(count)
+        return len(completions)
 
     def _take(self, completions: Sequence[Any]) -> None:
         """Record which chains are done, or why the queue pair failed."""
         for completion in completions:
             status = completion.status
-            if status:
+            if status or not self._chains:
                 # The first error has the reason; everything behind it is flushed.
-                name, meaning = meaning_of(status)
+                name, meaning = meaning_of(status) if status else ("", "the device completed what nobody had posted")
                 self._break(f"{self.rail.name}: {meaning}", name)
                 return
             self._room += self._chains.popleft()
@@ -225,12 +226,9 @@ class VerbsQueuePair:
     def _sleep(self, ticket: int, until: float) -> None:
         """Wait for completion events until a chain is done. Raises Timeout, FabricError."""
         while True:
-            if not self._armed:
-                # Completions after this call raise an event; the next poll finds the earlier ones.
-                self._cq.req_notify()
-                self._armed = True
+            self._completions.arm()
             # Take all: completions that are already in the queue raise no event.
-            while self._drain() == _POLL_MANY and ticket > self._done and not self._why:
+            while self._drain() == POLL_MANY and ticket > self._done and not self._why:
                 pass
             if ticket <= self._done:
                 return
@@ -239,10 +237,7 @@ class VerbsQueuePair:
             left = until - time.monotonic()
             if left <= 0:
                 raise Timeout(f"{self.rail.name}: chain {ticket} was not done in time")
-            if self._events.poll(left * 1000 + 1):
-                self._channel.get_cq_event(self._cq)
-                self._cq.ack_events(1)
-                self._armed = False
+            self._completions.sleep(left)
 
     def _make_room(self, size: int) -> None:
         """Wait until ``size`` work requests fit. Raises FabricError, Timeout, UsageError."""
@@ -344,6 +339,11 @@ class VerbsQueuePair:
             self._why, self._status = why, status
             self._room = 0
 
+    def _lost(self, error: BaseException) -> None:
+        """Break, as the completion queue has failed: nothing is known of what is in flight."""
+        failure = failed(f"{self.rail.name}: the completion queue failed", error)
+        self._break(str(failure), failure.status)
+
     def _error(self) -> FabricError:
         status = self._status
         return FabricError(f"{self._why} ({status})" if status else self._why, status)
@@ -394,7 +394,7 @@ class VerbsRail(Domain):
             region_bytes=size if 0 < size < _REGION_BYTES else _REGION_BYTES,
             windows=max(windows, 0),
             reads=max(1, min(int(device.max_qp_rd_atom), int(device.max_qp_init_rd_atom) or READS, READS)),
-            depth=max(_DEPTH_LEAST, min(int(device.max_qp_wr), int(device.max_cqe) - _POLL_MANY, DEPTH)),
+            depth=max(_DEPTH_LEAST, min(int(device.max_qp_wr), int(device.max_cqe) - POLL_MANY, DEPTH)),
         )
         self._vectors = itertools.cycle(range(max(1, int(self.context.num_comp_vectors))))
 

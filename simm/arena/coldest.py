@@ -1,4 +1,4 @@
-"""The coldest slab: the order in which size classes give room to each other.
+"""The coldest slabs and windows: the order in which size classes give room to each other.
 
 Room moves between size classes in whole slabs, so a class gives up a slab, not its oldest entry. The worth of a slab is
 the age of what would be lost with it: `typical` of its entries. At *every* eviction the coldest slab of all other
@@ -14,17 +14,28 @@ that is not written to any more does not keep its room forever because its entri
 
 The remembered bound treats other slabs as a sixteenth younger than they may be (`coarse`): otherwise two classes of
 nearly equal ages would examine each other's slabs at every put.
+
+A slab with something fresh in it (`simm.arena.queues`) sleeps, outside of its heap, until the clock at which nothing in
+it is fresh.
+
+A large value, and a new slab among large values, need a window: an address range of the bytes needed (for a slab, an
+aligned 2 MiB) in which everything can be evicted. A window consists of whole spans (`simm.slab.Span`), as a slab in it
+goes as a whole, and so does a large value that it touches. Its cost is its bytes in use by their age; its age is
+`typical` of all its entries. The caller tells which spans may be evicted. Nothing is changed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import Final
 
-from simm.arena.eviction import Policy
+from simm.arena.queues import Policy
 from simm.constants import SLAB_BYTES
-from simm.slab import CHUNKS_PER_SLAB, Allocator
+from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
+from simm.slab import CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, Allocator, Span
 
 #: Entries of a slab that are sampled; all of them if it has fewer than twice as many.
 SAMPLES: Final = 32
@@ -72,8 +83,15 @@ class Coldest:
         self._lost: dict[int, int] = {}
         #: The clock when new slabs were last taken in; entries of newer ones are younger.
         self._taken_in = 0
+        #: Slabs with something fresh in them: (the clock until which, base, lower bound of the since).
+        self._asleep: list[tuple[int, int, int]] = []
         #: Bounds set since the heaps were last cleaned up.
         self._pushed = 0
+
+    @property
+    def wakes(self) -> int:
+        """Return the clock at which a slab can be evicted again that had something fresh in it, `NEVER` without one."""
+        return self._asleep[0][0] if self._asleep else NEVER
 
     def lost(self, base: int) -> bool:
         """Note an entry lost without eviction in the slab at ``base``. Return True if earlier bounds are void."""
@@ -138,9 +156,15 @@ class Coldest:
             age = typical(ages) if ages else 0
             since = clock - age
             found = since < limit
+            if found and (wakes := self._fresh_until(base)) > clock:
+                bounds[base] = NEVER + wakes
+                heappush(self._asleep, (wakes, base, since))
+                continue
             if found and not (ages and self._evictable(base)):
                 found = False
-                since = clock - age // 2
+                # Fenced by a grant or a view, maybe for long: it must not be examined at each eviction. The class's
+                # victims are about as old as this one for a while, so half of its age is a pause.
+                since = clock - min(age, clock - limit if limit < clock else age) // 2
             bounds[base] = since
             seen.append((since, base))
             if found:  # and the next one must be colder than this one
@@ -150,8 +174,18 @@ class Coldest:
             heappush(heap, entry)
         return *best, looks
 
+    def _fresh_until(self, base: int) -> int:
+        """Return the clock from which on nothing in the slab is fresh, 0 for now. O(chunks), by numpy."""
+        policy = self._policy
+        return policy.fresh_until(self._allocator.owners_of_slab(base)) if policy.sparing else 0
+
     def _take_in(self) -> None:
-        """Take in the new slabs. Their entries were inserted since the last time."""
+        """Take in the new slabs, whose entries were inserted since the last time, and those that are fresh no more."""
+        while self.wakes <= self._policy.clock:
+            wakes, base, since = heappop(self._asleep)
+            group = self._allocator.class_of_slab(base)
+            if group >= 0 and self._bounds.get(base) == NEVER + wakes:
+                self._set(group, base, since)
         grown = self._allocator.grown
         if grown:
             for base in grown:
@@ -178,3 +212,124 @@ class Coldest:
             heap[:] = sorted(kept)
             if not heap:
                 del self._heaps[group]
+
+
+class Windows:
+    """Windows in the region of an allocator. Reading an entry's age notes its visit (`Policy.look`)."""
+
+    def __init__(
+        self, allocator: Allocator, policy: Policy, coldest: Coldest, evictable: Callable[[Span], bool]
+    ) -> None:
+        self._allocator = allocator
+        self._policy = policy
+        self._coldest = coldest
+        self._evictable = evictable
+
+    def cost(self, span: Span) -> float:
+        """Return the cost of evicting ``span``: its bytes in use by their age; for a slab, the age of a sample."""
+        if span.kind == FREE:
+            return 0.0
+        if span.kind == LARGE:
+            return span.size / (1 + self._policy.age(span.detail))
+        ages = self._coldest.ages_of(span.offset)
+        if not ages:
+            return 0.0
+        return self._allocator.used_of_slab(span.offset) * CHUNK_SIZES[span.detail] / (1 + typical(ages))
+
+    def around(self, anchor: Span, need: int) -> list[Span]:
+        """Return the spans in use of a window of ``need`` bytes around ``anchor``, none if it is fenced in.
+
+        For a slab that is the coldest aligned 2 MiB that the anchor touches. For a large value it is the cheapest
+        window in reach.
+        """
+        run = self._run_around(anchor, need)
+        if need > _SMALL_MAX:
+            start = self._cheapest(run, need)
+            return self.spans(run[0].offset, start, need) if start >= 0 else []
+        best: list[Span] = []
+        coldest = NEVER
+        first, last = anchor.offset & -SLAB_BYTES, (anchor.offset + anchor.size - 1) & -SLAB_BYTES
+        for base in sorted({first, min(first + SLAB_BYTES, last), last}):  # those between equal the second
+            if run and run[0].offset <= base and base + SLAB_BYTES <= run[-1].offset + run[-1].size:
+                window = self.spans(max(span.offset for span in run if span.offset <= base), base, need)
+                since = self.since(window)
+                if since < coldest:
+                    best, coldest = window, since
+        return best
+
+    def _run_around(self, anchor: Span, need: int) -> list[Span]:
+        """Return the evictable spans around ``anchor``, on both sides as far as a window of ``need`` bytes reaches."""
+        allocator = self._allocator
+        reach = window_bytes(need)
+        if not self._evictable(anchor):
+            return []
+        left: list[Span] = []
+        start = anchor.offset
+        while start > 0 and start > anchor.offset - reach:
+            span = allocator.span_before(start)
+            if not self._evictable(span):
+                break
+            left.append(span)
+            start = span.offset
+        spans = [*reversed(left), anchor]
+        end = anchor.offset + anchor.size
+        while end < allocator.size and end < anchor.offset + anchor.size + reach:
+            span = allocator.span_at(end)
+            if not self._evictable(span):
+                break
+            spans.append(span)
+            end += span.size
+        return spans
+
+    def _cheapest(self, run: list[Span], need: int) -> int:
+        """Return the start of the cheapest window in ``run``, -1 if there is none.
+
+        It is a span's start, as a window from within a span costs that span too.
+        """
+        starts = [span.offset for span in run]
+        sums = [0.0, *accumulate(map(self.cost, run))]
+        end = run[-1].offset + run[-1].size if run else 0
+        costs = [
+            (sums[bisect_left(starts, start + need)] - sums[place], start)
+            for place, start in enumerate(starts)
+            if start + need <= end
+        ]
+        return min(costs)[1] if costs else -1
+
+    def spans(self, boundary: int, start: int, need: int) -> list[Span]:
+        """Return every span in use that overlaps the window at ``start``. ``boundary`` is one of a span before it."""
+        spans: list[Span] = []
+        end = start + window_bytes(need)
+        for span in self._allocator.walk(boundary):
+            if span.offset >= end:
+                break
+            if span.offset + span.size > start and span.kind != FREE:
+                spans.append(span)
+        return spans
+
+    def since(self, spans: Iterable[Span]) -> int:
+        """Return the clock at which `typical` of all entries in ``spans``, weighted by their bytes, was 0."""
+        policy = self._policy
+        clock = policy.clock
+        ages: list[int] = []
+        for span in spans:
+            if span.kind == LARGE:
+                ages += [clock - policy.look(span.detail)] * max(1, span.size // (SLAB_BYTES // SAMPLES))
+            else:
+                ages += self._coldest.ages_of(span.offset)
+        return clock - typical(ages) if ages else 0
+
+    def slots(self, spans: Iterable[Span]) -> list[int]:
+        """Return the slots of all entries in ``spans``."""
+        slots: list[int] = []
+        for span in spans:
+            if span.kind == LARGE:
+                slots.append(span.detail)
+            else:
+                slots += [owner for _, owner in self._allocator.chunks_of_slab(span.offset)]
+        return slots
+
+
+def window_bytes(need: int) -> int:
+    """Return the bytes to clear for a chunk of ``need`` bytes: its own, or those of a slab."""
+    return need if need > _SMALL_MAX else SLAB_BYTES

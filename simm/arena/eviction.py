@@ -1,286 +1,63 @@
 """Eviction policies: the order in which entries of a size class are evicted.
 
-A policy keeps, for each group (a size class, or all large values together), an order over the table's slots. It never
-learns of a hit. Readers, some on other machines, store 0x01 into ``visited[slot]`` and nothing else; the policy clears
-the byte when it passes the entry. Such a store may be lost, or hit the slot's next entry: both cost a little of the hit
-ratio and nothing else. All state is private memory of the worker. Insertions rebuild it after a crash.
+`simm.arena.queues` has what they share: queues, visited bytes, the clock, and what is fresh.
 
 `Lru`, the default, is second chance with re-insertion. A conversation's KV blocks are read again when its user answers,
-minutes later, so the time since the last use predicts the next use best. docs/performance.md compares the policies on a
-recorded trace (``benchmarks/eviction.py``).
+minutes later, so the time since the last use predicts the next use best.
+
+`Reuse` is LRU with a memory. The last block of a prompt comes back once, if at all; a system prompt comes back all day.
+So entries are classed by the number of their uses. How much longer one of class c may stay than one that was never read
+is learned: as many times longer as it is used more often while it stays, and so the hits for each byte and second are
+about equal in all classes (Beckmann et al., NSDI 2018, call that hit density). Where uses in the past say nothing about
+the next one, that is LRU. Uses before an eviction count: the policy remembers tags of the keys that it has seen, like
+the ghosts of ARC (Megiddo and Modha, FAST 2003) and LRU-2 (O'Neil et al., SIGMOD 1993), in four bytes a slot. It finds
+more than LRU as long as that memory holds the keys of about ten times what the arena holds: docs/eviction.md.
 
 `SieveProbation` suits long scans of values that are never read again. SIEVE (Zhang et al., NSDI 2024) is a FIFO queue
 with a hand that moves from the oldest entry to the newest. It spares a visited entry and clears its byte; an unvisited
 one is the victim. Its weakness is a scan, which it admits entry by entry. S3-FIFO (Yang et al., SOSP 2023) puts a small
 FIFO in front, about a tenth of the entries: an entry without a hit in it never reaches the main queue.
 
-S3-FIFO also remembers the keys that left its small queue. A policy over slots knows no keys. Without that memory there
-is a trap: a new working set, too large to be hit within the small queue, would be thrown out of it forever, while the
-main queue keeps entries unused for days. Hence *tenure*: an entry of the main queue is evicted first if it has been
-unused `TENURE` times as long as the oldest entry has been in probation. The small queue then grows, and with it the
-time in probation; once hits come, it shrinks again.
+S3-FIFO also remembers the keys that left its small queue. Without that memory there is a trap: a new working set, too
+large to be hit within the small queue, would be thrown out of it forever, while the main queue keeps entries unused for
+days. Hence *tenure*: an entry of the main queue is evicted first if it has been unused `TENURE` times as long as the
+oldest entry has been in probation. The small queue then grows, and with it the time in probation; once hits come, it
+shrinks again. Ages are divided by TENURE in the main queue, as `victim` weighs the two queues.
 
-The clock counts insertions in all groups. An entry's stamp is the clock at its insertion, or when the hand last found
-it used. `Policy.age` is comparable between groups, so that room can move to the group that uses it best. It is 0 for an
-entry visited since its stamp, and divided by TENURE in the main queue, as `victim` weighs the two queues.
-
-Cost: 18 bytes per slot, allocated once, and no Python object per entry. All operations are O(1); `victim` amortised, as
-a reader stored each byte that it clears. One call clears at most `CLEARED_MAX` bytes, so that a group of a million hot
-entries does not stop the worker for a tenth of a second.
+All operations are O(1); `victim` amortised, as a reader stored each byte that it clears. One call clears at most
+`CLEARED_MAX` bytes, so that a group of a million hot entries does not stop the worker for a tenth of a second.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, count
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from simm.errors import CorruptionError, UsageError
+from simm.errors import UsageError
 
 from ..constants import POLICY_NAMES
+from .queues import _NOWHERE, CLEARED_MAX, REJECTED_MAX, KeyWords, Policy, Rejected
 
-#: Rejected entries that one victim() call examines before it gives up.
-REJECTED_MAX: Final = 64
-#: Visited entries that one victim() call spares before it takes the next one anyway.
-CLEARED_MAX: Final = 512
 #: The probation queue's share of a group's entries is 1 / PROBATION_SHARE.
 PROBATION_SHARE: Final = 10
 #: Factor by which an unused entry of the main queue may stay longer than one in probation.
 TENURE: Final = 8
-
-_NOWHERE: Final = 0xFFFF
-_LINKS_MAX: Final = 1 << 32
-
-Rejected = Callable[[int], bool]
-
-
-class Policy(ABC):
-    """An eviction order over slots, in groups. `CorruptionError` for a slot inserted twice or not at all.
-
-    It keeps doubly linked queues in flat arrays; queue q's sentinel is node ``slots + q``. ``next`` of a sentinel is
-    the newest entry, ``prev`` the oldest. A hand moves by ``prev``, from old to new. A hand on the sentinel starts at
-    the oldest entry.
-    """
-
-    #: Queues of each group.
-    QUEUES = 1
-
-    def __init__(self, slots: int, groups: int, visited: memoryview) -> None:
-        queues = groups * self.QUEUES
-        if slots < 1 or groups < 1 or queues >= _NOWHERE or slots + queues > _LINKS_MAX:
-            raise UsageError(f"no policy has {slots} slots and {groups} groups")
-        if visited.format != "B" or visited.ndim != 1 or visited.readonly or len(visited) < slots:
-            raise UsageError(f"the visited bytes must be a writable view of {slots} bytes")
-        self._slots: Final = slots
-        self._groups: Final = groups
-        self._visited = visited
-        # By repetition, as an array made from bytes allocates a sixteenth more.
-        self._prev = array("I", [0]) * (slots + queues)
-        for sentinel in range(slots, slots + queues):
-            self._prev[sentinel] = sentinel
-        self._next = self._prev[:]
-        self._stamp = array("Q", [0]) * slots
-        self._queue = array("H", [_NOWHERE]) * slots
-        self._sizes = [0] * queues
-        self._hands = list(range(slots, slots + queues))
-        self._clock = 0
-
-    def insert(self, slot: int, group: int) -> None:
-        """Add an entry in ``slot``, and clear its visited byte. O(1)."""
-        if not (0 <= slot < self._slots and 0 <= group < self._groups):
-            raise UsageError(f"no slot {slot} or no group {group}")
-        if self._queue[slot] != _NOWHERE:
-            raise CorruptionError(f"slot {slot} is inserted twice")
-        self._visited[slot] = 0
-        self._clock = clock = self._clock + 1
-        self._stamp[slot] = clock
-        queue = group * self.QUEUES
-        self._queue[slot] = queue
-        self._sizes[queue] += 1
-        links = self._next
-        sentinel = self._slots + queue
-        head = links[sentinel]
-        links[slot] = head
-        links[sentinel] = slot
-        links = self._prev
-        links[slot] = sentinel
-        links[head] = slot
-
-    def insert_many(self, slots: Sequence[int], group: int) -> None:
-        """Do `insert` for many, in order. If one is refused, those before it are in. O(1) each."""
-        if not 0 <= group < self._groups:
-            raise UsageError(f"no group {group}")
-        queues, visited, stamps, older, newer = self._queue, self._visited, self._stamp, self._next, self._prev
-        most, clock = self._slots, self._clock
-        before = clock
-        queue = group * self.QUEUES
-        sentinel = most + queue
-        head = older[sentinel]
-        try:
-            for slot in slots:
-                if not 0 <= slot < most:
-                    raise UsageError(f"no slot {slot}")
-                if queues[slot] != _NOWHERE:
-                    raise CorruptionError(f"slot {slot} is inserted twice")
-                visited[slot] = 0
-                clock += 1
-                stamps[slot] = clock
-                queues[slot] = queue
-                older[slot] = head
-                newer[head] = slot
-                head = slot
-        finally:
-            older[sentinel] = head
-            newer[head] = sentinel
-            self._sizes[queue] += clock - before
-            self._clock = clock
-
-    def insert_all(self, slots: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
-        """Do `insert` for each slot with its group, in order. All or none are inserted. O(n log n), by numpy."""
-        queues = np.frombuffer(self._queue, np.uint16)
-        fresh = np.zeros(self._slots, bool)
-        fresh[slots] = True
-        if np.count_nonzero(fresh) < len(slots) or bool((queues[slots] != _NOWHERE).any()):
-            raise CorruptionError("a slot is inserted twice")
-        np.frombuffer(self._visited, np.uint8)[slots] = 0
-        stamps = np.arange(self._clock + 1, self._clock + 1 + len(slots), dtype=np.uint64)
-        np.frombuffer(self._stamp, np.uint64)[slots] = stamps
-        self._clock += len(slots)
-        queues[slots] = groups * self.QUEUES
-        older, newer = np.frombuffer(self._next, np.uint32), np.frombuffer(self._prev, np.uint32)
-        order = np.argsort(groups, kind="stable")
-        ranked, grouped = slots[order], groups[order]
-        for group in np.flatnonzero(np.bincount(grouped)).tolist():
-            begin, end = np.searchsorted(grouped, [group, group + 1])
-            row = ranked[begin:end]
-            sentinel = self._slots + group * self.QUEUES
-            head = older[sentinel]
-            older[row[1:]], newer[row[:-1]] = row[:-1], row[1:]
-            older[row[0]], newer[row[-1]] = head, sentinel
-            newer[head], older[sentinel] = row[0], row[-1]
-            self._sizes[group * self.QUEUES] += len(row)
-
-    def remove(self, slot: int) -> None:
-        """Remove the entry in ``slot``. O(1)."""
-        queue = self._queue[slot] if 0 <= slot < self._slots else _NOWHERE
-        if queue == _NOWHERE:
-            raise CorruptionError(f"slot {slot} is removed, but was not inserted")
-        self._queue[slot] = _NOWHERE
-        self._sizes[queue] -= 1
-        newer = self._prev[slot]
-        older = self._next[slot]
-        self._next[newer] = older
-        self._prev[older] = newer
-        if self._hands[queue] == slot:
-            self._hands[queue] = newer
-
-    def replaced(self, slot: int) -> None:
-        """Note a new value of the same group in ``slot``, which counts as its newest use. O(1)."""
-        self._restamp(slot)
-        self._to_head(slot, self._queue[slot])
-
-    def _to_head(self, slot: int, queue: int) -> None:
-        """Move an entry to the new end of ``queue``, which may be another queue."""
-        self.remove(slot)
-        self._queue[slot] = queue
-        self._sizes[queue] += 1
-        sentinel = self._slots + queue
-        head = self._next[sentinel]
-        self._next[slot] = head
-        self._next[sentinel] = slot
-        self._prev[slot] = sentinel
-        self._prev[head] = slot
-
-    def _restamp(self, slot: int) -> None:
-        if self.group_of(slot) < 0:
-            raise CorruptionError(f"slot {slot} is replaced, but was not inserted")
-        self._clock += 1
-        self._stamp[slot] = self._clock
-
-    def _sweep(self, queue: int, rejected: Rejected, budget: int, clearings: int) -> int:
-        """Move the hand to the next entry that is neither visited nor rejected. Return it, or -1 if none is near.
-
-        Up to ``clearings`` visited entries are spared and cleared, up to ``budget`` rejected ones passed
-        over.
-        """
-        slots = self._slots
-        prev = self._prev
-        visited = self._visited
-        sentinel = slots + queue
-        node = self._hands[queue]
-        budget = min(budget, self._sizes[queue])
-        while budget > 0:
-            if node == sentinel:
-                node = prev[sentinel]
-            if clearings > 0 and visited[node]:
-                clearings -= 1
-                visited[node] = 0
-                self._stamp[node] = self._clock
-            elif rejected(node):
-                budget -= 1
-            else:
-                self._hands[queue] = node
-                return node
-            node = prev[node]
-        self._hands[queue] = node
-        return -1
-
-    @abstractmethod
-    def victim(self, group: int, rejected: Rejected) -> int:
-        """Return the slot to evict next in ``group``, -1 without an entry, or if all examined ones are rejected.
-
-        The call offers at most `REJECTED_MAX` entries to ``rejected`` in vain; the next call examines others first. The
-        slot stays in place until `remove`. The next call returns it again unless it is visited or rejected by then.
-        Amortised O(1).
-        """
-
-    @property
-    def clock(self) -> int:
-        """Return the number of insertions so far, in all groups. O(1)."""
-        return self._clock
-
-    def age(self, slot: int) -> int:
-        """Return the insertions in all groups since the entry was last known used. O(1)."""
-        if self.group_of(slot) < 0:
-            raise CorruptionError(f"slot {slot} has no age: it was not inserted")
-        return self._clock - self.since(slot)
-
-    def since(self, slot: int) -> int:
-        """Return the clock at which the entry's age was 0. It only grows during its life. Unchecked. O(1)."""
-        return self._stamp[slot]
-
-    def look(self, slot: int) -> int:
-        """Note a visit as `victim` would, then return `since`. Unchecked. O(1)."""
-        return self._stamp[slot]
-
-    def group_of(self, slot: int) -> int:
-        """Return the group of the entry in ``slot``, -1 without one. O(1)."""
-        if not 0 <= slot < self._slots or self._queue[slot] == _NOWHERE:
-            return -1
-        return self._queue[slot] // self.QUEUES
-
-    def groups(self) -> list[int]:
-        """Return the groups that have an entry, ascending. O(groups)."""
-        return sorted({queue // self.QUEUES for queue in compress(count(), self._sizes)})
-
-    def slots(self, group: int) -> Iterator[int]:
-        """Yield all slots of ``group``, oldest first in each queue. The caller changes nothing meanwhile. O(1) each."""
-        for queue in range(group * self.QUEUES, (group + 1) * self.QUEUES):
-            node = self._prev[self._slots + queue]
-            while node < self._slots:
-                yield node
-                node = self._prev[node]
+#: Events by which `Reuse` compares its classes: more than so many are halved. And bounds of what it learns.
+LEARNED_MAX: Final = 1 << 15
+WORTH_MAX: Final = 64.0
+#: The least number of keys that `Reuse` remembers, as a power of two: 2 MiB.
+MEMORY_BITS_MIN: Final = 20
 
 
 class Fifo(Policy):
     """First in, first out. Hits have no effect; a new value makes an entry new."""
 
     def victim(self, group: int, rejected: Rejected) -> int:
+        oldest = self._prev[self._slots + group]
+        if self.sparing and oldest < self._slots and self.is_fresh(oldest):
+            return -1  # as are all others, which were put later
         return self._sweep(group, rejected, REJECTED_MAX, 0)
 
 
@@ -300,22 +77,53 @@ class Lru(Policy):
             if clearings > 0 and self._visited[slot]:
                 clearings -= 1
                 self._visited[slot] = 0
-                self._stamp[slot] = self._clock
+                self._stamp[slot] = self.clock
+            elif self.sparing and self.clock - self._stamp[slot] < self._fresh_span and self.is_fresh(slot):
+                if clearings == 0:
+                    return -1
+                clearings -= 1
+                self._stamp[slot] = self.clock
             elif rejected(slot):
                 budget -= 1
-                self._stamp[slot] = self._clock
+                self._stamp[slot] = self.clock
             else:
                 return slot
             self._to_head(slot, group)
         return -1
 
+    def take_victims(self, group: int, rejected: Rejected, most: int, latest: int) -> list[int]:
+        slots, newer, older, visited, stamps = self._slots, self._prev, self._next, self._visited, self._stamp
+        queues, oldest = self._queue, self._slots + group
+        surely = min(latest, self.clock - self._fresh_span) if self.sparing else latest
+        taken: list[int] = []
+        while True:
+            # The oldest ones that nobody has used go as a run, without a link of theirs being touched.
+            before = len(taken)
+            slot = newer[oldest]
+            for _ in range(most - before):
+                if slot >= slots or visited[slot] or stamps[slot] > surely or rejected(slot):
+                    break
+                queues[slot] = _NOWHERE
+                taken.append(slot)
+                slot = newer[slot]
+            newer[oldest] = slot
+            older[slot] = oldest
+            self._sizes[group] -= len(taken) - before
+            if len(taken) == most:
+                return taken
+            slot = self.victim(group, rejected)
+            if slot < 0 or self.since(slot) > latest:
+                return taken
+            self.remove(slot)
+            taken.append(slot)
+
     def since(self, slot: int) -> int:
-        return self._clock if self._visited[slot] else self._stamp[slot]
+        return self.clock if self._visited[slot] else self._stamp[slot]
 
     def look(self, slot: int) -> int:
         if self._visited[slot]:
             self._visited[slot] = 0
-            self._stamp[slot] = self._clock
+            self._stamp[slot] = self.clock
             self._to_head(slot, self._queue[slot])
         return self._stamp[slot]
 
@@ -325,8 +133,8 @@ class SieveProbation(Policy):
 
     QUEUES = 2
 
-    def replaced(self, slot: int) -> None:
-        self._restamp(slot)
+    def replaced(self, slot: int, weight: int = 1) -> None:
+        self._restamp(slot, weight)
         self._visited[slot] = 1
 
     def victim(self, group: int, rejected: Rejected) -> int:
@@ -345,12 +153,14 @@ class SieveProbation(Policy):
             if clearings > 0 and self._visited[slot]:
                 clearings -= 1
                 self._visited[slot] = 0
-                self._stamp[slot] = self._clock
+                self._stamp[slot] = self.clock
                 self._hands[probation] = slot
                 self._to_head(slot, main)
                 continue
+            if self.sparing and self.is_fresh(slot):
+                break  # all others of the queue are younger, or were rejected
             if sizes[main]:
-                overdue = self._overdue(main, TENURE * (self._clock - self._stamp[slot]))
+                overdue = self._overdue(main, TENURE * (self.clock - self._stamp[slot]))
                 if overdue >= 0:
                     if not rejected(overdue):
                         return overdue
@@ -376,36 +186,217 @@ class SieveProbation(Policy):
             node = self._prev[sentinel]
         if self._visited[node]:
             self._visited[node] = 0
-            self._stamp[node] = self._clock
+            self._stamp[node] = self.clock
             self._hands[main] = self._prev[node]
             return -1
         self._hands[main] = node
-        return node if self._clock - self._stamp[node] > age else -1
+        if self.clock - self._stamp[node] <= age or (self.sparing and self.is_fresh(node)):
+            return -1
+        return node
 
     def since(self, slot: int) -> int:
         if self._visited[slot]:
-            return self._clock
+            return self.clock
         stamp = self._stamp[slot]
-        return self._clock - (self._clock - stamp) // TENURE if self._queue[slot] & 1 else stamp
+        return self.clock - (self.clock - stamp) // TENURE if self._queue[slot] & 1 else stamp
 
     def look(self, slot: int) -> int:
         if self._visited[slot]:
             self._visited[slot] = 0
-            self._stamp[slot] = self._clock
+            self._stamp[slot] = self.clock
             self._to_head(slot, self._queue[slot] | 1)
         return self.since(slot)
 
 
-_POLICIES: Final[dict[str, type[Policy]]] = {"lru": Lru, "fifo": Fifo, "sieve": SieveProbation}
+class Reuse(Policy):
+    """Least recently used in classes by the number of uses: see the module's docstring.
+
+    Queue c of a group has the entries that were used c times, 7 or more in the last one, in order of their last known
+    use. The victim is the oldest entry of one queue, for which age divided by `_worth` is greatest. That choice is made
+    anew when the clock has advanced by half a period, or when the queue has nothing to give. Ages that other groups see
+    are halved for what was ever used; they must not depend on what is learned, as they may only grow with the clock.
+    """
+
+    QUEUES = 8
+
+    def __init__(
+        self, slots: int, groups: int, visited: memoryview, period: int = 0, keys: KeyWords | None = None
+    ) -> None:
+        super().__init__(slots, groups, visited, period, keys)
+        self._pause: Final = max(1, period // 2)
+        #: The queue whose turn it is, by group, and until when.
+        self._turns = [0] * groups
+        self._until = [0] * groups
+        #: By class: twice the uses of entries that were stored, plus the puts of those that had been evicted; and
+        #: twice the entries that were offered as victims. Both are halved when there are enough of them.
+        self._hits = [2] * self.QUEUES
+        self._gone = [2] * self.QUEUES
+        #: By class: how many times longer than in the first one an entry may stay. Learned anew every period.
+        self._worth = [1.0] * self.QUEUES
+        self._learns_at = 0
+        self._offered = -1
+        #: 12 bits of a key, and how often it was used: 1 for the put alone. By a hash of the key; the last key wins.
+        self._memory = array("H", [0]) * (1 << max(MEMORY_BITS_MIN, slots.bit_length())) if keys else None
+
+    def _past_uses(self, slot: int) -> int:
+        memory, keys = self._memory, self._keys
+        if memory is None or keys is None:
+            return 0
+        word = keys.words[slot * keys.stride + keys.at]
+        place = word & (len(memory) - 1)
+        tag = word >> 48 & 0xFFF0
+        known = memory[place]
+        if known & 0xFFF0 != tag or not known:
+            memory[place] = tag | 1
+            return 0
+        uses = known & 0xF
+        if uses < self.QUEUES:
+            memory[place] = known + 1
+        else:
+            uses -= 1
+        self._hits[uses - 1] += 1
+        return uses
+
+    def _past_uses_of(self, slots: Sequence[int], memory: array[int], keys: KeyWords) -> list[int]:
+        """Do `_past_uses` for many: most keys are new, and not looked at twice."""
+        words, stride, at = keys
+        mask = len(memory) - 1
+        past = []
+        for slot in slots:
+            word = words[slot * stride + at]
+            known = memory[word & mask]
+            if known and not (word >> 48 ^ known) & 0xFFF0:
+                past.append(self._past_uses(slot))
+            else:
+                memory[word & mask] = (word >> 48 & 0xFFF0) | 1
+                past.append(0)
+        return past
+
+    def insert_many(self, slots: Sequence[int], group: int, weight: int = 1) -> None:
+        memory, keys = self._memory, self._keys
+        if memory is None or keys is None or not slots or min(slots) < 0 or max(slots) >= self._slots:
+            super().insert_many(slots, group, weight)
+            return
+        if not 0 <= group < self._groups:
+            raise UsageError(f"no group {group}")
+        past = self._past_uses_of(slots, memory, keys)
+        queue = group * self.QUEUES
+        if not any(past):
+            self._insert_run(slots, queue, weight)
+            return
+        at = 0
+        for uses, run in groupby(past):
+            end = at + sum(1 for _ in run)
+            self._insert_run(slots[at:end], queue + uses, weight)
+            at = end
+
+    def _used(self, slot: int) -> None:
+        """Note a use of an entry: it becomes the newest one of its group's next queue."""
+        self._visited[slot] = 0
+        self._stamp[slot] = self.clock
+        queue = self._queue[slot]
+        self._hits[queue % self.QUEUES] += 2
+        if (queue + 1) % self.QUEUES:
+            queue += 1
+            memory, keys = self._memory, self._keys
+            if memory is not None and keys is not None:
+                word = keys.words[slot * keys.stride + keys.at]
+                memory[word & (len(memory) - 1)] = (word >> 48 & 0xFFF0) | queue % self.QUEUES + 1
+        self._to_head(slot, queue)
+
+    def replaced(self, slot: int, weight: int = 1) -> None:
+        self._restamp(slot, weight)
+        self._used(slot)
+
+    def victim(self, group: int, rejected: Rejected) -> int:
+        slots, oldest, visited, stamps = self._slots, self._prev, self._visited, self._stamp
+        budget, clearings = REJECTED_MAX, CLEARED_MAX
+        clock, sparing = self.clock, self.sparing
+        while budget > 0:
+            queue = self._turns[group]
+            slot = oldest[slots + queue]
+            if clock >= self._until[group] or slot >= slots:
+                queue = self._coldest(group)
+                if queue < 0:
+                    break
+                self._turns[group], self._until[group] = queue, clock + self._pause
+                slot = oldest[slots + queue]
+            if clearings > 0 and visited[slot]:
+                clearings -= 1
+                self._used(slot)
+            elif sparing and clock - stamps[slot] < self._fresh_span and self.is_fresh(slot):
+                if clearings == 0:
+                    break
+                clearings -= 1
+                if queue % self.QUEUES == 0:
+                    self._until[group] = 0  # all others in it are fresh as well
+                else:
+                    stamps[slot] = clock
+                    self._to_head(slot, queue)
+            elif rejected(slot):
+                budget -= 1
+                stamps[slot] = clock
+                self._to_head(slot, queue)
+            else:
+                if slot != self._offered:
+                    self._offered = slot
+                    self._gone[queue % self.QUEUES] += 2
+                return slot
+        return -1
+
+    def _learn(self) -> None:
+        """Compare the classes by the share of entries that are used before they go."""
+        self._learns_at = self.clock + max(1, self.period)
+        shares = []
+        for uses, (hits, gone) in enumerate(zip(self._hits, self._gone)):
+            if hits + gone > LEARNED_MAX:
+                self._hits[uses], self._gone[uses] = (hits + 1) // 2, (gone + 1) // 2
+            shares.append(hits / (hits + gone))
+        self._worth = [max(1.0, min(share / shares[0], WORTH_MAX)) for share in shares]
+
+    def _coldest(self, group: int) -> int:
+        """Return the queue of the group whose oldest entry is coldest, -1 without one. A fresh one counts only if used.
+
+        (The first queue is in order of the puts: if its oldest entry is fresh, all are.)
+        """
+        slots, clock = self._slots, self.clock
+        if clock >= self._learns_at:
+            self._learn()
+        best, coldest = -1, -1.0
+        for uses in range(self.QUEUES):
+            queue = group * self.QUEUES + uses
+            slot = self._prev[slots + queue]
+            if slot < slots:
+                age = (clock - self._stamp[slot]) / self._worth[uses]
+                if age > coldest and (uses or not (self.sparing and self.is_fresh(slot))):
+                    best, coldest = queue, age
+        return best
+
+    def since(self, slot: int) -> int:
+        if self._visited[slot]:
+            return self.clock
+        stamp = self._stamp[slot]
+        return self.clock - (self.clock - stamp) // 2 if self._queue[slot] % self.QUEUES else stamp
+
+    def look(self, slot: int) -> int:
+        if self._visited[slot]:
+            self._used(slot)
+        return self.since(slot)
+
+
+_POLICIES: Final[dict[str, type[Policy]]] = {"lru": Lru, "reuse": Reuse, "fifo": Fifo, "sieve": SieveProbation}
 assert tuple(_POLICIES) == POLICY_NAMES
 
 
-def make_policy(name: str, slots: int, groups: int, visited: memoryview) -> Policy:
+def make_policy(
+    name: str, slots: int, groups: int, visited: memoryview, period: int = 0, keys: KeyWords | None = None
+) -> Policy:
     """Return a policy by name (`POLICY_NAMES`) over ``slots`` slots, with a byte of ``visited`` each.
 
-    `UsageError` for an unknown name or impossible sizes.
+    ``period``: how far the clock advances in a 64th of the region; 0: nothing is ever fresh. Without ``keys`` no key of
+    an evicted entry is remembered. `UsageError` for an unknown name or impossible sizes.
     """
     kind = _POLICIES.get(name)
     if kind is None:
         raise UsageError(f"no eviction policy {name!r}; there are {', '.join(POLICY_NAMES)}")
-    return kind(slots, groups, visited)
+    return kind(slots, groups, visited, period, keys)

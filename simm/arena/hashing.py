@@ -2,11 +2,13 @@
 
 The digest is BLAKE2b with 16 bytes of output, personalised with the namespace's own 16-byte BLAKE2b: a raw name would
 be padded with zeros, or too long. Two different keys, or equal keys of two namespaces, share a digest with probability
-2^-128, so SiMM treats digests as names. ``hash()`` is unusable, as it differs between processes.
+2^-128 (2^-96 in a namespace with epochs), so SiMM treats digests as names. ``hash()`` is unusable: it differs between
+processes.
 
     digest bits   0..13    shard (of 16,384)
                  14..63    first candidate set
                  64..127   second candidate set (the next one if it equals the first)
+                 96..127   the namespace's epoch if it has one (cluster/epochs.py): the hash is 12 bytes then
 """
 
 from __future__ import annotations
@@ -30,15 +32,23 @@ SHARD_MASK: Final = SHARD_COUNT - 1
 SHARD_BITS: Final = SHARD_MASK.bit_length()
 
 
+#: Where the epoch begins in a digest that has one.
+TAG_AT: Final = 12
+
+
+def tag_of(epoch: int) -> bytes:
+    """Return the end of the digests of an epoch: its lower half."""
+    return (epoch & 0xFFFF_FFFF).to_bytes(4, "little")
+
+
 class Hasher:
     """Digests of one namespace's keys. Copying a prepared hash object takes half the time of a new one."""
 
-    __slots__ = ("_copy", "namespace")
+    __slots__ = ("_copy",)
 
     def __init__(self, namespace: str) -> None:
         raw = check_namespace(namespace)
         person = blake2b(raw, digest_size=DIGEST_BYTES).digest()
-        self.namespace = namespace
         self._copy: Callable[[], Any] = blake2b(digest_size=DIGEST_BYTES, person=person).copy
 
     def __call__(self, key: str) -> bytes:
@@ -74,6 +84,24 @@ class Hasher:
             state.update(raw)
             digests.append(state.digest())
         return digests
+
+
+class EpochHasher(Hasher):
+    """Digests of a namespace's keys that end with its epoch."""
+
+    __slots__ = ("_tag", "epoch")
+
+    def __init__(self, namespace: str, epoch: int) -> None:
+        super().__init__(namespace)
+        self.epoch = epoch
+        self._tag = tag_of(epoch)
+
+    def __call__(self, key: str) -> bytes:
+        return super().__call__(key)[:TAG_AT] + self._tag
+
+    def many(self, keys: Sequence[str]) -> list[bytes]:
+        tag = self._tag
+        return [digest[:TAG_AT] + tag for digest in super().many(keys)]
 
 
 def bad_key(key: object) -> UsageError:

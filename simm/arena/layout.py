@@ -118,15 +118,27 @@ STAMP_BYTES: Final = 8
 ENTRY_CRC: Final = 1
 #: A client stored it that may use one namespace only, and the digest was its word alone. Readers of others miss it.
 ENTRY_BOUND: Final = 2
+#: Its digest ends with an epoch of its namespace: readers compare it with the namespace's line (cluster/epochs.py).
+ENTRY_EPOCH: Final = 4
+#: Entries with other flags are never pinned: a pin outlasts all that a flag may say of who may read a value, and when.
+#: What these say is looked at when a value is pinned, by the worker or, without a pin, by who holds its version.
+PINNED_FLAGS: Final = ENTRY_CRC | ENTRY_BOUND | ENTRY_EPOCH
 
 # Ledger regions, in this order. Counts are in the header.
 UNDO_BYTES: Final = 128
 NAMESPACES: Final = 256
 NAMESPACE_LINE_BYTES: Final = 128
+#: Words of a namespace's line: until when its epoch may be believed (CLOCK_BOOTTIME, ns); its epoch, 0 for none.
+LEASE_WORD: Final = 14
+EPOCH_WORD: Final = 15
 SESSION_LINE_BYTES: Final = 64
 HOLD_LINE_BYTES: Final = 32
 SESSION_LINES_MAX: Final = 4096
 HOLD_LINES_MAX: Final = 65_536
+
+
+#: Fewest slots that a value's size asks for: sets are even only if they are many.
+SLOTS_MIN: Final = 1024
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -260,6 +272,14 @@ class Geometry(NamedTuple):
         if not ordered:
             raise SegmentError(f"{name} has a header that contradicts itself or its size of {size} bytes")
         return found
+
+
+def slots_for(size: int, chunk: int) -> int:
+    """Return the slots of an arena of ``size`` bytes in all that is to be filled with chunks of ``chunk`` bytes.
+
+    Five for every four chunks that fit beside the table, as in :meth:`Geometry.plan`, which takes chunks of a page.
+    """
+    return max(SLOTS_MIN, size * 5 // (4 * chunk + 5 * (SLOT_BYTES + 1)))
 
 
 def publish(words: memoryview) -> None:

@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from ..errors import CapacityError
 from .layout import HOLD_LINE_BYTES, NAMESPACE_LINE_BYTES, NAMESPACES, SESSION_LINE_BYTES, UNDO_BYTES, Geometry
@@ -29,6 +32,9 @@ from .namespaces import NamespaceTable
 
 _SESSION: Final = struct.Struct("@QQQQ")
 _HOLD_BODY: Final = struct.Struct("@QQII")
+_SIZE_KIND: Final = struct.Struct("@II")
+#: Hold lines from which on they are written by numpy, each field of all of them at once.
+COLUMNS_FROM: Final = 24
 assert _SESSION.size <= SESSION_LINE_BYTES and _HOLD_BODY.size + 8 == HOLD_LINE_BYTES
 
 #: Kinds of a hold line.
@@ -78,6 +84,7 @@ class Ledger:
         start, end = end, end + geometry.hold_lines * HOLD_LINE_BYTES
         self._holds = buf[start:end]
         self._hold_words = self._holds.cast("Q")
+        self._hold_columns = tuple(np.frombuffer(self._hold_words, np.uint64).reshape(-1, 4).T)
         self._buf = buf
         self._pack_hold = _HOLD_BODY.pack_into
         self._free_sessions = list(range(geometry.session_lines - 1, -1, -1))
@@ -121,13 +128,23 @@ class Ledger:
 
         The caller checks ``free_holds`` first: too few raise IndexError.
         """
-        free, pack, holds, words = self._free_holds, self._pack_hold, self._holds, self._hold_words
-        lines = []
-        for hold, offset in enumerate(offsets, first):
-            line = free.pop()
-            pack(holds, line * HOLD_LINE_BYTES + 8, session, offset, chunk, kind)
-            words[line * 4] = hold
-            lines.append(line)
+        free, count = self._free_holds, len(offsets)
+        if count > len(free):
+            raise IndexError(f"{count} hold lines, {len(free)} are free")
+        lines = free[: -count - 1 : -1]
+        del free[len(free) - count :]
+        if count < COLUMNS_FROM:
+            pack, holds, words = self._pack_hold, self._holds, self._hold_words
+            for hold, offset, line in zip(range(first, first + count), offsets, lines):
+                pack(holds, line * HOLD_LINE_BYTES + 8, session, offset, chunk, kind)
+                words[line * 4] = hold
+            return lines
+        at = np.array(lines)
+        numbers, sessions, places, kinds = self._hold_columns
+        sessions[at] = session
+        places[at] = offsets
+        kinds[at] = int.from_bytes(_SIZE_KIND.pack(chunk, kind), sys.byteorder)
+        numbers[at] = np.arange(first, first + count, dtype=np.uint64)
         return lines
 
     def end_hold(self, line: int) -> None:
@@ -169,5 +186,6 @@ class Ledger:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
+        del self._hold_columns
         for view in (self._hold_words, self._session_words, self._holds, self._sessions, self.namespaces, self._buf):
             view.release()

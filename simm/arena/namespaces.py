@@ -6,7 +6,9 @@ use. So a number that somebody has kept too long names nothing, and never anothe
 generation, after 65,280 namespaces in all.
 
     word    length of the name, in the low half; generation, in the high half
-    name    up to 120 bytes of UTF-8
+    name    up to 104 bytes of UTF-8
+    lease   until when the epoch may be believed
+    epoch   that of the values that may be read, 0 for a namespace without epochs (cluster/epochs.py)
 
 The word is stored last when a name comes. When it goes, the word gets length 0 and the next generation. A worker that
 dies in between leaves a free line.
@@ -23,17 +25,21 @@ it (:func:`names_line`). If the line changes after that, the worker refuses the 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ..constants import DEFAULT_NAMESPACE
 from ..errors import CapacityError
-from .layout import NAMESPACE_LINE_BYTES, NAMESPACES
+from .hashing import TAG_AT, tag_of
+from .layout import ENTRY_EPOCH, EPOCH_WORD, LEASE_WORD, NAMESPACE_LINE_BYTES, NAMESPACES
 
 if TYPE_CHECKING:
     from ..table import Table
+    from .space import Space
 
 _LINE_BITS: Final = NAMESPACES.bit_length() - 1
 _LENGTH_MASK: Final = (1 << 32) - 1
@@ -41,7 +47,10 @@ _LENGTH_MASK: Final = (1 << 32) - 1
 GENERATIONS: Final = 255
 #: A sweep is due when fewer lines than this are free.
 FREE_LINES_MIN: Final = 64
-_NAME_BYTES: Final = NAMESPACE_LINE_BYTES - 8
+_NAME_BYTES: Final = 8 * LEASE_WORD - 8
+_LINE_WORDS: Final = NAMESPACE_LINE_BYTES // 8
+#: Entries that one turn of the room that a put needs drops, at most.
+STALE_ENTRIES: Final = 64
 
 
 def line_of(number: int) -> int:
@@ -59,6 +68,19 @@ def names_line(number: int, word: int) -> bool:
     return word >> 32 == number >> _LINE_BITS and 0 < word & _LENGTH_MASK <= _NAME_BYTES
 
 
+def names_in(words: memoryview, first: int) -> set[str]:
+    """Return the names in an arena's lines, of which the first one begins at a word. O(lines).
+
+    The worker may change a line meanwhile, so a name can be wrong.
+    """
+    found = set()
+    for at in range(first, first + NAMESPACES * _LINE_WORDS, _LINE_WORDS):
+        size = name_bytes(words[at])
+        if 0 < size <= _NAME_BYTES:
+            found.add(words[at + 1 : at + _LINE_WORDS].tobytes()[:size].decode(errors="replace"))
+    return found
+
+
 class NamespaceTable:
     """The names of one arena. Constructed for empty lines; :meth:`recover` reads a predecessor's. Methods are O(1)."""
 
@@ -72,10 +94,21 @@ class NamespaceTable:
         self._numbers: dict[str, int] = {}
         #: What free lines will have as numbers; those that were not used for longest come first.
         self._free: deque[int] = deque(range(NAMESPACES))
-        #: Numbers of names that are never freed.
+        #: Numbers of names that are not freed.
         self._kept: set[int] = set()
         #: What the sweep has found in use; None outside a sweep.
         self._marked: set[int] | None = None
+        #: By name: the epochs that the supervisor has named.
+        self._epochs: dict[str, int] = {}
+        #: By number, for namespaces with epochs: how the digests of values end that may be stored and read.
+        self.tags: dict[int, bytes] = {}
+        self._until_ns = 0
+        #: Returns CLOCK_BOOTTIME in ns. The worker sets it.
+        self.clock: Callable[[], int] = lambda: 0
+        #: Numbers whose older entries a predecessor may have left undropped.
+        self._unswept: set[int] = set()
+        #: There may have been no line for some name: values of its clients by TCP are the default namespace's then.
+        self._crowded = False
 
     def number(self, name: str) -> int:
         """Return the namespace's number, a new one for a new name. Raise CapacityError if no line is free."""
@@ -88,12 +121,14 @@ class NamespaceTable:
 
     def _add(self, name: str) -> int:
         if not self._free:
+            self._crowded = True
             raise CapacityError(f"an arena has at most {NAMESPACES} namespaces at a time")
         number = self._free.popleft()
         line = line_of(number)
         raw = name.encode()
         at = line * NAMESPACE_LINE_BYTES
         self._lines[at + 8 : at + 8 + len(raw)] = raw
+        self._store_epoch(number, self._epochs.get(name, 0))
         self._words[at // 8] = number >> _LINE_BITS << 32 | len(raw)
         self._show(line)
         self.names[number] = name
@@ -126,8 +161,12 @@ class NamespaceTable:
         return True
 
     def keep(self, names: Sequence[str]) -> list[str]:
-        """Give these namespaces their numbers before others take all there are, for good. Return notes for the log."""
+        """Give these namespaces their numbers before others take all there are, and keep no others. Return notes.
+
+        They have them until the next call, also while nobody uses them.
+        """
         notes = []
+        self._kept.clear()
         for name in names:
             try:
                 self._kept.add(self.number(name))
@@ -144,7 +183,7 @@ class NamespaceTable:
 
     def begin_sweep(self, used: Iterable[int]) -> None:
         """Begin to look for what is used: the kept names, and these numbers of sessions. O(sessions)."""
-        self._marked = {*used, *self._kept}
+        self._marked = {*used, *self._kept, *self.tags}
 
     def mark(self, numbers: Iterable[int]) -> None:
         """Note that a sweep has found entries with these numbers."""
@@ -172,11 +211,81 @@ class NamespaceTable:
         if generation < GENERATIONS:
             self._free.append(generation << _LINE_BITS | line)
 
+    # -- epochs --------------------------------------------------------------------------------------
+
+    def _store_epoch(self, number: int, epoch: int) -> None:
+        """Store a number's epoch in its line. The lease follows: a reader looks at it first."""
+        at = line_of(number) * _LINE_WORDS
+        for word, value in ((EPOCH_WORD, epoch), (LEASE_WORD, self._until_ns if epoch else 0)):
+            self._words[at + word] = value
+            if self._shown is not None:
+                self._shown.cast("Q")[at + word] = value
+        self.tags.pop(number, None)
+        if epoch:
+            self.tags[number] = tag_of(epoch)
+
+    def take_epochs(self, epochs: Mapping[str, int]) -> set[int]:
+        """Store newer epochs of namespaces, by name, and return the numbers of those that had none. O(names).
+
+        Their entries without an epoch can be read until they are dropped (:class:`StaleEntries`). Each gets a line, as
+        only lines say that there are epochs. Values of a namespace for which there was none may be the default's.
+        """
+        first, self._unswept = self._unswept, set()
+        for name, epoch in epochs.items():
+            if epoch <= self._epochs.get(name, 0):
+                continue
+            self._epochs[name] = epoch
+            number = self._numbers.get(name)
+            known = self._words[line_of(number) * _LINE_WORDS + EPOCH_WORD] if number is not None else 0
+            if number is not None and known < epoch:
+                self._store_epoch(number, epoch)
+            if not known and number is not None:
+                first.add(number)
+            if number is None:
+                with contextlib.suppress(CapacityError):
+                    self.number(name)
+            if not known and self._crowded and DEFAULT_NAMESPACE in self._numbers:
+                first.add(self._numbers[DEFAULT_NAMESPACE])
+        return first
+
+    def wrapping(self, epochs: Mapping[str, int]) -> list[int]:
+        """Return the numbers whose digests may end like those of a much older epoch, with these new ones."""
+        known = self.epochs()
+        return [self._numbers[name] for name, epoch in epochs.items() if epoch >> 32 > known.get(name, epoch) >> 32]
+
+    def epochs(self) -> dict[str, int]:
+        """Return the epochs in the lines, by name."""
+        return {self.names[each]: self._words[line_of(each) * _LINE_WORDS + EPOCH_WORD] for each in self.tags}
+
+    def forget_epochs(self) -> None:
+        """Forget all epochs, as they are another cluster's. No entry is left that has one."""
+        self._epochs.clear()
+        self._unswept.clear()
+        for number in list(self.tags):
+            self._store_epoch(number, 0)
+
+    def extend_lease(self, until_ns: int) -> None:
+        """Let values with an epoch be read until this CLOCK_BOOTTIME, in ns. O(namespaces with epochs)."""
+        self._until_ns = until_ns
+        for number in self.tags:
+            at = line_of(number) * _LINE_WORDS
+            self._words[at + LEASE_WORD] = until_ns
+            if self._shown is not None:
+                self._shown.cast("Q")[at + LEASE_WORD] = until_ns
+
+    def readable(self, number: int, digest: bytes, flags: int) -> bool:
+        """Return True if an entry may be read, as far as epochs say: see ``cluster/epochs.py``."""
+        tag = self.tags.get(number)
+        if tag is None or not flags & ENTRY_EPOCH:
+            return tag is None and not flags & ENTRY_EPOCH
+        return digest[TAG_AT:] == tag and self.clock() < self._until_ns
+
     # -- recovery ------------------------------------------------------------------------------------
 
     def recover(self) -> list[str]:
         """Read a predecessor's lines, and return notes for the log. O(lines)."""
         notes = []
+        self.tags.clear()
         self.names.clear()
         self._numbers.clear()
         free: list[int] = []
@@ -203,7 +312,14 @@ class NamespaceTable:
             else:
                 self._numbers[name] = number
             self.names[number] = name
+            if epoch := self._words[line * _LINE_WORDS + EPOCH_WORD]:
+                self.tags[number] = tag_of(epoch)
+                self._until_ns = max(self._until_ns, self._words[line * _LINE_WORDS + LEASE_WORD])
         self._free = deque(sorted(free))
+        self._unswept = set(self.tags)
+        # Places are freed only where there were few.
+        self._crowded = len(free) < FREE_LINES_MIN or any(number >> _LINE_BITS for number in (*free, *self.names))
+        self.mend()  # the predecessor may have died before it had shown an epoch
         return notes
 
     def release(self) -> None:
@@ -212,6 +328,88 @@ class NamespaceTable:
         self._lines.release()
         if self._shown is not None:
             self._shown.release()
+
+
+class StaleEntries:
+    """Drops the entries of one table that nobody can read, as their namespaces have advanced.
+
+    ``drop``: removes the entry in a slot. Nothing may be pending.
+    """
+
+    def __init__(self, namespaces: NamespaceTable, table: Table, space: Space, drop: Callable[[int], None]) -> None:
+        self._namespaces = namespaces
+        self._table = table
+        self._space = space
+        self._drop = drop
+        self._found: list[int] = []
+        self._at = table.slots
+        #: Namespaces that have just got epochs: until all their older entries are dropped, these can be read.
+        self.first: set[int] = set()
+        #: Entries dropped so far.
+        self.dropped = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether there may be stale entries."""
+        return bool(self._found) or self._at < self._table.slots
+
+    def take(self, epochs: Mapping[str, int]) -> None:
+        """Make all values of these namespaces unreadable but those of these epochs, if they are newer. O(names).
+
+        Entries of :attr:`first` can be read until they are dropped. All go before what can be read, if room is needed.
+        """
+        before = self._namespaces.epochs()
+        for number in self._namespaces.wrapping(epochs):
+            self._drop_all(number)
+        first = self._namespaces.take_epochs(epochs)
+        if not first and before == self._namespaces.epochs():
+            return
+        self.first |= first
+        self._found.clear()
+        self._at = 0
+        self._space.spare = self._make_room
+
+    def _drop_all(self, number: int) -> None:
+        """Drop all entries of a namespace, whose tags begin anew: after 2^32 maps, or by a false epoch. O(slots)."""
+        at = 0
+        while at < self._table.slots:
+            found, at = self._table.stale_from(at, {number: -1})
+            for slot in found:
+                self._drop(slot)
+            self.dropped += len(found)
+
+    def end(self) -> None:
+        """Look no further."""
+        self.first.clear()
+        self._found.clear()
+        self._at = self._table.slots
+
+    def step(self) -> bool:
+        """Drop STALE_ENTRIES at most. Return True while :attr:`due`. O(STALE_ENTRIES + a block), by numpy."""
+        namespaces, table = self._namespaces, self._table
+        if not self._found and self._at < table.slots:
+            tags = {number: int.from_bytes(tag, "little") for number, tag in namespaces.tags.items()}
+            found, self._at = table.stale_from(self._at, {**dict.fromkeys(self.first, -1), **tags})
+            self._found += found
+        for slot in self._found[-STALE_ENTRIES:]:
+            # Since the search it may have been replaced.
+            entry = table.entry(slot)
+            tag = namespaces.tags.get(entry.namespace)
+            old = entry.digest[TAG_AT:] != tag or not entry.flags & ENTRY_EPOCH
+            if entry.offset and old and (tag is not None or entry.namespace in self.first):
+                self._drop(slot)
+                self.dropped += 1
+        del self._found[-STALE_ENTRIES:]
+        if not self.due:
+            self.first.clear()
+        return self.due
+
+    def _make_room(self) -> bool:
+        """Drop some, and return True if there were any."""
+        before = self.dropped
+        while self.dropped == before and self.due:
+            self.step()
+        return self.dropped > before
 
 
 class Sweep:
@@ -263,7 +461,7 @@ class Sweeper:
         #: Namespaces freed so far.
         self.freed = 0
 
-    def look(self) -> None:
+    def maintain(self) -> None:
         """Begin a sweep if one is due. Call it when somebody has asked for a name's number. O(1) if none is due."""
         if self._sweep is None and self._namespaces.short and self._clock() >= self._not_before:
             self._sweep = Sweep(self._namespaces, self._table, self._sessions())

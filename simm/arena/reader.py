@@ -2,11 +2,6 @@
 
 ``table.py`` has the protocol. All reads use one pair of methods: :meth:`ArenaReader.locate` returns the entry's fields,
 read under the seqlock, and :meth:`ArenaReader.confirm` then tells whether the bytes copied in between are the value.
-
-A :class:`Lister` lists the values of frozen shards for a new owner's mover. It reads from maps that it cannot write, so
-it costs the worker no time. It copies a page of slots in one piece: the seqs, whole slots, the seqs again (x86 keeps
-that order). A slot whose seq was even and the same both times is listed as copied. Any other is left out: nothing is
-stored in a frozen shard, so its entry was being dropped. A listed entry may be gone at once; its fetch then misses.
 """
 
 from __future__ import annotations
@@ -16,26 +11,30 @@ import ctypes
 import mmap
 import platform
 import sys
-from collections.abc import Container, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Container, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import SET_BYTES, SHARD_COUNT, SLOT_BYTES
+from ..constants import COUNT_WORDS, SET_BYTES, SHARD_COUNT
 from ..errors import SegmentError
 from ..host.pages import populate_read
+from ..host.processes import boottime_ns
 from ..host.users import NOT_TRUSTED, trusts
 from ..shm import AttachedSegment, data_name
-from ..wire.messages import Listed, NamespaceName
-from ..wire.shard_set import FROZEN, shards_in
+from ..wire.shard_set import FROZEN
 from .hashing import SHARD_BITS, SHARD_MASK, split
 from .layout import (
     ENTRY_BOUND,
+    ENTRY_CRC,
+    ENTRY_EPOCH,
+    EPOCH_WORD,
     HEADER_BYTES,
+    LEASE_WORD,
     NAMESPACE_LINE_BYTES,
+    NAMESPACES,
     SLOT_BODY,
-    SLOT_FIELDS,
     SLOT_WORDS,
     Geometry,
     State,
@@ -48,19 +47,27 @@ ONE_SIDED: Final = platform.machine() in ("x86_64", "AMD64") and sys.byteorder =
 
 #: Attempts of a reader before it asks the worker.
 ATTEMPTS: Final = 3
+#: To count them with: making a range takes four times as long as going over this one.
+EACH_ATTEMPT: Final = tuple(range(ATTEMPTS))
 #: From this many keys on, numpy finds a batch's slots faster than one call per key.
 VECTOR_KEYS: Final = 16
-
-#: Slots in one page of a listing: 4 MiB.
-PAGE_SLOTS: Final = 1 << 16
-#: Most entries in one answer: half a frame.
-ENTRIES_MAX: Final = 16_384
+#: From this many on, it copies them by column faster than one after the other.
+COLUMN_KEYS: Final = 24
 
 _POPULATE_STEP_BYTES: Final = 64 << 20
 _POPULATE_BYTES_MAX: Final = 64 << 30
 
 _unpack_body = SLOT_BODY.unpack_from
 _SET_WORDS: Final = SET_BYTES // 8
+#: The word of a slot that has the length in its lower half.
+_LENGTH_WORD: Final = 4
+_OFFSET_WORD: Final = 3
+_LENGTH_BITS: Final = np.uint64(0xFFFF_FFFF)
+#: The word that has the flags as its upper 16 bits, and what it is below without others than ENTRY_CRC.
+_FLAGS_WORD: Final = 5
+_FLAGS_ABOVE: Final = np.uint64((ENTRY_CRC + 1) << 48)
+_EVEN: Final = np.uint64(~1 & (1 << 64) - 1)
+assert ENTRY_CRC == 1
 #: Positions in a set of the low words of its slots' digests.
 _LOW_WORDS: Final = np.arange(1, _SET_WORDS, SLOT_WORDS, dtype=np.intp)
 
@@ -74,6 +81,29 @@ class Located(NamedTuple):
     length: int
     crc: int
     flags: int
+
+
+class LocatedMany(NamedTuple):
+    """The places of a batch's values when their seqs were read, a column each."""
+
+    #: And where the slots' seqs are among the words of all slots.
+    slots: NDArray[np.intp]
+    at: NDArray[np.intp]
+    seqs: NDArray[np.uint64]
+    #: False for a key whose place is not known: it is absent, changes, has no value, or is not for everybody.
+    settled: NDArray[np.bool_]
+    #: From the beginning of the data, of settled keys only; and bytes, 0 of the others.
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    #: The lower halves of the digests.
+    low: NDArray[np.intp]
+
+    def head(self, count: int) -> LocatedMany:
+        """Return the first ``count`` keys'."""
+        slots, at, seqs, settled, starts, lengths, low = self
+        return LocatedMany(
+            slots[:count], at[:count], seqs[:count], settled[:count], starts[:count], lengths[:count], low[:count]
+        )
 
 
 _located: Final = tuple.__new__
@@ -138,14 +168,26 @@ class ArenaReader:
         self._shard_word = HEADER_BYTES // 8
         self._name_word = geometry.names_offset // 8
         self._sets = geometry.sets
-        #: The id of its user's namespace; -1 if it has none.
-        self.namespace = -1
+        #: The id of its user's namespace, and the NUMA node of its memory; -1 if it has none, or it is not known.
+        self.namespace = self.node = -1
+        #: Where its user counts what it does (``ipc/counts.py``).
+        self.counts = memoryview(bytearray(COUNT_WORDS * 8)).cast("Q")
         self.data_address = ctypes.addressof(ctypes.c_char.from_buffer(data))
         #: All words of all slots, for batches.
         self._np_slots: NDArray[np.uint64] = np.frombuffer(
             self._meta, dtype=np.uint64, count=geometry.slots * SLOT_WORDS, offset=self._slots_offset
         )
+        self._np_rows = self._np_slots.reshape(-1, SLOT_WORDS)
+        self._np_shards: NDArray[np.uint64] = np.frombuffer(self._meta, np.uint64, SHARD_COUNT, HEADER_BYTES)
         self._np_visited = np.frombuffer(self.visited, np.uint8)
+        self._np_names: NDArray[np.uint64] = np.frombuffer(
+            self._meta, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, geometry.names_offset
+        )
+        #: Number of sets, and the addresses of slots, shard words and visited bytes, for searches of several arenas.
+        self.place = (
+            geometry.sets, _address(self._np_slots), _address(self._np_slots) - self._slots_offset + HEADER_BYTES,
+            _address(self._np_visited),
+        )  # fmt: skip
         # Close the descriptors only. The maps live as long as this object or a view of it: unmapping them while another
         # thread copies would be a segmentation fault.
         metadata.close()
@@ -217,7 +259,7 @@ class ArenaReader:
         base = self._slots_offset
         find = self._find
         words = self.words
-        for _ in range(ATTEMPTS):
+        for _ in EACH_ATTEMPT:
             start = base + first * SET_BYTES
             at = find(digest, start, start + SET_BYTES)
             if at < 0 or (at - base) & 63 != 8:
@@ -283,6 +325,11 @@ class ArenaReader:
         number: int = _unpack_body(self._meta, (self._slot_word + slot * SLOT_WORDS) * 8 + 8)[5]
         return number
 
+    def holds(self, found: Located) -> bool:
+        """Return True if an entry is unchanged where it was found, so that what was read of its slot since is its."""
+        seq: int = self.words[self._slot_word + found.slot * SLOT_WORDS]
+        return seq == found.seq
+
     def has_namespace(self, number: int) -> bool:
         """Return True if the worker still has a namespace of this number (``arena/namespaces.py``)."""
         return names_line(number, self.words[self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8])
@@ -299,26 +346,65 @@ class ArenaReader:
     def is_own(self, found: Located) -> bool:
         """Return False for an entry that a client bound to another namespace has stored (``ENTRY_BOUND``).
 
-        It may have stored it under any digest. Call it after :meth:`confirm`.
+        It may have stored it under any digest. Return False for one of an old epoch, too. Call it after
+        :meth:`confirm`.
         """
-        if not found.flags & ENTRY_BOUND:
+        if not found.flags & (ENTRY_BOUND | ENTRY_EPOCH):
             return True
-        own = self.namespace_of(found.slot) == self.namespace
-        return own and self.words[self._slot_word + found.slot * SLOT_WORDS] == found.seq
+        own = not found.flags & ENTRY_BOUND or self.namespace_of(found.slot) == self.namespace
+        return own and self.is_current(found) and self.holds(found)
+
+    def is_current(self, found: Located) -> bool:
+        """Return False for an entry of an old epoch, or if the lease has ended (``cluster/epochs.py`` says why so).
+
+        Call it after the value was copied. One that has changed by then is of no epoch.
+        """
+        if not found.flags & ENTRY_EPOCH:
+            return True
+        words = self.words
+        number = self.namespace_of(found.slot)
+        line = self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8
+        until = words[line + LEASE_WORD]
+        if boottime_ns() >= until:
+            return False
+        tag = words[self._slot_word + found.slot * SLOT_WORDS + 2] >> 32
+        return words[line + EPOCH_WORD] & 0xFFFF_FFFF == tag and names_line(number, words[line]) and self.holds(found)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Return True if a namespace of this arena has epochs, or had."""
+        return bool(self._np_names[EPOCH_WORD :: NAMESPACE_LINE_BYTES // 8].any())
+
+    def current_many(self, digests: Sequence[bytes]) -> list[bool]:
+        """Do :meth:`contains_many`, and find nothing of an old epoch. Values without an epoch cost nothing more."""
+        hits = self.contains_many(digests)
+        if digests and self.has_epochs:
+            flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + _FLAGS_WORD)
+            for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
+                hits[at] = hits[at] and self.has_current(digests[at])
+        return hits
+
+    def has_current(self, digest: bytes) -> bool:
+        """Return True if the digest is in the table, and its entry not of an old epoch."""
+        with contextlib.suppress(Unsettled):
+            found = self.locate(digest)
+            if found is not None and self.is_current(found):
+                return self.words[self._slot_word + found.slot * SLOT_WORDS] == found.seq
+        return False
 
     def touch(self, slot: int) -> None:
         """Mark an entry as used for the eviction policy."""
         self.visited[slot] = 1
 
-    def contains(self, digest: bytes) -> bool:
-        """Return True if the digest is stored. A slot in an overwrite counts: its old or new value is there."""
-        return self._contains(digest, FROZEN)
-
     def contains_previous(self, digest: bytes) -> bool:
         """Do :meth:`contains` for a caller that a new owner sent here."""
-        return self._contains(digest, 1 << 64)
+        return self.contains(digest, 1 << 64)
 
-    def _contains(self, digest: bytes, below: int) -> bool:
+    def contains(self, digest: bytes, below: int = FROZEN) -> bool:
+        """Return True if the digest is stored. A slot in an overwrite counts: its old or new value is there.
+
+        ``below``: what the shard's word must be less than.
+        """
         low, high = split(digest)
         first = (low >> SHARD_BITS) % self._sets
         base = self._slots_offset
@@ -328,41 +414,30 @@ class ArenaReader:
             at = self._find_slow(digest, first, high % self._sets)
             if at < 0:
                 return False
-        if not 0 < self.words[self._shard_word + (low & SHARD_MASK)] < below or not self.of_cluster:
-            return False
+        words = self.words
+        if not 0 < words[self._shard_word + (low & SHARD_MASK)] < below or words[Word.CLUSTER] not in self._clusters:
+            return False  # of_cluster, without the call
         self.visited[(at - base) >> 6] = 1
         return True
 
     def _find_many(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the slots of digests given as columns of their two words, -1 for misses.
+        return find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), low, high)
 
-        Of a digest's sixteen possible slots, one word each is gathered and compared, then both words of the one that
-        fits. Gathering both words of all slots takes more than twice as long, as only plain ``take`` is fast in numpy.
-        """
-        sets = np.uint64(self._sets)
-        first = (low >> np.uint64(SHARD_BITS)) % sets
-        at, hits = self._find_in(first, low, high)
-        missing = np.flatnonzero(~hits)
-        if missing.size:
-            low, high, first = low[missing], high[missing], first[missing]
-            second = high % sets
-            second = np.where(second == first, (second + np.uint64(1)) % sets, second)
-            at[missing], hits[missing] = self._find_in(second, low, high)
-        return np.where(hits, at // SLOT_WORDS, -1)
-
-    def _find_in(
-        self, sets: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64]
-    ) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return, per digest, the first word of the slot in its set whose low word fits, and whether both words fit."""
-        take = self._np_slots.take
-        at = sets.astype(np.intp) * _SET_WORDS
-        at += (take(at[:, None] + _LOW_WORDS) == low[:, None]).argmax(axis=1) * SLOT_WORDS
-        return at, (take(at + 1) == low) & (take(at + 2) == high)
+    def candidates(self, digests: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
+        """Return the words of a batch's digests, two each, and its slots, -1 for misses; unchecked."""
+        keys = words_of(digests)
+        return keys, self._find_many(keys[:, 0], keys[:, 1])
 
     def slots_of_many(self, digests: Sequence[bytes]) -> list[int]:
         """Return the slots of a batch, -1 for misses: unchecked candidates for :meth:`locate_at`."""
-        digest_words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-        result: list[int] = self._find_many(digest_words[:, 0], digest_words[:, 1]).tolist()
+        result: list[int] = self.candidates(digests)[1].tolist()
+        return result
+
+    def lengths_of_many(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the lengths of a batch's values, 0 for misses. An entry that changes meanwhile may have any length."""
+        _, slots = self.candidates(digests)
+        words = self._np_slots.take(np.maximum(slots, 0) * SLOT_WORDS + _LENGTH_WORD) & np.uint64(0xFFFF_FFFF)
+        result: list[int] = np.where(slots < 0, 0, words).tolist()
         return result
 
     def locate_at(self, digest: bytes, slot: int) -> Located | None:
@@ -377,6 +452,48 @@ class ArenaReader:
                 return Located(slot, seq, offset, length, crc, flags)
         return self.locate(digest)
 
+    def locate_many(self, keys: NDArray[np.uint64], slots: NDArray[np.intp]) -> LocatedMany:
+        """Do :meth:`locate_at` once for a batch, by column, without searching again for what has changed.
+
+        ``keys`` and ``slots`` are of :meth:`candidates`. The steps are those of one key, each done for all of them: the
+        seqs (step 1), whole slots (2), the seqs again (3). x86 keeps the order of these loads, as in
+        ``ipc/arena_lister.py``. So each slot whose seq is even and the same both times was copied as it was, and step 6
+        compares with that seq.
+        """
+        words = self._np_slots
+        # Of a miss -8 and the table's last slot, which is another key's, or this one's by now.
+        at = slots * SLOT_WORDS
+        seqs = words.take(at)
+        rows = self._np_rows.take(slots, axis=0)
+        again = words.take(at)
+        offsets = rows[:, _OFFSET_WORD].view(np.int64)
+        lengths = (rows[:, _LENGTH_WORD] & _LENGTH_BITS).view(np.int64)
+        # An odd seq less one was there before it, and is never there again.
+        settled = again == seqs & _EVEN
+        settled &= rows[:, 1] == keys[:, 0]
+        settled &= rows[:, 2] == keys[:, 1]
+        settled &= offsets >= self.data_offset
+        settled &= offsets <= self.data_end - lengths
+        settled &= rows[:, _FLAGS_WORD] < _FLAGS_ABOVE
+        lengths *= settled
+        return LocatedMany(slots, at, seqs, settled, offsets - self.data_offset, lengths, keys[:, 0].view(np.intp))
+
+    def confirm_many(self, found: LocatedMany, *, touch: bool = True) -> NDArray[np.bool_]:
+        """Do :meth:`confirm` once for all values of a batch that were copied: steps 5 and 6. Mark those as used.
+
+        All shard words are loaded before the first seq.
+        """
+        owned = self._np_shards.take(found.low & SHARD_MASK)
+        kept: NDArray[np.bool_] = self._np_slots.take(found.at) == found.seqs
+        kept &= found.settled
+        # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
+        kept &= owned - np.uint64(1) < np.uint64(FROZEN - 1)
+        if not self.of_cluster:
+            kept[:] = False
+        if touch:
+            self._np_visited[found.slots[kept]] = 1
+        return kept
+
     def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
         """Do :meth:`contains` for a batch."""
         if len(digests) < VECTOR_KEYS:
@@ -384,8 +501,7 @@ class ArenaReader:
         digest_words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         low = digest_words[:, 0]
         slots = self._find_many(low, digest_words[:, 1])
-        shards = np.frombuffer(self._meta, np.uint64, SHARD_COUNT, HEADER_BYTES)
-        words = shards.take((low & np.uint64(SHARD_MASK)).astype(np.intp))
+        words = self._np_shards.take((low & np.uint64(SHARD_MASK)).astype(np.intp))
         # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
@@ -400,59 +516,85 @@ class ArenaReader:
         return self.data[start : start + found.length]
 
 
-class Lister:
-    """Lists the values of given shards in one arena."""
+def words_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """Return the words of a batch's digests, two each."""
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
 
-    def __init__(self, reader: ArenaReader) -> None:
-        self.reader = reader
-        #: A number never gets another name.
-        self._names: dict[int, str] = {}
 
-    def page(self, shards: bytes, cursor: int, most: int) -> Listed:
-        """Return at most ``most`` values of the frozen ones among ``shards``, in slots from ``cursor`` on.
+class EpochReader(ArenaReader):
+    """An arena as the clients of a namespace with epochs read it: only what is of the present one counts.
 
-        The answer's cursor is where to continue, 0 at the end. Raise UsageError if ``shards`` is no bitmap.
-        O(PAGE_SLOTS).
-        """
-        reader = self.reader
-        slots = reader.geometry.slots
-        stop = min(cursor + PAGE_SLOTS, slots)
-        if cursor >= stop:
-            return Listed(0, [], [])
-        most = max(1, min(most, ENTRIES_MAX))
-        asked = np.zeros(SHARD_COUNT, np.bool_)
-        asked[shards_in(shards)] = True
-        asked &= np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES) >= np.uint64(FROZEN)
-        rows = self._at_rest(cursor, stop)
-        found = np.flatnonzero((rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)])
-        if len(found) > most:
-            stop = cursor + int(found[most])
-            found = found[:most]
-        rows = rows[found]
-        digests = np.stack((rows["low"], rows["high"]), axis=1).tobytes()
-        names = self.names(np.unique(rows["namespace"]).tolist())
-        entries = [
-            (digests[at * 16 : at * 16 + 16], length, flags, namespace)
-            for at, (length, flags, namespace) in enumerate(
-                zip(rows["length"].tolist(), rows["flags"].tolist(), rows["namespace"].tolist())
-            )
-            if namespace in names
-        ]
-        return Listed(stop if stop < slots else 0, entries, [NamespaceName(*item) for item in names.items()])
+    :meth:`guard` makes one of a reader that is in use.
+    """
 
-    def _at_rest(self, start: int, stop: int) -> NDArray[np.void]:
-        """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros."""
-        reader = self.reader
-        live = np.frombuffer(reader.words, SLOT_FIELDS, stop - start, reader.geometry.slots_offset + start * SLOT_BYTES)
-        before = live["seq"].copy()
-        rows: NDArray[np.void] = live.copy()
-        after = live["seq"].copy()
-        rows[(before != after) | (before & np.uint64(1) != 0)] = np.zeros(1, SLOT_FIELDS)
-        return rows
+    def contains(self, digest: bytes, below: int = FROZEN) -> bool:
+        return super().contains(digest, below) and self.has_current(digest)
 
-    def names(self, numbers: list[int]) -> Mapping[int, str]:
-        """Return the names of these namespace ids, without unknown ones."""
-        for number in numbers:
-            if number not in self._names and (name := self.reader.namespace_name(number)) is not None:
-                self._names[number] = name
-        return {number: self._names[number] for number in numbers if number in self._names}
+    def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
+        return [self.contains(digest) for digest in digests]
+
+
+def guard(reader: ArenaReader) -> None:
+    """Let a reader in use find nothing of an old epoch from now on. Entries that it copies are always looked at."""
+    reader.__class__ = EpochReader
+
+
+def find_slots(
+    words: NDArray[np.uint64], base: Any, sets: Any, low: NDArray[np.uint64], high: NDArray[np.uint64]
+) -> NDArray[np.intp]:
+    """Return the slots of digests given as columns of their two words, -1 for misses.
+
+    ``base``: where the slots begin in ``words``. ``sets``: their number. Both are for all digests, or have an item for
+    each.
+
+    Of a digest's sixteen possible slots, one word each is gathered and compared, then both words of the one that fits.
+    Gathering both words of all slots takes more than twice as long, as only plain ``take`` is fast in numpy. It is done
+    for the digests that were not found where a low word fits: no two hashes share one, but a client can make up such a
+    digest, which would hide the other one.
+    """
+    first = (low >> np.uint64(SHARD_BITS)) % sets
+    at, fits, hits = _find_in(words, base, first, low, high)
+    missing = np.flatnonzero(~hits)
+    if missing.size:
+        low, high, first = low[missing], high[missing], first[missing]
+        if base.ndim:
+            base, sets = base[missing], sets[missing]
+        second = high % sets
+        second = np.where(second == first, (second + np.uint64(1)) % sets, second)
+        at[missing], more, hits[missing] = _find_in(words, base, second, low, high)
+        if fits.tobytes().count(1) + more.tobytes().count(1) != hits.tobytes().count(1):  # faster than numpy's count
+            for which in (first, second):
+                _find_hidden(words, base, which, low, high, missing, at, hits)
+    return np.where(hits, at // SLOT_WORDS, -1)
+
+
+def _find_in(
+    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64]
+) -> tuple[NDArray[np.intp], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return, per digest, the first word of the first slot in its set whose low word fits, if it does, and if both do.
+
+    The word counts from ``base``.
+    """
+    take = words.take
+    at = which.astype(np.intp) * _SET_WORDS + base
+    at += (take(at[:, None] + _LOW_WORDS) == low[:, None]).argmax(axis=1) * SLOT_WORDS
+    fits = take(at + 1) == low
+    return at - base, fits, fits & (take(at + 2) == high)
+
+
+def _find_hidden(
+    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64],
+    missing: NDArray[np.intp], at: NDArray[np.intp], hits: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Do :func:`_find_in` by both words for what ``missing`` names and has no hit; put it into ``at`` and ``hits``."""
+    rest = np.flatnonzero(~hits[missing])
+    begins = which[rest].astype(np.intp) * _SET_WORDS
+    slots = (begins + (base[rest] if base.ndim else base))[:, None] + _LOW_WORDS
+    both = (words.take(slots) == low[rest][:, None]) & (words.take(slots + 1) == high[rest][:, None])
+    at[missing[rest]] = begins + both.argmax(axis=1) * SLOT_WORDS
+    hits[missing[rest]] = both.any(axis=1)
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -16,6 +16,10 @@ comes late always finds a part free. A session without any grant gets one whatev
 That does not hold while its process has an eighth of the data region already: one process with many sessions would
 have it all.
 
+Pins have a bound in bytes too: all together half the data region, of which each session has a share by the same rule.
+So no client can pin the whole arena, and puts always find something to evict. A value may be pinned whatever its size
+if nothing else is.
+
 A session that gets less than it asks for makes the worker recall idle grants from others, the greatest holders first.
 A session that was asked a moment ago is passed over, so that one shortage after another goes round all of them. What a
 session owes that has not answered its last recall is not counted on: it may be stopped.
@@ -24,12 +28,13 @@ session owes that has not answered its last recall is not counted on: it may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Final
 
-from ..constants import VALUE_BYTES_MAX
-from ..errors import CorruptionError
+from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from ..errors import CorruptionError, RemoteProtocolError
 from ..slab import chunk_bytes_for
-from .layout import SEQ_BITS, Geometry
+from .layout import ENTRY_BOUND, ENTRY_EPOCH, SEQ_BITS, Geometry
 from .ledger import GRANT, PIN, Ledger
 from .space import Space
 
@@ -37,6 +42,8 @@ from .space import Space
 ID_BITS: Final = SEQ_BITS
 #: The share of the data region that all sessions' grants together may hold.
 GRANTED_SHARE: Final = 8
+#: The share of the data region that all sessions' pins together may hold.
+PINNED_SHARE: Final = 2
 #: A session may hold this many times what is left for other sessions; see above.
 FAIR: Final = 4
 #: A session is asked for idle grants at most so often, ms. Clients look for recalls about as often.
@@ -51,8 +58,8 @@ class Session:
     """The holds of one control connection."""
 
     __slots__ = (
-        "closed", "copies", "granted_bytes", "grants", "line", "namespace", "pid", "pins", "prepared", "recalled_ms",
-        "relays", "session", "silent", "started",
+        "closed", "copies", "granted_bytes", "grants", "line", "namespace", "pid", "pinned_bytes", "pins", "prepared",
+        "recalled_ms", "relays", "session", "silent", "started",
     )  # fmt: skip
 
     def __init__(self, session: int, line: int, pid: int, started: int, namespace: int) -> None:
@@ -63,9 +70,11 @@ class Session:
         self.namespace = namespace
         #: grant id -> (offset in the segment, chunk bytes, hold line)
         self.grants: dict[int, tuple[int, int, int]] = {}
-        #: pin id -> (offset, hold line)
-        self.pins: dict[int, tuple[int, int]] = {}
+        #: pin id -> (offset, chunk bytes, hold line)
+        self.pins: dict[int, tuple[int, int, int]] = {}
         self.granted_bytes = 0
+        #: A chunk that is pinned twice counts twice.
+        self.pinned_bytes = 0
         #: Grants among them that the client has not been sent yet; they go with its next answer.
         self.prepared: list[tuple[int, int, int]] = []
         #: The connection is gone; the holds are quarantined.
@@ -78,9 +87,23 @@ class Session:
         self.recalled_ms = -RECALL_AGAIN_MS
         self.silent = False
 
+    def flags(self, flags: int) -> int:
+        """Return what a peer may say of its values: all but what the worker says. A mover copies what another said."""
+        return flags & ~(ENTRY_EPOCH if self.copies else ENTRY_EPOCH | ENTRY_BOUND)
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Session {self.session:#x} {state} pid={self.pid} grants={len(self.grants)} pins={len(self.pins)}>"
+
+
+def check_wants(wants: list[tuple[int, int]]) -> None:
+    """Bound a request's work and its answer's size. Raise RemoteProtocolError."""
+    count = sum(count for _, count in wants)
+    if count > BATCH_KEYS_MAX or len(wants) > BATCH_KEYS_MAX:
+        raise RemoteProtocolError(f"{count} grants in one request, {BATCH_KEYS_MAX} are allowed")
+    for size, _ in wants:
+        if not 0 < size <= VALUE_BYTES_MAX:
+            raise RemoteProtocolError(f"a grant for a value of {size} bytes")
 
 
 class SessionTable:
@@ -105,6 +128,8 @@ class SessionTable:
         self.wanted: list[tuple[Session, int, int]] = []
         self.granted_bytes = 0
         self.granted_bytes_max = geometry.data_bytes // GRANTED_SHARE
+        self.pinned_bytes = 0
+        self.pinned_bytes_max = geometry.data_bytes // PINNED_SHARE
         #: Calls of :meth:`grant` that brought nothing.
         self.refused = 0
         #: Asks a session's client for idle grants of about this many bytes. The worker sets it.
@@ -120,6 +145,15 @@ class SessionTable:
         opened = Session(session, line, pid, started, number)
         self.by_id[session] = opened
         return opened
+
+    def stats(self) -> dict[str, int]:
+        """Return gauges. O(sessions)."""
+        sessions = self.by_id.values()
+        return {
+            "granted_bytes": self.granted_bytes, "sessions": len(sessions),
+            "sessions_quarantined": sum(each.closed for each in sessions), "pinned_bytes": self.pinned_bytes,
+            "grants": sum(len(each.grants) for each in sessions), "pins": sum(len(each.pins) for each in sessions),
+        }  # fmt: skip
 
     def close(self, session: Session) -> None:
         """Note that the connection is gone: end a session without holds, quarantine the holds of others.
@@ -176,7 +210,7 @@ class SessionTable:
                 owner.granted_bytes += hold.chunk
                 self.granted_bytes += hold.chunk
             else:
-                owner.pins[hold.hold] = (hold.offset, line)
+                self._note_pin(owner, hold.hold, hold.offset, hold.chunk, line)
                 held.append(offset)
         for offset in held:
             space.hold(offset)
@@ -281,10 +315,9 @@ class SessionTable:
         self._next_id += len(offsets)
         offsets = [offset + data for offset in offsets]
         lines = ledger.add_holds(first, session.session, offsets, chunk, GRANT)
-        grants = []
-        for number, offset, line in zip(range(first, first + len(lines)), offsets, lines):
-            held[number] = (offset, chunk, line)
-            grants.append((number, offset, chunk))
+        numbers = range(first, first + len(lines))
+        held.update(zip(numbers, zip(offsets, repeat(chunk), lines)))
+        grants = list(zip(numbers, offsets, repeat(chunk)))
         session.granted_bytes += chunk * len(lines)
         self.granted_bytes += chunk * len(lines)
         return grants
@@ -363,16 +396,24 @@ class SessionTable:
     # -- pins ---------------------------------------------------------------------------------
 
     def pin(self, session: Session, offset: int, chunk: int) -> int:
-        """Pin a chunk for a session. Return the pin's id, 0 if the ledger has no line for it, or its share is used."""
+        """Pin a chunk for a session. Return the pin's id; 0 if the ledger has no line for it, or its share is used."""
         if len(session.grants) + len(session.pins) >= FAIR * self._ledger.free_holds:
+            return 0
+        left = self.pinned_bytes_max - self.pinned_bytes - chunk
+        if self.pinned_bytes and session.pinned_bytes + chunk > FAIR * left:
             return 0
         number = self._allocate_id()
         line = self._ledger.add_hold(number, session.session, offset, chunk, PIN)
         if line < 0:
             return 0
         self._space.hold(offset - self._data)
-        session.pins[number] = (offset, line)
+        self._note_pin(session, number, offset, chunk, line)
         return number
+
+    def _note_pin(self, session: Session, number: int, offset: int, chunk: int, line: int) -> None:
+        session.pins[number] = (offset, chunk, line)
+        session.pinned_bytes += chunk
+        self.pinned_bytes += chunk
 
     def unpin(self, session: Session, pins: Sequence[int]) -> int:
         """Release pins. Ignore unknown ids; return the number of known ones."""
@@ -382,10 +423,23 @@ class SessionTable:
             pin = session.pins.pop(number, None)
             if pin is None:
                 continue
-            offset, line = pin
+            offset, chunk, line = pin
+            session.pinned_bytes -= chunk
+            self.pinned_bytes -= chunk
             self._ledger.end_hold(line)
             self._space.unhold(offset - self._data)
             known += 1
+        return known
+
+    def unpin_for(self, session: Session, pins: Sequence[int]) -> int:
+        """Release pins of a session, or of others of its process, whose pins outlast them. Return how many are known.
+
+        O(pins), and O(sessions) if one is not the session's own.
+        """
+        known = self.unpin(session, pins)
+        if known < len(pins):
+            mine = [each for each in self.by_id.values() if each.pid == session.pid and each.started == session.started]
+            known += sum(self.unpin(each, pins) for each in mine if each.pins)
         return known
 
 

@@ -58,8 +58,8 @@ Each store of a word is one aligned store of 8 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +70,14 @@ from ..wire.messages import ShardRole, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING, epoch_limit
 from .hashing import shard_of
 
+if TYPE_CHECKING:
+    from ..table import Table
+
 #: Most digests remembered for all shards that move in: about 30 MB.
 DROPPED_MAX: Final = 1 << 18
+
+#: Entries of lost shards that are dropped at a time, as a rule: some hundred microseconds.
+DROP_ENTRIES: Final = 64
 
 #: The words that mutations check while the worker is fenced.
 _NOTHING: Final = memoryview(bytes(8 * SHARD_COUNT)).cast("Q")
@@ -224,6 +230,13 @@ class ShardWords:
         """Return the number of shards kept for another owner."""
         return int((self._array() >= np.uint64(FROZEN)).sum())
 
+    def stats(self) -> dict[str, int | bool]:
+        """Return gauges. O(shards), by numpy."""
+        return {
+            "shards": self.count, "moving": self.moving, "frozen": self.frozen, "dropped": len(self.dropped),
+            "overflows": self.overflows, "fenced": self.fenced,
+        }  # fmt: skip
+
     def recover(self) -> None:
         """End all fall-backs and fence: a predecessor's remembered digests, and whether it was fenced, are lost."""
         self.mend()
@@ -333,6 +346,11 @@ class ShardWords:
         shard = shard_of(digest)
         return self.words[shard] & EPOCH_MASK or int(self.since[shard])
 
+    def lost(self) -> NDArray[np.bool_]:
+        """Return a mask of the shards without a word. O(shards), by numpy."""
+        mask: NDArray[np.bool_] = self._array() == 0
+        return mask
+
     def check(self) -> None:
         """Raise CorruptionError unless the invariants hold. O(shards + dropped)."""
         words = self._array()
@@ -356,3 +374,41 @@ class ShardWords:
         before, self.moving = self.moving, int(((words & np.uint64(MOVING)) != 0).sum())
         if self.dropped and self.moving != before:
             self.dropped = {digest for digest in self.dropped if self.words[shard_of(digest)] & MOVING}
+
+
+class LostEntries:
+    """Drops the entries of one table whose shards have no word. ``drop`` removes the entry in a slot."""
+
+    def __init__(self, words: ShardWords, table: Table, drop: Callable[[int], None]) -> None:
+        self._words = words
+        self._table = table
+        self._drop = drop
+        #: Slots that have been found, and where to look for more.
+        self._found: list[int] = []
+        self._at = 0
+
+    def begin(self) -> None:
+        """Note that the last map has taken shards away: look for their entries, from the first slot on."""
+        self._words.begin_clearing()
+        self._found.clear()
+        self._at = 0
+
+    def drop_some(self, most: int) -> bool:
+        """Drop at most ``most`` entries. Return True while there may be more. Nothing is pending in the store.
+
+        O(``most`` + a block).
+        """
+        words, table, found = self._words.words, self._table, self._found
+        if not found:
+            more, self._at = table.of_shards(self._words.lost(), self._at)
+            found += more
+        left = max(0, len(found) - most)
+        for slot in found[left:]:
+            # Since the search it may have been evicted, and taken by an entry of a shard that is owned.
+            if table.offset(slot) and not words[table.shard(slot)]:
+                self._drop(slot)
+        del found[left:]
+        if found or self._at < table.slots:
+            return True
+        self._words.cleared()
+        return False

@@ -19,8 +19,13 @@ callback:
    address order, which costs O(chunks of the region). A failure is remembered until something is published, released
    or unheld. So a PUT fails only if its value is larger than the region, or what it needs is held or granted.
 
-Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. All of
-this is private to the worker and has no locks.
+The first three spare what was just put (`simm.arena.queues`), so that a prompt just put is whole. If all that is older
+is fenced in, by pins, grants or by what is fresh, they are done again without sparing anything; and for a 256th of the
+region the search that spares is not repeated, as it would be in vain at every put.
+
+Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. The
+own victims of a batch go together instead, and their chunks are granted again without having been free. All of this is
+private to the worker and has no locks.
 """
 
 from __future__ import annotations
@@ -33,14 +38,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import NEVER, Coldest, coarse
-from simm.arena.eviction import Policy, make_policy
+from simm.arena.coldest import NEVER, Coldest, Windows, coarse, window_bytes
+from simm.arena.eviction import make_policy
+from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
 from simm.arena.rebuild import groups_of, whole_slabs
-from simm.arena.spans import Windows, window_bytes
 from simm.constants import NO_SLOT, SLAB_BYTES
 from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
+    ALIGN_SHIFT,
+    CHUNK_SIZES,
     CHUNKS_PER_SLAB,
     FREE,
     GROUPS,
@@ -53,8 +60,14 @@ from simm.slab import (
     class_of,
 )
 
-#: Victims of one group that are tried as anchors of a window.
+#: Victims of one group around which windows are compared, and how many are tried for that: some are fenced in.
 ANCHORS_MAX: Final = 4
+TRIED_MAX: Final = 64
+
+#: By group: the size of its chunks on the policy's clock; 0 for large values, which have any.
+_WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
+
+_NOTHING_HELD: Final = frozenset[int]().__contains__
 
 #: Reasons of evictions: the keys of Space.evictions.
 OWN, REASSIGNED, WINDOW, LAST_RESORT = "own", "reassigned", "window", "last_resort"
@@ -64,18 +77,31 @@ class Space:
     """The data region of one arena: ``size`` bytes of chunks for the entries of a table of ``slots`` slots.
 
     ``visited`` has a byte per slot (see `simm.arena.eviction`). ``evict(slot)`` must remove the entry from the table,
-    and call `release` for its chunk, before it returns. Offsets are bytes from the region's start. A call that
-    contradicts the state raises `CorruptionError` and changes nothing.
+    and call `release` for its chunk, before it returns. ``evict_many(slots, offsets)`` must remove many entries, and
+    leave their chunks, which are granted next; without it `allocate_many` evicts one by one. Offsets are bytes from the
+    region's start. A call that contradicts the state raises `CorruptionError` and changes nothing.
     """
 
     def __init__(
-        self, size: int, slots: int, visited: memoryview, policy_name: str, evict: Callable[[int], None]
+        self,
+        size: int,
+        slots: int,
+        visited: memoryview,
+        policy_name: str,
+        evict: Callable[[int], None],
+        keys: KeyWords | None = None,
+        evict_many: Callable[[list[int], list[int]], None] | None = None,
     ) -> None:
         if slots > SLOTS_MAX:
             raise UsageError(f"{slots} slots are more than {SLOTS_MAX}")
         self._allocator = Allocator(size)
-        self._policy: Policy = make_policy(policy_name, slots, GROUPS, visited)
+        #: A 64th of the region, on the policy's clock, which counts what is put in units of 64 bytes.
+        self._period: Final = size // (2 * FRESH_PERIODS) >> ALIGN_SHIFT
+        self._policy: Policy = make_policy(policy_name, slots, GROUPS, visited, self._period, keys)
+        #: Until this clock no search spares what is fresh, as one found nothing.
+        self._crowded_until = 0
         self._evict = evict
+        self._evict_many = evict_many
         #: Offset of each slot's chunk, or -1.
         self._offsets = array("q", [-1]) * slots
         #: Held chunks: offset -> number of holds.
@@ -90,12 +116,18 @@ class Space:
         self._bounds = [-1] * GROUPS
         #: The same for large values, by the bits of their size.
         self._large_bounds: dict[int, int] = {}
+        #: The clock from which on the bounds are not true, as something is no longer fresh: a slab, or any of these
+        #: and what may fence in a window of large values.
+        self._wakes = NEVER
+        self._look_again = NEVER
         #: No window of large values for a slab class has an earlier since than this.
         self._large_bound = 0
         #: True while the `evict` callback runs.
         self._evicting = False
         #: Chunk sizes for which the last search found nothing; cleared when room may have appeared.
         self._known_full: set[int] = set()
+        #: Drops entries that are of no use, and returns whether there were any; None as long as there are none.
+        self.spare: Callable[[], bool] | None = None
         #: Entries evicted so far, by reason.
         self.evictions = {OWN: 0, REASSIGNED: 0, WINDOW: 0, LAST_RESORT: 0}
 
@@ -110,11 +142,16 @@ class Space:
         offset = self._allocator.alloc(n)
         if offset >= 0:
             return offset
+        while self.spare is not None:  # what nobody can read goes first
+            if not self.spare():
+                self.spare = None
+            elif (offset := self._allocator.alloc(n)) >= 0:
+                return offset
         # The usual case in a full region: evict the class's own victim, and reuse its chunk.
         if n <= _SMALL_MAX:
             group = class_of(n)
             slot = self._policy.victim(group, self._is_held)
-            if slot >= 0 and self._policy.since(slot) <= self._bounds[group]:
+            if slot >= 0 and self._policy.since(slot) <= self._bounds[group] and self._policy.clock < self._wakes:
                 self._evict_slot(slot, OWN)
                 offset = self._allocator.alloc(n)
                 if offset >= 0:
@@ -127,12 +164,31 @@ class Space:
             offset = self.allocate(n) if count == 1 else -1
             return [offset] if offset >= 0 else []
         offsets = self._allocator.alloc_many(n, count)
+        if len(offsets) < count and n <= _SMALL_MAX and self.spare is None:
+            self._reuse_own(n, offsets, count)
         while len(offsets) < count:
             offset = self.allocate(n)
             if offset < 0:
                 break
             offsets.append(offset)
         return offsets
+
+    def _reuse_own(self, n: int, offsets: list[int], count: int) -> None:
+        """Evict own victims and hand their chunks on, until there are ``count``, or other groups must be looked at."""
+        group, policy, chunks = class_of(n), self._policy, self._offsets
+        if self._evict_many is None or policy.clock >= self._wakes:
+            return
+        rejected = self._is_held if self._holds else _NOTHING_HELD
+        slots = policy.take_victims(group, rejected, count - len(offsets), self._bounds[group])
+        if not slots:
+            return
+        found = [chunks[slot] for slot in slots]
+        self._evict_many(slots, found)
+        self._allocator.disown(found, slots)
+        for slot in slots:
+            chunks[slot] = -1
+        offsets += found
+        self.evictions[OWN] += len(slots)
 
     def publish(self, offset: int, slot: int) -> None:
         """Assign the granted chunk at ``offset`` to ``slot``, which has none. O(1)."""
@@ -142,7 +198,7 @@ class Space:
             raise CorruptionError(f"chunk at {offset} is detached")
         group = self._allocator.set_owner(offset, slot)
         self._offsets[slot] = offset
-        self._policy.insert(slot, group)
+        self._policy.insert(slot, group, _WEIGHTS[group] or self._weight(slot))
         if self._known_full:
             self._known_full.clear()
 
@@ -152,6 +208,7 @@ class Space:
         most = len(offsets)
         fresh: list[int] = []
         last = -1
+        weight = 0
         try:
             for offset, slot in chunks:
                 if not (0 <= slot < most and offsets[slot] < 0):
@@ -160,15 +217,15 @@ class Space:
                     raise CorruptionError(f"chunk at {offset} is detached")
                 group = set_owner(offset, slot)
                 offsets[slot] = offset
-                if group != last:
+                if group != last or not weight:
                     if fresh:
-                        self._policy.insert_many(fresh, last)
+                        self._policy.insert_many(fresh, last, weight or self._weight(fresh[0]))
                         fresh = []
-                    last = group
+                    last, weight = group, _WEIGHTS[group]
                 fresh.append(slot)
         finally:
             if fresh:
-                self._policy.insert_many(fresh, last)
+                self._policy.insert_many(fresh, last, weight or self._weight(fresh[0]))
             if self._known_full:
                 self._known_full.clear()
 
@@ -182,11 +239,12 @@ class Space:
         policy = self._policy
         group = allocator.set_owner(new, slot)
         self._offsets[slot] = new
+        weight = _WEIGHTS[group] or self._weight(slot)
         if policy.group_of(slot) == group:
-            policy.replaced(slot)
+            policy.replaced(slot, weight)
         else:
             policy.remove(slot)
-            policy.insert(slot, group)
+            policy.insert(slot, group, weight)
         if old in self._holds:
             self._free_or_detach(old)
             return
@@ -272,7 +330,7 @@ class Space:
             self._allocator.set_owner(offset, slot)
             done[at] = True
         np.frombuffer(self._offsets, np.int64)[slots[done]] = offsets[done]
-        self._policy.insert_all(slots[done], groups_of(sizes[done]))
+        self._policy.insert_all(slots[done], groups_of(sizes[done]), sizes[done] >> ALIGN_SHIFT)
         self._known_full.clear()
         return refused
 
@@ -292,8 +350,13 @@ class Space:
             self._large_bound = 0
         elif not self._coldest.lost(offset & -SLAB_BYTES):
             return
+        self._forget_bounds()
+
+    def _forget_bounds(self) -> None:
+        """Let each group look at the others again when it evicts next."""
         self._bounds = [-1] * GROUPS
         self._large_bounds.clear()
+        self._wakes = self._look_again = NEVER
 
     # ---- inspection
 
@@ -335,13 +398,32 @@ class Space:
         if need > self._allocator.size or need in self._known_full:
             return -1
         group = class_of(n)
-        if self._evict_coldest(group, need) or self._evict_around_any(need) or self._evict_anywhere(group, need):
+        if self._evict_for(group, need):
             offset = self._allocator.alloc(n)
             if offset < 0:
                 raise CorruptionError(f"evicted for {n} bytes, but there is no room for them")
             return offset
         self._known_full.add(need)
         return -1
+
+    def _evict_for(self, group: int, need: int) -> bool:
+        """Evict what is not fresh; if all of that is fenced in, anything. Return False if nothing may be evicted."""
+        policy = self._policy
+        if policy.clock >= self._crowded_until:
+            if self._evict_coldest(group, need) or self._evict_around_any(need):
+                return True
+            self._crowded_until = policy.clock + self._period // 4
+        policy.sparing = False
+        self._bounds[group] = -1
+        self._large_bounds.clear()
+        try:
+            return self._evict_coldest(group, need) or self._evict_around_any(need) or self._evict_anywhere(group, need)
+        finally:
+            policy.sparing = True
+
+    def _weight(self, slot: int) -> int:
+        """Return the size of the slot's chunk, on the policy's clock."""
+        return self._allocator.chunk_bytes(self._offsets[slot]) >> ALIGN_SHIFT
 
     def _is_held(self, slot: int) -> bool:
         return self._offsets[slot] in self._holds
@@ -361,6 +443,8 @@ class Space:
     def _evict_coldest(self, group: int, need: int) -> bool:
         """Evict the group's next victim, or what another group can give if that is older."""
         policy = self._policy
+        if policy.clock >= self._wakes:
+            self._forget_bounds()
         own = policy.victim(group, self._is_held)
         if group == LARGE_GROUP:
             return self._evict_for_large(own, need)
@@ -374,6 +458,7 @@ class Space:
                 self._evict_spans(window, REASSIGNED if own >= 0 else WINDOW)
                 return True
             self._bounds[group] = coarse(min(self._coldest.bound(group), self._large_bound), policy.clock)
+            self._wakes = min(self._look_again, self._coldest.wakes)
         if own >= 0:
             self._evict_slot(own, OWN)
         return own >= 0
@@ -410,6 +495,7 @@ class Space:
                     window, least, reason = other, cost, REASSIGNED if own >= 0 else WINDOW
         if reason == OWN:
             bound = limit if offers else self._coldest.bound(LARGE_GROUP)
+            self._wakes = min(self._look_again, self._coldest.wakes)
             self._large_bounds[size] = coarse(min(bound, policy.clock), policy.clock)
         self._evict_spans(window, reason)
         return bool(window)
@@ -429,17 +515,20 @@ class Space:
         """Return the coldest window around the group's oldest entries: (its since, its spans, a bound for all others).
 
         (``limit``, no spans) if none is colder than ``limit``. No later window of the group has an earlier since than
-        the bound. A window that is fenced now counts as half as old.
+        the bound, but for those that are fenced in now: they are looked at again when they are a sixteenth older.
         """
         policy, offsets = self._policy, self._offsets
         clock = bound = policy.clock
         best: tuple[int, list[Span]] = limit, []
         tried: set[int] = set()
         first = policy.victim(group, self._is_held)
-        anchors = [first, *(slot for slot in islice(policy.slots(group), ANCHORS_MAX) if slot != first)]
+        anchors = [first, *(slot for slot in islice(policy.slots(group), TRIED_MAX) if slot != first)]
+        found = 0
         for slot in anchors:
             if slot < 0 or self._is_held(slot):
                 continue
+            if found == ANCHORS_MAX:
+                break
             since = policy.since(slot)
             if since >= best[0]:
                 bound = min(bound, since)
@@ -449,12 +538,13 @@ class Space:
                 continue
             tried.add(span.offset)
             if window := self._windows.around(span, need):
+                found += 1
                 since = self._windows.since(window)
                 if since < best[0]:
                     best = since, window
                 bound = min(bound, since)
             else:
-                bound = min(bound, clock - (clock - since) // 2)
+                self._look_again = min(self._look_again, clock + 1 + (clock - since) // 16)
         return *best, bound
 
     def _evict_anywhere(self, group: int, need: int) -> bool:
@@ -477,13 +567,17 @@ class Space:
         return False
 
     def _evictable(self, span: Span) -> bool:
-        """Return True if everything in ``span`` is free, or published and not held."""
+        """Return True if everything in ``span`` is free, or published, neither held nor fresh."""
         if span.kind == FREE:
             return True
-        holds = self._holds
+        holds, policy = self._holds, self._policy
         if span.kind == LARGE:
-            return span.detail != NO_SLOT and span.offset not in holds
+            if span.detail == NO_SLOT or span.offset in holds:
+                return False
+            return not (policy.sparing and policy.is_fresh(span.detail))
         if self._allocator.unowned_of_slab(span.offset):
+            return False
+        if policy.sparing and policy.fresh_until(self._allocator.owners_of_slab(span.offset)) > policy.clock:
             return False
         if len(holds) < CHUNKS_PER_SLAB[span.detail]:
             return not any(span.offset <= offset < span.offset + SLAB_BYTES for offset in holds)

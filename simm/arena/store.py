@@ -8,7 +8,7 @@ The order of stores in each operation makes a death at any point harmless:
     grant     allocate chunk (private) -> hold line -> answer to the client, now or with its next commit
     commit    slots published -> hold lines ended -> replaced chunks freed
     pin       hold line -> answer to the client
-    evict     slot cleared -> chunk freed
+    evict     slot cleared, or many slots -> chunks freed, or granted at once
     release   hold line ended -> chunk freed
 
 At any moment a slot or a hold line names each chunk that is not free. A commit cut between its first two steps leaves
@@ -28,32 +28,30 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..constants import DEFAULT_POLICY
 from ..errors import CorruptionError
+from ..host.beats import beating
 from ..table import ZERO_DIGEST, Entry, Table
 from ..wire.messages import ABSENT, BOUND, LOCATE_PREVIOUS, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
-from .hashing import SHARD_MASK, shard_of
-from .layout import ENTRY_BOUND, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
+from .hashing import SHARD_MASK, TAG_AT, shard_of
+from .layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
 from .ledger import Ledger
+from .namespaces import StaleEntries
 from .quotas import Quotas
 from .rebuild import inside, overlapping
 from .sessions import Session, SessionTable
-from .shard_words import ShardWords
+from .shard_words import DROP_ENTRIES, LostEntries, ShardWords
 from .space import Space
 from .vault import Vault, take_over
 
-#: Entries of lost shards that :meth:`Store.drop_some` drops, as a rule: some hundred microseconds.
-DROP_ENTRIES: Final = 64
-
 #: Causes of failed puts: the keys of ``put_failures``.
 BAD_REQUEST, WRONG_OWNER, STALE_GRANT = "bad_request", "wrong_owner", "stale_grant"
-TABLE_FULL, NO_ROOM, OVER_QUOTA = "table_full", "no_room", "over_quota"
+TABLE_FULL, NO_ROOM, OVER_QUOTA, OLD_EPOCH = "table_full", "no_room", "over_quota", "old_epoch"
 
 
 class Store:
@@ -82,16 +80,17 @@ class Store:
         self.table = Table(mm, geometry, incarnation, vault.undo if vault else None)
         self.ledger = Ledger(mm, geometry, vault.ledger if vault else None)
         self.policy_name = policy
-        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, self._drop_entry)
+        keys = self.table.key_words()
+        evict = self._drop_entry, keys, self._drop_entries
+        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, *evict)
+        self.stale = StaleEntries(self.ledger.namespaces, self.table, self.space, self._drop_entry)
         self.sessions = SessionTable(
             geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
         )
         self._data = geometry.data_offset
         #: Commits with deferred bookkeeping: (replaced chunk or -1, chunk, slot). See apply_pending().
         self._pending: list[tuple[int, int, int]] = []
-        #: Slots of lost shards that have been found, and where to look for more.
-        self._doomed: list[int] = []
-        self._doomed_from = 0
+        self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
         #: None as long as no namespace has a quota.
         self.quotas: Quotas | None = None
         # Counters, for STATS and /metrics.
@@ -100,7 +99,7 @@ class Store:
         self.deletes = 0
         self.set_evictions = 0
         #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
-        self.commit_failures = {BAD_REQUEST: 0, WRONG_OWNER: 0, TABLE_FULL: 0, OVER_QUOTA: 0}
+        self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
         self.stale_commits = 0
         self.copies = 0
 
@@ -161,16 +160,17 @@ class Store:
             self.notes = self.table.recover(self.beat)
         else:
             self.table.wipe(self.beat)
-        self.notes += self.ledger.recover()
+        with beating(self.beat):
+            self.notes += self.ledger.recover()
         # Before any chunk is reserved: a predecessor may have died while it gave a shard up.
-        if count := self.table.clear_shards(self.lost_shards(), self.beat):
+        if count := self.table.clear_shards(self.shard_words.lost(), self.beat):
             self.notes.append(f"{count} entries of shards given up dropped")
-        self._take_entries()
-        self.beat()
-        self.notes += self.sessions.restore()
+        with beating(self.beat):
+            self._take_entries()
+            self.notes += self.sessions.restore()
 
     def _take_entries(self) -> None:
-        """Give the live slots their chunks. What a slot says is read once: others may store there meanwhile."""
+        """Give the live slots their chunks, oldest first for the queues. Read a slot once: others may store there."""
         found = self.table.live()
         right = inside(found.offsets, found.chunks, self._data, self.geometry.data_end)
         right[right] = ~overlapping(found.offsets[right], found.chunks[right])
@@ -178,8 +178,6 @@ class Store:
             self.notes.append(f"slot {slot} dropped: another one names the same bytes")
             self.table.clear(slot)
         found = found.only(right)
-        self.beat()
-        # Oldest first, as the policy's queues keep the order of storing.
         order = np.argsort(found.stored, kind="stable")
         offsets = (found.offsets[order] - np.uint64(self._data)).astype(np.int64)
         for slot, reason in self.space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
@@ -234,16 +232,6 @@ class Store:
 
     # -- shards -------------------------------------------------------------------------------
 
-    def set_shards(self, epoch: int, since: bytes, roles: bytes, cluster: int = 0) -> int:
-        """Do :meth:`begin_shards`, drop all entries of lost shards, and return the number of shards owned.
-
-        O(shards + slots + entries lost).
-        """
-        self.begin_shards(epoch, since, roles, cluster)
-        while self.drop_some():
-            pass
-        return self.shard_words.count
-
     def begin_shards(self, epoch: int, since: bytes, roles: bytes, cluster: int = 0) -> None:
         """Take over and give up shards by a map (``messages.Shards``). Raise UsageError for a malformed one. O(shards).
 
@@ -259,12 +247,14 @@ class Store:
         words = self.shard_words
         if self.cluster != cluster:
             if words.retire(EPOCH_MASK, bytes(SHARDS_BYTES), bytes(len(words.words))):
-                self._begin_drop()
+                self._lost.begin()
             for session in self.sessions.by_id.values():
                 session.copies = 0  # a mover by the other cluster's map
             self._keep(Word.CLUSTER, cluster)
+            self.ledger.namespaces.forget_epochs()
+            self.stale.end()
         if words.retire(epoch, since, roles):
-            self._begin_drop()
+            self._lost.begin()
         self._keep(Word.EPOCH, epoch)
         words.take()
 
@@ -273,37 +263,12 @@ class Store:
         self.apply_pending()
         return self.shard_words.freeze(epoch, shards, self.epoch)
 
-    def _begin_drop(self) -> None:
-        """Note that the last map has taken shards away: look for their entries, from the first slot on."""
-        self.shard_words.begin_clearing()
-        self._doomed.clear()
-        self._doomed_from = 0
-
     def drop_some(self, most: int = DROP_ENTRIES) -> bool:
         """Drop at most ``most`` entries of lost shards. Return True while there may be more. O(``most`` + a block)."""
-        words = self.shard_words
-        if not words.clearing:
+        if not self.shard_words.clearing:
             return False
         self.apply_pending()
-        doomed, table = self._doomed, self.table
-        if not doomed:
-            found, self._doomed_from = table.of_shards(self.lost_shards(), self._doomed_from)
-            doomed += found
-        left = max(0, len(doomed) - most)
-        for slot in doomed[left:]:
-            # Since the search it may have been evicted, and taken by an entry of a shard that is owned.
-            if table.offset(slot) and not self.shards[table.shard(slot)]:
-                self._drop_entry(slot)
-        del doomed[left:]
-        if doomed or self._doomed_from < self.geometry.slots:
-            return True
-        words.cleared()
-        return False
-
-    def lost_shards(self) -> NDArray[np.bool_]:
-        """Return a mask of the shards without a word."""
-        mask: NDArray[np.bool_] = np.frombuffer(self.shards, np.uint64) == 0
-        return mask
+        return self._lost.drop_some(most)
 
     # -- entries ------------------------------------------------------------------------------
 
@@ -315,7 +280,7 @@ class Store:
         """
         grants, shards = session.grants, self.shard_words.accepting
         publish, pending, quotas = self.table.publish, self._pending, self.quotas
-        own, now = session.namespace, self.now_ms
+        own, now, tags = session.namespace, self.now_ms, self.ledger.namespaces.tags
         statuses = []
         #: Ledger lines of the published chunks, ended in one call.
         lines = []
@@ -329,16 +294,12 @@ class Store:
                     continue
                 offset, chunk, line = grant
                 if not 0 < length <= chunk:
-                    self.sessions.release(session, grant)
-                    self.commit_failures[BAD_REQUEST] += 1
-                    statuses.append(Status.BAD_REQUEST)
+                    statuses.append(self._refuse(session, grant, BAD_REQUEST, Status.BAD_REQUEST))
                     continue
                 if not 0 < shards[(digest[0] | digest[1] << 8) & SHARD_MASK] < FROZEN:
-                    self.sessions.release(session, grant)
-                    self.commit_failures[WRONG_OWNER] += 1
-                    statuses.append(Status.WRONG_OWNER)
+                    statuses.append(self._refuse(session, grant, WRONG_OWNER, Status.WRONG_OWNER))
                     continue
-                namespace = own
+                namespace, flags = own, flags if flags < ENTRY_BOUND else session.flags(flags)
                 if options:
                     refused, namespace = self._take_options(session, digest, options)
                     if refused:
@@ -347,18 +308,21 @@ class Store:
                         continue
                     if options & BOUND:
                         flags |= ENTRY_BOUND
+                if tags and (tag := tags.get(namespace)) is not None:
+                    if digest[TAG_AT:] != tag:
+                        status = Status.PRESENT if options == ABSENT else Status.OLD_EPOCH
+                        statuses.append(self._refuse(session, grant, OLD_EPOCH, status))
+                        continue
+                    flags |= ENTRY_EPOCH
                 if quotas is not None and not quotas.admits(namespace, chunk):
-                    self.sessions.release(session, grant)
-                    self.commit_failures[OVER_QUOTA] += 1
-                    statuses.append(Status.OVER_QUOTA)
+                    statuses.append(self._refuse(session, grant, OVER_QUOTA, Status.OVER_QUOTA))
                     continue
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
                     done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None:
-                    self.sessions.release(session, grant)
-                    self.commit_failures[TABLE_FULL if digest != ZERO_DIGEST else BAD_REQUEST] += 1
-                    statuses.append(Status.NO_SPACE if digest != ZERO_DIGEST else Status.BAD_REQUEST)
+                    why = (TABLE_FULL, Status.NO_SPACE) if digest != ZERO_DIGEST else (BAD_REQUEST, Status.BAD_REQUEST)
+                    statuses.append(self._refuse(session, grant, *why))
                     continue
                 if quotas is not None:
                     replaced = self.space.chunk_bytes(done[0] - self._data) if done[0] >= 0 else 0
@@ -372,6 +336,12 @@ class Store:
             session.granted_bytes -= spent
             self.sessions.granted_bytes -= spent
         return statuses
+
+    def _refuse(self, session: Session, grant: tuple[int, int, int], cause: str, status: int) -> int:
+        """Free the chunk of a commit that is refused, count the cause, and return the status."""
+        self.sessions.release(session, grant)
+        self.commit_failures[cause] += 1
+        return status
 
     def _take_options(self, session: Session, digest: bytes, options: int) -> tuple[int, int]:
         """Return the status that refuses a commit with options, 0 if it is allowed; and the value's namespace."""
@@ -420,20 +390,23 @@ class Store:
             raise CorruptionError(f"the bookkeeping of {len(todo)} commits failed: {exc!r}") from exc
 
     def _assign(self, todo: list[tuple[int, int, int]]) -> None:
-        """Do :meth:`_apply_entries` for several commits."""
+        """Do :meth:`_apply_entries` for several commits. Of one prompt the last pages go first, as they need others."""
         space, data = self.space, self._data
+        if all(old < 0 for old, _, _ in todo):
+            space.publish_many([(new - data, slot) for _, new, slot in reversed(todo)])
+            return
         fresh: list[tuple[int, int]] = []
         for old, new, slot in todo:
             if old < 0:
                 fresh.append((new - data, slot))
                 continue
             if fresh:  # the slot may be one of them
-                space.publish_many(fresh)
+                space.publish_many(reversed(fresh))
                 fresh = []
             space.replace(old - data, new - data, slot)
             self.overwrites += 1
         if fresh:
-            space.publish_many(fresh)
+            space.publish_many(reversed(fresh))
 
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
         """Delete entries, and return the statuses. OK also if only the previous owner may have the value.
@@ -473,6 +446,7 @@ class Store:
         """
         self.apply_pending()
         found: list[tuple[int, int, int, int, int, int]] = []
+        readable = self.ledger.namespaces.readable
         for digest in digests:
             word = self.shards[shard_of(digest)]
             if not 0 < word < FROZEN and not (word and how & LOCATE_PREVIOUS):
@@ -484,14 +458,16 @@ class Store:
                 continue
             entry = self.table.entry(slot)
             self._check(slot, entry)
+            if not readable(entry.namespace, digest, entry.flags):
+                found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0))
+                continue
             pin = 0
             if session is not None:
-                if entry.flags & ENTRY_BOUND and entry.namespace != session.namespace:
-                    found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0))  # whoever stored it is not believed about the key
-                    continue
-                pin = self.sessions.pin(session, entry.offset, entry.chunk)
+                # Whoever stored a foreign entry is not believed about the key. A stream looks at that by itself.
+                foreign = entry.flags & ENTRY_BOUND and entry.namespace != session.namespace and not session.relays
+                pin = 0 if foreign else self.sessions.pin(session, entry.offset, entry.chunk)
                 if not pin:
-                    found.append((Status.NO_SPACE, 0, 0, 0, 0, 0))
+                    found.append((Status.NOT_FOUND if foreign else Status.NO_SPACE, 0, 0, 0, 0, 0))
                     continue
             self.visited[slot] = 1
             found.append((Status.OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
@@ -505,11 +481,18 @@ class Store:
 
     def exists(self, digests: Sequence[bytes]) -> list[int]:
         """Return OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER per digest."""
-        words, lookup, shards = self.shard_words, self.table.lookup, self.shards
+        words, stored, shards = self.shard_words, self._stored, self.shards
         return [
-            Status.OK if 0 < shards[shard_of(digest)] < FROZEN and lookup(digest) >= 0 else words.status_of_miss(digest)
+            Status.OK if 0 < shards[shard_of(digest)] < FROZEN and stored(digest) else words.status_of_miss(digest)
             for digest in digests
         ]
+
+    def _stored(self, digest: bytes) -> bool:
+        slot = self.table.lookup(digest)
+        if slot < 0:
+            return False
+        entry = self.table.entry(slot)
+        return self.ledger.namespaces.readable(entry.namespace, digest, entry.flags)
 
     # -- eviction -----------------------------------------------------------------------------
 
@@ -525,9 +508,19 @@ class Store:
             self.quotas.dropped(slot, self.space.chunk_bytes(offset))
         self.space.release(offset)
 
+    def _drop_entries(self, slots: list[int], offsets: list[int]) -> None:
+        """Remove entries from the table, whose chunks at these offsets of the region are granted next."""
+        if self.shard_words.moving:
+            for slot in slots:
+                self.shard_words.note_dropped(self.table.entry(slot).digest)
+        self.table.clear_many(slots, [offset + self._data for offset in offsets])
+        if self.quotas is not None:
+            for slot, offset in zip(slots, offsets):
+                self.quotas.dropped(slot, self.space.chunk_bytes(offset))
+
     def drop_spoilt(self, slot: int) -> None:
         """Empty a slot in which others have stored something, and free its own chunk. Nothing is pending."""
-        self.shard_words.end_fallbacks()  # whose value it was, nobody can tell
+        self.shard_words.end_fallbacks()  # the value's owner is unknown
         offset = self.space.offset(slot)
         self.table.empty(slot)
         if offset >= 0:
@@ -564,36 +557,16 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Return counters and gauges. O(classes)."""
         self.apply_pending()
-        sessions = self.sessions.by_id.values()
         return {
-            "entries": self.table.entries,
-            "slots": self.geometry.slots,
-            "data_bytes": self.geometry.data_bytes,
-            "free_bytes": self.space.free_bytes,
-            "granted_bytes": self.sessions.granted_bytes,
-            "sessions": len(sessions),
-            "sessions_quarantined": sum(s.closed for s in sessions),
-            "grants": sum(len(s.grants) for s in sessions),
-            "pins": sum(len(s.pins) for s in sessions),
-            "puts": self.puts,
-            "overwrites": self.overwrites,
-            "deletes": self.deletes,
-            "evictions": dict(self.space.evictions),
-            "set_evictions": self.set_evictions,
+            "entries": self.table.entries, "slots": self.geometry.slots, "data_bytes": self.geometry.data_bytes,
+            "free_bytes": self.space.free_bytes, **self.sessions.stats(), "puts": self.puts,
+            "overwrites": self.overwrites, "deletes": self.deletes, "evictions": dict(self.space.evictions),
+            "set_evictions": self.set_evictions, "stale_drops": self.stale.dropped,
+            "cluster": self.cluster, "epochs": self.ledger.namespaces.epochs(),
             "put_failures": {
-                **self.commit_failures,
-                STALE_GRANT: self.stale_commits,
-                NO_ROOM: self.sessions.refused,
+                **self.commit_failures, STALE_GRANT: self.stale_commits, NO_ROOM: self.sessions.refused,
             },
-            "stale_commits": self.stale_commits,
-            "shards": self.shard_words.count,
-            "moving": self.shard_words.moving,
-            "frozen": self.shard_words.frozen,
-            "dropped": len(self.shard_words.dropped),
-            "overflows": self.shard_words.overflows,
-            "copies": self.copies,
-            "fenced": self.shard_words.fenced,
-            "incarnation": self.incarnation,
-            "policy": self.policy_name,
+            "stale_commits": self.stale_commits, **self.shard_words.stats(), "copies": self.copies,
+            "incarnation": self.incarnation, "policy": self.policy_name,
             "quotas": self.quotas.stats() if self.quotas is not None else {},
-        }
+        }  # fmt: skip

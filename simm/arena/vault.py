@@ -191,7 +191,7 @@ class Mender:
         self._at = 0 if store.notes else -1
         self._again = self._due = False
 
-    def look(self) -> None:
+    def maintain(self) -> None:
         """Put right what is kept twice. Begin a round over all slots if that was something. O(shards), by numpy."""
         store = self._store
         if store.vault is None:

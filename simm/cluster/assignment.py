@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from ..constants import NO_OWNER, SHARD_COUNT
 from ..errors import RemoteProtocolError, UsageError
+from ..wire.epoch_messages import Epochs
 from ..wire.messages import MapOffer, Moved, ShardRole, Shards, WorkerInfo
 from ..wire.shard_set import EPOCH_MASK, FROZEN, bitmap_of
 from .shard_map import ShardMap, pack_since
@@ -66,6 +67,8 @@ class Member:
         self.workers = tuple(workers)
         #: The newest map, or None before the first.
         self.map: ShardMap | None = None
+        #: The epochs of namespaces that came before it (cluster/epochs.py); None if there are none.
+        self.epochs: Epochs | None = None
         #: The manager does not know this server, and no map has come since.
         self.fenced = False
         #: The manager is of another cluster than the last map, and no map has come since.
@@ -113,21 +116,25 @@ class Member:
         }
         all_since = {worker: np.zeros(SHARD_COUNT, np.uint64) for worker in self.workers}
         all_roles = {worker: np.zeros(SHARD_COUNT, np.uint8) for worker in self.workers}
+        previous = shard_map.previous
+        moving = np.fromiter(previous.keys(), np.int64, len(previous))
+        sources = np.fromiter(previous.values(), np.int64, len(previous))
         for position, worker in mine.items():
             here = owners == position
             all_since[worker][here] = since[here]
             all_roles[worker][here] = ShardRole.OWNER
-        for shard, position in shard_map.previous.items():
-            owner = mine.get(int(owners[shard]))
-            if owner is not None:
-                all_roles[owner][shard] = ShardRole.INCOMING
-            leaving = mine.get(position)
-            if leaving is not None:
-                all_roles[leaving][shard] = ShardRole.OUTGOING
-                all_since[leaving][shard] = since[shard]
+            all_roles[worker][moving[here[moving]]] = ShardRole.INCOMING
+            leaving = moving[sources == position]
+            all_roles[worker][leaving] = ShardRole.OUTGOING
+            all_since[worker][leaving] = since[leaving]
         self.map, self.fenced, self.abandoned = shard_map, False, False
         self._since, self._roles = all_since, all_roles
         return {worker: (all_since[worker].tobytes(), all_roles[worker].tobytes()) for worker in self.workers}
+
+    def take_epochs(self, msg: Epochs) -> None:
+        """Take the epochs of namespaces, unless newer ones are known. The workers get them with the next map."""
+        if self.epochs is None or msg.cluster != self.epochs.cluster or msg.epoch >= self.epochs.epoch:
+            self.epochs = msg
 
     def fence(self) -> None:
         """Let the workers refuse mutations until the next map: the manager does not know this server."""
@@ -135,7 +142,7 @@ class Member:
 
     def abandon(self) -> None:
         """Drop the map and all values held by it: the manager is of another cluster."""
-        self.map, self.fenced, self.abandoned = None, False, True
+        self.map, self.fenced, self.abandoned, self.epochs = None, False, True, None
         self._since, self._roles = {}, {}
 
     def order(self, worker: int) -> Shards:

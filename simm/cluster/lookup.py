@@ -140,6 +140,13 @@ class Unresolved:
         """Return all positions, before any answer."""
         return [each[0] for each in (*self.ask_owner, *self.at_previous_owner)] + self.not_owner
 
+    def extend(self, other: Unresolved) -> None:
+        """Add the positions of another part of the batch."""
+        self.ask_owner += other.ask_owner
+        self.at_owner += other.at_owner
+        self.at_previous_owner += other.at_previous_owner
+        self.not_owner += other.not_owner
+
     def by_word(self, position: int, word: int) -> bool:
         """Add a key that is not in the owner's arena, by its shard's word; return False if it is a plain miss."""
         status = miss_status(word)

@@ -40,23 +40,22 @@ What can go wrong, and what we chose
   such an arena it owns what began anew only after it has acknowledged a map at least as new, as readers look at its
   shard words as soon as the map names it. Previous owners are dropped, warm or not: their values may be older than
   what was lost.
-* *The manager slept* (SIGSTOP, a stalled host). All nodes look dead at its wake-up, while their heartbeats wait in its
-  sockets. Silence is therefore measured in *observed* time, which advances by at most one heartbeat per event. So
-  :meth:`Cluster.maintain` must be called more often than once a heartbeat, and a clock that jumps does no harm.
+* *The manager slept* (SIGSTOP). All nodes look dead at its wake-up, while their heartbeats wait in its sockets. So
+  silence is measured in *observed* time, which advances by at most one heartbeat per event, and :meth:`maintain` must
+  be called more often than that. A clock that jumps does no harm.
 * *State is lost*, all of it or some: see ``cluster/recovery.py``.
 * *A server of another cluster joins*: its address list was changed, or ours was taken over from another manager. JOIN
   names the cluster of its values. It is refused until it has dropped them, as our clients read there from the first
   map that names it. During a collection this cluster's id may yet become that one; if it does not, the server is
   released.
 
-LIMITATIONS: a manager without state whose first server is a new one assigns it every shard at once; old servers that
-come later start empty.
+LIMITATIONS: a manager without state gives a new server that is its first every shard at once; old servers start empty.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -64,9 +63,11 @@ from numpy.typing import NDArray
 
 from ..constants import NO_OWNER
 from ..errors import CorruptionError, RemoteProtocolError, UsageError
+from ..wire.epoch_messages import Advanced, Epochs
 from ..wire.messages import Done, HeartbeatAck, Join, Joined, MapOffer, MapReply, Moved, Status, WorkerInfo, WorkerLoad
 from ..wire.shard_set import epoch_limit, shards_in
 from . import absence, snapshot
+from .epochs import FOR_EVER, NamespaceEpochs
 from .nodes import (
     NAME_BYTES_MAX,
     WORKERS_MAX,
@@ -80,6 +81,7 @@ from .nodes import (
     Timing,
     join_fault,
     name_taken,
+    node_fault,
     refusal,
 )
 from .placement import NO_SHARDS, Placement, Shards
@@ -91,6 +93,7 @@ KNOWN_MAX: Final = 20_000
 #: Epochs that may have been sent beyond the newest that is known for certain.
 EPOCHS_RESERVED: Final = 1000
 assert WORKERS_MAX < KNOWN_MAX < NO_OWNER
+_COLLECTING: Final = "the manager is collecting the map that it lost: try again in some seconds"
 
 
 class Cluster:
@@ -108,9 +111,11 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         #: Changes of owner so far.
         self.moves = 0
+        #: Also since when no server has a lease that this manager does not know of, as ``now``.
+        self.namespaces = NamespaceEpochs()
+        self.unsure = -float("inf")
         self._placement = Placement()
-        self._clock = now
-        self._observed = 0.0
+        self._clock, self._observed = now, 0.0
         self._reply: MapReply | None = None
         self._recovery = Recovery(self._placement.tables)
 
@@ -122,8 +127,7 @@ class Cluster:
     def join(self, now: float, msg: Join) -> list[Action]:
         """Take a JOIN: a node's first, one of the same instance, or one after a restart."""
         self._advance(now)
-        reason = join_fault(msg)
-        if reason:
+        if reason := join_fault(msg):
             return [refusal(Status.BAD_REQUEST, reason)]
         if not self._believes(msg.epoch):
             # Not for ever, as the epoch may have been true: then this manager has lost it, and can never catch up.
@@ -136,7 +140,7 @@ class Cluster:
         another = node is not None and node.instance != msg.instance
         if node is not None and another and self._alive(node) and not self._recovery.expects(node, msg):
             return [name_taken(node, self._observed - node.last_seen, self.timing)]
-        self._noticed(msg.epoch, server=True)
+        self._note_epoch(msg.epoch, server=True)
         if msg.cluster not in (0, self.cluster) and not self.rebuilding:
             text = f"this is cluster {self.cluster:016x}, and {msg.name!r} holds values of cluster {msg.cluster:016x}"
             return [refusal(Status.OTHER_CLUSTER, f"{text}: drop them and join again")]
@@ -154,9 +158,10 @@ class Cluster:
         return [Answer(Joined(self.epoch, max(1, round(self.timing.heartbeat_s * 1000)), int(wants_map))), *actions]
 
     def heartbeat(
-        self, now: float, name: str, instance: int, epoch: int = 0, loads: Sequence[WorkerLoad] = ()
-    ) -> list[Action]:
-        """Take a heartbeat: all the node's workers hold the map of ``epoch``, or a newer one."""
+        self, now: float, name: str, instance: int, epoch: int = 0, loads: Sequence[WorkerLoad] = (),
+        follows: bool | None = None,
+    ) -> list[Action]:  # fmt: skip
+        """Take a heartbeat: all workers hold the map of ``epoch`` or later. ``follows``: it asks for EPOCHS."""
         self._advance(now)
         node = self._current(name, instance)
         if node is None:
@@ -172,6 +177,7 @@ class Cluster:
         node.spared = False
         acked = epoch if self._believes(epoch) else 0
         progress, node.acked_epoch = acked > node.acked_epoch, max(node.acked_epoch, acked)
+        node.told_epoch, node.follows = acked, node.follows if follows is None else follows
         node.loads = list(loads[: len(node.workers)])
         actions: list[Action] = []
         state = NodeState.DRAINING if node.draining else NodeState.RUNNING
@@ -192,8 +198,7 @@ class Cluster:
     def leave(self, now: float, name: str, instance: int, warm: bool = False) -> list[Action]:
         """Take a goodbye: the shards go to others at once, or wait for a warm return."""
         self._advance(now)
-        node = self._current(name, instance)
-        if node is None:
+        if (node := self._current(name, instance)) is None:
             return [refusal(Status.UNKNOWN_NODE, f"{name!r} is not in this cluster as this instance")]
         actions: list[Action] = []
         node.released, node.overdue = not warm, warm and not self.timing.restart_grace_s
@@ -207,8 +212,7 @@ class Cluster:
     def link_lost(self, now: float, name: str, instance: int) -> list[Action]:
         """Note that a node's connection has closed: a new instance may take its name."""
         self._advance(now)
-        node = self._current(name, instance)
-        if node is not None:
+        if (node := self._current(name, instance)) is not None:
             node.linked = False
         return []
 
@@ -219,8 +223,7 @@ class Cluster:
         passed = absence.pass_time(self.nodes.values(), self._observed, self.timing, self._turner(actions))
         for node in passed.forgotten:
             self._forget(node)
-        until = self._recovery.until
-        if until is not None and self._observed >= until:
+        if (until := self._recovery.until) is not None and self._observed >= until:
             self._end_rebuild(actions)
         elif passed.due:
             self._remap(actions, changed=passed.changed)
@@ -257,7 +260,7 @@ class Cluster:
             known = f"the nearest name is {near[0]!r}" if near else "none has joined"
             return [refusal(Status.UNKNOWN_NODE, f"there is no data server named {name!r}; {known}")]
         if self.rebuilding:
-            return [refusal(Status.BUSY, "the manager is collecting the map that it lost: try again in some seconds")]
+            return [refusal(Status.BUSY, _COLLECTING)]
         takers = [other for other in self.nodes.values() if other is not node and other.serving and not other.draining]
         if on and not node.draining and node.serving and not takers:
             text = (
@@ -278,13 +281,40 @@ class Cluster:
         held = self._placement.held((name, info.worker) for info in node.workers)
         return [Answer(Done(sum(held.values()))), *actions]
 
-    def noticed(self, now: float, epoch: int, *, server: bool = False) -> list[Action]:
+    def advance(self, now: float, name: str) -> list[Action]:
+        """Give a namespace a new epoch, that of the next map. Answer: ADVANCED, which is for later; or a refusal."""
+        self._advance(now)
+        if self.rebuilding:
+            return [refusal(Status.BUSY, _COLLECTING)]
+        if fault := self.namespaces.fault(name):
+            return [refusal(Status.BAD_REQUEST, fault)]
+        actions: list[Action] = []
+        self.namespaces.lost.add(name)
+        self._remap(actions, changed=True)
+        return [Answer(Advanced(self.epoch)), *actions]
+
+    def report(self, now: float, msg: Epochs, names: Iterable[str]) -> list[Action]:
+        """Take the epochs that the servers of these names know. Answer: DONE, with how many advances were lost."""
+        self._advance(now)
+        actions: list[Action] = []
+        msg = msg._replace(namespaces=[each for each in msg.namespaces if self._believes(each.epoch)])
+        nodes = [node for name in names if (node := self.nodes.get(name)) is not None]
+        if lost := self.namespaces.report(msg, nodes, 0 if self.rebuilding else self.cluster):
+            self._remap(actions, changed=True)
+        return [Answer(Done(lost)), *actions]
+
+    def first_epoch(self, epoch: int = 0) -> int:
+        """Return the first map that proves the epochs until now, or until ``epoch``; none of an earlier life does."""
+        newest = FOR_EVER if self.rebuilding else epoch or self.namespaces.newest
+        return max(newest, self._recovery.own_epoch)
+
+    def note_epoch(self, now: float, epoch: int, *, server: bool = False) -> list[Action]:
         """Note that a server or client knows this epoch: if all state is lost, servers will bring its map.
 
         ``server``: a member names it. The epoch rises above it, as shards there may be frozen by it.
         """
         self._advance(now)
-        self._noticed(epoch, server=server)
+        self._note_epoch(epoch, server=server)
         actions: list[Action] = []
         if server and not self.rebuilding and self.epoch < epoch and self._believes(epoch):
             self._skip_to(epoch)
@@ -306,8 +336,7 @@ class Cluster:
         learnt = False
         if self.rebuilding:
             if msg.epoch > self._recovery.base_epoch:
-                fault = self._adopt(offered, since, actions)
-                if fault:
+                if fault := self._adopt(offered, since, actions):
                     return [refusal(Status.BAD_REQUEST, fault)]
                 learnt = True
         elif self._recovery.is_unknown(msg.epoch, self.epoch) and msg.cluster == self.cluster:
@@ -334,13 +363,11 @@ class Cluster:
 
     def live_workers(self) -> list[WorkerInfo]:
         """Return the workers of the map, in its order."""
-        members = [self.nodes[name] for name in sorted(self.nodes)]
-        return [info for node in members if not node.released for info in node.workers]
+        return [info for _, node in sorted(self.nodes.items()) if not node.released for info in node.workers]
 
     def map_reply(self) -> MapReply:
         """Return the current map. O(1) until it changes."""
-        if self._reply is None:
-            self._reply = self._placement.reply(self.epoch, self.cluster, self.live_workers())
+        self._reply = self._reply or self._placement.reply(self.epoch, self.cluster, self.live_workers())
         return self._reply
 
     def owner(self, shard: int) -> Key | None:
@@ -355,20 +382,12 @@ class Cluster:
         """Return the epoch of a shard's last change of owner."""
         return int(self._placement.tables.since[shard])
 
-    def shards_held(self) -> dict[Key, int]:
-        """Return the number of shards that each worker of the map owns."""
-        return self._placement.held((info.node, info.worker) for info in self.live_workers())
-
     def status(self, now: float) -> dict[str, Any]:
         """Return the cluster for people and programs, JSON-able."""
         self._advance(now)
-        about = {
-            "cluster": f"{self.cluster:016x}",
-            "epoch": self.epoch,
-            "rebuilding": self.rebuilding,
-            "shards_moved": self.moves,
-            "shards_waiting": self.waiting,
-        }
+        about = {"cluster": f"{self.cluster:016x}", "epoch": self.epoch, "rebuilding": self.rebuilding}
+        about |= {"shards_moved": self.moves, "shards_waiting": self.waiting}
+        about["namespace_epochs"] = dict(self.namespaces.table())
         return about | snapshot.report(self.nodes, self._placement.indexes, self._placement.tables, self._observed)
 
     # -- storing -------------------------------------------------------------------------------------
@@ -376,10 +395,9 @@ class Cluster:
     def to_state(self) -> dict[str, Any]:
         """Return what must survive a restart, JSON-able."""
         if self.rebuilding:  # half a state must not pass for a whole one
-            return snapshot.dump(self.cluster, self.epoch, [], [], Tables())
-        return snapshot.dump(
-            self.cluster, self.epoch, self.nodes.values(), self._placement.keys, self._placement.tables
-        )
+            return snapshot.dump(self.cluster, self.epoch, [], [], Tables(), self.namespaces)
+        held = self._placement
+        return snapshot.dump(self.cluster, self.epoch, self.nodes.values(), held.keys, held.tables, self.namespaces)
 
     @classmethod
     def from_state(
@@ -393,7 +411,7 @@ class Cluster:
         """
         stored = snapshot.load(state)
         made = cls(stored.cluster, now, timing)
-        made.nodes = stored.nodes
+        made.nodes, made.namespaces, made.unsure = stored.nodes, stored.namespaces, now
         made._placement.set_keys(stored.keys, stored.tables)
         made.epoch = max(stored.epoch, epoch)
         made._recovery.restore(stored.epoch, stored.tables.since, made.epoch)
@@ -427,9 +445,8 @@ class Cluster:
 
     def _alive(self, node: Node) -> bool:
         """Return True if its name is taken."""
-        if not node.serving or not node.linked:
-            return False
-        return self._observed - node.last_seen < self.timing.suspect_after * self.timing.heartbeat_s
+        silent_s = self._observed - node.last_seen
+        return node.serving and node.linked and silent_s < self.timing.suspect_after * self.timing.heartbeat_s
 
     def _turn(self, node: Node, state: NodeState, why: str, actions: list[Action], *, always: bool = False) -> None:
         if node.state is state and not always:
@@ -463,15 +480,14 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
+            self.unsure = self.unsure if node.released else self._clock
             renewed = self._placement.replace(node, msg.epoch if msg.warm else 0, fresh=not msg.epoch)
-            node.asked = False
+            node.asked, node.follows = False, None
         if before is None or node.instance != msg.instance:
             # No value in its arenas is older: new arenas are empty, warm ones name their last epoch. Of a mixture of
             # old and new ones nothing is known until it has taken a map.
-            node.acked_epoch = msg.epoch if msg.warm else 0 if msg.epoch else self.epoch
-        node.instance = msg.instance
-        node.workers = workers
-        node.loads = []
+            node.acked_epoch, node.told_epoch = msg.epoch if msg.warm else 0 if msg.epoch else self.epoch, 0
+        node.instance, node.workers, node.loads = msg.instance, workers, []
         node.last_seen = self._observed
         node.linked = node.present = True
         node.released = node.overdue = node.spared = False
@@ -483,10 +499,10 @@ class Cluster:
             self._back(node, actions)
         self._remap(actions, changed=changed, renewed=renewed)
 
-    def _noticed(self, epoch: int, *, server: bool) -> None:
+    def _note_epoch(self, epoch: int, *, server: bool) -> None:
         """Begin to collect a lost map if this manager knows nothing and a server or client does."""
         until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
-        self._recovery.noticed(epoch, until, blank=not self.nodes and self._placement.unowned)
+        self._recovery.note_epoch(epoch, until, blank=not self.nodes and self._placement.unowned)
         if server:
             self._recovery.saw(epoch, self.epoch)
 
@@ -517,8 +533,7 @@ class Cluster:
             return f"a cluster has at most {WORKERS_MAX} workers"
         why = f"known from the map of epoch {offered.epoch}"
         actions += [NodeChanged(name, None, NodeState.JOINING, why) for name in nodes]
-        self.nodes = nodes
-        self.cluster = offered.cluster
+        self.nodes, self.cluster = nodes, offered.cluster
         self.epoch = max(self.epoch, offered.epoch) + EPOCHS_RESERVED
         self._recovery.adopt(offered, since, frozenset(nodes))
         self._placement.take_map(offered, since)
@@ -529,6 +544,7 @@ class Cluster:
     def _end_rebuild(self, actions: list[Action]) -> None:
         joins = self._recovery.joins
         self.epoch = self._recovery.end(self.epoch)
+        self.namespaces.collected(self.cluster)
         for name, msg in joins.items():
             node = self.nodes.get(name)
             # During the collection this cluster's id could still become that of its map. Now it must drop its values.
@@ -550,6 +566,7 @@ class Cluster:
         if changed or len(begun):
             self.epoch += 1
             self._placement.tables.since[begun] = self.epoch
+            self.namespaces.renew(self.epoch)
             self._compact()
             self._reply = None
             if not self.rebuilding:
@@ -572,19 +589,8 @@ class Cluster:
 
         ``settled``: check also that no step is due.
         """
-
-        def must(fact: bool, text: str) -> None:
-            if not fact:
-                raise CorruptionError(f"cluster: {text}")
-
-        must(1 <= self.epoch < 1 << 62, f"epoch {self.epoch}")
-        for name, node in self.nodes.items():
-            must(name == node.name and bool(node.workers), f"node {name!r} is not itself")
-            must(not (node.released or node.overdue) or not node.serving, f"{node!r} lives without shards")
-            must(node.draining or node.state is not NodeState.DRAINING, f"{node!r} drains without being told to")
-            for info in node.workers:
-                must(info.node == name and info.instance == node.instance, f"{node!r} has a worker of another node")
-        workers = len(self.live_workers())
-        must(workers <= WORKERS_MAX, f"{workers} workers")
+        faults = [fault for name, node in self.nodes.items() if (fault := node_fault(name, node))]
+        if faults or not 1 <= self.epoch < 1 << 62 or len(self.live_workers()) > WORKERS_MAX:
+            raise CorruptionError(f"cluster: epoch {self.epoch}, {len(self.live_workers())} workers; {faults}")
         limit = self.timing.moves_at_once if settled and not self.rebuilding else None
         self._placement.check(self.nodes, self.epoch, limit, assign=not self.rebuilding)

@@ -18,7 +18,8 @@ What can go wrong, and what we chose
 (:class:`Freeze`). Then N adopts the shards without P's values: readers get misses, and writers wait no longer.
 
 **P stops in the middle of the copy.** It has ``GIVE_UP_S`` from its last progress; then N finishes the group without
-the rest, and P's other groups at their next failure (:class:`Patience`). If P dies, the manager's next map says so.
+the rest, and P's other groups at their next failure (:class:`ProgressTimeout`). If P dies, the manager's next map says
+so.
 
 **N's map is old.** P refuses FREEZE for a shard that it knows by a newer map. The plan adopts nothing and waits for
 that map; it tries again after ``REPLAN_S`` if none comes.
@@ -99,7 +100,7 @@ class Freeze:
         return self.GIVE_UP if status in _FINAL or now > self._until else self.RETRY
 
 
-class Patience:
+class ProgressTimeout:
     """How long the copies wait for one previous owner that fails."""
 
     def __init__(self, now: float) -> None:

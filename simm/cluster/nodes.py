@@ -75,8 +75,8 @@ class Node:
     """One logical node. ``last_seen`` and ``changed`` are observed seconds."""
 
     __slots__ = (
-        "acked_epoch", "asked", "changed", "draining", "instance", "last_seen", "linked", "loads", "name", "overdue",
-        "present", "released", "spared", "state", "workers",
+        "acked_epoch", "asked", "changed", "draining", "follows", "instance", "last_seen", "linked", "loads", "name",
+        "overdue", "present", "released", "spared", "state", "told_epoch", "workers",
     )  # fmt: skip
 
     def __init__(self, name: str, instance: int, workers: list[WorkerInfo], state: NodeState, now: float) -> None:
@@ -103,6 +103,15 @@ class Node:
         self.loads: list[WorkerLoad] = []
         #: Epoch of the newest map that all its workers hold, as far as they have acknowledged one.
         self.acked_epoch = 0
+        #: The same, of maps of this manager: 0 before the first heartbeat.
+        self.told_epoch = 0
+        #: Whether this instance asks for EPOCHS with its maps; None if it has asked for no map yet.
+        self.follows: bool | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether it has said goodbye and is not in the map. A dead node may still serve clients that reach it."""
+        return self.released and self.state is NodeState.LEFT
 
     def __repr__(self) -> str:
         return f"<Node {self.name} {self.state.value} instance={self.instance:#x} workers={len(self.workers)}>"
@@ -191,4 +200,17 @@ def join_fault(msg: Join) -> str:
             return f"worker {info.worker} has an address that is too long"
         if not is_word(info.host) or not info.uds.isprintable():
             return f"worker {info.worker} has an address with characters that no address has"
+    return ""
+
+
+def node_fault(name: str, node: Node) -> str:
+    """Return which invariant a node breaks, empty for none."""
+    if name != node.name or not node.workers:
+        return f"node {name!r} is not itself"
+    if (node.released or node.overdue) and node.serving:
+        return f"{node!r} lives without shards"
+    if node.state is NodeState.DRAINING and not node.draining:
+        return f"{node!r} drains without being told to"
+    if any(info.node != name or info.instance != node.instance for info in node.workers):
+        return f"{node!r} has a worker of another node"
     return ""

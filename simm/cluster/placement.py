@@ -220,6 +220,8 @@ def _move(
     able = np.append(np.asarray(spare, np.int64), 0)[indexes] > 0
     able &= settled & (np.append(np.asarray(acked, np.uint64), np.uint64(0))[indexes] >= tables.since)
     takers = [index for index, room in enumerate(quota) if room]
+    #: The first of them that may have shards since an epoch; it is that until its quota is used up.
+    first: dict[int, int] = {}
     moves = 0
 
     def move(shard: int, owner: int, to: int) -> None:
@@ -248,7 +250,9 @@ def _move(
         if not spare[owner]:
             continue
         since = int(tables.since[shard])
-        to = next((index for index in takers if acked[index] >= since), NO_OWNER)
+        to = first.get(since, -1)
+        if to < 0 or (to != NO_OWNER and not quota[to]):
+            to = first[since] = next((index for index in takers if acked[index] >= since), NO_OWNER)
         if to == NO_OWNER:
             continue
         if preferred[shard] == owner:

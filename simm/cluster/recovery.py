@@ -82,7 +82,7 @@ class Recovery:
 
     # -- collection --------------------------------------------------------------------------------
 
-    def noticed(self, epoch: int, until: float, *, blank: bool) -> None:
+    def note_epoch(self, epoch: int, until: float, *, blank: bool) -> None:
         """Note that a server or client has a map. If the manager is ``blank``, collect until ``until``."""
         if blank and not self.collecting and epoch > 0:
             self.until = until

@@ -17,6 +17,7 @@ import numpy as np
 from ..constants import NO_OWNER, SHARD_COUNT
 from ..errors import CorruptionError, RemoteProtocolError
 from ..wire.messages import Join, WorkerInfo, WorkerLoad
+from .epochs import NamespaceEpochs
 from .nodes import SERVING, Key, Node, NodeState, join_fault
 from .shard_map import Tables, WorkerIndexes, index_bytes, packed_since, unpack_since
 
@@ -35,9 +36,12 @@ class Stored(NamedTuple):
     nodes: dict[str, Node]
     keys: list[Key]
     tables: Tables
+    namespaces: NamespaceEpochs
 
 
-def dump(cluster: int, epoch: int, nodes: Iterable[Node], keys: Sequence[Key], tables: Tables) -> dict[str, Any]:
+def dump(
+    cluster: int, epoch: int, nodes: Iterable[Node], keys: Sequence[Key], tables: Tables, namespaces: NamespaceEpochs
+) -> dict[str, Any]:
     """Return the state, JSON-able."""
     return {
         "format": STATE_FORMAT,
@@ -50,6 +54,7 @@ def dump(cluster: int, epoch: int, nodes: Iterable[Node], keys: Sequence[Key], t
                 "state": node.state.value,
                 "released": node.released,
                 "draining": node.draining,
+                "follows": node.follows,
                 "workers": [list(info) for info in node.workers],
             }
             for node in nodes
@@ -59,6 +64,7 @@ def dump(cluster: int, epoch: int, nodes: Iterable[Node], keys: Sequence[Key], t
         "homes": _text(index_bytes(tables.preferred)),
         "previous": _text(index_bytes(tables.previous)),
         "since": _text(packed_since(tables)),
+        **({"namespaces": namespaces.to_state()} if namespaces else {}),
     }
 
 
@@ -88,7 +94,10 @@ def load(state: Any) -> Stored:
             tables.since = np.frombuffer(unpack_since(_raw(state["since"])), np.uint64).copy()
     except (KeyError, TypeError, ValueError, AttributeError, binascii.Error, RemoteProtocolError) as exc:
         raise CorruptionError(f"the cluster's state is malformed: {exc}") from exc
-    return Stored(cluster, epoch, nodes, keys, tables)
+    namespaces = NamespaceEpochs.from_state(state.get("namespaces", {}))
+    if any(each.epoch > epoch for each in namespaces.table()):
+        raise CorruptionError("a namespace has an epoch that no map has had")
+    return Stored(cluster, epoch, nodes, keys, tables, namespaces)
 
 
 def _node(row: Any, version: int) -> Node:
@@ -104,6 +113,8 @@ def _node(row: Any, version: int) -> Node:
     node = Node(name, instance, workers, NodeState.JOINING if state in SERVING else state, 0.0)
     node.released = row["released"] is True
     node.draining = version > 1 and row["draining"] is True
+    follows = row.get("follows")
+    node.follows = follows if isinstance(follows, bool) else None
     return node
 
 

@@ -17,6 +17,7 @@ DEFAULT_DEADLINE_S: Final = 3.0
 #: An hour: a call that may last longer is a mistake.
 DEADLINE_S_MAX: Final = 3600.0
 COPY_THREADS_MAX: Final = 256
+TCP_STREAMS_MAX: Final = 8
 _TLS: Final = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -43,6 +44,8 @@ class ClientOptions:
     tls_key: str = ""
     tls_name: str = ""
     server_uids: tuple[int, ...] = ()
+    put_if_absent: bool = False
+    tcp_streams: int = 4
 
     def __post_init__(self) -> None:
         for name in ("manager", "namespace", "token", "rdma_devices", "tls_name", *_TLS):
@@ -53,7 +56,7 @@ class ClientOptions:
             self.token.encode()
         except UnicodeEncodeError:
             raise UsageError("token is text that UTF-8 can hold") from None
-        for name in ("checksum", "ring", "lazy"):
+        for name in ("checksum", "ring", "lazy", "put_if_absent"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}")
         try:
@@ -66,6 +69,8 @@ class ClientOptions:
             )
         if type(self.copy_threads) is not int or not 0 <= self.copy_threads <= COPY_THREADS_MAX:
             raise UsageError(f"copy_threads is a whole number from 0 to {COPY_THREADS_MAX}, not {self.copy_threads!r}")
+        if type(self.tcp_streams) is not int or not 1 <= self.tcp_streams <= TCP_STREAMS_MAX:
+            raise UsageError(f"tcp_streams is a whole number from 1 to {TCP_STREAMS_MAX}, not {self.tcp_streams!r}")
         if type(self.replicas) is not int or self.replicas not in (1, 2):
             raise UsageError(f"replicas is 1 or 2, not {self.replicas!r}")
         object.__setattr__(self, "server_uids", _uids(self.server_uids))
@@ -108,7 +113,8 @@ class ClientOptions:
             "deadline_s": settings.deadline_ms / 1000, "checksum": settings.checksum,
             "copy_threads": settings.copy_threads, "replicas": settings.replicas, "rdma_devices": settings.rdma_devices,
             **{name: str(getattr(settings, name) or "") for name in (*_TLS, "tls_name")},
-            "server_uids": settings.server_uid,
+            "server_uids": settings.server_uid, "put_if_absent": settings.put_if_absent,
+            "tcp_streams": settings.tcp_streams,
         }  # fmt: skip
         return cls(**{**found, **given})
 

@@ -70,13 +70,16 @@ FLAGS: Final[dict[str, Flag]] = {
     "cm_rpc_inter_port": Flag(_port, f"manager's port; unset: {DEFAULT_MANAGER_PORT}"),
     "clnt_log_file": Flag(str.strip, "file to log to; unset: the program's own logging"),
     "clnt_thread_pool_size": Flag(
-        parsers.integer(1, 1024), "most threads that share one large copy; the machine's cores are a bound of their own"
+        parsers.integer(1, 1024), "most threads that share large copies; the machine's cores are a bound of their own"
     ),
     "clnt_sync_req_timeout_ms": Flag(
         parsers.integer(1, 3_600_000), "deadline of each exchange; unset: SIMM_DEADLINE_MS"
     ),
     "clnt_async_req_timeout_ms": Flag(
         parsers.integer(1, 3_600_000), "the same, where clnt_sync_req_timeout_ms is unset: both forms are one code"
+    ),
+    "clnt_put_if_absent": Flag(
+        _yes_no, "leave a stored value alone in puts, as keys are hashes of their values; unset: SIMM_PUT_IF_ABSENT"
     ),
     "clnt_syncreq_enable_retry": Flag(_yes_no, "no effect: the client retries whatever a retry can help"),
     "clnt_syncreq_retry_count": Flag(parsers.integer(0, 1000), "no effect, see clnt_syncreq_enable_retry"),
@@ -133,6 +136,8 @@ def load(copy_threads_max: int) -> settings.Settings:
     threads = _flags.get("clnt_thread_pool_size")
     if threads is not None:
         given["copy_threads"] = min(threads, copy_threads_max)
+    if "clnt_put_if_absent" in _flags:
+        given["put_if_absent"] = _flags["clnt_put_if_absent"]
     if _flags.get("clnt_log_file"):
         given["log_file"] = Path(_flags["clnt_log_file"]).expanduser()
     loaded = settings.load("client", given)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..constants import ARENA_BYTES_MIN, DEFAULT_MANAGER_PORT, NAMESPACE_BYTES_MAX
+from ..constants import ARENA_BYTES_MIN, DEFAULT_MANAGER_PORT, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,6 +195,14 @@ def arena_bytes(value: Any) -> int:
     return size
 
 
+def value_bytes(value: Any) -> int:
+    """Parse the size of a value. Raises ConfigError for one that no value has, too."""
+    size = parse_bytes(value)
+    if not 1 <= size <= VALUE_BYTES_MAX:
+        raise ConfigError(f"{value!r} is no size of a value: 1 to {VALUE_BYTES_MAX:,} bytes are allowed")
+    return size
+
+
 def duration_in(unit: str, least: int, most: int) -> Callable[[Any], int]:
     """Return a parser of a whole number of ``unit``, from ``least`` to ``most``."""
 
@@ -254,6 +262,7 @@ def choice(*choices: str) -> Callable[[Any], str]:
             raise ConfigError(f"{value!r} must be one of {', '.join(choices)}{hint}")
         return value.lower()
 
+    parse.choices = choices  # type: ignore[attr-defined]  # for completions
     return parse
 
 

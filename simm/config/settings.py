@@ -148,6 +148,9 @@ class Settings:
     numa: str = _setting(
         q.string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",
     )
+    workers: int = _setting(
+        q.integer(1, 64), "workers of each NUMA node, each with its arena", SERVER, default=1, metavar="N",
+    )
     memory: int | None = _setting(
         q.optional(q.arena_bytes, "auto"), "arena of each worker, as 8G; auto: 80 %% of what this machine allows",
         SERVER, metavar="BYTES",
@@ -193,6 +196,10 @@ class Settings:
     slots: int = _setting(
         q.integer(0, 1 << 31), "entries that a worker's table can hold; 0: by its memory",
         SERVER, default=0, metavar="N",
+    )
+    value_size: int | None = _setting(
+        q.optional(q.value_bytes), "size of a value, as 64K, that the table is made for; empty: 4K",
+        SERVER, metavar="BYTES",
     )
     huge_pages: bool = _setting(q.boolean, "use huge pages where the system offers them", SERVER, default=True)
     group: str | None = _setting(
@@ -250,6 +257,11 @@ class Settings:
         "how long the shards of a server that stopped with --warm wait for its return",
         MANAGER, default=30_000, metavar="MS",
     )
+    epoch_lease_ms: int = _setting(
+        q.duration_in("ms", 0, _HOUR_MS),
+        "how long a server that reaches no manager lets values of namespaces with epochs be read; 0: for ever",
+        MANAGER, default=30_000, metavar="MS",
+    )
     moves_at_once: int = _setting(
         q.integer(1, SHARD_COUNT), "shards that move into one worker at a time", MANAGER, default=2048, metavar="N",
     )
@@ -268,12 +280,22 @@ class Settings:
         q.integer(1, 2), "copies of each value, on different nodes; 2 makes the namespace put-once",
         CLIENT, default=1, metavar="N",
     )
+    put_if_absent: bool = _setting(
+        q.boolean, "puts leave a stored value alone, as keys are hashes of their values", CLIENT, default=False,
+    )
     copy_threads: int = _setting(
-        q.integer(0, 256), "threads that share a large copy; 0: by the machine", CLIENT, default=0, metavar="N",
+        q.integer(0, 256), "threads that share large copies; 0: by the machine", CLIENT, default=0, metavar="N",
+    )
+    tcp_streams: int = _setting(
+        q.integer(1, 8), "connections to a server that share a large batch by TCP", CLIENT, default=4, metavar="N",
     )
     log_level: str = _setting(
         q.choice("debug", "info", "warning", "error"), "debug, info, warning or error",
         MANAGER, SERVER, CLIENT, default="info", metavar="LEVEL",
+    )
+    log_format: str = _setting(
+        q.choice("text", "json"), "text for people, or json: an object a line", MANAGER, SERVER, CLIENT,
+        default="text", metavar="FORMAT",
     )
     log_file: Path | None = _setting(
         q.optional(q.path_of), "file to log to; empty: stderr", MANAGER, SERVER, CLIENT, metavar="FILE",

@@ -1,4 +1,4 @@
-"""Start of every SiMM command: logging, token files, and checks of the listening address."""
+"""Start of every SiMM command: token files, and checks of the listening address."""
 
 from __future__ import annotations
 
@@ -7,109 +7,35 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import overload
 
-from ..errors import ConfigError, printable
+from ..errors import ConfigError
 from .parsers import Address, TlsOptions
 from .settings import Settings
 from .tokens import Token, TokenRole, parse_tokens, token_for
 
 log = logging.getLogger("simm.config.startup")
 
-_LINE_MAX: Final = 8192
-_FORMAT: Final = "%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s"
 
+def say(line: str, warn: Callable[[str], object] = log.warning) -> None:
+    """Print a line on stdout at once. A server does not fail if nobody can read it, but calls ``warn``.
 
-class PlainFormatter(logging.Formatter):
-    """Formats a line without control characters, whatever a peer has put into its details."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        return printable(super().formatMessage(record), _LINE_MAX)
-
-    def formatException(self, ei: Any) -> str:
-        """Return the lines of a traceback."""
-        return "\n".join(printable(line, _LINE_MAX) for line in super().formatException(ei).splitlines())
-
-
-class LogFile(logging.FileHandler):
-    """A log file. Lines that cannot be written are lost, which is reported on stderr once and raises nothing."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        self._complained = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Handle a line that could not be written."""
-        exc = sys.exc_info()[1]
-        if not isinstance(exc, OSError):
-            super().handleError(record)
-        elif not self._complained:
-            self._complained = True
-            with contextlib.suppress(OSError, ValueError):
-                print(f"simm: cannot write to the log file {self.baseFilename}: {exc.strerror or exc}", file=sys.stderr)
-
-
-def hold_standard_descriptors() -> None:
-    """Open the null device as each of stdin, stdout and stderr that is closed.
-
-    Otherwise the next file or socket would get the number, and messages for stderr would go into it.
+    Its stdout is the null device from then on: what could not be written stays in Python's buffer, and the next flush,
+    at the process's end, would fail by it again.
     """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, fd)  # even if it has that number already: standard streams are inheritable
-            os.set_inheritable(fd, True)
-            if opened != fd:
-                os.close(opened)
-    # Python sets None for a closed descriptor, and print() then uses stdout instead of stderr.
-    if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
-
-
-def say(line: str) -> None:
-    """Print a line on stdout at once. A server does not fail if nobody can read it."""
     try:
         print(line, flush=True)
     except OSError as exc:
-        log.warning("cannot print %r: %s", line, exc.strerror or exc)
-
-
-def log_handler(path: Path | None) -> tuple[logging.Handler, str]:
-    """Return a handler for a log file, or for stderr without one; and the reason if it is for stderr instead."""
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    trouble = ""
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handler = LogFile(path)
-        except OSError as exc:
-            trouble = f"cannot log to {path} ({exc.strerror or exc}): logging to stderr"
-    handler.setFormatter(PlainFormatter(_FORMAT))
-    return handler, trouble
-
-
-def set_up_logging(settings: Settings) -> None:
-    """Log to the settings' file, or to stderr if it cannot be opened. Call this before opening any file.
-
-    Afterwards descriptors 0, 1 and 2 are open.
-    """
-    hold_standard_descriptors()
-    handler, trouble = log_handler(settings.log_file)
-    root = logging.getLogger("simm")
-    root.handlers[:] = [handler]
-    root.propagate = False
-    root.setLevel(settings.log_level.upper())
-    if trouble:
-        root.warning("%s", trouble)
+        warn(f"cannot print {line!r}: {exc.strerror or exc}")
+        with contextlib.suppress(OSError, ValueError):
+            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.dup2(fd, sys.stdout.fileno())
+            finally:
+                os.close(fd)
+            sys.stdout.flush()
 
 
 def server_tls_options(settings: Settings, *, connects: bool) -> TlsOptions | None:
@@ -235,7 +161,7 @@ class TokenFile(Sequence[Token]):
         if now == self._seen:
             self._changing = None
             return False
-        if now != self._changing:  # somebody may be writing it
+        if now != self._changing:  # another program may be writing it
             self._changing = now
             return False
         self._seen, self._changing = now, None

@@ -83,15 +83,17 @@ class Token:
     def __str__(self) -> str:
         return f"the token {self.label!r}"
 
+    @property
+    def rights(self) -> tuple[object, ...]:
+        """What an open connection goes on with: two tokens that differ in quotas only have the same."""
+        names = None if self.namespaces is None else frozenset(self.namespaces)
+        nodes = None if self.nodes is None else frozenset(self.nodes.items())
+        return self.secret, self.role, self.label, self.old, names, nodes
+
 
 def token_id(secret: str) -> bytes:
     """Return what names a token to a server that has it. It proves nothing, and leads to no random token."""
     return hmac.digest(secret.encode(), b"simm token id", "sha256")[:ID_BYTES]
-
-
-def old_tokens(*secrets: str) -> tuple[Token, ...]:
-    """Return tokens without a role, each of which may do everything."""
-    return tuple(Token(secret, TokenRole.ADMIN, f"line {n}", old=True) for n, secret in enumerate(secrets, 1))
 
 
 def parse_tokens(text: str, where: str) -> tuple[Token, ...]:
@@ -197,11 +199,19 @@ def token_for(tokens: Sequence[Token], *roles: TokenRole, namespace: str = "") -
     return next(iter(fitting or found), None)
 
 
-def quotas_of(tokens: Sequence[Token]) -> dict[str, int]:
-    """Return the quota of each namespace that has one, bytes; the least where several tokens name one."""
+def namespaces_of(tokens: Sequence[Token]) -> list[str]:
+    """Return the namespaces that tokens are bound to, each once."""
+    return list(dict.fromkeys(name for token in tokens for name in token.namespaces or ()))
+
+
+def quotas_of(tokens: Sequence[Token], workers: int = 1) -> dict[str, int]:
+    """Return the quota of each namespace that has one, bytes; the least where several tokens name one.
+
+    ``workers``: share it out among so many. The shards are dealt evenly, so each gets the same.
+    """
     quotas: dict[str, int] = {}
     for token in tokens:
         for name, quota in (token.namespaces or {}).items():
             if quota is not None:
                 quotas[name] = min(quota, quotas.get(name, quota))
-    return quotas
+    return {name: quota // workers for name, quota in quotas.items()}

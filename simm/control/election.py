@@ -60,6 +60,7 @@ from typing import Any, Final, NamedTuple
 from ..config.settings import Settings
 from ..config.startup import read_secret
 from ..errors import ConfigError, CorruptionError, SimmError
+from ..net.loop import Loop
 from .etcd import (
     REQUEST_BYTES_MAX,
     Etcd,
@@ -79,6 +80,8 @@ from .state_file import canonical
 log = logging.getLogger("simm.control.election")
 
 STATE_FORMAT: Final = 1
+#: A manager says READY when it knows which one leads, and after this time in any case.
+DECIDE_S: Final = 5.0
 TTL_S: Final = 5.0
 #: Part of the lease's time by which a leader stops early: two clocks may drift apart by that much.
 MARGIN: Final = 0.1
@@ -229,7 +232,7 @@ class Coordinator:
         """
         return self._notice
 
-    def noticed(self) -> None:
+    def clear_notice(self) -> None:
         """Make the descriptor unreadable until the next change."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notice)
@@ -538,3 +541,21 @@ def _unpack(packed: bytes, about: dict[str, Any], where: str, way_out: str) -> A
         return json.loads(body)
     except (zlib.error, ValueError, RecursionError) as exc:
         raise CorruptionError(f"the state in {where} is damaged ({exc}): {way_out}") from None
+
+
+def campaign(
+    loop: Loop, coordinator: Coordinator, address: str, page: str, poll: Callable[[], None], leading: Callable[[], bool]
+) -> None:
+    """Campaign, and serve until a leader is known, for DECIDE_S at most. ``poll``: draws the consequences of news."""
+
+    def on_notice(_mask: int) -> None:
+        coordinator.clear_notice()
+        poll()
+
+    coordinator.start(address, page)
+    loop.watch(coordinator, on_notice)
+    until = loop.clock() + DECIDE_S
+    while loop.running and not leading() and coordinator.leader is None and not coordinator.trouble:
+        if loop.clock() > until:
+            break
+        loop.run_once(0.05)

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..config.parsers import Address
 from ..errors import ConfigError, TransportError, UsageError
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
@@ -119,8 +120,10 @@ class Etcd:
     Args:
         endpoints: (host, port) of each member.
         tls: None for http.
-        login: (user, password) where etcd's authentication is on.
+        login: (user, password) where etcd's authentication is on. Without TLS only for loopback endpoints.
         deadline_s: for each call that gives none of its own, in seconds.
+
+    Raises UsageError without an endpoint, and ConfigError for a login that would leave this host unencrypted.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class Etcd:
     ) -> None:  # fmt: skip
         if not endpoints:
             raise UsageError("no endpoint of etcd given")
+        if login is not None and tls is None:
+            refuse_plain_login(endpoints)
         self.endpoints = list(endpoints)
         self.deadline_s = deadline_s
         self._tls = tls
@@ -143,10 +148,6 @@ class Etcd:
         """Return the key as a majority has it (linearizable), or None."""
         found = self._call("kv/range", {"key": _b64(key)}, deadline_s).range()
         return found[0] if found else None
-
-    def put(self, key: bytes, value: bytes, lease: int = 0, deadline_s: float | None = None) -> int:
-        """Write a key without a condition; return the revision."""
-        return self._call("kv/put", put(key, value, lease)["request_put"], deadline_s, again=False).revision()
 
     def txn(
         self, compare: Sequence[dict[str, Any]], success: Sequence[dict[str, Any]],
@@ -305,6 +306,19 @@ class Etcd:
             raise failure
         finally:
             del failure  # else the exception and this frame hold each other
+
+
+def refuse_plain_login(endpoints: Sequence[tuple[str, int]]) -> None:
+    """Raise ConfigError if a password sent to one of the endpoints without TLS leaves this host.
+
+    One such endpoint is enough: any of them may be asked.
+    """
+    for endpoint in endpoints:
+        if not Address(*endpoint).loopback:
+            raise ConfigError(
+                f"--coordinator-login sends its password to {_name(endpoint)}, by plain http for all on the way to "
+                "read; write --coordinator etcds://..., or an address of this host as 127.0.0.1"
+            )
 
 
 def tls_context(ca: Path | None = None, certificate: Path | None = None) -> ssl.SSLContext:

@@ -1,4 +1,4 @@
-"""Know by which connection a data server speaks: the one by which it has joined last, and no other."""
+"""What the manager knows of connections. A data server speaks by the one by which it has joined last, and no other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Final
 
 from ..cluster.nodes import Action, Answer, refusal
 from ..config.tokens import Token
-from ..net.loop import Peer
+from ..net.peer import Peer
+from ..wire.auth import Gate
+from ..wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_LEASES, SUBSCRIBE_MAPS
 from ..wire.identity import is_instance
 from ..wire.messages import Join, Joined, Status
 
@@ -15,6 +17,32 @@ WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 
 #: A data server: its name and its instance.
 Server = tuple[str, int]
+
+
+class ConnectionState:
+    """What the manager knows of one connection."""
+
+    __slots__ = ("asked", "epoch", "epochs", "follows", "gate", "greeted", "leases", "stale")
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        #: It wants EPOCHS before maps; LEASE_ACK.
+        self.greeted = self.epochs = self.leases = False
+        #: A server that has joined by it was asked for its map, and has sent none since.
+        self.asked = False
+        #: Epoch of the last map sent.
+        self.epoch = 0
+        #: A newer map waits to be sent.
+        self.stale = False
+        #: Whether it asks for EPOCHS with the maps that are pushed to it; None if it has asked for none.
+        self.follows: bool | None = None
+
+    def asks(self, subscribe: int) -> None:
+        """Take what MAP_GET asks for."""
+        self.epochs = bool(subscribe & SUBSCRIBE_EPOCHS)
+        self.leases = bool(subscribe & SUBSCRIBE_LEASES)
+        if subscribe & SUBSCRIBE_MAPS:
+            self.follows = self.epochs
 
 
 class ServerLinks:
@@ -42,6 +70,10 @@ class ServerLinks:
     def has_joined(self, peer: Peer) -> bool:
         """Return True if ``peer`` is any server's connection."""
         return peer in self._names
+
+    def names(self, peer: Peer) -> frozenset[str]:
+        """Return the names of the servers whose connection this is."""
+        return frozenset(self._names.get(peer, ()))
 
     def closed(self, peer: Peer) -> list[Server]:
         """Forget a closed connection. Return the servers whose connection it was."""

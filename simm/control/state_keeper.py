@@ -58,6 +58,8 @@ class StateKeeper:
         self._deposed = deposed
         #: Epochs below this one are covered by what is stored. The save under way raises it to ``_saving``.
         self._reserved = self._saving = 0
+        #: The newest epoch whose map is in the stored state, and in the save under way.
+        self._stored_epoch = self._storing = 0
         self._unsaved = False
         self._failed = False
         #: The next attempt after a failure has its time.
@@ -90,6 +92,11 @@ class StateKeeper:
         """Whether all is stored, in a store."""
         return self._store is not None and not self._unsaved and self._thread is None
 
+    @property
+    def stored(self) -> int:
+        """The newest epoch that a successor of this manager knows: any, without a store, as there is none."""
+        return self._stored_epoch if self._store is not None else 1 << 64
+
     # -- before the service ------------------------------------------------------------------------
 
     def load(self) -> Any:
@@ -99,7 +106,7 @@ class StateKeeper:
 
     def begin(self, reserved: int) -> None:
         """Go on from a state that reserves epochs below ``reserved``. It is to be saved before the next answer."""
-        self._reserved = reserved
+        self._reserved, self._stored_epoch = reserved, 0
         self._unsaved = True
 
     def forget(self) -> None:
@@ -184,7 +191,7 @@ class StateKeeper:
     def _document(self, reserve: int) -> dict[str, Any]:
         """Return what is to be stored. All changes until now are in it."""
         epoch, state = self._snapshot()
-        self._saving = epoch + reserve
+        self._saving, self._storing = epoch + reserve, epoch
         self._unsaved = False
         return {"cluster": state, "epochs_reserved": self._saving}
 
@@ -253,7 +260,7 @@ class StateKeeper:
         """Take the result of a save. Return True if the state is stored."""
         if error is None:
             self.writes += 1
-            self._reserved = self._saving
+            self._reserved, self._stored_epoch = self._saving, self._storing
             if not self._unsaved:
                 self._waiting_since = None  # also if nobody may be told yet: the next change has its own time
             if self._failed:

@@ -27,12 +27,10 @@ from ..host import fork
 LIBRARY: Final = "libcuda.so.1"
 
 #: CUmemorytype
-MEMORY_HOST: Final = 1
 MEMORY_DEVICE: Final = 2
 MEMORY_UNIFIED: Final = 4
 
 #: CUdevice_attribute (docs.nvidia.com/cuda/cuda-driver-api, group CUDA__TYPES).
-HOST_REGISTER_SUPPORTED: Final = 99
 READ_ONLY_HOST_REGISTER_SUPPORTED: Final = 113
 #: By nvidia_p2p_get_pages, which is what nvidia-peermem calls; dma-buf has an attribute of its own.
 GPU_DIRECT_RDMA_SUPPORTED: Final = 116

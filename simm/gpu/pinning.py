@@ -53,8 +53,8 @@ class Pinned:
         piece: bytes registered at a time, a multiple of the page size.
     """
 
-    __slots__ = ("__weakref__", "_data", "_device", "_driver", "_pieces", "_writable", "address", "began", "gone",
-                 "name", "piece", "ready", "size", "stuck", "why")  # fmt: skip
+    __slots__ = ("__weakref__", "_data", "_device", "_driver", "_pieces", "_writable", "address", "began", "failure",
+                 "gone", "name", "piece", "ready", "size", "stuck")  # fmt: skip
 
     def __init__(
         self, driver: Driver, name: str, data: memoryview, address: int, device: int, *, writable: bool = True,
@@ -72,8 +72,8 @@ class Pinned:
         self.ready = 0
         #: Addresses of registered pieces, in order.
         self._pieces: list[int] = []
-        #: Why no more can be registered; empty while it can.
-        self.why = ""
+        #: Why no more can be registered; None while it can.
+        self.failure: str | None = None
         #: No copy uses it any more.
         self.gone = False
         #: The driver cannot say that a copy has ended: the mapping stays for good.
@@ -81,7 +81,7 @@ class Pinned:
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
-        return f"<Pinned {self.name} {self.ready} of {self.size} bytes{self.why and ': ' + self.why}>"
+        return f"<Pinned {self.name} {self.ready} of {self.size} bytes{': ' + self.failure if self.failure else ''}>"
 
     def direct(self, address: int, size: int) -> int:
         """Return how many of these bytes one copy may take from here; 0 if the first is not registered. O(1)."""
@@ -93,7 +93,7 @@ class Pinned:
 
     def register_some(self) -> bool:
         """Register the next piece. Return False if there is none, or no more can be registered."""
-        if self.gone or self.why or self.ready >= self.size:
+        if self.gone or self.failure is not None or self.ready >= self.size:
             return False
         driver = self._driver
         size = min(self.piece, self.size - self.ready)
@@ -104,7 +104,7 @@ class Pinned:
             with driver.current(self._device):
                 driver.host_register(self.address + self.ready, size, read_only=read_only)
         except CudaError as exc:
-            self.why = str(exc)
+            self.failure = str(exc)
             log.warning(
                 "%s: the CUDA driver has registered %d of %d MiB and no more (%s): copies between the rest and "
                 "GPUs are slower", self.name, self.ready >> 20, self.size >> 20, exc,
@@ -195,7 +195,7 @@ def pinned_for(mapping: HostMapping, driver: Driver, device: int) -> Pinned:
             if _pinner is None:
                 _pinner = Pinner()
         except RuntimeError as exc:  # no more threads, or the interpreter is ending
-            pinned.why = f"no thread to do it: {exc}"
+            pinned.failure = f"no thread to do it: {exc}"
         else:
             _pinner.submit(pinned)
         weakref.finalize(mapping, _gone, pinned).atexit = False

@@ -4,6 +4,8 @@ Kinds of memory
 ---------------
 Operations take a value's memory as one of three types. A ``memoryview`` is memory of a Python object. A :class:`Span`
 is host memory by address. A :class:`DeviceBuffer` is memory that the CPU cannot address, a GPU's; its methods copy it.
+For a value that is read or put in parts, :class:`Ranges` and :class:`Pieces` list such memory, and ``host/parts.py``
+copies it.
 
 Copies in host memory
 ---------------------
@@ -17,37 +19,39 @@ bytes further into its page than the source, as every large numpy array does rel
 ``memmove`` may win. So the first few copies of each magnitude go by both ways in turns, timed, and the others by the
 faster way (:class:`_Trial`). Nothing is copied only to measure. ``python -m simm bench`` shows the effect.
 
-Very large copies are split over a few threads on machines with more than two cores, as one core does not fill a
-server's memory bus.
+Very large copies, and large batches, are divided among a few threads on machines with more than two cores
+(``copy_pool.py``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeGuard
+from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 import numpy as np
 
+from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
-from . import fork
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+from .copy_pool import POOL, default_threads
 
 #: From here on copies release the GIL.
 RELEASE_BYTES: Final = 32 << 10
 #: From here on a copy is split over threads.
 SPLIT_BYTES: Final = 8 << 20
-#: On two cores two threads are slower than one: the engine or the worker needs the other core.
-DEFAULT_COPY_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+#: A batch from here on is divided among threads, into parts of so many bytes at least: to wake one takes as long as to
+#: copy some 100 KiB.
+SPREAD_BYTES: Final = 2 << 20
+PART_BYTES: Final = 512 << 10
+DEFAULT_COPY_THREADS: Final = default_threads()
 
 #: From here on numpy's loop may be faster: it costs more to call.
 BLOCK_BYTES: Final = 64 << 10
+#: From here on a copy's time is taken: more says how fast memory is, and it costs nothing beside it.
+OBSERVED_BYTES: Final = 1 << 20
 #: How many copies of each magnitude each of the two ways is tried with.
 TRIALS: Final = 8
 #: memmove wins the trial if it takes less than this share of the other's time: its slow cases are slower.
@@ -240,9 +244,72 @@ class DeviceBuffer(Span, ABC):
 
 _Sources = Mapping[int, memoryview | Span]
 
+#: A range of a value and its memory: (offset in the value, bytes, address, keeper).
+Part = tuple[int, int, int, Any]
+
+
+class Ranges(Span):
+    """Ranges of one value, each with the memory that it goes to. As a sink it stands for the head of a value.
+
+    The keeper of a part keeps its memory alive and in its place; it is the span itself if the caller passed one. The
+    address is 0 if the keeper is a memoryview of just these bytes (a small part) or a device's buffer. No two parts'
+    memory overlaps. The object itself has no address, so code that takes it for one piece of memory fails.
+    """
+
+    #: Sum of the parts' bytes. ``least`` is where the last of them ends in the value.
+    __slots__ = ("parts", "total")
+
+    #: As of a sink with room for any value. Not set for each object, as that takes a fifth of a small get's time.
+    size = VALUE_BYTES_MAX
+    writable = True
+    keep = None
+    registration = None
+
+    def __init__(self, parts: list[Part], least: int, total: int) -> None:
+        self.parts = parts
+        self.least = least
+        self.total = total
+
+    def __len__(self) -> int:
+        """Return the bytes that a value must have at least."""
+        return self.least
+
+    def ends_beyond(self, key: str, length: int) -> str:
+        """Return that a value is too short for them."""
+        return f"the value of {key!r} has {length} bytes, and a range of it ends at byte {self.least}"
+
+    def __repr__(self) -> str:
+        return f"<Ranges: {len(self.parts)}, {self.total} bytes of a value>"
+
+    def view(self) -> memoryview:
+        """Raise UsageError."""
+        raise UsageError("ranges of a value are not one piece of memory")
+
+
+class Pieces(Span):
+    """The pieces of memory that make up a value, in their order. It has no address either."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[memoryview | Span]) -> None:
+        self.parts = parts
+        self.size = sum(map(len, parts))
+        self.least = 0
+        self.writable = False
+        self.keep = self.registration = None
+
+    def __repr__(self) -> str:
+        return f"<Pieces: {len(self.parts)}, {self.size} bytes>"
+
+    def view(self) -> memoryview:
+        """Return all of it as one piece of memory, a copy."""
+        return memoryview(b"".join([host_view(part) for part in self.parts]))
+
+
 #: Types of a value's memory that the CPU addresses; None stands for new bytes. All else is a :class:`DeviceBuffer`.
-#: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs.
-HOST_TYPES: Final[frozenset[type]] = frozenset((memoryview, Span, type(None)))
+#: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs. Some
+#: parts of the last two may be a device's: code that copies these looks at each.
+HOST_TYPES: Final[frozenset[type]] = frozenset((memoryview, Span, type(None), Ranges, Pieces))
 
 
 def on_device(memory: object) -> TypeGuard[DeviceBuffer]:
@@ -372,46 +439,79 @@ class Copier:
 
     def __init__(self, threads: int = DEFAULT_COPY_THREADS) -> None:
         self.threads = max(1, threads)
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-        fork.in_child(self._after_fork)
+        #: Takes note of copies of OBSERVED_BYTES and more: bytes, seconds.
+        self.observe: Callable[[int, float], None] | None = None
+        #: Leaves the pool: at the close, or with a copier that nobody has closed.
+        self._leave: Callable[[], Any] | None = None
+        if self.threads > 1:
+            POOL.join()
+            self._leave = leave = weakref.finalize(self, POOL.leave)
+            leave.atexit = False
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy ``size`` bytes without the GIL. Nothing is copied after the return, even an interrupted one."""
+    def copy(self, target: int, source: int, size: int, node: int = -1) -> None:
+        """Copy ``size`` bytes without the GIL. Nothing is copied after the return, even an interrupted one.
+
+        ``node``: the NUMA node of the arena that they are in, or come from, for threads that share the copy.
+        """
         if size < BLOCK_BYTES:
             if size >= RELEASE_BYTES and 0 < (target - source) & 4095 < ALIAS_BYTES:
                 block_copy(target, source, size)
             else:
                 memmove(target, source, size)
             return
+        if size < OBSERVED_BYTES or self.observe is None:
+            self._copy_large(target, source, size, node)
+            return
+        began = time.perf_counter()
+        self._copy_large(target, source, size, node)
+        self.observe(size, time.perf_counter() - began)
+
+    def _copy_large(self, target: int, source: int, size: int, node: int) -> None:
         if size < SPLIT_BYTES or self.threads == 1:
             self._copy_block(target, source, size)
             return
-        part = -(-size // self.threads) + 4095 & ~4095
-        submit = self._executor().submit
-        jobs: list[Future[Any]] = []
-        copy = self._copy_block
-        #: An item for each part that runs; one as soon as no further part may begin.
-        running: list[None] = []
-        ended: list[None] = []
+        self._copy_parts([(target, source, size)], size, node)
 
-        def copy_part(at: int) -> None:
-            running.append(None)
-            try:
-                if not ended:
-                    copy(target + at, source + at, min(part, size - at))
-            finally:
-                running.pop()
+    def copy_all(self, copies: Sequence[tuple[int, int, int]], node: int = -1) -> None:
+        """Do :meth:`copy` for many: (target, source, bytes) each. Large batches are divided among threads by bytes."""
+        total = sum(size for _, _, size in copies)
+        if self.threads == 1 or total < SPREAD_BYTES:
+            for target, source, size in copies:
+                self.copy(target, source, size, node)
+            return
+        began = time.perf_counter()
+        self._copy_parts(copies, total, node)
+        if self.observe is not None:
+            self.observe(total, time.perf_counter() - began)
 
-        try:
-            for at in range(part, size, part):
-                jobs.append(submit(copy_part, at))  # noqa: PERF401
-            copy(target, source, part)
-            for job in jobs:
-                job.result()
-        except BaseException:
-            _abandon(running, ended)  # not by `jobs`: an interrupted submit() has begun a job and returned none
-            raise
+    def _copy_parts(self, copies: Sequence[tuple[int, int, int]], total: int, node: int = -1) -> None:
+        """Divide copies among threads: twice as many parts as threads, of whole pages, as some cores are slower."""
+        least = max(PART_BYTES, -(-total // (2 * self.threads)) + 4095 & ~4095)
+        parts: list[list[tuple[int, int, int]]] = [[]]
+        room = least
+        for target, source, size in copies:
+            while size:
+                if not room:
+                    parts.append([])
+                    room = least
+                count = min(size, room)
+                parts[-1].append((target, source, count))
+                target, source, size, room = target + count, source + count, size - count, room - count
+
+        def copy_part(number: int) -> None:
+            for target, source, size in parts[number]:
+                if size < BLOCK_BYTES:
+                    memmove(target, source, size)
+                else:
+                    self._copy_block(target, source, size)
+
+        POOL.run(copy_part, len(parts), self.threads, node)
+
+    def way(self, size: int) -> Callable[[int, int, int], Any]:
+        """Return a function that does :meth:`copy` for this size, to spare many copies of one size the choice."""
+        if size >= BLOCK_BYTES and (size < SPLIT_BYTES or self.threads == 1):
+            return self._ways[size.bit_length()] or self.copy
+        return memmove if size < RELEASE_BYTES else self.copy
 
     def _copy_block(self, target: int, source: int, size: int) -> None:
         magnitude = size.bit_length()
@@ -421,45 +521,11 @@ class Copier:
         else:
             self._ways[magnitude] = self._trials[magnitude].copy(target, source, size)
 
-    def _executor(self) -> ThreadPoolExecutor:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="simm-copy")
-            return self._pool
-
-    def _after_fork(self) -> None:
-        """Forget the threads, which only the parent has."""
-        self._pool = None
-        self._lock = threading.Lock()
-
     def close(self) -> None:
-        """End the threads."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False)
-
-
-def _abandon(running: list[None], ended: list[None]) -> None:
-    """Let no further part of a copy begin, and wait for those that run, deferring KeyboardInterrupt.
-
-    A part appends to ``running`` before it reads ``ended``: one of the two sees the other.
-    """
-    interrupted: BaseException | None = None
-    while not ended or running:
-        try:
-            ended.append(None)
-            while running:
-                time.sleep(0.0002)
-        except BaseException as exc:
-            interrupted = exc
-    if interrupted is not None:
-        try:
-            raise interrupted
-        finally:
-            del interrupted  # else the exception and this frame hold each other, and with them the callers' arena
+        """Use no threads from now on. Twice is harmless."""
+        if self._leave is not None:
+            self._leave()  # only its first call has an effect
+        self.threads = 1
 
 
 def fits(length: int, sink: memoryview | Span) -> bool:

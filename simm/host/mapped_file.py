@@ -53,16 +53,32 @@ class MappedFile:
         Raise SegmentError if memory is short. Pages faulted in until then stay.
         """
         start, stop = page_range(offset, length, self.size)
-        if node is not None:
-            with address_of(self.mm) as base:
-                if numa.bind_memory(base + start, stop - start, node):
-                    self._require_on_node(node, stop - start)
-        asked = huge and ask_for_huge_pages(self.mm, start, stop)
+        asked = self.prepare(start, stop, huge=huge, node=node)
+        self.fault_in(start, stop)
+        return asked
+
+    def prepare(self, start: int, stop: int, *, huge: bool, node: int | None) -> bool:
+        """Say of what kind and from where pages start .. stop are to be: what `populate` does first."""
+        if node is not None and self.bind(start, stop, node):
+            self._require_on_node(node, stop - start)
+        return huge and ask_for_huge_pages(self.mm, start, stop)
+
+    def bind(self, start: int, stop: int, node: int) -> bool:
+        """Have pages start .. stop taken from a NUMA node. Return False if the kernel refuses."""
+        with address_of(self.mm) as base:
+            return bool(numa.bind_memory(base + start, stop - start, node))
+
+    def fault_in(self, start: int, stop: int) -> None:
+        """Fault pages start .. stop in for writing, in any thread. Raise SegmentError as `populate` does."""
         failed = populate_write(self.mm, start, stop, self._populate_by_fallocate)
         if failed is not None:
             number, at = failed
-            raise self._short_of_memory(number, stop - at)
-        return asked
+            raise self._short_of_memory(number, self.size - at)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return the bytes of the file that have no page yet."""
+        return max(0, self.size - os.fstat(self.fd).st_blocks * 512)
 
     def remap(self, *, huge: bool = True) -> None:
         """Map the segment anew, so that its pages do not count as this process's. Exported views prevent it.
@@ -78,7 +94,7 @@ class MappedFile:
 
     def _require_on_node(self, node: int, wanted: int) -> None:
         """Raise SegmentError if the node is too full, where MPOL_BIND would call the OOM killer."""
-        missing = min(wanted, self.size - os.fstat(self.fd).st_blocks * 512)
+        missing = min(wanted, self.missing_bytes)
         free = numa.node_free_bytes(node)
         if free is not None and missing > free:
             raise SegmentError(
@@ -96,7 +112,7 @@ class MappedFile:
         return 0
 
     def _short_of_memory(self, number: int, wanted: int) -> SegmentError:
-        missing = min(wanted, max(0, self.size - os.fstat(self.fd).st_blocks * 512))
+        missing = min(wanted, self.missing_bytes)
         least, what, remedy = min(self.bounds())
         return SegmentError(
             f"segment {self.name} ({mib(self.size)}) still needs {mib(missing)}, but only {mib(least)} {what} "

@@ -130,7 +130,7 @@ def own_node(sys_root: str = "/", *, allowed_cpus: Collection[int] | None = None
 
 
 def parse_numa(spec: str, sys_root: str = "/", *, allowed_cpus: Collection[int] | None = None) -> list[int]:
-    """Return the node numbers of ``"0"``, ``"0,1"`` or ``"all"``. Each gets a worker.
+    """Return the node numbers of ``"0"``, ``"0,1"`` or ``"all"``. Each gets as many workers.
 
     ``all`` selects the nodes on which a worker can both run and allocate. It omits memory-only nodes and nodes outside
     the container's cpuset. An explicitly named node only needs memory that the cpuset allows.
@@ -159,7 +159,7 @@ def parse_numa(spec: str, sys_root: str = "/", *, allowed_cpus: Collection[int] 
             raise ConfigError(f"numa={spec!r} is not a list of nodes; use 'all' or some of: {there}")
         number = int(part)
         if number in chosen:
-            raise ConfigError(f"numa={spec!r} names node {number} twice")
+            raise ConfigError(f"numa={spec!r} names node {number} twice; --workers says how many workers a node gets")
         if number not in known:
             raise ConfigError(f"numa={spec!r}: there is no node {number} here; nodes: {there}")
         if not has_memory(known[number]):

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from ..constants import PAGE_BYTES
 from ..errors import SegmentError, UsageError
 from . import fork
-from .memory import huge_pages_allowed
 
 #: Bytes that one madvise call populates: enough to be efficient, few enough to end soon on an error.
 POPULATE_STEP_BYTES = 256 << 20
@@ -149,6 +148,8 @@ def map_side_by_side(files: Sequence[tuple[int, int]]) -> mmap.mmap:
 
 def ask_for_huge_pages(mm: mmap.mmap, start: int, stop: int) -> bool:
     """Ask for huge pages for bytes start .. stop. Return False if the kernel gives none for shared memory."""
+    from .memory import huge_pages_allowed  # with pathlib, which the import of a client must not load
+
     with address_of(mm) as base:
         return huge_pages_allowed() and _madvise(base + start, stop - start, _MADV_HUGEPAGE) == 0
 

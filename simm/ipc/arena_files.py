@@ -217,20 +217,20 @@ class OwnedArena:
 
     # -- as OwnedSegment ------------------------------------------------------------------------
 
+    @property
+    def files(self) -> tuple[MappedFile, MappedFile]:
+        """Both files, to fault them in."""
+        return self.meta, self.data
+
     def populate(self, *, huge: bool = True, node: int | None = None) -> bool:
         """Do `MappedFile.populate` for all of both files."""
-        asked = self.meta.populate(huge=huge, node=node)
-        return self.data.populate(huge=huge, node=node) and asked
+        asked = [file.populate(huge=huge, node=node) for file in self.files]
+        return all(asked)
 
     def remap(self, *, huge: bool = True) -> None:
         """Do `MappedFile.remap` for both files."""
         self.meta.remap(huge=huge)
         self.data.remap(huge=huge)
-
-    @property
-    def is_owner(self) -> bool:
-        """Return True if this process holds the owner lock."""
-        return self.meta.is_owner
 
     def lock_writer(self) -> None:
         """Take the writer lock, as a worker does before its first store. Raises SegmentError."""

@@ -8,6 +8,8 @@ as the socket, a few at a time. The socket stays for everything else.
       8   head       answers posted so far            worker
      16   sleeping   1: the worker does not poll      worker
      24   announced  a commit is expected until then: CLOCK_MONOTONIC in ns, or 0      client
+     32   brief      1: nothing follows soon; do not poll for it                       client
+     64   counts     what the client has counted, COUNT_WORDS of them: see ``counts.py``   client
     SLOTS request slots, then SLOTS answer slots, SLOT_BYTES each: a frame from the slot's start
 
 Request n lies in slot n mod SLOTS, and its answer in the same answer slot. A client posts at most SLOTS requests ahead
@@ -24,6 +26,11 @@ worker polls. If the worker stops just before, the commit waits for a wake-up. S
 its copy will be done, without a system call, and a worker that still polls goes on until then. It believes at most
 ANNOUNCED_MAX_NS, so nonsense or a dead client costs it no more.
 
+**Brief visits.** A batch for several workers has a frame or two for each, and waits for none of them before the last
+has its own. Its next frame comes after the visits to all others, so a worker that polled for it would burn more than a
+wake-up costs, times the number of workers. The client sets ``brief`` for the time of the batch. The worker then serves
+what a KICK has announced and sleeps again.
+
 **Trust.** The client can write anything at any time, also while the worker reads. The worker checks the tail against
 the slots, and reads each byte of a frame once before it looks at any. It demands the seals that keep the memfd from
 being shrunk, which would be a SIGBUS.
@@ -37,7 +44,7 @@ import mmap
 import os
 from typing import Final
 
-from ..constants import PAGE_BYTES
+from ..constants import COUNT_WORDS, PAGE_BYTES
 from ..errors import RemoteProtocolError
 from ..host.pages import keep_from_forks
 from ..rpc import HEADER_BYTES, Frame, parse_header
@@ -50,10 +57,13 @@ TAIL: Final = 0
 HEAD: Final = 8
 SLEEPING: Final = 16
 ANNOUNCED: Final = 24
+BRIEF: Final = 32
+COUNTS: Final = 64
 #: The worker does not believe an announcement of more than this.
 ANNOUNCED_MAX_NS: Final = 4_000_000
 _REQUESTS: Final = PAGE_BYTES
 _REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
+assert (COUNTS + COUNT_WORDS) * 8 <= PAGE_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -68,6 +78,11 @@ class Ring:
         self.words = self._bytes[:PAGE_BYTES].cast("Q")
         #: Worker: requests handled. Client: answers read.
         self.done = 0
+
+    @property
+    def counts(self) -> memoryview:
+        """Return the words in which the client counts."""
+        return self.words[COUNTS : COUNTS + COUNT_WORDS]
 
     @classmethod
     def create(cls) -> tuple[Ring, int]:

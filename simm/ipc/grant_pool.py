@@ -32,9 +32,14 @@ What can go wrong
 * *Holders wait for each other.* So none waits for a grant while holding an uncommitted one: callers commit what is
   copied before they ask. The worker never waits either, it answers with fewer grants.
 * *All grants are with others.* The worker recalls idle ones, and other threads spend theirs. So a caller that may wait
-  asks again for up to ROOM_WAIT_S, with pauses and without a lock (:func:`obtain`). After a wait in vain, puts of this
-  pool do not wait again for ROOM_AGAIN_S: a batch that finds an arena full of pins pays once. All waits of one call,
-  for whatever values and servers, share one :class:`RoomWait`.
+  does, for up to half of what its call has left (:func:`obtain`). All waits of one call, for whatever values and
+  servers, share one :class:`RoomWait`.
+* *Those who wait starve*, as whoever has just put is the first to ask again: with 4 threads and room for 2 grants, half
+  of the puts failed. So callers of one pool wait in a :class:`Line`. The first one asks, with pauses; the others sleep
+  until it is their turn. While somebody waits, no put asks for grants ahead, and who comes joins the line.
+* *There is no room to come*, as in an arena full of pins. The first in the line gives up after ROOM_WAIT_S and
+  ROOM_ASKS requests without a grant, and those behind it with it. Puts of this pool do not wait again for
+  ROOM_AGAIN_S: a batch pays once. Time in the line before does not count, as grants came in it.
 * *The grantor ends.* Its grants are void: ``clear`` empties the pool with the session.
 
 Stocks are plain lists by chunk size, last in first out: the chunk used last is warm in the caches. A PUT looks up its
@@ -46,7 +51,9 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -74,12 +81,16 @@ REQUEST_BYTES: Final = 32 << 20
 REQUEST_MAX: Final = 1024
 #: While a pool is low, a commit asks for this many grants more than it spends. The worker makes them between two puts.
 TOP_UP: Final = 4
-#: A put waits so long for room at most, seconds. Holders that are asked for idle grants answer within 0.1 s.
+#: The first in a line gives up after so many seconds and requests. Holders that are asked for idle grants answer within
+#: 0.1 s. On a busy machine the time may be over after one request.
 ROOM_WAIT_S: Final = 0.5
+ROOM_ASKS: Final = 10
 #: After a wait in vain none waits again for so long, seconds.
 ROOM_AGAIN_S: Final = 1.0
 #: Pause between two requests of a put that waits: the first, and the longest; seconds.
 ROOM_PAUSE_S: Final = (0.001, 0.02)
+#: A place in a line ends so long after the wait for which it was taken, seconds: an exchange may be on its way.
+PLACE_MORE_S: Final = 1.0
 #: Value lengths that a pool remembers the stocks of.
 LENGTHS_MAX: Final = 1024
 
@@ -98,7 +109,7 @@ def request_count(chunk: int, needed: int) -> int:
 
 
 def refill_count(have: int, spent: int, left: int, target: int) -> int:
-    """Return how many grants a commit asks for.
+    """Return how many grants a commit asks for, if nobody waits in the pool's line.
 
     The commit spends ``spent`` grants, the pool has ``have`` of ``target``, and ``left`` puts follow in this call. What
     earlier commits asked for and no answer has brought yet is not counted. While the pool has half of what it should
@@ -112,10 +123,84 @@ def refill_count(have: int, spent: int, left: int, target: int) -> int:
     return spent + min(max(TOP_UP, spent), most - have)
 
 
+class Line:
+    """Threads that wait for their turn, in the order in which they came.
+
+    A signal's exception may strike anywhere, in :meth:`leave` too, and its thread then leaves a place behind that
+    nobody gives up. So a place ends by itself, :data:`PLACE_MORE_S` after what its thread wanted to wait.
+    """
+
+    __slots__ = ("_lock", "_places")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: For each thread a lock, locked until it is the first, and when its place ends, monotonic seconds. The first
+        #: place is the one whose turn it is.
+        self._places: deque[tuple[threading.Lock, float]] = deque()
+
+    def __bool__(self) -> bool:
+        """Return True if somebody is in the line."""
+        if self._places:
+            with self._lock:
+                self._end_places()
+        return bool(self._places)
+
+    def wait(self, place: threading.Lock, seconds: float) -> bool:
+        """Stand at the end of the line with a new lock as the place. Return whether its turn comes within ``seconds``.
+
+        Call :meth:`leave` in any case, after an exception too.
+        """
+        until = time.monotonic() + max(0.0, seconds)
+        with self._lock:
+            self._end_places()
+            if self._places:
+                place.acquire()
+            self._places.append((place, until + PLACE_MORE_S))
+        while True:
+            first = self._places[0][1] if self._places else 0.0  # another thread may end it in between
+            now = time.monotonic()
+            if place.acquire(timeout=max(0.0, min(until, first) - now)):
+                return True
+            if now >= until:
+                return False
+            with self._lock:
+                self._end_places()
+                if self._places and self._places[0][0] is place:  # whoever was before it has called nobody
+                    place.acquire(blocking=False)
+                    return True
+
+    def leave(self, place: threading.Lock) -> None:
+        """Leave the line, from whatever place in it. The next one's turn begins if it was this one's. O(line)."""
+        with self._lock:
+            for at, (each, _) in enumerate(self._places):
+                if each is place:
+                    del self._places[at]
+                    if not at:
+                        self._call_first()
+                    break
+
+    def _end_places(self) -> None:
+        """Remove the first places while they have ended. Under the lock."""
+        now = time.monotonic()
+        ended = False
+        while self._places and self._places[0][1] < now:
+            self._places.popleft()
+            ended = True
+        if ended:
+            self._call_first()
+
+    def _call_first(self) -> None:
+        """Let the first one's turn begin."""
+        if self._places and self._places[0][0].locked():
+            self._places[0][0].release()
+
+
 class GrantPool(Generic[G]):
     """The unused grants of one holder. Any thread may call it; no method waits."""
 
-    __slots__ = ("_handled", "_large", "by_length", "bytes_max", "no_wait_until", "recalled", "stocks", "within")
+    __slots__ = (
+        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "stocks", "within",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         #: By chunk bytes. A stock is never replaced, see above.
@@ -126,6 +211,8 @@ class GrantPool(Generic[G]):
         self.bytes_max = 0
         #: Begin and end of the offsets that a grant may cover.
         self.within = (0, 1 << 63)
+        #: Threads that wait for room.
+        self.line = Line()
         #: No put waits for room before then, monotonic seconds.
         self.no_wait_until = 0.0
         #: Sum of all recalls, bytes; only grows.
@@ -278,23 +365,26 @@ class GrantHolder(Protocol[G]):
 
 def obtain(
     holder: GrantHolder[G], length: int, count: int = 1, *, retry: int = 1, room: RoomWait | None = None,
-    wait_s: float = ROOM_WAIT_S,
+    wait_s: float = math.inf,
 ) -> G | None:  # fmt: skip
     """Ask for ``count`` grants and take one; None if the grantor has no room.
 
-    If none comes, all pooled grants are returned, and ``retry`` grants are asked for. Then one is asked for again and
-    again for ``wait_s`` seconds, ROOM_WAIT_S and what ``room`` has left at most. Three exchanges at most without a
-    wait. The caller holds no uncommitted grant. Raises TransportError.
+    If none comes, all pooled grants are returned, and ``retry`` grants are asked for. With ``room``, the caller then
+    stands in the pool's line for ``wait_s`` seconds, half of what its call has left, and what ``room`` has left at
+    most. If others wait already it does so at once. Three exchanges at most without a wait. The caller holds no
+    uncommitted grant. Raises TransportError.
     """
-    holder.ask([(length, count)])
     pool = holder.pool
-    grant = pool.take(length)
-    if grant is None and return_idle(holder):
-        holder.ask([(length, retry)])
+    grant: G | None = None
+    if room is None or not pool.line:
+        holder.ask([(length, count)])
         grant = pool.take(length)
+        if grant is None and return_idle(holder):
+            holder.ask([(length, retry)])
+            grant = pool.take(length)
     if grant is None and room is not None:
         began = time.monotonic()
-        wait_s = min(wait_s, room.left_s, ROOM_WAIT_S, allowed(math.inf) / 2)
+        wait_s = min(wait_s, room.left_s, allowed(math.inf) / 2)
         if wait_s > 0.0 and began >= pool.no_wait_until:
             try:
                 with at_most(ALLOWANCE.seconds):
@@ -307,20 +397,37 @@ def obtain(
 
 
 def _wait_for_room(holder: GrantHolder[G], length: int, until: float) -> G | None:
-    """Ask for one grant until it comes, or until the time is up."""
+    """Stand in the line, and ask for one grant until it comes, or until the time is up."""
+    pool = holder.pool
+    place = threading.Lock()
+    try:
+        if not pool.line.wait(place, until - time.monotonic()):
+            return None
+        return _ask_again(holder, length, until)
+    finally:
+        pool.line.leave(place)
+
+
+def _ask_again(holder: GrantHolder[G], length: int, until: float) -> G | None:
+    """Do :func:`_wait_for_room` as the first in the line."""
     pool = holder.pool
     pause, longest = ROOM_PAUSE_S
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(min(pause, left))
+    asks = 0
+    began = time.monotonic()
+    while (now := time.monotonic()) < until and now >= pool.no_wait_until:
+        if asks >= ROOM_ASKS and now - began >= ROOM_WAIT_S:
+            pool.no_wait_until = now + ROOM_AGAIN_S
+            break
+        time.sleep(min(pause, until - now))
         pause = min(2 * pause, longest)
         grant = pool.take(length)  # other threads release some, and their answers bring some
         if grant is None:
             holder.ask([(length, 1)])
+            asks += 1
             grant = pool.take(length)
         if grant is not None:
             return grant
         return_idle(holder)
-    pool.no_wait_until = time.monotonic() + ROOM_AGAIN_S
     return None
 
 

@@ -24,28 +24,47 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
 from ..arena.reader import ArenaReader
 from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import TransportError, UnfinishedCopy
-from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, DeviceCopy, Span, address_of, host_view, on_device
+from ..host.buffers import (
+    HOST_TYPES,
+    RELEASE_BYTES,
+    Copier,
+    DeviceCopy,
+    Pieces,
+    Span,
+    address_of,
+    host_view,
+    memmove,
+    on_device,
+)
+from ..host.parts import checksum, gather
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status
+from .answer_wait import AnswerWait
 from .commit_ring import SLOTS
 from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, target_count
 from .session import ANNOUNCE_BYTES, WorkerSession
+from .steps import Steps, finish
 
-#: Keys and bytes of one commit frame in a batch: few, so that the worker commits one while the next is copied.
+#: Keys and bytes of one commit frame in a batch: few, so that the worker commits one while the next is copied. More in
+#: a batch for several workers, where each commits its own while those of the others are copied.
 COMMIT_KEYS: Final = 16
+COMMIT_KEYS_TOGETHER: Final = 64
 COMMIT_BYTES: Final = 16 << 20
 #: A batch wakes the worker when no more than this is left to copy. What was copied before is committed by then.
 LAST_BYTES: Final = 4 << 20
 #: A sleeping worker is woken so many bytes before the end of a copy.
 WAKE_BYTES: Final = 1 << 20
+#: A value to copy: its grant, memory, length and position in the batch.
+_Planned = tuple[GrantTuple, memoryview | Span, int, int]
+_PLAIN: Final = frozenset((memoryview, Span))
 #: Values that a batch copies out of GPU memory before it waits for the device.
 DEVICE_KEYS: Final = 64
 
@@ -61,7 +80,7 @@ class ShmPut:
 
     def put_one(self, session: WorkerSession, digest: bytes, source: memoryview | Span) -> int:
         """Put one value and return its Status. Raises TransportError when the session breaks."""
-        length = len(source)
+        length = source.size if type(source) is Span else len(source)
         if length >= ANNOUNCE_BYTES:
             return self._put_large(session, digest, source, length)
         known = session.pool.by_length.get(length)
@@ -72,7 +91,7 @@ class ShmPut:
             return self._put_asking(session, digest, source, length)
         crc, flags = self._fill(session, grant, source, length)
         have = len(pool)
-        count = 1 if keep <= 2 * have < 2 * keep else refill_count(have, 1, 0, keep)
+        count = 1 if keep <= 2 * have < 2 * keep else _refill(session, have, 1, 0, keep)
         return session.commit_one(digest, grant[0], length, crc, flags, length, count)
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -83,7 +102,7 @@ class ShmPut:
             if grant is None:
                 return Status.NO_SPACE
             crc, flags = self._fill(session, grant, source, length)
-            count = refill_count(len(pool), 1, 0, keep)
+            count = _refill(session, len(pool), 1, 0, keep)
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
 
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -100,7 +119,10 @@ class ShmPut:
             return Status.NO_SPACE
         crc, flags = self._fill(session, grant, source, length)
         have = len(pool)
-        want = refill_count(have, 1, 0, keep) if keep else 1 if count > 1 and have < 2 else 0
+        if keep:
+            want = _refill(session, have, 1, 0, keep)
+        else:
+            want = int(count > 1 and have < 2 and not session.pool.line)
         status = session.commit_one(digest, grant[0], length, crc, flags, length, want)
         session.clear_announcement()
         return status
@@ -113,6 +135,16 @@ class ShmPut:
 
         Copying goes on while the worker commits what came before. ``room``: of a call that puts to other workers too.
         """
+        finish(self.put_steps(session, digests, sources, positions, statuses, room))
+
+    def put_steps(
+        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
+        positions: Sequence[int], statuses: list[int], room: RoomWait | None = None, *, together: bool = False,
+    ) -> Steps[None]:  # fmt: skip
+        """Do :meth:`put_many` in steps. ``together``: the call puts to other workers at the same time.
+
+        The worker is then woken by its commits alone, and commits while values for the others are copied.
+        """
         if not positions:
             return
         room = room or RoomWait(session.deadline_s / 2)
@@ -124,8 +156,16 @@ class ShmPut:
         length = len(sources[positions[0]])
         asked = self._ask_ahead(session, length, left)
         topped = False  # the grants for the next batch's first values are asked for
-        if asked is not None or left * length <= LAST_BYTES:
+        if together:
+            if asked is not None:
+                session.kick()
+        elif asked is not None or left * length <= LAST_BYTES:
             session.wake()
+        #: Values that have grants and are to be copied together, by several threads.
+        planned: list[_Planned] = []
+        planned_bytes = 0
+        spread = self._copier.threads > 1 and not self._checksum and length >= RELEASE_BYTES
+        most = COMMIT_KEYS_TOGETHER if together or spread else COMMIT_KEYS
         pending = 0  # bytes copied and not yet committed
         #: Copied, not yet committed; and the positions of their statuses.
         entries: list[tuple[bytes, int, int, int, int, int]] = []
@@ -144,22 +184,37 @@ class ShmPut:
                 try:
                     grant = pool.pop()
                 except IndexError:
+                    if planned:
+                        self._fill_planned(session, digests, planned, entries, mine, -1)
+                        planned_bytes = 0
                     if entries:
                         in_flight.append((_commit(session, entries, left, False), mine))
                         entries, mine, pending = [], [], 0
                     if asked is not None:
+                        if together:
+                            yield AnswerWait(session, asked[0])
                         awaited, asked = asked, None
                         _gather(session, awaited)
                     grant = session.pool.take(length)
                     if grant is None:
+                        if together and in_flight:
+                            session.kick()
+                            yield AnswerWait(session, in_flight[-1][0])
                         collect(session, in_flight, statuses)
                         in_flight = []
-                        grant = _obtain(session, length, left, room)
+                        if together and (asked := self._ask_ahead(session, length, left)) is not None:
+                            session.kick()
+                            yield AnswerWait(session, asked[0])
+                            awaited, asked = asked, None
+                            _gather(session, awaited)
+                            grant = session.pool.take(length)
+                        if grant is None:
+                            grant = _obtain(session, length, left, room)
                 left -= 1
                 if grant is None:
                     statuses[position] = Status.NO_SPACE
                     continue
-                full = len(entries) >= COMMIT_KEYS - 1
+                full = len(entries) + len(planned) >= most - 1
                 after = 0
                 if length >= ANNOUNCE_BYTES:
                     pending += length
@@ -172,16 +227,41 @@ class ShmPut:
                         asked = self._ask_ahead(session, length, left)
                 elif after > LAST_BYTES and len(in_flight) < SLOTS - 2:
                     wake = -1
-                crc, flags = fill(session, grant, source, length, wake)
-                entries.append((digests[position], grant[0], length, crc, flags, 0))
-                mine.append(position)
+                if spread and length >= RELEASE_BYTES and type(source) in _PLAIN:
+                    planned.append((grant, source, length, position))
+                    planned_bytes += length
+                    if full or not left or not pool or planned_bytes >= COMMIT_BYTES:
+                        self._fill_planned(session, digests, planned, entries, mine, -1 if together else wake)
+                        planned_bytes = 0
+                else:
+                    if planned:  # of a duplicate key the later value is committed later
+                        self._fill_planned(session, digests, planned, entries, mine, -1)
+                        planned_bytes = 0
+                    crc, flags = fill(session, grant, source, length, -1 if together else wake)
+                    entries.append((digests[position], grant[0], length, crc, flags, 0))
+                    mine.append(position)
                 if left and full:
+                    if together and len(in_flight) >= SLOTS:
+                        yield AnswerWait(session, in_flight[-SLOTS][0])
                     top = after <= LAST_BYTES and not topped
                     in_flight.append((_commit(session, entries, left, top), mine))
                     topped = topped or top
                     entries, mine, pending = [], [], 0
+                    if together:
+                        session.kick()
+            if planned:
+                self._fill_planned(session, digests, planned, entries, mine, -1)
+            if together:
+                if entries:
+                    in_flight.append((_commit(session, entries, 0, not topped), mine))
+                    entries = []
+                if in_flight:
+                    session.kick()
+                    yield AnswerWait(session, in_flight[-1][0], last=True)
         finally:
             # Also when interrupted: what is copied is complete, and grants in answers that are not read would be lost.
+            for plan in planned:
+                session.pool.release(plan[0])
             if entries:
                 in_flight.append((_commit(session, entries, 0, not topped), mine))
             if asked is not None:
@@ -205,16 +285,19 @@ class ShmPut:
             reader = session.reader
             start = grant[1] - reader.data_offset
             if type(source) is Span:
-                self._copy(session, reader.data_address + start, source.address, length, after)
+                if length < RELEASE_BYTES:  # the commit follows within a microsecond, and wakes the worker
+                    memmove(reader.data_address + start, source.address, length)
+                else:
+                    self._copy(session, reader.data_address + start, source.address, length, after)
             elif length < RELEASE_BYTES:
                 try:
                     reader.data[start : start + length] = source  # type: ignore[assignment]
-                except TypeError:  # a device buffer: host memory does not pay for a test
-                    source.copy_to_mapping(reader, start, length)  # type: ignore[union-attr]
+                except TypeError:  # pieces or a device buffer: plain memory does not pay for a test
+                    self._fill_apart(session, source, start, length, after)
             elif type(source) is memoryview:
                 self._copy(session, reader.data_address + start, address_of(source), length, after)
             else:
-                source.copy_to_mapping(reader, start, length)  # type: ignore[attr-defined]
+                self._fill_apart(session, source, start, length, after)
             if self._checksum:
                 return _checksum_of(source, reader, start), ENTRY_CRC
             return 0, 0
@@ -226,6 +309,64 @@ class ShmPut:
             raise
         finally:
             copying.pop()
+
+    def _fill_planned(
+        self, session: WorkerSession, digests: Sequence[bytes], planned: list[_Planned],
+        entries: list[tuple[bytes, int, int, int, int, int]], mine: list[int], after: int,
+    ) -> None:  # fmt: skip
+        """Copy values into their chunks by several threads, and add them to what is to be committed.
+
+        A failure returns all their grants to the pool; no copy runs any more then. ``after`` as in _fill().
+        """
+        group = planned.copy()
+        session.begin_copy()
+        try:
+            planned.clear()
+            reader = session.reader
+            base = reader.data_address - reader.data_offset
+            copies = [
+                (base + grant[1], source.address if isinstance(source, Span) else address_of(source), length)
+                for grant, source, length, _ in group
+            ]
+            tail = len(copies)
+            if after >= 0:  # the worker is woken before the last of them
+                size = 0
+                while tail and size < WAKE_BYTES * self._copier.threads:
+                    tail -= 1
+                    size += copies[tail][2]
+                if tail:
+                    session.announce_commit(sum(length for _, _, length in copies[:tail]))
+                    self._copier.copy_all(copies[:tail], reader.node)
+                session.wake(size + after)
+            self._copier.copy_all(copies[:tail] if after < 0 else copies[tail:], reader.node)
+        except BaseException:
+            for grant, _, _, _ in group:
+                session.pool.release(grant)
+            raise
+        finally:
+            session.end_copy()
+        for grant, _, length, position in group:
+            entries.append((digests[position], grant[0], length, 0, 0, 0))
+            mine.append(position)
+
+    def _fill_apart(self, session: WorkerSession, source: Any, start: int, length: int, after: int) -> None:
+        """Copy a value that is no single piece of host memory to ``start`` in the data. ``after`` as in _fill()."""
+        reader = session.reader
+        if type(source) is not Pieces:
+            source.copy_to_mapping(reader, start, length)
+            return
+        parts = source.parts
+        last = len(parts)
+        rest = 0  # bytes of the parts from ``last`` on, before which the worker is woken
+        while after >= 0 and last and (not rest or rest + len(parts[last - 1]) <= WAKE_BYTES):
+            last -= 1
+            rest += len(parts[last])
+        if last and rest and length <= LAST_BYTES:
+            session.announce_commit(length)
+        gather(parts[:last], reader.data, reader.data_address, start, self._copier, reader)
+        if rest:
+            session.wake(rest + after)
+            gather(parts[last:], reader.data, reader.data_address, start + length - rest, self._copier, reader)
 
     def _put_from_device(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
@@ -304,20 +445,20 @@ class ShmPut:
 
     def _copy(self, session: WorkerSession, target: int, source: int, length: int, after: int) -> None:
         """Copy, and wake the worker when the rest takes about as long as its waking."""
-        copy = self._copier.copy
+        copy, node = self._copier.copy, session.reader.node
         if after < 0:
-            copy(target, source, length)
+            copy(target, source, length, node)
             return
         head = length - WAKE_BYTES
         if head > 0:
             if length <= LAST_BYTES:
                 session.announce_commit(length)
-            copy(target, source, head)
+            copy(target, source, head, node)
             session.wake(WAKE_BYTES + after)
             copy(target + head, source + head, WAKE_BYTES)
         else:
             session.wake(length + after)
-            copy(target, source, length)
+            copy(target, source, length, node)
 
     @staticmethod
     def _ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
@@ -328,6 +469,11 @@ class ShmPut:
             return None
         count = request_count(chunk, lack)
         return session.submit(M.Grant([(length, count)])), count
+
+
+def _refill(session: WorkerSession, have: int, spent: int, left: int, target: int) -> int:
+    """Return how many grants a commit asks for: none while others wait for room, whose turn it is."""
+    return 0 if session.pool.line else refill_count(have, spent, left, target)
 
 
 def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> GrantTuple | None:
@@ -354,9 +500,9 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
         keep = target_count(chunk)
         have = len(session.pool.stock(chunk))
         if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
-            count = max(0, keep - max(0, have - left)) if top else 0
+            count = max(0, keep - max(0, have - left)) if top and not session.pool.line else 0
         else:
-            count = refill_count(have, count, left, keep)
+            count = _refill(session, have, count, left, keep)
         if count:
             wants.append((length, count))
     return session.submit(M.Commit(entries, wants))
@@ -396,4 +542,7 @@ def _checksum_of(source: memoryview | Span, reader: ArenaReader, start: int) -> 
 
     Not of the copy, which others may have overwritten by now, but where the value is in a device's memory.
     """
-    return zlib.crc32(reader.data[start : start + len(source)] if on_device(source) else host_view(source))
+    parts = source.parts if type(source) is Pieces else [source]
+    if any(map(on_device, parts)):
+        return zlib.crc32(reader.data[start : start + len(source)])
+    return checksum(map(host_view, parts))

@@ -25,12 +25,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from .. import shm
 from ..arena.layout import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word
+from ..config.settings import ensure_runtime_dir
 from ..constants import WAYS
-from ..errors import ConfigError, SegmentError, SimmError
+from ..errors import ConfigError, SegmentError, SimmError, UsageError
 from ..host.file_locks import LockFile
 from ..host.memory import shm_free_bytes
 from ..shm import AttachedSegment, data_name, leftovers, remove_leftovers
@@ -136,6 +138,26 @@ def take_name(runtime_dir: str, name: str) -> LockFile:
     return lock
 
 
+def keep_name(lock: LockFile, group: int | None) -> LockFile:
+    """Return the lock of a server's name, locked again if its file was removed. ``group`` may enter its folder.
+
+    Raises SimmError if another server has the name meanwhile.
+    """
+    if lock.held:
+        return lock
+    try:
+        ensure_runtime_dir(Path(lock.path).parent, group)
+        again = LockFile.take(lock.path)
+    except (OSError, SimmError) as exc:
+        log.error("%s is lost and cannot be locked again: %s", lock.path, exc)
+        return lock
+    if again is None:
+        raise SimmError(f"{lock.path} was removed, and another data server of this name has been started")
+    log.warning("%s was lost, and is locked again", again.path)
+    lock.release()
+    return again
+
+
 def _taken(name: str, why: str) -> SimmError:
     return SimmError(
         f"a data server named {name!r} is running on this host already ({why}): "
@@ -183,19 +205,19 @@ def left_by(server: str) -> list[Left]:
     for name in sorted({metadata_of(name) for name in names}):
         with contextlib.suppress(SegmentError):  # removed meanwhile, or refused
             if name in names:
-                found.append(look(name))
+                found.append(inspect(name))
             elif not os.path.lexists(f"{shm.SHM_DIR}/{name}"):  # else it is in use
                 found.append(Left(name, -1, 0, fault="only its data is there"))
     return found
 
 
-def look(name: str) -> Left:
+def inspect(name: str) -> Left:
     """Read an arena's header. It is not mapped, as the file may be shorter. Raises SegmentError without a segment."""
     parts = ArenaName.parse(name)
     with AttachedSegment.open(name) as segment:
         about = os.fstat(segment.fd)
         header = os.pread(segment.fd, HEADER_BYTES, 0)
-    data_size, data_pages, stamp = _look_at_data(name)
+    data_size, data_pages, stamp = _inspect_data(name)
     left = Left(name, parts.number if parts is not None else -1, about.st_size + data_size)
     if len(header) < HEADER_BYTES:
         return left._replace(fault=f"with {len(header)} bytes it is too short for a header")
@@ -219,7 +241,7 @@ def look(name: str) -> Left:
     return left._replace(slots=geometry.slots)
 
 
-def _look_at_data(name: str) -> tuple[int, int, int]:
+def _inspect_data(name: str) -> tuple[int, int, int]:
     """Return the size of an arena's data, the bytes of its pages, and its stamp; zeros if it is not there."""
     try:
         with AttachedSegment.open(data_name(name)) as data:
@@ -231,18 +253,20 @@ def _look_at_data(name: str) -> tuple[int, int, int]:
 
 
 def fit_for_warm(
-    left: Iterable[Left], workers: int, memory: int = 0, slots: int = 0
+    left: Iterable[Left], workers: int, memory: int = 0, slots_for: Callable[[int], int] = lambda size: 0
 ) -> tuple[dict[int, Left], dict[str, str]]:
     """Return the arenas that a warm start takes, by worker number: one for each worker, or none.
 
     Return also, by name, why each other suspended arena is not taken. JOIN says *warm* and an epoch for all workers
     together: a server with one arena that does not fit would get its shards anew, and drop the entries of the others.
-    ``memory`` and ``slots`` are the configured ones, else 0.
+    ``memory`` is the configured one, and ``slots_for`` returns the slots that an arena of so many bytes is to have; 0
+    for any.
     """
     suspended = [each for each in left if each.state == State.SUSPENDED]
     why: dict[str, str] = {}
     found: dict[int, list[Left]] = {}
     for each in sorted(suspended, key=lambda each: -each.epoch):
+        slots = slots_for(each.size)
         table = max(2, -(-slots // WAYS)) * WAYS if slots else each.slots
         if each.fault:
             why[each.name] = each.fault
@@ -251,7 +275,7 @@ def fit_for_warm(
         elif memory and each.size != memory:
             why[each.name] = f"it has {each.size >> 20} MiB, and --memory asks for {memory >> 20}"
         elif table != each.slots:
-            why[each.name] = f"it has {each.slots} slots, and --slots asks for {table}"
+            why[each.name] = f"it has {each.slots} slots, and --slots or --value-size asks for {table}"
         else:
             found.setdefault(each.number, []).append(each)
     fit: dict[int, Left] = {}
@@ -270,6 +294,18 @@ def fit_for_warm(
         why.update((each.name, rest) for each in fit.values())
         fit = {}
     return fit, why
+
+
+def running() -> list[str]:
+    """Return the names of all arenas whose servers run, also other users'. O(entries of /dev/shm)."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(shm.SHM_DIR)):
+            if ArenaName.parse(name) is not None and not name.endswith(_DATA):
+                with contextlib.suppress(SegmentError, UsageError):  # refused, or no file of SiMM
+                    if shm.is_locked(name):
+                        found.append(name)
+    return found
 
 
 def remove_old(names: Collection[str]) -> list[str]:
@@ -340,7 +376,7 @@ def remove_if_left(name: str, wait_s: float = 0.0) -> None:
 
 def state_of(name: str) -> int:
     """Return an arena's STATE word, 0 if it was never one. Raises SegmentError if there is none."""
-    return look(name).state
+    return inspect(name).state
 
 
 def store_closed(name: str) -> None:

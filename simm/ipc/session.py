@@ -38,7 +38,7 @@ from ..wire import messages as M
 from ..wire.fast_commit import committed_one_of, encode_commit_one
 from ..wire.hello import client_hello
 from . import grant_pool
-from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .grant_pool import GrantPool, GrantTuple
 
 log = logging.getLogger("simm.ipc.session")
@@ -53,6 +53,8 @@ _RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
 _SOCKET_POLLS: Final = 150 if _RING_POLLS else 0
 #: Two doorbells within this time, seconds, are a sign that client and worker take turns on one CPU.
 DOORBELLS_APART_S: Final = 1e-3
+#: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
+_PIN_KEYS: Final = 1024
 #: Pins that are released together.
 _UNPIN_BATCH: Final = 16
 
@@ -87,6 +89,8 @@ class WorkerSession:
         self._ring_frames: dict[int, Frame] = {}
         #: A WAKE is in flight: polling the ring is worth it although the worker's flag may still be up.
         self._woken = False
+        #: Id of a KICK whose answer has not been waited for, and the tail that it named; 0 for none.
+        self._kicked = self._kicked_tail = 0
         #: Poll the socket before sleeping.
         self._polls_socket = False
         self._doorbell_at = 0.0
@@ -108,6 +112,7 @@ class WorkerSession:
             with self._data_fd() as data_fd:
                 self.reader = ArenaReader(welcome.segment, cluster=cluster, data_fd=data_fd, trusted=trusted)
             self.reader.namespace = welcome.namespace_id
+            self.counts = self.reader.counts
             self.pool.within = (self.reader.data_offset, self.reader.data_end)
             self.release_retired()
             if ring:
@@ -162,6 +167,7 @@ class WorkerSession:
         finally:
             os.close(fd)
         self.ring = ring
+        self.counts = self.reader.counts = ring.counts
 
     def _on_push(self, msg: Any) -> None:
         if isinstance(msg, M.Recall):
@@ -187,6 +193,14 @@ class WorkerSession:
         self.acquire()
         try:
             return self.checked_locked(msg, self.wait_locked(self.submit_locked(msg), items))
+        finally:
+            self.lock.release()
+
+    def answer(self, msg: Any, ticket: int, items: int = 1) -> Any:
+        """Wait for the answer to ``msg``, which :meth:`submit` has sent; see :meth:`exchange`."""
+        self.acquire()
+        try:
+            return self.checked_locked(msg, self.wait_locked(ticket, items))
         finally:
             self.lock.release()
 
@@ -249,6 +263,55 @@ class WorkerSession:
         finally:
             self.lock.release()
 
+    @contextlib.contextmanager
+    def brief(self) -> Iterator[None]:
+        """Let the worker not poll for this session inside the block, as its batch is one for several workers."""
+        ring = self.ring
+        if ring is None:
+            yield
+            return
+        ring.words[BRIEF] = 1
+        try:
+            yield
+        finally:
+            ring.words[BRIEF] = 0
+
+    def kick(self, *, always: bool = False) -> bool:
+        """Let a worker that sleeps, or with ``always`` any, serve the ring. Does not wait.
+
+        The next wait for the ring takes the answer. Return False if another thread talks to the worker just now.
+        """
+        ring = self.ring
+        if ring is None or not (always or ring.words[SLEEPING]):
+            return True
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self._kicked and ring.words[HEAD] >= self._kicked_tail:
+                self._take_kick()
+            if not self._kicked and not self.channel.broken:  # else it serves what has been posted since, too
+                self._kicked_tail = ring.words[TAIL]
+                self._kicked = self.channel.submit(M.Kick(self._kicked_tail))
+        except TransportError:
+            pass  # the wait for the answer meets it
+        finally:
+            self.lock.release()
+        return True
+
+    def _take_kick(self) -> None:
+        """Wait for the answer to the KICK that was sent without a wait. The lock is held."""
+        number, self._kicked = self._kicked, 0
+        self.channel.result(self.channel.wait(number))
+
+    def has_answer(self, ticket: int) -> bool:
+        """Return whether a wait for this answer ends at once: it has come, or the session is broken."""
+        if self.channel.broken:
+            return True
+        if ticket < 0:
+            return self.channel.has_input(-1 - ticket)
+        ring = self.ring
+        return ring is None or ring.words[HEAD] > ticket
+
     def wait_locked(self, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to a request of ``items`` keys. More keys mean more polls before the doorbell."""
         if ticket < 0:
@@ -263,6 +326,8 @@ class WorkerSession:
         """Wait for at least one more answer, and return the ring's head, checked."""
         words = ring.words
         done = ring.done
+        if self._kicked:
+            self._take_kick()
         if words[HEAD] == done and (self._woken or not words[SLEEPING]):
             self._woken = False
             for _ in range(polls):
@@ -385,31 +450,43 @@ class WorkerSession:
     # -- pins -----------------------------------------------------------------------------------
 
     def pin(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
-        """Pin a value, and return its (status, flags, length, crc, offset, pin id).
+        """Do :meth:`pin_many` for one value."""
+        return self.pin_many([digest])[0]
 
-        The caller has called :meth:`begin_copy`. Raises TransportError.
+    def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[tuple[int, int, int, int, int, int]]:
+        """Pin values, and return for each its (status, flags, length, crc, offset, pin id).
+
+        ``how``: more bits of LOCATE. The caller has called :meth:`begin_copy`. Raises TransportError; some values may
+        then stay pinned until the session ends.
         """
         self.flush_unpins()
-        entry: tuple[int, int, int, int, int, int] = self.exchange(M.Locate(1, [digest])).entries[0]
-        status, _flags, length, _crc, offset, _pin = entry
-        if status == M.Status.OK and not self.reader.data_offset <= offset <= self.reader.data_end - length:
-            self.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
-        return entry
+        entries: list[tuple[int, int, int, int, int, int]] = []
+        start, end = self.reader.data_offset, self.reader.data_end
+        for at in range(0, len(digests), _PIN_KEYS):
+            part = list(digests[at : at + _PIN_KEYS])
+            entries += self.exchange(M.Locate(M.LOCATE_PIN | how, part), len(part)).entries
+        for status, _flags, length, _crc, offset, _pin in entries:
+            if status == M.Status.OK and not start <= offset <= end - length:
+                self.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
+        return entries
 
     def unpin_later(self, pin: int) -> None:
         """Release a pin soon. Safe in finalizers: takes no lock and does no I/O."""
         self.unpins.append(pin)
 
     def flush_unpins(self, *, at_least: int = _UNPIN_BATCH) -> None:
-        """Release queued pins if there are at least so many. Raises TransportError."""
-        if len(self.unpins) < at_least:
-            return
-        pins: list[int] = []
-        with contextlib.suppress(IndexError):
-            while len(pins) < 1000:
-                pins.append(self.unpins.popleft())
-        if pins:
-            self.exchange(M.Unpin(pins))
+        """Release all pins that are queued now, if there are at least so many. Raises TransportError."""
+        if len(self.unpins) >= at_least:
+            self._release_pins(self.unpins)
+
+    def _release_pins(self, queue: deque[int]) -> None:
+        for _ in range(0, len(queue), 1000):
+            pins: list[int] = []
+            with contextlib.suppress(IndexError):
+                while len(pins) < 1000:
+                    pins.append(queue.popleft())
+            if pins:
+                self.exchange(M.Unpin(pins))
 
     # -- maintenance and end -------------------------------------------------------------------------
 
@@ -429,11 +506,16 @@ class WorkerSession:
         return recalled
 
     def release_retired(self) -> None:
-        """Tell the worker which retired sessions no copy and no view uses any longer. Raises TransportError."""
+        """Tell the worker which retired sessions no copy and no view uses any longer. Raises TransportError.
+
+        And which pins of others are released: one long user of a session must not keep what all others had there.
+        """
         if not _RETIRED:
             return
-        segment = self.welcome.segment
-        free = [old for old in list(_RETIRED) if old.segment == segment and not old.copying]
+        mine = [old for old in list(_RETIRED) if old.segment == self.welcome.segment]
+        for old in mine:
+            self._release_pins(old.unpins)
+        free = [old for old in mine if not old.copying]
         if free:
             self.exchange(M.ReleaseSessions([old.session for old in free]))
             for old in free:
@@ -459,10 +541,12 @@ class WorkerSession:
                 self.pool.clear()
                 if got:
                     self.ring = None  # unmapped with its last user: wake() reads it without the lock
+                    # A view may keep the arena, and need not keep the ring as well.
+                    self.counts = self.reader.counts = memoryview(bytearray(self.counts)).cast("Q")
             finally:
                 if got:
                     self.lock.release()
-                _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying))
+                _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))
 
 
 #: By request: its answer, and the fields of both that have an item for each key.
@@ -484,6 +568,8 @@ class RetiredSession(NamedTuple):
     segment: str
     session: int
     copying: list[None]
+    #: Its pins that are to be released.
+    unpins: deque[int]
 
 
 #: The retired sessions of all clients of this process. Appending is atomic, removal is by value.

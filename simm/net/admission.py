@@ -5,9 +5,9 @@ server little:
 
 * Its frames have ``HELLO_BYTES_MAX`` bytes of body at most, and the server decodes HELLO and PING only.
 * It has ``HELLO_S`` seconds.
-* At most ``STRANGERS_MAX`` of them are open, ``STRANGERS_PER_ADDRESS`` from one address, and a quarter as many as there
-  are descriptors for connections. A new one replaces the oldest of its address, or of the address that has most. A
-  client says HELLO at once, so the oldest is one that does not.
+* At most ``STRANGERS_MAX`` of them are open, ``STRANGERS_PER_ADDRESS`` from one address, or of one user at a UNIX
+  socket, and a quarter as many as there are descriptors for connections. A new one replaces the oldest of its address,
+  or of the address that has most. A client says HELLO at once, so the oldest is one that does not.
 * What they cause is logged ``LINES_MAX`` times a level in ``LINES_S`` seconds.
 
 Connections never take the last ``DESCRIPTORS_RESERVED`` descriptors: the pages (``net/http.py``) and files need them.
@@ -21,6 +21,8 @@ import socket
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, TypeVar
+
+from .peer_uid import credentials
 
 HELLO_S: Final = 5.0
 HELLO_BYTES_MAX: Final = 4096
@@ -81,9 +83,9 @@ class Strangers(Generic[_Peer]):
 
 
 def origin_of(sock: socket.socket, address: Any) -> bytes:
-    """Return what counts as one address of a peer: a host of IPv4, a /64 of IPv6, all of a UNIX socket's peers."""
+    """Return what counts as one address of a peer: a host of IPv4, a /64 of IPv6, a user of a UNIX socket."""
     if sock.family == socket.AF_UNIX:
-        return b"unix"
+        return b"uid %d" % credentials(sock)[1]
     host = str(address[0]).partition("%")[0]
     if ":" not in host:
         return socket.inet_aton(host)

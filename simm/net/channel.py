@@ -130,6 +130,8 @@ class Channel:
         self.slept = 0
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
+        #: Of a TLS socket: returns how many bytes are decrypted and not read.
+        self._decrypted: Callable[[], int] = getattr(sock, "pending", int)
         #: When the exchange in progress must end, monotonic seconds; each request sets it.
         self.until = math.inf
         self._bound = math.inf
@@ -297,6 +299,18 @@ class Channel:
         except RemoteProtocolError as exc:
             self.fail(str(exc))
 
+    def has_input(self, number: int) -> bool:
+        """Return whether the reply to request ``number`` has arrived, or anything that has not been read."""
+        return bool(
+            number in self._early or self._conn.pending_bytes or self._poller.poll(0) or self._decrypted()
+        )
+
+    def has_room(self) -> bool:
+        """Return whether the socket takes more to send."""
+        poller = select.poll()
+        poller.register(self.sock, select.POLLOUT)
+        return bool(poller.poll(0))
+
     def _poll(self, polls: int) -> None:
         """Poll for input up to ``polls`` times, so that a fast reply costs no wake-up."""
         poll = self._poller.poll
@@ -374,6 +388,39 @@ class Channel:
         """
         with contextlib.suppress(OSError):
             self.sock.close()
+
+
+class ChannelWait:
+    """The wait for input on a channel that is one caller's alone, or for room to send; for ``ipc/steps.py``.
+
+    ``number``: of the request whose reply is waited for. ``last``: nothing else is left to be done.
+    """
+
+    __slots__ = ("_channel", "_number", "events", "last", "until")
+
+    def __init__(self, channel: Channel, number: int, *, sending: bool = False, last: bool = False) -> None:
+        self._channel = channel
+        self._number = number
+        self.events = select.POLLOUT if sending else select.POLLIN
+        self.last = last
+        self.until = channel.until
+
+    def ready(self) -> bool:
+        """Return True if something has arrived, or there is room."""
+        if self.events == select.POLLIN:
+            return self._channel.has_input(self._number)
+        return self._channel.has_room()
+
+    def descriptor(self) -> int:
+        """Return the socket's descriptor."""
+        return self._channel.fileno()
+
+    def receive(self) -> None:
+        """Leave it to the one who waits."""
+
+    def extend(self, until: float) -> None:
+        """Let the exchange last until then, monotonic seconds."""
+        self._channel.until = max(self._channel.until, until)
 
 
 def check_tls(options: TlsOptions | None) -> None:

@@ -1,4 +1,4 @@
-"""A minimal HTTP server on the event loop, for /metrics, /healthz and a status page.
+"""A minimal HTTP server on the event loop, for /metrics, /healthz, /readyz and a status page.
 
 It answers GET and HEAD, one request per connection, from functions that return at once. Requests are limited to
 ``REQUEST_BYTES_MAX``, connections to ``CONNECTIONS_MAX`` and ``DEADLINE_S``. The server does not read request bodies.
@@ -12,7 +12,8 @@ name. A web page from elsewhere whose name was made to lead here (DNS rebinding)
 
 With TLS the handshake is part of the time that a connection has. Who asks by plain HTTP is told so.
 
-With tokens, every page except /healthz and /leader requires ``Authorization: Bearer TOKEN``. Prometheus can send it.
+With tokens, every page except /healthz, /readyz and /leader requires ``Authorization: Bearer TOKEN``. Prometheus can
+send it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import contextlib
 import ipaddress
 import logging
 import re
-import resource
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..config.tokens import Token
 from ..wire.hello import token_fits
+from . import metrics
 from .channel import reset_on_close
 from .loop import Loop
 
@@ -44,13 +45,12 @@ _READ_BYTES: Final = 16 << 10
 CONNECTIONS_MAX: Final = 64
 DEADLINE_S: Final = 10.0
 #: Pages that need no token. Probes cannot send one, and these pages reveal only that the server is alive.
-OPEN_PAGES: Final = frozenset({"/healthz", "/leader"})
+OPEN_PAGES: Final = frozenset({"/healthz", "/readyz", "/leader"})
 
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:\s]+))(?::\d*)?")
 
 TEXT: Final = "text/plain; charset=utf-8"
 HTML: Final = "text/html; charset=utf-8"
-METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Page(NamedTuple):
@@ -59,6 +59,10 @@ class Page(NamedTuple):
     body: str
     content_type: str = TEXT
     status: int = 200
+
+
+#: What makes a page.
+Route = Callable[[], Page | metrics.Samples]
 
 
 class _Client:
@@ -77,12 +81,11 @@ class Web:
     """A server for ``routes`` (path -> function) on a listening socket, in the loop's thread."""
 
     def __init__(
-        self, loop: Loop, listener: socket.socket, routes: Mapping[str, Callable[[], Page]],
+        self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
         tokens: Sequence[Token] = (), tls: Context | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
-        self.requests = 0
         self._tokens = tokens
         self._tls = tls
         self._listener = listener
@@ -158,7 +161,6 @@ class Web:
             if len(client.incoming) > REQUEST_BYTES_MAX:
                 self._answer(client, Page("request too large\n", TEXT, 431), False)
             return
-        self.requests += 1
         method, page = self._page(bytes(client.incoming[:end]))
         self._answer(client, page, method == "HEAD")
 
@@ -178,7 +180,12 @@ class Web:
         if self._tokens and target not in OPEN_PAGES and not self._allowed(lines[1:]):
             return method, Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
         try:
-            return method, route()
+            found = route()
+            if isinstance(found, metrics.Samples):
+                openmetrics = metrics.wants_openmetrics(_header(lines[1:], "accept"))
+                kind = metrics.OPENMETRICS if openmetrics else metrics.TEXT
+                found = Page(found.text(openmetrics=openmetrics), kind)
+            return method, found
         except Exception:
             log.exception("page %s failed", target)
             return method, Page("internal error\n", TEXT, 500)
@@ -235,6 +242,12 @@ class Web:
                 self._drop(client, abort=True)
 
 
+def _header(headers: list[str], wanted: str) -> str:
+    """Return the values of a header, separated by commas; "" if there is none."""
+    found = (line.partition(":") for line in headers)
+    return ",".join(value.strip() for name, _, value in found if name.strip().lower() == wanted)
+
+
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
@@ -255,47 +268,3 @@ def _names_this_host(headers: list[str]) -> bool:
             if host not in ("localhost", socket.gethostname().lower()) and not host.endswith(".localhost"):
                 return False
     return True
-
-
-#: (name, type, help, labels, value) of a metric.
-Sample = tuple[str, str, str, Mapping[str, Any], float]
-
-
-def process_samples() -> list[Sample]:
-    """Return Prometheus' usual metrics of this process. Empty if the system does not tell."""
-    import psutil  # 10 ms, for servers whose metrics are read
-
-    process = psutil.Process()
-    try:
-        with process.oneshot():
-            times, memory, began = process.cpu_times(), process.memory_info(), process.create_time()
-            files, threads = process.num_fds(), process.num_threads()
-    except (psutil.Error, OSError):
-        return []
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return [
-        ("process_cpu_seconds_total", "counter", "user and system time", {}, times.user + times.system),
-        ("process_resident_memory_bytes", "gauge", "memory in use, with shared memory", {}, float(memory.rss)),
-        ("process_virtual_memory_bytes", "gauge", "addresses in use", {}, float(memory.vms)),
-        ("process_start_time_seconds", "gauge", "start, seconds since 1970", {}, began),
-        ("process_open_fds", "gauge", "open files", {}, float(files)),
-        ("process_max_fds", "gauge", "open files that are allowed", {}, float(most)),
-        ("process_threads", "gauge", "threads", {}, float(threads)),
-    ]
-
-
-def prometheus(samples: Iterable[tuple[str, str, str, Mapping[str, Any], float]]) -> str:
-    """Return samples (name, type, help, labels, value) as Prometheus text. Samples of one name must be adjacent."""
-    lines: list[str] = []
-    last = ""
-    for name, kind, about, labels, value in samples:
-        if name != last:
-            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-            last = name
-        inner = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())
-        lines.append(f"{name}{{{inner}}} {value}" if inner else f"{name} {value}")
-    return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -8,6 +8,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any, Final
 
+from ..config.parsers import Address
+from ..errors import SimmError
+
 _TCP_NOTSENT_LOWAT: Final = 25
 
 
@@ -71,6 +74,20 @@ def listen_tcp(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
         sock.close()
         raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
     return sock
+
+
+def open_listener(address: Address, flag: str) -> socket.socket:
+    """Listen on an address. Raises SimmError naming the flag that gave it."""
+    try:
+        return listen_tcp(*address)
+    except OSError as exc:
+        raise SimmError(f"{exc.strerror or exc}: free it, or choose another {flag} (port 0 is any free one)") from exc
+
+
+def bound_address(sock: socket.socket) -> Address:
+    """Return the address of a listener, with the port that port 0 became."""
+    host, port = sock.getsockname()[:2]
+    return Address(host, port)
 
 
 def listen_unix(path: str, *, group: int | None = None, backlog: int = 1024) -> socket.socket:

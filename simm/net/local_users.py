@@ -11,16 +11,14 @@ drains servers; the worker's socket, which the group may use, takes no such requ
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
 
 from ..host.users import is_certain, trusts
 from ..rpc import Frame
-from ..wire.messages import Status
-from .loop import Peer, Service
-from .peer_uid import UnknownUser, credentials, tcp_uid
+from .peer import Peer, Service
+from .peer_uid import HasClosed, UnknownUser, credentials, tcp_uid
 
 
 class LocalUsers:
@@ -33,12 +31,14 @@ class LocalUsers:
         return f"<LocalUsers {sorted({os.geteuid(), 0, *self.named})}>"
 
     def fault(self, sock: socket.socket) -> str:
-        """Return why a connection is not accepted; empty if it is."""
+        """Return why a connection is not accepted; empty if it is. Raises HasClosed for one whose peer has gone."""
         taken = ", ".join(f"uid {uid}" for uid in sorted({os.geteuid(), 0, *self.named}))
         rule = f"a server without --token-file takes connections of {taken} only"
         remedy = "give both sides a --token-file"
         try:
             uid = credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock)
+        except HasClosed:
+            raise
         except UnknownUser as exc:
             return f"{rule}, and the user of this one cannot be told ({exc}): {remedy}"
         if trusts(uid, self.named):
@@ -49,7 +49,11 @@ class LocalUsers:
 
     def check(self, peer: Peer, on_refused: Callable[[], None] = lambda: None) -> None:
         """Let a new connection be, or have its first request refused and nothing of it decoded."""
-        fault = self.fault(peer.sock)
+        try:
+            fault = self.fault(peer.sock)
+        except HasClosed:
+            peer.service = _Gone()
+            return
         if fault:
             peer.service = _Refusing(fault, on_refused)
 
@@ -63,6 +67,11 @@ class _Refusing(Service):
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         self._on_refused()
-        peer.loop.noise(logging.WARNING, "refusing %s: %s", peer.address, self._text)
-        peer.send_error(frame.request_id, Status.UNAUTHORIZED, self._text)
-        peer.close("unauthorized")
+        peer.refuse(frame.request_id, self._text)
+
+
+class _Gone(Service):
+    """Takes no request of a peer that had closed before it was accepted. A busy server has many, and refuses nobody."""
+
+    def on_frame(self, peer: Peer, frame: Frame) -> None:
+        peer.close("it closed before its user could be told")

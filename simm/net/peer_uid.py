@@ -20,7 +20,7 @@ What could tell the wrong user
 * *A line of /proc/net/tcp is cut.* It counts only if it is whole, and if no other line of the pair says otherwise.
 
 The user is that of the process that made the socket. A forwarder (a proxy of a container engine, ``ssh -L``) has its
-own: whoever may use one of root's counts as root.
+own: a user who may use one of root's counts as root.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class UnknownUser(Exception):
     """The kernel does not tell the user; the text says why."""
 
 
+class HasClosed(UnknownUser):
+    """No process has the other end any more."""
+
+    def __init__(self) -> None:
+        super().__init__("it has closed")
+
+
 class NotHere(UnknownUser):
     """No socket of this network namespace is the other end, although the connection stands."""
 
@@ -105,10 +112,12 @@ def tcp_uid(sock: socket.socket) -> int:
         here, there = _end(sock, sock.getsockname()), _end(sock, sock.getpeername())
         uid = _uid_of(sock, here, there)
         if not _stands(sock):
-            raise UnknownUser("it has closed")
+            raise HasClosed
         return uid
     except OSError as exc:
-        raise UnknownUser("it has closed" if exc.errno == errno.ENOTCONN else exc.strerror or str(exc)) from exc
+        if exc.errno == errno.ENOTCONN:
+            raise HasClosed from exc
+        raise UnknownUser(exc.strerror or str(exc)) from exc
 
 
 def foreign_server(sock: socket.socket, trusted: Container[int]) -> str:
@@ -213,7 +222,7 @@ def uid_in_answer(answer: bytes, number: int, one: End, other: End) -> int | Non
     size = 4 if family == socket.AF_INET else 16
     found = (_plain(source[:size]), _plain(target[:size]))
     if state not in _PEER_STATES or not inode or ports != _PORTS.pack(one[1], other[1]) or found != (one[0], other[0]):
-        raise UnknownUser("it has closed")
+        raise HasClosed
     return int(uid)
 
 

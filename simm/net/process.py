@@ -11,11 +11,13 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from ..config.logs import reopen_logs
 from ..errors import ConfigError
-from .loop import Loop, Peer
+from .loop import Loop
+from .peer import Peer
 
 #: A server with fewer descriptors has no room for clients.
 FILES_MIN: Final = 64
@@ -48,12 +50,23 @@ def set_oom_score_adj(value: int) -> None:
         file.write(str(max(OOM_NEVER, min(-OOM_NEVER, value))))
 
 
-def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
-    """Stop the loop at SIGTERM, and with ``interrupt`` at SIGINT and SIGHUP.
+def has_terminal() -> bool:
+    """Return True if this process has a controlling terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
-    Otherwise ignore these two: a terminal sends them to the parent as well, which handles them. With ``nohup`` a SIGHUP
+
+def stop_on_signals(loop: Loop, *, interrupt: bool = False, reload: Callable[[], object] = reopen_logs) -> None:
+    """Stop the loop at SIGTERM, and with ``interrupt`` at SIGINT. Call ``reload`` from the loop at SIGHUP.
+
+    Without ``interrupt`` ignore SIGINT: a terminal sends it to the parent as well, which handles it. A terminal that
+    closes sends SIGHUP: then a process with ``interrupt`` stops, if it had one at its start. With ``nohup`` SIGHUP
     stays ignored.
     """
+    had_terminal = interrupt and has_terminal()
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
     wake_write.setblocking(False)
@@ -62,11 +75,18 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False) -> None:
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, (lambda *_: loop.stop()) if interrupt else signal.SIG_IGN)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, (lambda *_: loop.stop()) if interrupt else signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, lambda *_: None)  # its number comes through the socket pair
 
     def woken(_mask: int) -> None:
+        numbers = b""
         with contextlib.suppress(BlockingIOError):
-            wake_read.recv(64)
+            numbers = wake_read.recv(64)
+        if signal.SIGHUP not in numbers:
+            return
+        if had_terminal and not has_terminal():
+            loop.stop()
+        else:
+            reload()
 
     loop.watch(wake_read, woken)
 
@@ -154,7 +174,7 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Return how it has ended, for a sentence about its death; empty if nobody knows."""
+        """Return how it has ended, for a sentence about its death; empty if that is unknown."""
         if self.code is None:
             return ""
         if self.code >= 0:

@@ -82,6 +82,7 @@ class Context:
         self._look_at = clock() + LOOK_S
         self._stamp = _stamp(options)
         self._context = make(options)
+        self._ends = _ends(options)
 
     def get(self) -> ssl.SSLContext:
         """Return the newest context. Looks at the files once a second at most; keeps the old one if they are bad."""
@@ -96,8 +97,14 @@ class Context:
                 except ConfigError as exc:
                     log.warning("%s: what was read before stays in use", exc)
                 else:
+                    self._ends = _ends(self.options)
                     log.info("read %s again", ", ".join(self.options.files))
         return self._context
+
+    def ends(self) -> float | None:
+        """Return when the newest certificate ends, seconds since 1970; None without one, or one of an odd form."""
+        self.get()
+        return self._ends
 
 
 def _stamp(options: TlsOptions) -> tuple[object, ...]:
@@ -111,6 +118,20 @@ def _stamp(options: TlsOptions) -> tuple[object, ...]:
         else:
             found.append((about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
     return tuple(found)
+
+
+def _ends(options: TlsOptions) -> float | None:
+    if not options.cert:
+        return None
+    from pathlib import Path
+
+    from ..config.certificates import validity
+
+    try:
+        return validity(Path(options.cert).read_text("latin-1"))[1]
+    except (OSError, ValueError) as exc:  # OpenSSL has read it
+        log.warning("%s: its end cannot be told: %s", options.cert, exc)
+        return None
 
 
 def for_ports(options: TlsOptions) -> ssl.SSLContext:

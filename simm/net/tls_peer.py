@@ -17,7 +17,8 @@ from ..config.parsers import TlsOptions
 from ..errors import CorruptionError
 from ..rpc import reply
 from ..wire import messages as M
-from .loop import Loop, Peer, PeerMaker, Service
+from .loop import Loop, PeerMaker
+from .peer import Peer, Service
 
 if TYPE_CHECKING:
     from .tls import Context, Handshake, LoopSocket
@@ -42,6 +43,10 @@ class ServerTls:
         #: What its movers need.
         self.movers = TlsOptions(options.ca, name=options.name)
         self.manager = for_loops(self.movers) if options.ca else None
+
+    def certificate_ends(self) -> float | None:
+        """Return when the certificate ends that new connections are shown, seconds since 1970; None if it is odd."""
+        return self.ports.ends()
 
 
 def server_tls(options: TlsOptions | None) -> ServerTls | None:
@@ -173,7 +178,7 @@ class TlsPeer(Peer):
             return
         self._handshake = None
         self._tls.new_turn()
-        self.loop._update(self)
+        self.loop.update(self)
         early, self._early = self._early, []
         for data in early:
             super().send(data)

@@ -89,7 +89,7 @@ class VerbsRegion:
                 raise FabricError(
                     f"{what}: out of lockable memory, or of the device's regions; the limit is "
                     f"{'unlimited' if limit is None else f'{limit} bytes'}: raise it (ulimit -l unlimited; in a "
-                    "systemd unit LimitMEMLOCK=infinity; in a container the capability IPC_LOCK)",
+                    "systemd unit LimitMEMLOCK=infinity; in a container that runs as root the capability IPC_LOCK)",
                     error.status,
                 ) from error
             hint = _HINTS.get(error.status, "")

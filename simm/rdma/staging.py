@@ -116,21 +116,33 @@ class StagingPool:
         The caller holds none. Raises TransportError when the time is up.
         """
         with self._changed:
-            while True:
-                while len(self._free) < wanted and self._made < self._limit:
-                    count = min(_STEP_BLOCKS, self._limit - self._made)
-                    memory = StagingMemory(count * BLOCK_BYTES)
-                    self._memory.append(memory)
-                    self._free += [StagingBuffer(memory, at * BLOCK_BYTES, BLOCK_BYTES) for at in range(count)]
-                    self._made += count
-                if self._free:
-                    taken = self._free[-wanted:]
-                    del self._free[-wanted:]
-                    return taken
+            while not (taken := self._take_locked(wanted)):
                 left = until - time.monotonic()
                 if left <= 0:
                     raise TransportError("deadline passed while waiting for a staging buffer")
                 self._changed.wait(left)
+        return taken
+
+    def take_free(self, wanted: int) -> list[StagingBuffer]:
+        """Do :meth:`take` without a wait: return no block if there is none. Raises TransportError."""
+        with self._changed:
+            return self._take_locked(wanted)
+
+    def _take_locked(self, wanted: int) -> list[StagingBuffer]:
+        while len(self._free) < wanted and self._made < self._limit:
+            count = min(_STEP_BLOCKS, self._limit - self._made)
+            memory = StagingMemory(count * BLOCK_BYTES)
+            self._memory.append(memory)
+            self._free += [StagingBuffer(memory, at * BLOCK_BYTES, BLOCK_BYTES) for at in range(count)]
+            self._made += count
+        taken = self._free[-wanted:]
+        del self._free[-wanted:]
+        return taken
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether :meth:`take` waits for nobody just now."""
+        return bool(self._free) or self._made < self._limit
 
     def release(self, blocks: Sequence[StagingBuffer]) -> None:
         """Take blocks back. Nothing is in flight in them."""

@@ -36,7 +36,7 @@ _STATUSES: Final = (
     ("LOC_QP_OP_ERR", "this end's device refused an operation: a bug, or an invalidated key"),
     ("LOC_EEC_OP_ERR", "this end's device failed"),
     ("LOC_PROT_ERR", "an operation names local memory that is not, or no longer, registered"),
-    ("WR_FLUSH_ERR", "it was under way, or posted, when the queue pair broke"),
+    ("WR_FLUSH_ERR", "it was in flight, or posted, when the queue pair broke"),
     ("MW_BIND_ERR", "a memory window could not be bound"),
     ("BAD_RESP_ERR", "the peer's device answered nonsense"),
     ("LOC_ACCESS_ERR", "the peer used this end's memory in a way that it has no right to"),

@@ -1,4 +1,4 @@
-"""What operations take and return: values and buffers as memory, batches of reads, results, views, patience.
+"""What operations take and return: values and buffers as memory, batches of reads, results, views, awaitable forms.
 
 The type of an object tells at once whether it is host memory. Only an object without bytes that the CPU can address is
 then tried as a tensor or array in a GPU's memory, which loads the modules of ``gpu/``.
@@ -9,23 +9,49 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import time
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork_copies
-from ..host.buffers import DeviceBuffer, OnDevice, Span, address_of, tensor_span, view_of
-from ..net.allowance import ALLOWANCE
+from ..host.buffers import DeviceBuffer, OnDevice, Ranges, Span, address_of, tensor_span, view_of
 
 if TYPE_CHECKING:
     from ..arena.reader import ArenaReader
     from ..ipc.grant_pool import RoomWait
+    from ..ipc.patience import Patience
     from ..ipc.session import WorkerSession
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_ThreadedT = TypeVar("_ThreadedT", bound="Threaded")
+
 _device_span: Callable[[Any], DeviceBuffer] | None = None
+
+
+class Threaded(Protocol):
+    """What has methods with an awaitable form."""
+
+    async def in_thread(self, call: Callable[[], _T]) -> _T:
+        """Run a call in a thread. A cancellation is delivered when it has ended and no longer uses its buffers."""
+
+
+def awaitable(
+    method: Callable[Concatenate[_ThreadedT, _P], _T],
+) -> Callable[Concatenate[_ThreadedT, _P], Coroutine[Any, Any, _T]]:
+    """Return the awaitable form of a method, which runs in a thread (:meth:`Threaded.in_thread`)."""
+    name = method.__name__
+
+    async def run(threaded: _ThreadedT, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
+        answer: _T = await threaded.in_thread(functools.partial(getattr(threaded, name), *arguments, **named))
+        return answer
+
+    functools.update_wrapper(run, method)
+    run.__name__, run.__doc__ = f"{name}_async", f":meth:`{name}`, awaitable."
+    return run
 
 
 def device_buffer(thing: Any) -> DeviceBuffer:
@@ -41,8 +67,9 @@ def device_buffer(thing: Any) -> DeviceBuffer:
     return _device_span(thing)
 
 
-def source_of(value: Any) -> memoryview | Span:
-    """Return a value in the form that put takes. Raises UsageError for a wrong type or size."""
+def source_of(value: Any, what: str = "a value") -> memoryview | Span:
+    """Return a value, or ``what`` it is to be called, in the form that put takes. Raises UsageError for a wrong type or
+    size."""
     kind = type(value)
     source: memoryview | Span
     if kind is bytes or kind is bytearray:
@@ -53,7 +80,7 @@ def source_of(value: Any) -> memoryview | Span:
         except OnDevice:
             source = device_buffer(value)
     if not 0 < len(source) <= VALUE_BYTES_MAX:
-        raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
+        raise UsageError(f"{what} has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
     return source
 
 
@@ -147,89 +174,6 @@ def is_hit(got: Any) -> bool:
     return type(got) is bytes or got > 0
 
 
-class Server(Protocol):
-    """A server as :class:`Patience` sees it: a ``Target``."""
-
-    @property
-    def path(self) -> str:
-        """The path in use, or ``down``."""
-
-    @property
-    def fresh(self) -> bool:
-        """Whether :meth:`ready` waits for the first connection."""
-
-    def ready(self) -> bool:
-        """Wait for that, and return whether there is a path."""
-
-
-class Patience:
-    """How long a call waits for servers that do not answer: a deadline, however many it touches. A context manager.
-
-    The time that is lost with servers that fail, with first connections and with waits for room is taken off the
-    deadline. The exchanges with each further server get what is left. That must be half a deadline at least, as a
-    healthy server that is given no time counts as failed: with less, the call turns to no other one. Transfers with
-    servers that answer are not counted, as a batch may have any size.
-
-    ``began``: when the call began, monotonic seconds. All its time counts then, as is right for one key, and for
-    another attempt after WRONG_OWNER, whose server gets a quarter of a deadline at least.
-    """
-
-    __slots__ = ("_deadline_s", "_least_s", "_left_s", "_outer", "_since", "_spent_before", "_target", "_until")
-
-    def __init__(self, deadline_s: float, began: float | None = None) -> None:
-        #: Of the call that this one is a part of, if any.
-        self._outer = ALLOWANCE.seconds, ALLOWANCE.until
-        self._deadline_s = self._left_s = min(deadline_s, max(0.0, ALLOWANCE.seconds))
-        self._least_s = self._deadline_s / 2
-        self._until = ALLOWANCE.until
-        self._spent_before = ALLOWANCE.spent
-        self._target: Server | None = None
-        self._since = 0.0
-        if began is not None:
-            self.count_all(began)
-
-    def __enter__(self) -> Patience:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        ALLOWANCE.seconds, ALLOWANCE.until = self._outer
-
-    def count_all(self, began: float) -> None:
-        """Let the call end within a deadline from ``began``, whatever it does until then."""
-        self._least_s = self._deadline_s / 4
-        self._until = min(self._until, began + self._deadline_s)
-
-    @property
-    def last_turn(self) -> float:
-        """When the call may turn to a server for the last time, monotonic seconds. After :meth:`count_all`."""
-        return self._until - self._least_s
-
-    def has_time_for(self, target: Server) -> bool:
-        """Return whether the call may wait for this server, which it turns to now. Account for the one before."""
-        now = time.monotonic()
-        before = self._target
-        if before is not None and before.path == "down":
-            self._left_s -= now - self._since
-        self._target, self._since = target, now
-        if not self._allow(now):
-            return False
-        if target.fresh:
-            target.ready()
-            self._since = time.monotonic()
-            self._left_s -= self._since - now
-            return self._allow(self._since)
-        return True
-
-    def _allow(self, now: float) -> bool:
-        """Give the next exchanges what is left. Return False if that is not enough; sessions then begin none."""
-        left_s = self._left_s - (ALLOWANCE.spent - self._spent_before)
-        if min(left_s, self._until - now) < self._least_s:
-            ALLOWANCE.seconds = 0.0
-            return False
-        ALLOWANCE.seconds, ALLOWANCE.until = left_s, self._until
-        return True
-
-
 class Batch:
     """Keys to read, and a result for each: a :data:`Result`, or the bytes themselves if the sink is None.
 
@@ -246,6 +190,16 @@ class Batch:
         self.results: list[Any] = [MISS] * len(digests)
         #: Of a call that may touch several servers.
         self.patience = patience
+
+    def bytes_read(self, positions: Sequence[int]) -> list[int]:
+        """Return how many bytes were copied for each hit among these positions."""
+        found = []
+        for position in positions:
+            got = self.results[position]
+            if is_hit(got):
+                sink = self.sinks[position] if self.sinks is not None else None
+                found.append(sink.total if type(sink) is Ranges else len(got) if type(got) is bytes else got)
+        return found
 
 
 class PutBatch(NamedTuple):

@@ -47,8 +47,12 @@ _TOKEN: Final = "token"
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a child process: no SIMM_* settings, and the same simm package as in this process."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SIMM_")}
+    """Return the environment of a child process: no SIMM_* settings, and the same simm package as in this process.
+
+    Nor what a service manager gave this process: its state is its own to report (``net/sd_notify.py``).
+    """
+    ours = ("SIMM_", "NOTIFY_SOCKET", "WATCHDOG_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     root = str(Path(__file__).resolve().parents[2])
     # An empty entry of PYTHONPATH, as in ``PYTHONPATH=$MINE:``, is the current folder.
     searched = [root, *environment.get("PYTHONPATH", "").split(os.pathsep)]

@@ -33,6 +33,7 @@ from ..config.parsers import TlsOptions
 from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError, printable
 from ..host import fork
 from ..net.channel import Channel, Refused, check_tls, greet, weakly
+from ..wire import epoch_messages as E
 from ..wire import messages as M
 from ..wire.hello import client_hello
 from ..wire.messages import Status
@@ -226,12 +227,13 @@ class Subscription:
         trusted: as for :class:`ManagerClient`.
         on_map: called with each MAP_REPLY, in the thread that received it. It returns whether the map was news. It
             raises RemoteProtocolError for a map that contradicts itself; the link is dropped then.
+        on_epochs: called likewise with what comes before a map if namespaces have epochs.
     """
 
     def __init__(
         self, managers: Sequence[tuple[str, int]], deadline_s: float, token: str,
         on_map: Callable[[M.MapReply], bool], namespace: str = "", *, tls: TlsOptions | None = None,
-        trusted: Container[int] = (),
+        trusted: Container[int] = (), on_epochs: Callable[[E.Epochs], None] | None = None,
     ) -> None:  # fmt: skip
         check_tls(tls)
         self.token = token
@@ -243,6 +245,7 @@ class Subscription:
         self._addresses = _Addresses(managers)
         self._deadline_s = min(deadline_s, EXCHANGE_S)
         self._on_map = on_map
+        self._on_epochs = on_epochs
         self._channel: Channel | None = None
         self._news = False
         self._asked = False
@@ -346,13 +349,16 @@ class Subscription:
         return channel
 
     def _ask(self, channel: Channel) -> None:
-        reply = channel.call(M.MapGet(0, 1))
+        wanted = E.SUBSCRIBE_MAPS | (E.SUBSCRIBE_EPOCHS if self._on_epochs is not None else 0)
+        reply = channel.call(M.MapGet(0, wanted))
         if not isinstance(reply, M.MapReply):
             raise RemoteProtocolError("the manager answered with something that is no shard map")
         self._pushed(reply)
 
     def _pushed(self, msg: Any) -> None:
-        if isinstance(msg, M.MapReply):
+        if isinstance(msg, E.Epochs) and self._on_epochs is not None:
+            self._on_epochs(msg)
+        elif isinstance(msg, M.MapReply):
             self._news = self._on_map(msg) or self._news
 
     # -- thread -----------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ from typing import TYPE_CHECKING, Any, Final
 from ..arena.layout import State
 from ..config.client_options import ClientOptions
 from ..host import fork
+from ..ipc.tally import Tallies
 from ..net.channel import BACKOFF_S, Backoff
 
 if TYPE_CHECKING:
     from ..rdma.api import Absence, Fabric
     from ..rdma.registration import Shared
     from ..rdma.staging import StagingPool
+    from .ops.epochs import ClientEpoch
 
 #: How long a heartbeat must stand still to count, seconds.
 STALE_S: Final = 0.5
@@ -287,5 +289,9 @@ class ClientContext:
     manager_connected: Callable[[], bool] = lambda: True
     clock: Callable[[], float] = time.monotonic
     rdma: ClientRdma = field(default_factory=lambda: ClientRdma())
+    #: The epoch of the client's namespace.
+    epoch: ClientEpoch | None = None
     #: How many sessions and paths have broken.
     outages: int = 0
+    #: Where its operations are counted.
+    tallies: Tallies = field(default_factory=Tallies)

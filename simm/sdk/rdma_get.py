@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from ..constants import SET_BYTES, SLOT_BYTES
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Span, address_of, fits
+from ..ipc.steps import Steps, finish
 from ..net.allowance import allowed
 from ..rdma.api import FENCED_READ, READ, WRITE, Op
 from ..rdma.remote_arena import CachedEntry, RemoteAddresses, confirmed
@@ -30,7 +31,21 @@ from ..rdma.staging import BLOCK_BYTES, StagingBuffer
 from ..wire.shard_set import FROZEN, MOVING
 from .batch import MISS, Batch, Sink, misfit
 from .rdma_connection import Page, PairedLink, RdmaConnection
-from .rdma_pool import DEEP, SHARE, STRIPE_BYTES, Group, RdmaPath, Transfer, key_of, stripes
+from .rdma_pool import RdmaPath
+from .rdma_transfer import (
+    DEEP,
+    SHARE,
+    STRIPE_BYTES,
+    Build,
+    ChainWait,
+    Drain,
+    Group,
+    Transfer,
+    add_pieces,
+    key_of,
+    stripes,
+    unregistered,
+)
 
 log = logging.getLogger("simm.client")
 
@@ -57,37 +72,36 @@ Check = Callable[[int, int, Any], bool] | None
 
 def read(
     path: RdmaPath, positions: Sequence[int], batch: Batch, copier: Copier, check: Check, counters: dict[str, int]
-) -> tuple[list[int], float]:
-    """Read the keys at ``positions``, or find out whether they are stored, and fill in results.
+) -> Steps[tuple[list[int], float]]:
+    """Read the keys at ``positions``, or find out whether they are stored, and fill in results, in steps.
 
     Return the positions that TCP must handle, and until when (monotonic seconds). Counts only what is RDMA's own.
     """
     reading = Reading(batch, copier, check)
     sinks = batch.sinks
     if sinks is None:
-        return reading.run(path, positions, counters), reading.until + allowed(path.deadline_s) * (1 - SHARE)
+        left = yield from reading.run(path, positions, counters)
+        return left, reading.tcp_until
     elsewhere = [position for position in positions if type(sinks[position]) not in HOST_TYPES]
     if elsewhere:  # a device, whose buffers know how RDMA reaches them
         positions = [position for position in positions if type(sinks[position]) in HOST_TYPES]
-    left = reading.run(path, positions, counters) if positions else []
-    counters["rdma_gets"] += reading.hits
-    counters["rdma_retries"] += reading.retries
+    left = (yield from reading.counted(path, positions, counters)) if positions else []
     if elsewhere:
 
         def read_host(part: Sequence[int], hosts: Any, got: dict[int, Any]) -> list[int]:
             staged = Batch(batch.digests, hosts)
-            missed = read(path, part, staged, copier, check, counters)[0]
+            missed = finish(read(path, part, staged, copier, check, counters))[0]
             got.update((position, staged.results[position]) for position in part)
             return missed
 
         # The CPU cannot check values in a device's memory.
         rails = path.rails if check is None else ()
         left += sinks[elsewhere[0]].read_remote(read_host, elsewhere, sinks, batch.results, rails)  # type: ignore[union-attr]
-        reading.until = time.monotonic() + allowed(path.deadline_s) * SHARE
-    return left, reading.until + allowed(path.deadline_s) * (1 - SHARE)
+        reading.path, reading.until = path, time.monotonic() + allowed(path.deadline_s) * SHARE
+    return left, reading.tcp_until
 
 
-class _Group(Group):
+class KeyGroup(Group):
     """Keys whose lookup or fetch is in flight."""
 
     __slots__ = ("entries", "items", "keys", "page", "slot_behind", "whole")
@@ -121,9 +135,16 @@ class Reading(Transfer):
         self.left: list[int] = []
         self.hits = self.retries = 0
 
-    def begin(self, path: RdmaPath, connection: RdmaConnection, until: float) -> None:
+    def counted(self, path: RdmaPath, positions: Sequence[int], counters: dict[str, int]) -> Steps[list[int]]:
+        """Do :meth:`run`, and count the hits and retries."""
+        left = yield from self.run(path, positions, counters)
+        counters["rdma_gets"] += self.hits
+        counters["rdma_retries"] += self.retries
+        return left
+
+    def begin(self, connection: RdmaConnection, until: float) -> None:
         """Use this connection until ``until``."""
-        super().begin(path, connection, until)
+        super().begin(connection, until)
         self.locations = connection.locations
         self.now = time.monotonic()
 
@@ -131,7 +152,7 @@ class Reading(Transfer):
         """Make what a single read in one chain does not need."""
         self._tries: dict[int, int] = {}
         self._pages = list(self.connection.pages)
-        self._in_flight: deque[_Group] = deque()
+        self._in_flight: deque[KeyGroup] = deque()
         #: Keys without a cached entry; with one; with one and striped; with one and too large for a block.
         self._unknown: deque[int] = deque()
         self._known: deque[tuple[int, CachedEntry]] = deque()
@@ -144,7 +165,11 @@ class Reading(Transfer):
         """Return the positions that TCP must handle."""
         return self.left if done else [position for position in positions if position not in self.settled]
 
-    def carry_out(self, positions: Sequence[int]) -> None:
+    def needs_blocks(self, positions: Sequence[int]) -> bool:
+        """Return whether some values go to memory that is not registered with all devices in use."""
+        return not self._only_exists and unregistered(map(self.sinks.__getitem__, positions), self.links)
+
+    def carry_out(self, positions: Sequence[int]) -> Steps[None]:
         """Read all. Raises TransportError; ``settled`` has the positions that were settled by then."""
         if len(positions) == 1 and not self._only_exists and self._read_one(positions[0]):
             return
@@ -158,6 +183,7 @@ class Reading(Transfer):
             while len(in_flight) < deep and self._pages and self._post_next():
                 pass
             if in_flight:
+                yield ChainWait(self, in_flight[0])
                 self._advance(in_flight.popleft())
             elif not (self._known or self._unknown or self._striped):
                 break
@@ -206,7 +232,7 @@ class Reading(Transfer):
             return True
         return False
 
-    def _advance(self, group: _Group) -> None:
+    def _advance(self, group: KeyGroup) -> None:
         """Wait for a group and take its next step."""
         self.wait(group)
         if group.keys:
@@ -225,7 +251,7 @@ class Reading(Transfer):
         self.free_block(group)
         self._pages.append(group.page)
 
-    def _send(self, group: _Group, ops: list[Op]) -> None:
+    def _send(self, group: KeyGroup, ops: list[Op]) -> None:
         """Post a group's next chain."""
         group.waits = [(group.link, group.link.post(ops, self.until))]
         self._in_flight.append(group)
@@ -235,7 +261,7 @@ class Reading(Transfer):
     def _lookup(self) -> None:
         """Post the lookup of some keys."""
         link, page, unknown = self.next_link(), self._pages.pop(), self._unknown
-        group = _Group(link, page)
+        group = KeyGroup(link, page)
         keys = group.keys
         while unknown and len(keys) < self._lookup_keys:
             keys.append(unknown.popleft())
@@ -255,7 +281,7 @@ class Reading(Transfer):
             word_at += 8
         self._send(group, ops)
 
-    def _looked_up(self, group: _Group) -> None:
+    def _looked_up(self, group: KeyGroup) -> None:
         """Take a lookup's answers: entries to fetch, misses, and keys that TCP handles."""
         connection, page, digests = self.connection, group.page, self.digests
         memory, words, arena = connection.memory, connection.words, connection.arena
@@ -282,7 +308,7 @@ class Reading(Transfer):
                 entry = arena.entry(memory, at, digest, way)
                 if entry is None:
                     self._again(position)
-                elif entry.length >= STRIPE_BYTES and (several or entry.length > BLOCK_BYTES):
+                elif entry.length >= STRIPE_BYTES and self._is_large(position, entry, several):
                     self._sort(position, entry)
                 else:
                     group.entries.append((position, entry))
@@ -291,6 +317,10 @@ class Reading(Transfer):
         group.keys = []
         if touches:
             group.link.post(touches, self.until)  # not waited for: the byte that it sends never changes
+
+    def _is_large(self, position: int, entry: CachedEntry, several: bool) -> bool:
+        """Return whether a value of STRIPE_BYTES or more is a group of its own, or must be sorted anyway."""
+        return several or entry.length > BLOCK_BYTES
 
     def _exists(self, link: PairedLink, entry: CachedEntry | None, digest: bytes, touches: list[Op]) -> None:
         """Cache the entry of a stored key, and mark it as visited."""
@@ -335,7 +365,7 @@ class Reading(Transfer):
 
     def _fetch_known(self) -> bool:
         """Post the fetch of some keys with cached entries; return False if all blocks are in use."""
-        group = _Group(self.next_link(), self._pages.pop())
+        group = KeyGroup(self.next_link(), self._pages.pop())
         known, size = self._known, 0
         while known and len(group.entries) < self.connection.keys and size < self._group_bytes:
             group.entries.append(known.popleft())
@@ -345,7 +375,7 @@ class Reading(Transfer):
         self._pages.append(group.page)
         return False
 
-    def _fetch(self, group: _Group) -> bool:
+    def _fetch(self, group: KeyGroup) -> bool:
         """Post a group's fetch. Return False, with all its entries queued again, if it needs a block and none is free.
 
         A group has one block. Values that do not fit into it go with another group.
@@ -385,9 +415,7 @@ class Reading(Transfer):
                 used += (length + 63) & -64
             where = self._head(ops, link, entry, word_at, between_at)
             if length:
-                for address, rkey, part in where.pieces:
-                    ops.append((READ, local, key, part, address, rkey))
-                    local += part
+                add_pieces(ops, READ, where.pieces, local, key)
             slots.append((kind, image_at, lkey, SLOT_BYTES, where.slot, where.slot_key))
             kind = READ
             items.append((position, entry, length, at))
@@ -409,7 +437,7 @@ class Reading(Transfer):
         if None in keys:
             self._large.append((position, entry))
             return
-        group = _Group(self.next_link(), self._pages.pop())
+        group = KeyGroup(self.next_link(), self._pages.pop())
         for number, link in enumerate(links):
             key = keys[number]
             assert key is not None
@@ -418,7 +446,7 @@ class Reading(Transfer):
                 self._head(ops, link, entry, group.page.words, group.page.between)
             # By the value's own bytes, as the rails' regions may be cut differently.
             for at, length in stripes(number, len(links), entry.length):
-                ops += _pieces(link, entry, at, length, sink.address + at, key)
+                ops += pieces_at(link, entry, at, length, sink.address + at, key)
             if ops:
                 group.waits.append((link, link.post(ops, self.until)))
         group.slot_behind = True
@@ -431,24 +459,29 @@ class Reading(Transfer):
         If it changes meanwhile, TCP reads it, which is no worse at that size.
         """
         sink, length = self.sinks[position], entry.length
-        group = _Group(self.links[0], self._pages[-1])
+        group = KeyGroup(self.links[0], self._pages[-1])
         group.items = [(position, entry, length, -1)]
         if sink is None:
             group.whole = bytearray(length)
             target = address_of(memoryview(group.whole))
         else:
             target = sink.address if type(sink) is Span else address_of(sink)  # type: ignore[arg-type]
-        link, page = group.link, group.page
-        head: list[Op] = []
-        where = self._head(head, link, entry, page.words, page.between)
-        link.qp.wait(link.post(head, self.until), self.until)
 
         def build(link: PairedLink, block: StagingBuffer, at: int, part: int) -> list[Op]:
-            return _pieces(link, entry, at, part, block.address, key_of(block, link))
+            return pieces_at(link, entry, at, part, block.address, key_of(block, link))
 
         def drain(block: StagingBuffer, at: int, part: int) -> None:
             self._copier.copy(target + at, block.address, part)
 
+        self._through_blocks(group, build, drain)
+
+    def _through_blocks(self, group: KeyGroup, build: Build, drain: Drain) -> None:
+        """Read the only item of a group through all blocks, between its slot's images. No other group is in flight."""
+        position, entry, length, _ = group.items[0]
+        link, page = group.link, group.page
+        head: list[Op] = []
+        where = self._head(head, link, entry, page.words, page.between)
+        link.qp.wait(link.post(head, self.until), self.until)
         self.slide(length, build, drain)
         slot: Op = (FENCED_READ, page.images, link.lkey, SLOT_BYTES, where.slot, where.slot_key)
         link.qp.wait(link.post([slot], self.until), self.until)
@@ -472,10 +505,7 @@ class Reading(Transfer):
             return False
         ops: list[Op] = []
         where = self._head(ops, link, entry, page.words, page.between)
-        local = sink.address
-        for address, rkey, part in where.pieces:
-            ops.append((READ, local, key, part, address, rkey))
-            local += part
+        add_pieces(ops, READ, where.pieces, sink.address, key)
         ops.append((FENCED_READ, page.images, link.lkey, SLOT_BYTES, where.slot, where.slot_key))
         link.qp.wait(link.post(ops, self.until), self.until)
         memory, at, between_at = self.connection.memory, page.images_at, page.between_at
@@ -489,7 +519,7 @@ class Reading(Transfer):
 
     # -- results ------------------------------------------------------------------------------------
 
-    def _confirm(self, group: _Group) -> None:
+    def _confirm(self, group: KeyGroup) -> None:
         """Deliver the values of a fetch that are confirmed."""
         connection, page = self.connection, group.page
         memory, words = connection.memory, connection.words
@@ -513,7 +543,7 @@ class Reading(Transfer):
         else:
             self.left.append(position)
 
-    def _deliver(self, position: int, entry: CachedEntry, length: int, group: _Group | None, at: int) -> None:
+    def _deliver(self, position: int, entry: CachedEntry, length: int, group: KeyGroup | None, at: int) -> None:
         """Copy a confirmed value to its sink, unless it is there, and fill in its result."""
         sink, results = self.sinks[position], self.results
         self.settled.add(position)
@@ -548,12 +578,10 @@ class Reading(Transfer):
         results[position] = got
 
 
-def _pieces(link: PairedLink, entry: CachedEntry, at: int, length: int, local: int, key: int) -> list[Op]:
+def pieces_at(link: PairedLink, entry: CachedEntry, at: int, length: int, local: int, key: int) -> list[Op]:
     """Return the READs of bytes ``at`` to ``at + length`` of a value to local memory."""
     ops: list[Op] = []
-    for remote, rkey, part in link.region_map.split(entry.offset + at, length):
-        ops.append((READ, local, key, part, remote, rkey))
-        local += part
+    add_pieces(ops, READ, link.region_map.split(entry.offset + at, length), local, key)
     return ops
 
 

@@ -26,19 +26,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from ..errors import PeerError, TransportError
-from ..host.buffers import Copier
-from ..net.allowance import allowed
-from ..rdma.api import Absence, FabricError, Op, Rail
+from ..ipc.steps import Polled, Steps
+from ..rdma.api import Absence, FabricError, Rail
 from ..rdma.registration import close_dropped
-from ..rdma.remote_arena import OP_BYTES_MAX, Locations, RemoteArena
-from ..rdma.staging import BLOCK_BYTES, StagingBuffer, StagingPool
+from ..rdma.remote_arena import Locations, RemoteArena
+from ..rdma.staging import StagingPool
 from .path import ClientContext, Heartbeat, Path, PathState, arena_closed
-from .rdma_connection import PairedLink, RdmaConnection
+from .rdma_connection import RdmaConnection
 
 log = logging.getLogger("simm.client")
 
@@ -49,14 +46,6 @@ PAUSES_S: Final = (0.1, 5.0)
 #: Seconds that one maintenance waits for the header, and after which the path counts as broken.
 HEARTBEAT_POLL_S: Final = 0.02
 HEARTBEAT_TIMEOUT_S: Final = 1.0
-#: The share of a deadline that RDMA may use before TCP has its turn.
-SHARE: Final = 0.5
-#: Values of this size and more are striped over all queue pairs of a connection.
-STRIPE_BYTES: Final = OP_BYTES_MAX
-#: Groups in flight on each queue pair.
-DEEP: Final = 2
-EXCHANGE_BYTES: Final = 64 << 20
-STAGING_BLOCKS: Final = 8
 
 
 class RdmaPath(Path):
@@ -187,18 +176,40 @@ class RdmaPath(Path):
     def acquire(self, until: float) -> RdmaConnection:
         """Return a connection for this thread: idle, new, or the next that is returned. Raises TransportError."""
         with self._changed:
-            while True:
-                if self.down_reason is not None:
-                    raise TransportError(self.down_reason)
-                if self._idle:
-                    return self._idle.pop()
-                if self._connections < CONNECTIONS_MAX:
-                    self._connections += 1
-                    break
+            while (found := self._reserve()) is False:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise TransportError("deadline passed while all connections were in use")
                 self._changed.wait(left)
+        return self._new(until) if found is True else found
+
+    def acquired(self, until: float) -> Steps[RdmaConnection]:
+        """Do :meth:`acquire` in steps, for a thread that has connections of other paths meanwhile.
+
+        If it waited by itself, others that want those connections could have the one that it waits for.
+        """
+        while True:
+            with self._changed:
+                found = self._reserve()
+            if found is not False:
+                return self._new(until) if found is True else found
+            if not (yield Polled(lambda: bool(self._idle) or self._connections < CONNECTIONS_MAX, until)):
+                return self.acquire(until)
+
+    def _reserve(self) -> RdmaConnection | bool:
+        """Return an idle connection, or else whether the caller may make one. The lock is held. Raises TransportError.
+        """
+        if self.down_reason is not None:
+            raise TransportError(self.down_reason)
+        if self._idle:
+            return self._idle.pop()
+        if self._connections < CONNECTIONS_MAX:
+            self._connections += 1
+            return True
+        return False
+
+    def _new(self, until: float) -> RdmaConnection:
+        """Return a new connection, which :meth:`_reserve` has counted. Raises TransportError."""
         try:
             connection = self._open(until)
         except BaseException as exc:
@@ -275,7 +286,7 @@ class RdmaPath(Path):
                 if self.down_reason is not None:
                     return
                 if not self._idle:
-                    self._asking = True  # the next that comes back is for the next tick
+                    self._asking = True  # the next that comes back is for the next maintenance
                     return
                 self._asking = False
                 connection = self._idle.pop(0)
@@ -336,156 +347,3 @@ class RdmaPath(Path):
         """Close a connection that no call uses. close_dropped() tries a queue pair again that cannot be destroyed."""
         with contextlib.suppress(FabricError):
             connection.close(reason)
-
-
-class Group:
-    """Keys that travel together, on ``link``; ``waits`` must be done before the next step."""
-
-    __slots__ = ("block", "link", "waits")
-
-    def __init__(self, link: PairedLink) -> None:
-        self.link = link
-        self.block: StagingBuffer | None = None
-        self.waits: list[tuple[PairedLink, int]] = []
-
-
-class Transfer:
-    """One call's transfers on one connection. Subclasses implement :meth:`carry_out` and :meth:`left_over`.
-
-    Chains are posted in groups of keys. Each group uses one queue pair, in turn, unless its value is striped over all
-    of them. Values in unregistered memory pass through staging blocks, of which a call takes STAGING_BLOCKS at most,
-    once; a group uses one, and a value larger than a block slides through all. A call may use SHARE of its deadline
-    before TCP has its turn. After EXCHANGE_BYTES that starts anew, as in TCP's exchanges.
-    """
-
-    def __init__(self, copier: Copier, digests: Sequence[bytes]) -> None:
-        self._copier = copier
-        self.digests = digests
-        #: The staging blocks of this call; ``_free_blocks`` are those that no group uses.
-        self.blocks: list[StagingBuffer] = []
-        #: When this must be over, monotonic seconds: a share of the deadline.
-        self.until = 0.0
-
-    def begin(self, path: RdmaPath, connection: RdmaConnection, until: float) -> None:
-        """Use this connection until ``until``."""
-        self.path = path
-        self.connection = connection
-        self.links = connection.links
-        self.until = until
-        self._turn = 0
-        self._bytes = 0
-        self._free_blocks: list[StagingBuffer] = []
-
-    def carry_out(self, positions: Sequence[int]) -> None:
-        """Do it all. Raises TransportError."""
-        raise NotImplementedError
-
-    def left_over(self, positions: Sequence[int], done: bool) -> list[int]:
-        """Return the positions that TCP must handle; ``done`` unless the connection was lost."""
-        raise NotImplementedError
-
-    def run(self, path: RdmaPath, positions: Sequence[int], counters: dict[str, int]) -> list[int]:
-        """Carry it out on a connection of ``path``; return the positions that TCP must handle.
-
-        At the return, also by an exception, no transfer touches local memory any more.
-        """
-        self.until = until = time.monotonic() + allowed(path.deadline_s) * SHARE
-        try:
-            connection = path.acquire(until)
-        except TransportError as exc:
-            log.debug("%r: %s", path, exc)
-            counters["rdma_fallbacks"] += len(positions)
-            return list(positions)
-        done = False
-        try:
-            try:
-                self.begin(path, connection, until)
-                self.carry_out(positions)
-            except PeerError as exc:
-                path.lost(connection, str(exc))
-            except BaseException:
-                path.lost(connection, "interrupted")
-                raise
-            else:
-                done = True
-                path.release(connection)
-        finally:
-            if done or not connection.links:  # otherwise a queue pair was not closed and may still use the blocks
-                path.staging.release(self.blocks)
-        left = self.left_over(positions, done)
-        counters["rdma_fallbacks"] += len(left)
-        return left
-
-    def next_link(self) -> PairedLink:
-        """Return the queue pair for the next group, in turn."""
-        self._turn += 1
-        return self.links[self._turn % len(self.links)]
-
-    def count(self, length: int) -> bool:
-        """Count bytes; return True if the deadline starts anew."""
-        self._bytes += length
-        if self._bytes < EXCHANGE_BYTES:
-            return False
-        self._bytes = 0
-        self.until = time.monotonic() + allowed(self.path.deadline_s) * SHARE
-        return True
-
-    def wait(self, group: Group) -> None:
-        """Wait until a group's chains are done. Raises FabricError, Timeout."""
-        for link, ticket in group.waits:
-            link.qp.wait(ticket, self.until)
-
-    # -- staging memory ---------------------------------------------------------------------------
-
-    def borrow(self) -> None:
-        """Take this call's blocks, unless it has them. Raises TransportError when no block is free in time."""
-        if not self.blocks:
-            self.blocks = self.path.staging.take(STAGING_BLOCKS, self.until)
-            self._free_blocks = list(self.blocks)
-
-    def free_block(self, group: Group) -> None:
-        """Free a group's block for the next one."""
-        if group.block is not None:
-            self._free_blocks.append(group.block)
-            group.block = None
-
-    def slide(
-        self, length: int, build: Callable[[PairedLink, StagingBuffer, int, int], list[Op]],
-        drain: Callable[[StagingBuffer, int, int], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Move a large value through this call's blocks, each on the next queue pair.
-
-        ``build(link, block, at, bytes)`` returns the operations of a part. ``drain(block, at, bytes)`` takes its bytes
-        once it is done. Without ``drain`` the last parts may still be in flight on return. No block may be in use.
-        """
-        self.borrow()
-        links, blocks = self.links, self.blocks
-        busy: deque[tuple[PairedLink, int, StagingBuffer, int, int]] = deque()
-
-        def finish() -> None:
-            link, ticket, block, at, part = busy.popleft()
-            link.qp.wait(ticket, self.until)
-            if drain is not None:
-                drain(block, at, part)
-
-        for turn, at in enumerate(range(0, length, BLOCK_BYTES)):
-            if len(busy) == len(blocks):
-                finish()
-            link, block, part = links[turn % len(links)], blocks[turn % len(blocks)], min(BLOCK_BYTES, length - at)
-            busy.append((link, link.post(build(link, block, at, part), self.until), block, at, part))
-        while drain is not None and busy:
-            finish()
-
-
-def key_of(block: StagingBuffer, link: PairedLink) -> int:
-    """Return the lkey of a block. Raises FabricError if it cannot be registered."""
-    key = block.registration.lkey(link.rail)
-    if key is None:
-        raise FabricError("staging memory cannot be registered: raise the memlock limit")
-    return key
-
-
-def stripes(number: int, links: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, bytes) of the stripes of a value that go over queue pair ``number`` of ``links``."""
-    for at in range(number * STRIPE_BYTES, length, links * STRIPE_BYTES):
-        yield at, min(STRIPE_BYTES, length - at)

@@ -15,6 +15,7 @@ connection stays.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import zlib
@@ -23,10 +24,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
-from ..host.buffers import RELEASE_BYTES, Copier, Span, address_of
+from ..host.buffers import RELEASE_BYTES, Copier, Pieces, Span, address_of, on_device
+from ..host.parts import checksum, cut, gather, host_pieces
 from ..ipc.grant_pool import KeyedGrant, obtain, refill_count, request_count, return_idle, target_count
-from ..net.allowance import allowed
-from ..net.channel import Refused
+from ..ipc.steps import Steps
+from ..net.channel import ChannelWait, Refused
 from ..rdma.api import READ, WRITE, FabricError, Op
 from ..rdma.staging import BLOCK_BYTES, StagingBuffer
 from ..slab import chunk_bytes_for
@@ -34,7 +36,19 @@ from ..wire import messages as M
 from ..wire.messages import Status
 from .batch import PutBatch
 from .rdma_connection import PairedLink, RdmaConnection
-from .rdma_pool import DEEP, SHARE, STRIPE_BYTES, Group, RdmaPath, Transfer, key_of, stripes
+from .rdma_pool import RdmaPath
+from .rdma_transfer import (
+    DEEP,
+    STRIPE_BYTES,
+    ChainWait,
+    Group,
+    Transfer,
+    add_pieces,
+    arrived,
+    key_of,
+    stripes,
+    unregistered,
+)
 
 log = logging.getLogger("simm.client")
 
@@ -49,16 +63,16 @@ Source = memoryview | Span
 
 def put(
     path: RdmaPath, positions: Sequence[int], batch: PutBatch, copier: Copier, checksum: bool, counters: dict[str, int]
-) -> tuple[list[int], float]:
-    """Put the values at ``positions`` and fill in their statuses.
+) -> Steps[tuple[list[int], float]]:
+    """Put the values at ``positions`` and fill in their statuses, in steps.
 
     Return the positions that TCP must handle, and until when (monotonic seconds). When this returns or raises, nothing
     reads the caller's memory any more.
     """
     writing = Writing(batch, copier, checksum)
-    left = writing.run(path, positions, counters)
+    left = yield from writing.run(path, positions, counters)
     counters["rdma_puts"] += writing.stored
-    return left, writing.until + allowed(path.deadline_s) * (1 - SHARE)
+    return left, writing.tcp_until
 
 
 class _Group(Group):
@@ -92,9 +106,9 @@ class Writing(Transfer):
         self._answered: set[int] = set()
         self._sent: set[int] = set()
 
-    def begin(self, path: RdmaPath, connection: RdmaConnection, until: float) -> None:
+    def begin(self, connection: RdmaConnection, until: float) -> None:
         """Use this connection until ``until``."""
-        super().begin(path, connection, until)
+        super().begin(connection, until)
         connection.channel.bound(until)
         self._writing: deque[_Group] = deque()
         self._committing: deque[tuple[int, _Group]] = deque()
@@ -130,7 +144,13 @@ class Writing(Transfer):
 
     # -- the batch ----------------------------------------------------------------------------------
 
-    def carry_out(self, positions: Sequence[int]) -> None:
+    def needs_blocks(self, positions: Sequence[int]) -> bool:
+        """Return whether some values are in memory that is not registered with all devices in use."""
+        sources = map(self.sources.__getitem__, positions)
+        parts = itertools.chain.from_iterable(each.parts if type(each) is Pieces else (each,) for each in sources)
+        return unregistered(parts, self.links)
+
+    def carry_out(self, positions: Sequence[int]) -> Steps[None]:
         """Put all. Raises TransportError; :meth:`left_over` returns what is left then."""
         sources, connection = self.sources, self.connection
         self._positions = positions
@@ -139,15 +159,21 @@ class Writing(Transfer):
         for position in positions:
             source = sources[position]
             self._todo -= 1
-            if isinstance(source, Span) and type(source) is not Span:
-                continue  # GPU memory
+            if on_device(source):
+                continue
             grant = self._grant(len(source))
             if grant is None:
                 log.debug("%r: no grant for %d bytes", connection, len(source))
                 short = True
                 continue
             self._write(position, source, grant)
-        self._settle()
+        self._post()
+        while self._writing:
+            yield ChainWait(self, self._writing[0])
+            self._commit(self._writing.popleft())
+        while self._committing:
+            yield ChannelWait(connection.channel, self._committing[0][0], last=len(self._committing) == 1)
+            self._collect()
         if short:  # TCP needs the room that idle grants hold
             return_idle(connection)
         connection.channel.bound()
@@ -202,21 +228,23 @@ class Writing(Transfer):
         links = self.links
         if registration is not None and any([registration.lkey(link.rail) is None for link in links]):  # noqa: C419
             registration = None
-        if registration is None and length > BLOCK_BYTES:
+        direct = registration is not None or (type(source) is Pieces and self._keys(source))
+        if not direct and length > BLOCK_BYTES:
             self._write_large(position, source, grant)
             return
         striped = length >= STRIPE_BYTES and len(links) > 1 and registration is not None
         group = self._group
         if group is not None and (
             striped or len(group.positions) >= GROUP_KEYS or group.bytes + length > GROUP_BYTES
-            or (registration is None and group.used + length > BLOCK_BYTES)
+            or (not direct and group.used + length > BLOCK_BYTES)
         ):  # fmt: skip
             self._post()
             group = None
         if group is None:
             group = self._group = _Group(self.next_link())
         crc, flags = 0, 0
-        if registration is None:
+        key = local = 0
+        if not direct:
             local = self._into_block(group, source, length)
             assert group.block is not None
             key = key_of(group.block, group.link)
@@ -224,25 +252,24 @@ class Writing(Transfer):
                 start = local - group.block.address
                 crc, flags = zlib.crc32(group.block.view[start : start + length]), ENTRY_CRC
         else:
-            assert type(source) is Span
-            local = source.address
-            found = registration.lkey(group.link.rail)
-            assert found is not None
-            key = found
+            if registration is not None:
+                local, key = source.address, _lkey(registration, group.link)  # type: ignore[union-attr]
             if self._checksum:
-                crc, flags = zlib.crc32(source.view()), ENTRY_CRC
+                crc, flags = checksum(host_pieces(source)), ENTRY_CRC
         group.positions.append(position)
         group.entries.append((self.digests[position], grant[0], length, crc, flags, 0))
         group.grants.append(grant)
         group.bytes += length
         if not striped:
-            self._add(group, group.link, grant, 0, length, local, key, group.ops)
+            if direct and registration is None:
+                self._add_pieces(group, grant, source)
+            else:
+                self._add(group, group.link, grant, 0, length, local, key, group.ops)
             return
         assert registration is not None
         for number, link in enumerate(links):
             ops: list[Op] = []
-            found = registration.lkey(link.rail)
-            assert found is not None
+            found = _lkey(registration, link)
             for at, part in stripes(number, len(links), length):
                 self._add(group, link, grant, at, part, local + at, found, ops)
             if not ops:
@@ -253,6 +280,22 @@ class Writing(Transfer):
                 ops.append(self._flush(link, group.flushes.pop(link)))
                 group.waits.append((link, link.post(ops, self.until)))
         self._post()
+
+    def _add_pieces(self, group: _Group, grant: KeyedGrant, pieces: Any) -> None:
+        """Append the WRITEs of registered pieces, each to its place in the value. Raises FabricError."""
+        at = 0
+        for part in pieces.parts:
+            self._add(
+                group, group.link, grant, at, part.size, part.address, _lkey(part.registration, group.link), group.ops
+            )
+            at += part.size
+
+    def _keys(self, pieces: Pieces) -> bool:
+        """Return whether all pieces lie in memory that every rail in use has registered."""
+        return all(
+            type(part) is Span and part.registration is not None and part.registration.lkey(link.rail) is not None
+            for part in pieces.parts for link in self.links
+        )  # fmt: skip
 
     def _add(
         self, group: _Group, link: PairedLink, grant: KeyedGrant, at: int, length: int, local: int, key: int,
@@ -268,9 +311,7 @@ class Writing(Transfer):
             pieces = region_map.keyed(start, length, rkey)
         else:
             pieces = region_map.split(start, length, writable=True)
-        for remote, rkey, part in pieces:
-            ops.append((WRITE, local, key, part, remote, rkey))
-            local += part
+        add_pieces(ops, WRITE, pieces, local, key)
         tail = min(8, length)
         group.flushes[link] = region_map.split(start + length - tail, tail)[-1]
 
@@ -292,7 +333,7 @@ class Writing(Transfer):
         writing = self._writing
         writing.append(group)
         # Groups that have arrived are committed while the next one is made.
-        while writing and (len(writing) > DEEP * len(self.links) or _arrived(writing[0])):
+        while writing and (len(writing) > DEEP * len(self.links) or arrived(writing[0])):
             self._commit(writing.popleft())
 
     # -- staging memory -----------------------------------------------------------------------------
@@ -308,6 +349,8 @@ class Writing(Transfer):
         group.used = at + (length + 63 & -64)
         if type(source) is Span:
             self._copier.copy(block.address + at, source.address, length)
+        elif type(source) is Pieces:
+            gather(source.parts, block.view, block.address, at, self._copier)
         elif length < RELEASE_BYTES:
             block.view[at : at + length] = source  # type: ignore[assignment]
         else:
@@ -324,13 +367,13 @@ class Writing(Transfer):
         while self._writing:
             self._commit(self._writing.popleft())
         length = len(source)
-        origin = source.address if type(source) is Span else address_of(source)  # type: ignore[arg-type]
+        pieces = source.parts if type(source) is Pieces else [source]
         group = _Group(self.links[0])
         crc = 0
 
         def build(link: PairedLink, block: StagingBuffer, at: int, part: int) -> list[Op]:
             nonlocal crc
-            self._copier.copy(block.address, origin + at, part)
+            gather(cut(pieces, at, part), block.view, block.address, 0, self._copier)
             if self._checksum:
                 crc = zlib.crc32(block.view[:part], crc)
             ops: list[Op] = []
@@ -360,7 +403,9 @@ class Writing(Transfer):
         wants = []
         left = self._todo + sum(len(other.positions) for other in self._writing)
         for length, count in spent.items():
-            count = refill_count(connection.pool.count(length), count, left, target_count(chunk_bytes_for(length)))
+            count = 0 if connection.pool.line else refill_count(
+                connection.pool.count(length), count, left, target_count(chunk_bytes_for(length))
+            )
             if count:
                 wants.append((length, count))
         self._sent.update(group.positions)  # even if sending fails
@@ -389,6 +434,9 @@ class Writing(Transfer):
             return_idle(connection)
 
 
-def _arrived(group: _Group) -> bool:
-    """Return whether a group's values are in the server's memory. Raises FabricError if a queue pair broke."""
-    return all([link.qp.poll() >= ticket for link, ticket in group.waits])  # noqa: C419
+def _lkey(registration: Any, link: PairedLink) -> int:
+    """Return the lkey of registered memory. Raises FabricError if the link's rail does not know it any more."""
+    key: int | None = registration.lkey(link.rail)
+    if key is None:
+        raise FabricError("memory that a put reads has been deregistered")
+    return key

@@ -7,35 +7,54 @@ An entry that changes during each of several attempts is read from a pin, which 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import time
-import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from ctypes import memmove
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..arena.hashing import shard_of
-from ..arena.layout import ENTRY_CRC
-from ..arena.reader import ATTEMPTS, VECTOR_KEYS, ArenaReader, Located, Unsettled
+from ..arena.reader import COLUMN_KEYS, EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled, words_of
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..errors import DeviceError, PeerError
-from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, DeviceCopy, Span, address_of, fits, on_device
+from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
+from ..host.company import COMPANY
+from ..host.parts import scatter
+from ..ipc.counts import (
+    ABSENT,
+    EXISTS_MANY,
+    FOUND,
+    GET_MANY,
+    HIT_BYTES,
+    HITS,
+    NOT_FOUND,
+    SAMPLE_BATCHES,
+    SAMPLE_MASK,
+    Word,
+    observe,
+)
+from ..ipc.get import ShmGet
+from ..ipc.patience import Patience
+from ..ipc.steps import finish
+from ..ipc.tally import Tallies
 from ..wire import messages as M
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
-from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Patience, Sink, View, is_hit, misfit
-from .remote_reads import RemoteReads, head_bytes
+from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Sink, View, is_hit, misfit
+from .ops.owners import Owners, holds_in
+from .remote_reads import Observe, RemoteReads
 from .routing import Routes
 from .worker_path import Target
 
 log = logging.getLogger("simm.client")
 
-#: A batch waits for the device after so many bytes or copies. The longer the time between finding a value and
-#: confirming it, the more often it has changed meanwhile (``benchmarks/gpu.py`` measures what a wait costs).
-DEVICE_BYTES: Final = 64 << 20
-DEVICE_KEYS: Final = 256
 #: Keys in one exchange that carries no values.
 CALL_KEYS: Final = 1024
+_PLAIN_SINKS: Final = frozenset((Span, memoryview))
 
 _FROZEN: Final = FROZEN
 
@@ -43,17 +62,22 @@ _FROZEN: Final = FROZEN
 _Read = Callable[[Target, Sequence[int], Batch], Unresolved]
 
 
-class Gets:
+class Gets(ShmGet):
     """A client's reads. Any thread may call it."""
 
-    def __init__(self, routes: Routes, copier: Copier, checksum: bool, counters: dict[str, int]) -> None:
+    def __init__(
+        self, routes: Routes, copier: Copier, checksum: bool, counters: dict[str, int], observe: Observe | None = None,
+        tallies: Tallies | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(copier, checksum, counters)
         self._routes = routes
-        self._copier = copier
-        self.checksum = checksum
-        #: Flags of entries whose values are delivered as they are; the others' are looked at.
-        self._plain = frozenset(() if checksum else (0, ENTRY_CRC))
-        self.counters = counters
-        self._remote = RemoteReads(routes, copier, self._check if checksum else None, counters)
+        self._owners = Owners(routes, counters)
+        self._observe: Observe = observe or (lambda *_: None)
+        self._batches = 0
+        #: The next get of a single key is timed (``ipc/counts.py``).
+        self.due = False
+        self._tallies = tallies = tallies or Tallies()
+        self._remote = RemoteReads(routes, copier, self.check if checksum else None, counters, self._observe, tallies)
 
     # -- one key --------------------------------------------------------------------------------------
 
@@ -66,40 +90,79 @@ class Gets:
         if reader is None:
             if target.fresh:
                 return self._first(target, digest, sink)
-            return self._one(self._remote.read, target, digest, sink)
-        for _ in range(ATTEMPTS):
+            return self._one(self._remote_now, target, digest, sink)
+        kind = type(sink)
+        counts = reader.counts
+        for _ in EACH_ATTEMPT:
             try:
                 found = reader.locate(digest)
             except Unsettled:
                 break
             if found is None:
                 if 0 < reader.shard_word(digest) < PLAIN_BELOW:
-                    self.counters["misses"] += 1
+                    counts[ABSENT] += 1
                     return MISS
-                return self._one(self._by_word, target, digest, sink)
+                return self._one_moved(target, counts, digest, sink)
+            got: Answer
+            got = size = found.length
             if sink is None:
-                got: Answer = bytes(reader.value(found))
-            elif (got := found.length) != len(sink) and not fits(got, sink):
+                got = bytes(reader.value(found))
+            elif size != (
+                sink.size if kind is Span else len(sink)  # type: ignore[union-attr]
+            ) and not fits(size, sink):
                 if reader.confirm(digest, found.slot, found.seq):
-                    return misfit(got, sink)
+                    counts[Word.WRONG_SIZE] += 1
+                    return misfit(size, sink)
                 break  # it is changing: read it from a pin
-            elif got < RELEASE_BYTES and type(sink) is memoryview:
-                # The most frequent case of _copy_out, without the call.
+            # The most frequent cases of copy_out(), without the call.
+            elif size < COMPANY.held_bytes and kind is memoryview:
                 start = found.offset - reader.data_offset
-                sink[:got] = reader.data[start : start + got]
+                sink[:size] = reader.data[start : start + size]  # type: ignore[index]
+            elif size < RELEASE_BYTES and kind is Span:
+                memmove(sink.address, reader.data_address + found.offset - reader.data_offset, size)  # type: ignore[union-attr]
             else:
-                self._copy_out(reader, found, sink)
+                self.copy_out(reader, found, sink)
             if reader.confirm(digest, found.slot, found.seq):
                 reader.visited[found.slot] = 1
-                if found.flags not in self._plain and not self._sound(reader, found, got, sink):
+                if found.flags not in self.plain and not self.sound(reader, found, got, sink):
+                    counts[Word.UNSOUND] += 1
                     return MISS
-                self.counters["hits"] += 1
+                hits = counts[HITS] = counts[HITS] + 1
+                counts[HIT_BYTES] += size
+                if not hits & SAMPLE_MASK:
+                    self.due = True
                 return got
             self.counters["retries"] += 1
+            counts[Word.RETRIES] += 1
             if not 0 < reader.shard_word(digest) < _FROZEN:
-                return self._one(self._by_word, target, digest, sink)
+                return self._one_moved(target, counts, digest, sink)
         self.counters["fallbacks"] += 1
+        counts[Word.PINNED] += 1
         return self._out_of(self._pinned(target, digest), sink)
+
+    def read_ranges(self, target: Target | None, digest: bytes, ranges: Ranges) -> Answer:
+        """Do :meth:`read` for ranges of a value. The result is the value's length."""
+        if self.checksum:
+            answer: Answer = self._read_checked([digest], [ranges], None)[0]
+            return answer
+        reader = target.reader if target is not None else None
+        if reader is not None:  # the most frequent case, without what read() does for all sinks
+            try:
+                found = reader.locate(digest)
+            except Unsettled:
+                found = None
+            if found is not None and ranges.least <= found.length and found.flags in self.plain:
+                start = found.offset - reader.data_offset
+                scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
+                if reader.confirm(digest, found.slot, found.seq):
+                    reader.visited[found.slot] = 1
+                    counts = reader.counts
+                    counts[HITS] += 1
+                    counts[HIT_BYTES] += ranges.total
+                    return found.length
+                self.counters["retries"] += 1
+                reader.counts[Word.RETRIES] += 1
+        return self.read(target, digest, ranges)
 
     def _first(self, target: Target, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`read` at a server that no call has been at before."""
@@ -109,7 +172,10 @@ class Gets:
                 return UNAVAILABLE
             if target.reader is not None:
                 return self.read(target, digest, sink)
-            return self._one(self._remote.read, target, digest, sink, patience)
+            return self._one(self._remote_now, target, digest, sink, patience)
+
+    def _remote_now(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
+        return finish(self._remote.read(target, positions, batch))
 
     def _one(
         self, read: _Read, target: Target, digest: bytes, sink: Sink, patience: Patience | None = None
@@ -120,9 +186,15 @@ class Gets:
         unresolved = read(target, (0,), batch)
         if unresolved:
             self._resolve(target, batch, unresolved, began=began)
-        self._count(batch)
+        self._owners.count(batch, (0,))
         answer: Answer = batch.results[0]
         return answer
+
+    def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
+        """Do :meth:`_one` for a key that is not at its owner, whose shard may be moving."""
+        got = self._one(self._by_word, target, digest, sink)
+        _count_moved(counts, got)
+        return got
 
     def _by_word(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
         """Return keys that are not at their owner, by its shard words."""
@@ -132,40 +204,6 @@ class Gets:
             for position in positions:
                 unresolved.by_word(position, reader.shard_word(batch.digests[position]))
         return unresolved
-
-    def _copy_out(self, reader: ArenaReader, found: Located, sink: memoryview | Span) -> None:
-        start = found.offset - reader.data_offset
-        length = found.length
-        if type(sink) is Span:
-            self._copier.copy(sink.address, reader.data_address + start, length)
-        elif length < RELEASE_BYTES:
-            try:
-                sink[:length] = reader.data[start : start + length]  # type: ignore[index]
-            except TypeError:  # a device buffer: host memory does not pay for a test
-                sink.copy_from_mapping(reader, start, length)  # type: ignore[union-attr]
-        elif type(sink) is memoryview:
-            self._copier.copy(address_of(sink), reader.data_address + start, length)
-        else:
-            sink.copy_from_mapping(reader, start, length)  # type: ignore[attr-defined]
-
-    def _sound(self, reader: ArenaReader, found: Located, got: Any, sink: Sink) -> bool:
-        """Return whether a value is of this client's namespace, and still has the checksum it was stored with."""
-        if not reader.is_own(found):
-            return False
-        if not self.checksum:
-            return True
-        return self._check(found.flags, found.crc, got if sink is None else head_bytes(sink, found.length))
-
-    def _check(self, flags: int, crc: int, data: Any) -> bool:
-        """Return whether a value has the checksum in its entry. Without a checksum that field is 0.
-
-        So an entry that lost its flag to a stray store is not taken for one that never had a checksum.
-        """
-        if (zlib.crc32(data) == crc and len(data) > 0) if flags & ENTRY_CRC else not crc:
-            return True
-        self.counters["crc_errors"] += 1
-        log.error("a value does not match its checksum: counted as a miss")
-        return False
 
     def _out_of(self, view: View, sink: Sink) -> Answer:
         """Copy a value out of a pinned view."""
@@ -179,6 +217,8 @@ class Gets:
                 return misfit(length, sink)
             if type(sink) is memoryview:
                 sink[:length] = view.data
+            elif type(sink) is Ranges:
+                scatter(sink, view.data, address_of(view.data), 0, self._copier)
             else:
                 sink.copy_from(view.data)
             return length
@@ -189,77 +229,87 @@ class Gets:
         self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None = None
     ) -> list[Any]:
         """Read many values; return an answer for each. ``patience``: of the call that this belongs to."""
-        groups = self._routes.group(digests)
-        if patience is None and _may_wait(groups):
-            with self._routes.patience() as patience:
-                return self._read_groups(groups, Batch(digests, sinks, patience))
-        return self._read_groups(groups, Batch(digests, sinks, patience))
-
-    def _read_groups(self, groups: Collection[tuple[Target | None, Sequence[int]]], batch: Batch) -> list[Any]:
-        for target, positions in groups:
-            if batch.patience is not None and self._leaves_out(target, positions, batch):
-                continue
-            try:
-                self._read_at(target, positions, batch)
-            except DeviceError as exc:
-                self.device_failed(exc, len(positions))
-                for position in positions:
-                    batch.results[position] = UNAVAILABLE
+        if self.checksum and sinks and type(sinks[0]) is Ranges:
+            return self._read_checked(digests, sinks, patience)
+        batch = Batch(digests, sinks, patience)
+        self._owners.read(batch, self._read_in, self._remote.read, self._settle)
         return batch.results
 
-    def _leaves_out(self, target: Target | None, positions: Sequence[int], batch: Batch) -> bool:
-        """Return whether the call has no time left for this server. Its keys are then unavailable.
+    def _read_checked(
+        self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None
+    ) -> list[Any]:
+        """Read ranges out of values whose checksums must be checked: each value as a whole, one at a time."""
+        if patience is None:
+            with self._routes.patience() as patience:
+                return self._read_checked(digests, sinks, patience)
+        results: list[Any] = []
+        for digest, sink in zip(digests, sinks):
+            (got,) = self.read_many([digest], [None], patience)
+            try:
+                results.append(self._out_of(View(memoryview(got)), sink) if type(got) is bytes else got)
+            except DeviceError as exc:
+                results.append(self.device_failed(exc))
+        return results
 
-        An arena that is mapped costs no wait.
-        """
-        if target is None or batch.patience is None or batch.patience.has_time_for(target) or target.reader is not None:
-            return False
+    def _settle(self, target: Target, left: Unresolved, batch: Batch) -> None:
+        """Read keys that ``target``, their owner by the map, does not have, from other workers, and count them."""
+        positions = left.positions()
+        self._resolve(target, batch, left)
         if batch.sinks is not None:
+            self._owners.count(batch, positions)
+            reader = target.reader
+            counts = reader.counts if reader is not None else self._tallies.tcp
             for position in positions:
-                batch.results[position] = UNAVAILABLE
-        self.counters["outages"] += len(positions)
-        return True
+                _count_moved(counts, batch.results[position])
 
     def device_failed(self, exc: DeviceError, count: int = 1) -> NoValue:
         """Count and log the failure of a GPU; return UNAVAILABLE."""
-        log.warning("reading into GPU memory: %s", exc)
-        self.counters["outages"] += count
-        return UNAVAILABLE
+        return self._owners.device_failed(exc, count)
 
-    def _read_at(self, target: Target | None, positions: Sequence[int], batch: Batch) -> None:
-        """Read values at one owner, and count the results."""
-        results = batch.results
-        if target is None:
-            for position in positions:
-                results[position] = UNAVAILABLE
-            self.counters["outages"] += len(positions)
-            return
-        reader = target.arena()
-        if reader is None:
-            unresolved = self._remote.read(target, positions, batch)
-            if unresolved:
-                self._resolve(target, batch, unresolved)
-            self._count(batch, positions)
-            return
-        digests, sinks = batch.digests, batch.sinks
+    def _read_in(
+        self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch,
+        slots: NDArray[np.intp] | None,
+    ) -> Unresolved:  # fmt: skip
+        """Read values out of one arena, and count all that need no other lookup."""
+        digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
         if type(sinks[positions[0]]) not in HOST_TYPES:
             self._read_into_device(target, reader, positions, batch)
-        elif len(positions) < VECTOR_KEYS:
+        elif len(positions) < VECTOR_KEYS and slots is None and not self.spreads(positions, sinks):
             for position in positions:
                 results[position] = self.read(target, digests[position], sinks[position])
         else:
-            self._read_arena(target, reader, positions, batch)
+            self._batches += 1
+            began = 0.0 if self._batches % SAMPLE_BATCHES else time.perf_counter()
+            left = self._read_arena(target, reader, positions, batch, slots)
+            if began:
+                seconds = time.perf_counter() - began
+                observe(reader.counts, GET_MANY, int(seconds * 1e9))
+                if sizes := batch.bytes_read(positions):
+                    self._observe("shm", len(sizes), sum(sizes), seconds)
+            return left
+        return Unresolved()
 
-    def _read_arena(self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch) -> None:
+    def _read_arena(
+        self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch,
+        slots: NDArray[np.intp] | None,
+    ) -> Unresolved:  # fmt: skip
         """Read a large batch out of one arena."""
         digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
-        slots = reader.slots_of_many([digests[position] for position in positions])
-        confirm, visited, copy_out = reader.confirm, reader.visited, self._copy_out
+        mine = digests if len(positions) == len(digests) else [digests[position] for position in positions]
+        keys, found_at = reader.candidates(mine) if slots is None else (words_of(mine), slots)
+        confirm, visited, copy_out = reader.confirm, reader.visited, self.copy_out
         hits = misses = 0
+        apart: list[int] = []
+        left = positions
         unresolved = Unresolved()
-        for position, slot in zip(positions, slots):
+        many = len(positions) >= COLUMN_KEYS or self.spreads(positions, sinks)
+        if many and self.plain and type(sinks[positions[0]]) in _PLAIN_SINKS:
+            rest = self.copy_many(reader, positions, keys, found_at, sinks, results)
+            hits = len(positions) - len(rest)
+            left, found_at = [positions[number] for number in rest], found_at[rest]
+        for position, slot in zip(left, found_at.tolist()):
             digest, sink = digests[position], sinks[position]
             if slot >= 0 and sink is not None:
                 try:
@@ -268,7 +318,7 @@ class Gets:
                     found = None
                 if (
                     found is not None and (found.length == len(sink) or fits(found.length, sink))
-                    and found.flags in self._plain
+                    and found.flags in self.plain
                 ):  # fmt: skip
                     copy_out(reader, found, sink)
                     if confirm(digest, found.slot, found.seq):
@@ -283,74 +333,34 @@ class Gets:
                 else:
                     unresolved.by_word(position, word)
                 continue
-            # Everything but plain hits and misses: read() handles all cases.
+            # Everything but plain hits and misses: read() handles all cases, and counts them.
             results[position] = self.read(target, digest, sink)
+            apart.append(position)
         self.counters["hits"] += hits
-        self.counters["misses"] += misses
-        if unresolved:
-            everything = unresolved.positions()
-            self._resolve(target, batch, unresolved)
-            self._count(batch, everything)
+        counts = reader.counts
+        counts[Word.BATCH_HITS] += hits
+        if not apart and len(positions) == len(results):
+            size = sum(results)  # first: a thread that counts meanwhile would be undone
+            counts[HIT_BYTES] += size
+        elif hits:
+            others = frozenset(apart)
+            size = sum([results[position] for position in positions if position not in others])
+            counts[HIT_BYTES] += size
+        if misses:
+            counts[ABSENT] += misses
+        return unresolved
 
     def _read_into_device(self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch) -> None:
         """Read a batch out of one arena into GPU memory."""
-        digests, sinks, results = batch.digests, batch.sinks, batch.results
-        assert sinks is not None
-        device = sinks[positions[0]]
-        assert on_device(device)
-        rest: list[int] = []  # everything but plain hits: read() handles all cases
-        left = iter(positions)
-        begun: list[tuple[int, Located]] = []
-        hits = 0
-
-        def group() -> Iterator[DeviceCopy]:
-            base = reader.data_address - reader.data_offset
-            total = 0
-            for position in left:
-                sink = sinks[position]
-                found = None
-                if on_device(sink):
-                    with contextlib.suppress(Unsettled):
-                        found = reader.locate(digests[position])
-                    if (
-                        found is not None and fits(found.length, sink)
-                        and found.flags in self._plain
-                    ):  # fmt: skip
-                        begun.append((position, found))
-                        yield sink, base + found.offset, found.length, sink.pinned(reader)
-                        total += found.length
-                        if total >= DEVICE_BYTES or len(begun) >= DEVICE_KEYS:
-                            return
-                        continue
-                rest.append(position)
-
-        while True:
-            begun.clear()
-            device.copy_to_device(group())
-            if not begun:
-                break
-            for position, found in begun:
-                if reader.confirm(digests[position], found.slot, found.seq):
-                    reader.visited[found.slot] = 1
-                    results[position] = found.length
-                    hits += 1
-                else:
-                    rest.append(position)
-        self.counters["hits"] += hits
+        sinks: Sequence[Any] = batch.sinks or ()
+        rest = self.copy_to_device(reader, positions, batch.digests, sinks, batch.results)
+        got = [batch.results[position] for position in set(positions).difference(rest)]
+        done, count, size = len(positions) - len(rest), len(got), sum(got)
+        self.counters["hits"] += done
+        reader.counts[Word.BATCH_HITS] += count
+        reader.counts[HIT_BYTES] += size
         for position in rest:
-            results[position] = self.read(target, digests[position], sinks[position])
-
-    def _count(self, batch: Batch, positions: Sequence[int] = (0,)) -> None:
-        """Count the results of the slow cases."""
-        hits = misses = 0
-        for position in positions:
-            got = batch.results[position]
-            if got == MISS:
-                misses += 1
-            elif is_hit(got):
-                hits += 1
-        self.counters["hits"] += hits
-        self.counters["misses"] += misses
+            batch.results[position] = self.read(target, batch.digests[position], sinks[position])
 
     # -- not at the owner -----------------------------------------------------------------------------
 
@@ -376,10 +386,14 @@ class Gets:
         if found.refresh:
             routes.refresh()
         for previous, positions in found.at_previous.items():
-            if not self._leaves_out(previous, positions, batch):
+            if self._owners.leaves_out(previous, batch):
+                self._owners.count_unavailable(positions, batch)
+            else:
                 self._read_previous(previous, positions, batch)
         for owner, positions in found.start_over.items():
-            if not self._leaves_out(owner, positions, batch):
+            if self._owners.leaves_out(owner, batch):
+                self._owners.count_unavailable(positions, batch)
+            else:
                 self._start_over(owner, positions, batch, hops - 1)
 
     def _ask(self, target: Target, batch: Batch, unresolved: Unresolved) -> None:
@@ -387,7 +401,8 @@ class Gets:
         asked = unresolved.ask_owner
         session = target.session
         if session is None:
-            self.counters["outages"] += len(asked)
+            count = len(asked)
+            self.counters["outages"] += count
             return
         entries: list[tuple[int, int, int, int, int, int]] = []
         try:
@@ -402,10 +417,11 @@ class Gets:
     def _start_over(self, owner: Target, positions: list[int], batch: Batch, hops: int) -> None:
         """Read again at the owner, which is another one or has the value by now. Not counted."""
         reader = owner.arena()
-        if batch.sinks is None:
-            unresolved = self._exist_at(owner, positions, batch)
-        elif reader is None:
-            unresolved = self._remote.read(owner, positions, batch)
+        if reader is None:
+            ask = self._remote.read if batch.sinks is not None else self._remote.exist
+            unresolved = finish(ask(owner, positions, batch))
+        elif batch.sinks is None:
+            unresolved = self._exist_in(owner, reader, positions, batch, None)
         else:
             unresolved = Unresolved()
             for position in positions:
@@ -422,7 +438,7 @@ class Gets:
         """Find, copy and confirm a value. Return MISS if that fails. Not counted."""
         digest = batch.digests[position]
         sink = batch.sinks[position] if batch.sinks is not None else None
-        for _ in range(ATTEMPTS):
+        for _ in EACH_ATTEMPT:
             try:
                 found = reader.locate(digest)
             except Unsettled:
@@ -436,9 +452,9 @@ class Gets:
                     return misfit(got, sink)
                 continue
             else:
-                self._copy_out(reader, found, sink)
+                self.copy_out(reader, found, sink)
             if confirm(digest, found.slot, found.seq):
-                if found.flags not in self._plain and not self._sound(reader, found, got, sink):
+                if found.flags not in self.plain and not self.sound(reader, found, got, sink):
                     break
                 return got
         return MISS
@@ -454,53 +470,56 @@ class Gets:
                 else:
                     results[position] = self._copy(reader, batch, position, reader.confirm_previous)
         elif batch.sinks is not None:
-            self._remote.read_tcp(target, positions, batch, previous=True)
+            finish(self._remote.read_tcp(target, positions, batch, previous=True))
         else:
-            self._remote.exist_previous(target, positions, batch)
-        self.counters["moved"] += sum(is_hit(results[position]) for position in positions)
+            finish(self._remote.exist_previous(target, positions, batch))
+        moved = sum(is_hit(results[position]) for position in positions)
+        self.counters["moved"] += moved
 
     # -- exists ---------------------------------------------------------------------------------------
 
     def stored_many(self, digests: Sequence[bytes], patience: Patience | None = None) -> list[bool]:
         """Return for each key whether it is stored. ``patience`` as in :meth:`read_many`."""
-        groups = self._routes.group(digests)
-        if patience is None and _may_wait(groups):
-            with self._routes.patience() as patience:
-                return self._stored_groups(groups, Batch(digests, None, patience))
-        return self._stored_groups(groups, Batch(digests, None, patience))
-
-    def _stored_groups(self, groups: Collection[tuple[Target | None, Sequence[int]]], batch: Batch) -> list[bool]:
-        for target, positions in groups:
-            if target is None:
-                self.counters["outages"] += len(positions)
-                continue
-            if batch.patience is not None and self._leaves_out(target, positions, batch):
-                continue
-            unresolved = self._exist_at(target, positions, batch)
-            if unresolved:
-                self._resolve(target, batch, unresolved)
+        batch = Batch(digests, None, patience)
+        if len(digests) < VECTOR_KEYS or not self._owners.find(batch, self._settle):
+            self._owners.read(batch, self._exist_in, self._remote.exist, self._settle)
         return [got == 1 for got in batch.results]
 
-    def _exist_at(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
+    def _exist_in(
+        self, _target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, _: NDArray[np.intp] | None
+    ) -> Unresolved:
+        """Find out which keys one arena has."""
         unresolved = Unresolved()
         digests, results = batch.digests, batch.results
         wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
-        reader = target.arena()
-        if reader is not None:
-            hits = reader.contains_many(wanted)
-            if len(positions) == len(results):
-                results[:] = hits
-            else:
-                for position, hit in zip(positions, hits):
-                    results[position] = hit
-            if False in hits:
-                shard_word = reader.shard_word
-                for position, hit in zip(positions, hits):
-                    if not hit and not 0 < (word := shard_word(digests[position])) < PLAIN_BELOW:
-                        unresolved.by_word(position, word)
+        self._batches += 1
+        began = 0 if self._batches % SAMPLE_BATCHES else time.perf_counter_ns()
+        hits = reader.contains_many(wanted)
+        counts = reader.counts
+        if began:
+            observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
+        found, absent = hits.count(True), hits.count(False)
+        counts[FOUND] += found
+        if len(positions) == len(results):
+            results[:] = hits
         else:
-            self._remote.exist(target, positions, batch, unresolved)
+            for position, hit in zip(positions, hits):
+                results[position] = hit
+        if absent:
+            counts[NOT_FOUND] += absent
+            shard_word = reader.shard_word
+            for position, hit in zip(positions, hits):
+                if not hit and not 0 < (word := shard_word(digests[position])) < PLAIN_BELOW:
+                    unresolved.by_word(position, word)
         return unresolved
+
+    # -- what a put need not store ------------------------------------------------------------------------
+
+    def holds_many(self, digests: Sequence[bytes], lengths: Sequence[int]) -> list[bool]:
+        """Return for each key whether a value of this length is stored, as far as ``sdk/ops/if_absent.py`` wants it."""
+        batch = Batch(digests, None)
+        self._owners.read(batch, functools.partial(holds_in, lengths), self._remote.exist, lambda *_: None)
+        return [got == 1 for got in batch.results]
 
     # -- views ----------------------------------------------------------------------------------------
 
@@ -540,19 +559,33 @@ class Gets:
         except PeerError as exc:
             self._routes.session_failed(target, session, exc)
             return View.miss()
+        counts = session.counts
         if view is None:
             if 0 < session.reader.shard_word(digest) < PLAIN_BELOW:
-                self.counters["misses"] += 1
+                counts[ABSENT] += 1
                 return View.miss()
-            got = self._one(self._by_word, target, digest, None)
+            got = self._one_moved(target, counts, digest, None)
             return View(memoryview(got)) if isinstance(got, bytes) else View.miss()
-        if self.checksum and not self._check(flags, crc, view.data):
+        if self.checksum and not self.check(flags, crc, view.data):
+            counts[Word.UNSOUND] += 1
             view.close()
             return View.miss()
         self.counters["hits"] += 1
+        counts[Word.VIEWS] += 1
+        counts[HIT_BYTES] += length
         return view
 
 
-def _may_wait(groups: Collection[tuple[Target | None, Sequence[int]]]) -> bool:
-    """Return whether a call could wait for more than one exchange's deadline at these servers."""
-    return len(groups) > 1 or any(target is not None and target.fresh for target, _ in groups)
+def _count_moved(counts: memoryview, got: Answer) -> None:
+    """Count the answer of a second look."""
+    if is_hit(got):
+        counts[Word.MOVED_HITS] += 1
+        size = len(got) if type(got) is bytes else int(got)
+        counts[HIT_BYTES] += size
+    elif got == MISS:
+        counts[Word.MOVING] += 1
+    elif got == UNAVAILABLE:
+        counts[Word.UNREACHABLE] += 1
+    else:
+        counts[Word.WRONG_SIZE] += 1
+

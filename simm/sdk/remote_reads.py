@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..cluster.lookup import Unresolved
 from ..constants import VALUE_BYTES_MAX
-from ..host.buffers import Copier, Span, fits, host_view, on_device
+from ..host.buffers import Copier, DeviceCopy, Ranges, Span, fits, host_view, on_device
+from ..host.parts import has_device, in_host_memory
+from ..ipc.counts import GET, GET_MANY, Word, observe
+from ..ipc.get import head_bytes
+from ..ipc.steps import Steps, finish
+from ..ipc.tally import Tallies
 from ..wire.messages import Status
 from .batch import MISS, UNAVAILABLE, Batch, misfit
 from .routing import Routes
@@ -19,6 +25,14 @@ if TYPE_CHECKING:
     from .tcp import TcpPath, Want
 
 
+#: Values whose ranges go to a device by way of host memory are read in parts of about so many bytes.
+STAGED_BYTES: Final = 64 << 20
+
+
+#: Takes note of a get: path, keys, bytes, seconds (``sdk/ops/load_time.py``).
+Observe = Callable[[str, int, int, float], None]
+
+
 class RemoteReads:
     """A client's reads by RDMA and TCP. Any thread may call it.
 
@@ -26,48 +40,84 @@ class RemoteReads:
     """
 
     def __init__(
-        self, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None, counters: dict[str, int]
-    ) -> None:
+        self, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None, counters: dict[str, int],
+        observe: Observe, tallies: Tallies,
+    ) -> None:  # fmt: skip
         self._routes = routes
         self._copier = copier
         self._check = check
         self.counters = counters
+        self._observe = observe
+        self._tallies = tallies
 
-    def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
-        """Read by RDMA, and the keys that RDMA leaves over by TCP."""
+    def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        """Read by RDMA, and the keys that RDMA leaves over by TCP. Take note of how long it takes."""
+        began = time.perf_counter()
+        left = yield from self._read(target, positions, batch)
+        seconds = time.perf_counter() - began
+        path = target.path
+        sizes = batch.bytes_read(positions)
+        if sizes:
+            self._observe(path, len(sizes), sum(sizes), seconds)
+        counts = self._tallies.rdma if path == "rdma" else self._tallies.tcp
+        got = [batch.results[position] for position in positions]
+        absent, unreachable = got.count(MISS), got.count(UNAVAILABLE)
+        open_ = len(left.positions()) if left else 0  # until the second look
+        hits, size, missed = len(sizes), sum(sizes), max(0, absent - open_)
+        unfit = len(got) - hits - absent - unreachable
+        counts[Word.BATCH_HITS] += hits
+        counts[Word.HIT_BYTES] += size
+        counts[Word.UNREACHABLE] += unreachable
+        counts[Word.ABSENT] += missed
+        counts[Word.WRONG_SIZE] += unfit
+        observe(counts, GET if len(positions) == 1 else GET_MANY, int(seconds * 1e9))
+        return left
+
+    def _read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        if _has_devices(positions, batch):
+            return (yield from self._read_staged(functools.partial(self._read, target), positions, batch))
         rdma = target.rdma
-        if rdma is None or rdma.down_reason is not None:
-            return self.read_tcp(target, positions, batch)
-        left, until = self._by_rdma(rdma, positions, batch)
-        return self.read_tcp(target, left, batch, until=until) if left else Unresolved()
+        until = 0.0
+        if rdma is not None and rdma.down_reason is None:
+            positions, until = yield from self._by_rdma(rdma, positions, batch)
+            if not positions:
+                return Unresolved()
+        return (yield from self.read_tcp(target, positions, batch, until=until))
 
     def read_tcp(
         self, target: Target, positions: Sequence[int], batch: Batch, *, previous: bool = False, until: float = 0.0
-    ) -> Unresolved:
+    ) -> Steps[Unresolved]:
         """Read by TCP."""
         sinks, results = batch.sinks, batch.results
         assert sinks is not None
         unresolved = Unresolved()
         tcp = target.tcp
         if tcp is None:
-            self.counters["outages"] += len(positions)
+            count = len(positions)
+            self.counters["outages"] += count
             for position in positions:
                 results[position] = UNAVAILABLE
             return unresolved
         if not target.bulk:
-            return self._resolve_misses(target, tcp, positions, batch, previous)
+            return (yield from self._resolve_misses(target, tcp, positions, batch, previous))
+        if type(sinks[positions[0]]) is Ranges:
+            if _has_devices(positions, batch):
+                read = functools.partial(self.read_tcp, target, previous=previous)
+                return (yield from self._read_staged(read, positions, batch))
+            yield from self._fetch_ranges(target, tcp, positions, batch, unresolved, previous, until)
+            return unresolved
         elsewhere = [position for position in positions if on_device(sinks[position])]
         if elsewhere:
             positions = [position for position in positions if not on_device(sinks[position])]
         if positions:
-            self._fetch(target, tcp, positions, batch, unresolved, previous, until)
+            yield from self._fetch(target, tcp, positions, batch, unresolved, previous, until)
             until = 0.0
         if elsewhere:
 
             def read_host(part: Sequence[int], hosts: Any, got: dict[int, Any]) -> list[int]:
                 nonlocal until
                 staged = Batch(batch.digests, hosts)
-                self._fetch(target, tcp, part, staged, unresolved, previous, until)
+                finish(self._fetch(target, tcp, part, staged, unresolved, previous, until))
                 until = 0.0
                 got.update((position, staged.results[position]) for position in part)
                 return []
@@ -78,7 +128,7 @@ class RemoteReads:
     def _fetch(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, unresolved: Unresolved,
         previous: bool, until: float,
-    ) -> None:  # fmt: skip
+    ) -> Steps[None]:  # fmt: skip
         """Read into host memory, and add the keys that need another lookup to ``unresolved``."""
         digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
@@ -90,8 +140,7 @@ class RemoteReads:
                 wants.append((digests[position], VALUE_BYTES_MAX, _room_in(news, position)))
             else:
                 wants.append((digests[position], len(sink), _fitting(sink, host_view(sink))))
-        fetch = functools.partial(tcp.fetch, previous=previous, until=until)
-        answers = self._routes.call_tcp(target, tcp, fetch, wants)
+        answers = yield from self._routes.call_tcp(target, tcp, tcp.fetch(wants, previous=previous, until=until))
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
@@ -111,15 +160,63 @@ class RemoteReads:
             elif previous or not unresolved.by_status(position, status, length | crc << 32):
                 results[position] = UNAVAILABLE if status == Status.UNAVAILABLE else MISS
 
+    def _fetch_ranges(
+        self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, unresolved: Unresolved,
+        previous: bool, until: float,
+    ) -> Steps[None]:  # fmt: skip
+        """Do :meth:`_fetch` for ranges of values. There is no checksum to check (``Gets.read_ranges``)."""
+        digests, results = batch.digests, batch.results
+        sinks: Sequence[Any] = batch.sinks or ()
+        wants = [(digests[position], sinks[position]) for position in positions]
+        answers = yield from self._routes.call_tcp(target, tcp, tcp.fetch_ranges(wants, previous=previous, until=until))
+        if not answers:
+            for position in positions:
+                results[position] = UNAVAILABLE
+        for position, (status, length, crc, _flags) in zip(positions, answers):
+            if status == Status.OK:
+                results[position] = length
+            elif status == Status.OUT_OF_RANGE:
+                results[position] = misfit(length, sinks[position])
+            elif previous or not unresolved.by_status(position, status, length | crc << 32):
+                results[position] = UNAVAILABLE if status == Status.UNAVAILABLE else MISS
+
+    def _read_staged(
+        self, read: Callable[[Sequence[int], Batch], Steps[Unresolved]], positions: Sequence[int], batch: Batch
+    ) -> Steps[Unresolved]:
+        """Read ranges of which some go to a device, by way of host memory: about ``STAGED_BYTES`` of values at a time.
+
+        What is unresolved is read again later, and then from here. Raises DeviceError.
+        """
+        sinks: Sequence[Any] = batch.sinks or ()
+        together = Unresolved()
+        left = list(reversed(positions))
+        while left:
+            part: list[int] = []
+            size = 0
+            while left and (not part or size < STAGED_BYTES):
+                part.append(left.pop())
+                size += sinks[part[-1]].total
+            hosted = list(sinks)
+            wanted: dict[int, list[DeviceCopy]] = {}
+            for position in part:
+                hosted[position], wanted[position] = in_host_memory(sinks[position])
+            inner = Batch(batch.digests, hosted)
+            together.extend((yield from read(part, inner)))
+            copies = [copy for position in part if inner.results[position] > 0 for copy in wanted[position]]
+            if copies:
+                copies[0][0].copy_to_device(copies)
+            for position in part:
+                batch.results[position] = inner.results[position]
+        return together
+
     def _resolve_misses(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: Batch, previous: bool
-    ) -> Unresolved:
+    ) -> Steps[Unresolved]:
         """Ask by TCP what misses of RDMA mean, if values must not go by TCP. No value is sent."""
         unresolved = Unresolved()
         digests, results = batch.digests, batch.results
-        answers = self._routes.call_tcp(
-            target, tcp, functools.partial(tcp.resolve_misses, previous=previous), [digests[each] for each in positions]
-        )
+        asked = [digests[each] for each in positions]
+        answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(asked, previous=previous))
         for position, (status, since) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
             if previous or not unresolved.by_status(position, status, since):
                 results[position] = UNAVAILABLE if status in (Status.OK, Status.UNAVAILABLE) else MISS
@@ -127,56 +224,65 @@ class RemoteReads:
 
     # -- exists ---------------------------------------------------------------------------------------
 
-    def exist(self, target: Target, positions: Sequence[int], batch: Batch, unresolved: Unresolved) -> None:
-        """Find out whether keys are stored; add those that need another lookup to ``unresolved``."""
+    def exist(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
+        """Find out whether keys are stored."""
+        unresolved = Unresolved()
         rdma, until = target.rdma, 0.0
         if rdma is not None and rdma.down_reason is None:
-            positions, until = self._by_rdma(rdma, positions, batch)
+            positions, until = yield from self._by_rdma(rdma, positions, batch)
         if positions:
-            self._exist_tcp(target, positions, batch, unresolved, until)
+            yield from self._exist_tcp(target, positions, batch, unresolved, until)
+        return unresolved
 
-    def exist_previous(self, target: Target, positions: Sequence[int], batch: Batch) -> None:
+    def exist_previous(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[None]:
         """Find out whether a previous owner has the keys."""
         tcp = target.tcp
         if tcp is not None:
             wanted = [batch.digests[position] for position in positions]
-            ask = functools.partial(tcp.resolve_misses, previous=True)
-            for position, (status, _) in zip(positions, self._routes.call_tcp(target, tcp, ask, wanted)):
+            answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted, previous=True))
+            for position, (status, _) in zip(positions, answers):
                 batch.results[position] = int(status == Status.OK)
 
     def _exist_tcp(
         self, target: Target, positions: Sequence[int], batch: Batch, unresolved: Unresolved, until: float
-    ) -> None:
+    ) -> Steps[None]:
         digests, results = batch.digests, batch.results
         tcp = target.tcp
         if tcp is None:
-            self.counters["outages"] += len(positions)
+            count = len(positions)
+            self.counters["outages"] += count
             return
         asking: list[int] = []
         wanted = [digests[position] for position in positions]
-        for position, status in zip(
-            positions, self._routes.call_tcp(target, tcp, functools.partial(tcp.exists, until=until), wanted)
-        ):  # fmt: skip
+        statuses = yield from self._routes.call_tcp(target, tcp, tcp.exists(wanted, until))
+        for position, status in zip(positions, statuses):
             results[position] = int(status == Status.OK)
             if status == Status.PREVIOUS:  # only FETCHED says of which move
                 asking.append(position)
             else:
                 unresolved.by_status(position, status, 0)
         wanted = [digests[position] for position in asking]
-        answers = self._routes.call_tcp(target, tcp, tcp.resolve_misses, wanted) if asking else []
+        answers = (yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(wanted))) if asking else []
         for position, (status, since) in zip(asking, answers):
             results[position] = int(status == Status.OK)
             unresolved.by_status(position, status, since)
 
-    def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> tuple[list[int], float]:
+    def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> Steps[tuple[list[int], float]]:
+        if batch.sinks is not None and type(batch.sinks[positions[0]]) is Ranges:
+            from .ops import rdma_ranges  # likewise
+
+            return (yield from rdma_ranges.read(rdma, positions, batch, self._copier, self.counters))
         from .rdma_get import read  # the path has loaded it
 
-        return read(rdma, positions, batch, self._copier, self._check, self.counters)
+        return (yield from read(rdma, positions, batch, self._copier, self._check, self.counters))
 
 
-def head_bytes(sink: memoryview | Span, length: int) -> memoryview:
-    """Return the first bytes of what was read, to check them."""
-    return sink[:length] if type(sink) is memoryview else sink.host_view(length)
+def _has_devices(positions: Sequence[int], batch: Batch) -> bool:
+    """Return whether a batch reads ranges, some of them into a device's memory. If one sink is ranges, all are."""
+    sinks = batch.sinks
+    if sinks is None or type(sinks[positions[0]]) is not Ranges:
+        return False
+    return any(has_device(part[3] for part in sinks[position].parts) for position in positions)  # type: ignore[union-attr]
 
 
 def _fitting(sink: memoryview | Span, room: memoryview) -> Callable[[int], memoryview]:

@@ -27,20 +27,27 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..arena.hashing import SHARD_MASK
 from ..cluster.shard_map import ShardMap
 from ..config.client_options import DEFAULT_DEADLINE_S, ClientOptions
 from ..constants import NO_OWNER, SHARD_COUNT
 from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError
 from ..host import fork
+from ..host.company import COMPANY
+from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
+from ..ipc.steps import Steps
+from ..ipc.tally import Tallies
 from ..wire import messages as M
-from .batch import Patience
 from .manager_link import Subscription
 from .path import ClientContext, ClientRdma, PathState
 from .worker_path import TICK_S, Target
 
 if TYPE_CHECKING:
+    from .ops.epochs import ClientEpoch
     from .tcp import TcpPath
 
 log = logging.getLogger("simm.client")
@@ -56,15 +63,20 @@ _ANNOUNCED_MAX: Final = 32
 _ATTEMPTS_MAX: Final = 8
 
 
+_NOBODY: Final[NDArray[np.uint16]] = np.full(SHARD_COUNT, NO_OWNER, np.uint16)
+
+
 class RouteTable:
     """One map, with the targets of its workers. Immutable."""
 
-    __slots__ = ("by_position", "map", "moving")
+    __slots__ = ("by_position", "map", "moving", "owners")
 
     def __init__(self, shard_map: ShardMap | None, by_position: Sequence[Target]) -> None:
         self.map = shard_map
         self.by_position = by_position
         self.moving: Mapping[int, int] = {} if shard_map is None else shard_map.previous
+        #: The position of each shard's owner, or NO_OWNER.
+        self.owners: NDArray[np.uint16] = _NOBODY if shard_map is None else np.array(shard_map.owners, np.uint16)
 
     def owner(self, shard: int) -> Target | None:
         """Return the shard's owner, or None."""
@@ -117,9 +129,12 @@ class Router:
     background thread gets it.
     """
 
-    def __init__(self, options: ClientOptions, map_timeout_s: float | None = MAP_TIMEOUT_S) -> None:
-        managers = options.managers
-        self.context = ClientContext(options, rdma=ClientRdma(options.rdma_devices))
+    def __init__(
+        self, options: ClientOptions, map_timeout_s: float | None = MAP_TIMEOUT_S, *, tallies: Tallies | None = None,
+        epoch: ClientEpoch | None = None,
+    ) -> None:  # fmt: skip
+        managers, rdma = options.managers, ClientRdma(options.rdma_devices)
+        self.context = ClientContext(options, rdma=rdma, tallies=tallies or Tallies(), epoch=epoch)
         self.deadline_s = options.deadline_s
         self.epoch = 0
         self.cluster = 0
@@ -146,7 +161,7 @@ class Router:
 
         self.subscription = Subscription(
             managers, options.deadline_s, options.token, on_map, options.namespace, tls=options.tls,
-            trusted=options.server_uids,
+            trusted=options.server_uids, on_epochs=epoch.take if epoch is not None else None,
         )
         self._ended = weakref.finalize(self, self.subscription.close)
         self._ended.atexit = False
@@ -181,6 +196,8 @@ class Router:
         with self._map_changed:
             if self._closed or (msg.cluster == self.cluster and msg.epoch <= self.epoch):
                 return False
+            if self.context.epoch is not None:
+                self.context.epoch.of_cluster(msg.cluster)
             # Sessions and mappings belong to the cluster of the map before.
             known, before = self.targets, self.targets
             if msg.cluster != self.cluster:
@@ -232,6 +249,7 @@ class Router:
         if self._closed:
             return False
         now = time.monotonic() if now is None else now
+        COMPANY.look()
         targets = list(self.targets.values())
         for target in targets:
             try:
@@ -257,6 +275,7 @@ class Router:
             for target in over:
                 target.close(clean=False)
         self.context.rdma.tidy()
+        self.context.tallies.release_ended()
         return not self._closed
 
     def _announce(self, targets: Sequence[Target], now: float) -> None:
@@ -404,6 +423,24 @@ class Routes:
         router = self.router
         return router is not None and bool(router.targets) and router.subscription.connected
 
+    def check_open(self) -> None:
+        """Raise UsageError once closed."""
+        if self.closed:
+            raise UsageError("this client is closed")
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until every shard has an owner that this client reaches. Return False when the time is up."""
+        until = time.monotonic() + timeout_s
+        while True:
+            router = self.router
+            if router is not None and None not in router.route:
+                targets = list(router.targets.values())
+                if targets and all(target.ready() for target in targets) and all(each.settled for each in targets):
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
     def manager_connected(self) -> bool:
         """Return whether a manager is connected, so that a new map would reach this client."""
         router = self.router
@@ -433,10 +470,10 @@ class Routes:
             target.lost(str(exc))
             self.wake()
 
-    def call_tcp(self, target: Target, tcp: TcpPath, call: Callable[[Any], list[Any]], asked: Any) -> list[Any]:
-        """Run one call of a TCP path; return [] if it failed, which closes the path."""
+    def call_tcp(self, target: Target, tcp: TcpPath, call: Steps[list[Any]]) -> Steps[list[Any]]:
+        """Carry out an operation of a TCP path; return [] if it failed, which closes the path."""
         try:
-            return call(asked)
+            return (yield from call)
         except PeerError as exc:
             target.tcp_lost(tcp, str(exc))
             self.wake()

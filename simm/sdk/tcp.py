@@ -4,45 +4,72 @@ Each operation borrows one of a small pool of connections to one stream process,
 The bytes of a GET reach the caller's buffer before the server's VERDICT confirms them, so a miss may leave part of a
 value there. The deadline bounds an exchange as a whole, including a connection that it must make first and values that
 it requests again. One exchange carries 64 MiB at most; a larger batch takes several.
+
+A large exchange is shared out among several connections, by bytes (``tcp_streams``), as a network may bound what one
+connection gets. The caller's thread serves them all, and one deadline bounds them together. A call takes the further
+connections as far as they are open and idle. A thread makes those that lack, for later calls. So no call waits for a
+connection that it can do without.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
+import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from ..errors import TransportError
+from ..constants import RANGES_MAX, VALUE_BYTES_MAX
+from ..errors import PeerError, TransportError
+from ..host.buffers import RELEASE_BYTES, Ranges
+from ..host.parts import views_of
+from ..ipc.steps import Steps, side_by_side
 from ..net.allowance import allowed
-from ..net.channel import Channel, Refused, greet
+from ..net.channel import Channel, ChannelWait, Refused, greet
 from ..rpc import encode
 from ..wire import messages as M
 from ..wire.hello import client_hello
 from ..wire.messages import Status
 from .path import ClientContext, Path, PathState
 
+log = logging.getLogger("simm.client")
+
+#: Idle connections that a path keeps. It makes no further one for a large batch while so many are open.
 POOL_MAX: Final = 8
 #: How often a value is requested that changes while it is sent.
 ATTEMPTS: Final = 3
 #: Bytes that one FETCH or STORE carries at most, so that a deadline means the same at every batch size.
 EXCHANGE_BYTES: Final = 64 << 20
 EXCHANGE_KEYS: Final = 1024
+#: Ranges that are each below RELEASE_BYTES are received together, up to about so many bytes.
+TOGETHER_BYTES: Final = 256 << 10
 _IOV_MAX: Final = 512
+#: Before a value of this size a thread that reads from several servers looks which of them has sent more.
+STEP_BYTES: Final = 64 << 10
+#: So much of a value is received before that look. The sockets' buffers hold more, so no other server stops meanwhile.
+PIECE_BYTES: Final = 1 << 20
+#: Bytes for each connection at least that an exchange is shared out among.
+STREAM_BYTES: Final = 2 << 20
+#: Pause after a further connection could not be made, seconds.
+FURTHER_AGAIN_S: Final = 5.0
 
 _CLOSED: Final = PathState.CLOSED
 
 #: (digest, most bytes, function from the length to the memory for them)
 Want = tuple[bytes, int, Callable[[int], memoryview]]
+#: A value to store: (digest, the pieces that make it up, crc, flags)
+Entry = tuple[bytes, Sequence[memoryview], int, int]
 #: The result of a key: (status, length, crc, flags).
 Got = tuple[int, int, int, int]
 
 
 class TcpPath(Path):
-    """One worker by TCP. Methods raise TransportError when the server is out of reach.
+    """One worker by TCP. Operations are in steps, and raise TransportError when the server is out of reach.
 
     It connects in its caller's thread, and its owner closes it after the first failure.
 
@@ -66,6 +93,10 @@ class TcpPath(Path):
         self.no_wait_until = 0.0
         #: From the most recent connection.
         self.welcome: M.Welcome | None = None
+        #: Connections that are open, lent or idle; how many large batches want; when to make more, monotonic seconds.
+        self._open = 0
+        self._wanted = 1
+        self._further_at = 0.0
 
     def __repr__(self) -> str:
         return f"<TcpPath {self.host}:{self.port} idle={len(self._idle)}>"
@@ -74,15 +105,15 @@ class TcpPath(Path):
 
     def connect(self) -> None:
         """Check that the server answers. Raises TransportError, Refused."""
-        self._give(self._take(time.monotonic() + self.deadline_s))
+        self.give(self.take(time.monotonic() + self.deadline_s))
         with self._lock:
             self._set_up()
 
     def greet(self) -> None:
         """Update ``welcome`` by a new connection. Raises TransportError, Refused."""
-        self._give(self._make(time.monotonic() + self.deadline_s))
+        self.give(self._make(time.monotonic() + self.deadline_s))
 
-    def _take(self, until: float) -> Channel:
+    def take(self, until: float) -> Channel:
         with contextlib.suppress(IndexError):
             channel = self._idle.pop()
             channel.bound(until)
@@ -106,67 +137,162 @@ class TcpPath(Path):
         except TransportError:
             channel.close()
             raise
+        with self._lock:
+            self._open += 1
         return channel
 
-    def _give(self, channel: Channel) -> None:
+    def give(self, channel: Channel) -> None:
         with self._lock:
             if not channel.broken and self.state is not _CLOSED and len(self._idle) < POOL_MAX:
                 self._idle.append(channel)
                 return
-        channel.close()
+        self._end(channel)
+
+    def _end(self, connection: Channel) -> None:
+        connection.close()
+        with self._lock:
+            self._open -= 1
 
     def _drop_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
-            channel.close()
+            self._end(channel)
 
-    def _exchange(self, body: Callable[[Channel], Any], until: float = 0.0) -> Any:
+    @contextlib.contextmanager
+    def _further(self, keys: int, size: int) -> Iterator[list[Channel]]:
+        """Lend the idle connections that an exchange of ``size`` bytes is worth besides its own, and have more made."""
+        wanted = min(self._context.options.tcp_streams, keys, size // STREAM_BYTES)
+        lent: list[Channel] = []
+        if wanted > 1:
+            with self._lock:
+                spare = min(wanted, len(self._idle)) - 1
+                if spare > 0:
+                    lent = self._idle[-spare:]
+                    del self._idle[-spare:]
+            if len(lent) < wanted - 1:
+                self._make_further(wanted)
+        try:
+            yield lent
+        finally:
+            while lent:
+                self.give(lent.pop())
+
+    def _make_further(self, wanted: int) -> None:
+        """Make connections in a thread, until ``wanted`` are open."""
+        self._wanted = wanted = min(wanted, POOL_MAX)
+        if self._open < wanted and time.monotonic() >= self._further_at:
+            self.connect_soon()
+
+    def _attempt(self) -> None:
+        try:
+            while self._open < self._wanted and self.state is not _CLOSED:
+                self.give(self._make(time.monotonic() + self.deadline_s))
+        except PeerError as exc:  # those that there are suffice
+            log.debug("no further connection to %s:%d: %s", self.host, self.port, exc)
+            self._further_at = time.monotonic() + FURTHER_AGAIN_S
+        finally:
+            with self._changed:
+                self.connecting = False
+                self._changed.notify_all()
+
+    def _exchange(
+        self, body: Callable[[Channel], Steps[Any]], until: float = 0.0, lent: list[Channel] | None = None
+    ) -> Steps[Any]:
         """Run an exchange on a pooled connection, until ``until`` (monotonic seconds) or for ``deadline_s``.
 
         An idle connection that the server has closed is replaced once, and all idle ones with it: the server has
-        restarted.
+        restarted. ``lent``: connections to take one of, if there are any.
         """
         until = min(until or math.inf, time.monotonic() + allowed(self.deadline_s))
         for attempt in range(2):
-            new = not self._idle
-            channel = self._take(until)
+            new = not self._idle and not lent
+            if lent:
+                channel = lent.pop()
+                channel.bound(until)
+            else:
+                channel = self.take(until)
             try:
-                result = body(channel)
+                result = yield from body(channel)
             except TransportError as exc:
                 if channel.broken:
-                    channel.close()
+                    self._end(channel)
                 else:
-                    self._give(channel)
+                    self.give(channel)
                 if attempt == 0 and not new and "deadline" not in str(exc) and not isinstance(exc, Refused):
                     self._drop_idle()
+                    while lent:
+                        self._end(lent.pop())
                     continue
                 raise
             except BaseException:
                 channel.broken = channel.broken or "interrupted"  # the rest of the exchange may still arrive
-                channel.close()
+                self._end(channel)
                 raise
-            self._give(channel)
+            self.give(channel)
             return result
         raise AssertionError("unreachable")
 
-    # -- operations -------------------------------------------------------------------------------
+    def _shared_out(
+        self, positions: Sequence[int], sizes: Sequence[int],
+        body: Callable[[Channel, Sequence[int]], Steps[list[Any]]], until: float,
+    ) -> Steps[list[tuple[int, Any]]]:  # fmt: skip
+        """Run an exchange for these positions of a batch, shared out among connections. Return each one's answer.
 
-    def fetch(self, wants: Sequence[Want], *, previous: bool = False, until: float = 0.0) -> list[Got]:
+        ``body`` does the part for some positions on a channel. ``until`` as in :meth:`_exchange`, for all together.
+        """
+
+        def at(part: Sequence[int]) -> Callable[[Channel], Steps[list[Any]]]:
+            return lambda channel: body(channel, part)
+
+        with self._further(len(positions), sum([sizes[position] for position in positions])) as lent:
+            parts = _by_bytes(positions, sizes, 1 + len(lent))
+            if len(parts) == 1:
+                answers = yield from self._exchange(at(positions), until, lent)
+                return list(zip(positions, answers))
+            until = min(until or math.inf, time.monotonic() + allowed(self.deadline_s))
+            works = [self._exchange(at(part), until, lent) for part in parts]
+            every = yield from side_by_side(works)
+        return [pair for part, answers in zip(parts, every) for pair in zip(part, answers)]
+
+    # -- operations, in steps ----------------------------------------------------------------------
+
+    def fetch(self, wants: Sequence[Want], *, previous: bool = False, until: float = 0.0) -> Steps[list[Got]]:
         """Read values into the caller's memory; return the result of each key. A status above OK means no value.
 
         ``previous``: read as from a previous owner, so that values of frozen shards count. ``until``: when the first
         exchange must be over, monotonic seconds; 0 for ``deadline_s`` from now.
         """
-        kind = M.FetchPrevious if previous else M.Fetch
+        exchange = partial(self._fetch, kind=M.FetchPrevious if previous else M.Fetch)
+        sizes = [want[1] for want in wants]
+        return self._fetch_all(exchange, wants, sizes, chunks(list(enumerate(sizes))), until)
+
+    def fetch_ranges(
+        self, wants: Sequence[tuple[bytes, Ranges]], *, previous: bool = False, until: float = 0.0
+    ) -> Steps[list[Got]]:
+        """Read ranges of values, none of them on a device; the rest as in fetch. OUT_OF_RANGE: a value is too short."""
+        exchange = partial(self._fetch_ranges, previous=int(previous))
+        sizes = [ranges.total for _, ranges in wants]
+        parts = chunks(list(enumerate(sizes)), lambda at: len(wants[at][1].parts))
+        return self._fetch_all(exchange, wants, sizes, parts, until)
+
+    def _fetch_all(
+        self, exchange: Callable[..., Steps[list[Got]]], wants: Sequence[Any], sizes: Sequence[int],
+        parts: Sequence[list[int]], until: float,
+    ) -> Steps[list[Got]]:  # fmt: skip
+        """Run ``exchange(channel, wants=...)`` for each chunk, and again for values that changed meanwhile."""
+
+        def body(channel: Channel, positions: Sequence[int]) -> Steps[list[Got]]:
+            return exchange(channel, wants=[wants[position] for position in positions])
+
         results: list[Got] = [(Status.NOT_FOUND, 0, 0, 0)] * len(wants)
-        for chunk in _chunks([(position, want[1]) for position, want in enumerate(wants)]):
+        for chunk in parts:
             left = chunk
             until = until or time.monotonic() + allowed(self.deadline_s)
             for _ in range(ATTEMPTS):
-                part = [wants[position] for position in left]
                 torn = []
-                for position, got in zip(left, self._exchange(partial(self._fetch, kind=kind, wants=part), until)):
+                answers = yield from self._shared_out(left, sizes, body, until)
+                for position, got in answers:
                     results[position] = got
                     if got[0] == Status.TORN:
                         torn.append(position)
@@ -176,8 +302,14 @@ class TcpPath(Path):
             until = 0.0
         return results
 
-    def _fetch(self, channel: Channel, kind: Callable[[Any], Any], wants: Sequence[Want]) -> list[Got]:
+    def _fetch_ranges(
+        self, channel: Channel, previous: int, wants: Sequence[tuple[bytes, Ranges]]
+    ) -> Steps[list[Got]]:
+        return receive_ranges(channel, partial(M.FetchRanges, previous), wants)
+
+    def _fetch(self, channel: Channel, kind: Callable[[Any], Any], wants: Sequence[Want]) -> Steps[list[Got]]:
         number = channel.submit(kind([(digest, most) for digest, most, _ in wants]))
+        yield ChannelWait(channel, number)
         fetched = channel.result(channel.wait(number))
         if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
             channel.fail("the server answered FETCH with something else")
@@ -185,45 +317,58 @@ class TcpPath(Path):
             if status == Status.OK:
                 if not 0 < length <= most:
                     channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
-                channel.receive_bulk(target(length))
-        verdict = channel.result(channel.wait(number))
-        if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(wants):
-            channel.fail("the server sent no verdict")
-        return [
-            (status or judged, length, crc, flags)
-            for (status, flags, length, crc), judged in zip(fetched.entries, verdict.statuses)
-        ]
+                yield from _receive_large(channel, number, target(length))
+        return (yield from _judged(channel, number, fetched.entries))
 
-    def store(self, entries: Sequence[tuple[bytes, memoryview, int, int]], until: float = 0.0) -> list[int]:
-        """Store (digest, bytes, crc, flags) each; return a Status for each. ``until`` as in fetch."""
+    def store(self, entries: Sequence[Entry], until: float = 0.0) -> Steps[list[int]]:
+        """Store values; return a Status for each. ``until`` as in fetch."""
         results = [Status.UNAVAILABLE] * len(entries)
-        for chunk in _chunks([(position, len(entry[1])) for position, entry in enumerate(entries)]):
-            part = [entries[position] for position in chunk]
-            for position, status in zip(chunk, self._exchange(partial(self._store, entries=part), until)):
+        sizes = [sum(map(len, entry[1])) for entry in entries]
+        one_order = _repeats(entries)
+
+        def body(channel: Channel, positions: Sequence[int]) -> Steps[list[int]]:
+            return self._store(channel, [entries[position] for position in positions])
+
+        for chunk in chunks(list(enumerate(sizes))):
+            if one_order:
+                part = [entries[position] for position in chunk]
+                statuses = yield from self._exchange(partial(self._store, entries=part), until)
+                answers = list(zip(chunk, statuses))
+            else:
+                answers = yield from self._shared_out(chunk, sizes, body, until)
+            for position, status in answers:
                 results[position] = status
             until = 0.0
         return results
 
-    def _store(self, channel: Channel, entries: Sequence[tuple[bytes, memoryview, int, int]]) -> list[int]:
+    def _store(self, channel: Channel, entries: Sequence[Entry]) -> Steps[list[int]]:
         number = channel.next_id()
-        head = encode(M.Store([(digest, len(view), crc, flags, 0) for digest, view, crc, flags in entries]), number)
-        pieces: list[bytes | memoryview] = [head, *(view for _, view, _, _ in entries)]
-        self._send(channel, pieces)
+        sizes = [(digest, sum(map(len, views)), crc, flags, 0) for digest, views, crc, flags in entries]
+        pieces: list[bytes | memoryview] = [encode(M.Store(sizes), number)]
+        for _, views, _, _ in entries:
+            pieces += views
+        yield from self._send(channel, number, pieces)
+        yield ChannelWait(channel, number, last=True)
         answer = channel.result(channel.wait(number))
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(entries):
             channel.fail("the server answered STORE with something else")
         statuses: list[int] = answer.statuses
         return statuses
 
-    def _send(self, channel: Channel, pieces: list[bytes | memoryview]) -> None:
+    def _send(self, channel: Channel, number: int, pieces: list[bytes | memoryview]) -> Steps[None]:
         sock = channel.sock
         channel.begin()
         at = 0
+        flags: int = socket.MSG_DONTWAIT
         while at < len(pieces):
             channel.arm("sending a value", sending=True)
             try:
-                sent = sock.sendmsg(pieces[at : at + _IOV_MAX])
+                sent = sock.sendmsg(pieces[at : at + _IOV_MAX], (), flags)
             except OSError as exc:
+                if flags and isinstance(exc, BlockingIOError):
+                    room = yield ChannelWait(channel, number, sending=True)
+                    flags = socket.MSG_DONTWAIT if room else 0
+                    continue
                 channel.fail(f"connection lost while sending a value, or deadline passed: {exc.strerror or exc}")
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
@@ -231,31 +376,40 @@ class TcpPath(Path):
             if at < len(pieces) and sent:
                 pieces[at] = memoryview(pieces[at])[sent:]
 
-    def exists(self, digests: Sequence[bytes], until: float = 0.0) -> list[int]:
+    def exists(self, digests: Sequence[bytes], until: float = 0.0) -> Steps[list[int]]:
         """Return a Status for each: OK if the key is stored. ``until`` as in fetch."""
         return self._statuses(M.Exists, digests, until)
 
-    def resolve_misses(self, digests: Sequence[bytes], *, previous: bool = False) -> list[tuple[int, int]]:
+    def resolve_misses(self, digests: Sequence[bytes], *, previous: bool = False) -> Steps[list[tuple[int, int]]]:
         """Return (status, epoch with PREVIOUS) for each. No value is sent."""
-        wants: list[Want] = [(digest, 0, _no_room) for digest in digests]
+        answers = yield from self.fetch([(digest, 0, _no_room) for digest in digests], previous=previous)
         return [
             (Status.OK, 0) if status == Status.TOO_LARGE else (status, length | crc << 32)
-            for status, length, crc, _flags in self.fetch(wants, previous=previous)
+            for status, length, crc, _flags in answers
         ]
 
-    def delete(self, digests: Sequence[bytes]) -> list[int]:
+    def sizes(self, digests: Sequence[bytes]) -> Steps[list[int]]:
+        """Return each value's size: 0 for a miss, -1 if it is not known. No value is sent."""
+        answers = yield from self.fetch([(digest, 0, _no_room) for digest in digests])
+        return [
+            min(length, VALUE_BYTES_MAX) if status == Status.TOO_LARGE
+            else -1 if status in (Status.PREVIOUS, Status.WRONG_OWNER) else 0
+            for status, length, _crc, _flags in answers
+        ]  # fmt: skip
+
+    def delete(self, digests: Sequence[bytes]) -> Steps[list[int]]:
         """Drop keys; return a Status for each."""
         return self._statuses(M.Delete, digests)
 
-    def delete_sized(self, entries: Sequence[tuple[bytes, int]]) -> list[int]:
+    def delete_sized(self, entries: Sequence[tuple[bytes, int]]) -> Steps[list[int]]:
         """Drop values of these sizes, (digest, size) each; return a Status for each."""
         return self._statuses(M.DeleteSized, entries)
 
-    def _statuses(self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0) -> list[int]:
+    def _statuses(self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0) -> Steps[list[int]]:
         results: list[int] = []
         for start in range(0, len(items), EXCHANGE_KEYS):
             part = list(items[start : start + EXCHANGE_KEYS])
-            answer = self._exchange(partial(Channel.call, msg=kind(part)), until)
+            answer = yield from self._exchange(partial(_call, msg=kind(part)), until)
             until = 0.0
             if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(part):
                 raise TransportError(f"the server answered with {type(answer).__name__}")
@@ -263,18 +417,125 @@ class TcpPath(Path):
         return results
 
 
+def receive_ranges(
+    channel: Channel, kind: Callable[[Any, Any], Any], wants: Sequence[tuple[Any, Ranges]]
+) -> Steps[list[Got]]:
+    """Ask for ranges of values by ``kind(keys, ranges)``, and receive them. No range is on a device.
+
+    ``wants``: for each value, what the server knows it by, and its ranges. Raises TransportError.
+    """
+    number = channel.submit(
+        kind(
+            [(name, len(ranges.parts)) for name, ranges in wants],
+            [(part[0], part[1]) for _, ranges in wants for part in ranges.parts],
+        )
+    )
+    yield ChannelWait(channel, number)
+    fetched = channel.result(channel.wait(number))
+    if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
+        channel.fail("the server answered a request for ranges with something else")
+    views: list[memoryview] = []
+    for (status, _flags, length, _crc), (_, ranges) in zip(fetched.entries, wants):
+        if status == Status.OK:
+            if not ranges.least <= length <= VALUE_BYTES_MAX:
+                channel.fail(f"the server sends ranges up to byte {ranges.least} of a value of {length} bytes")
+            views += views_of(ranges)
+        elif status == Status.OUT_OF_RANGE and length >= ranges.least:
+            channel.fail(f"the server finds no byte {ranges.least} in a value of {length} bytes")
+    yield from _receive(channel, number, views)
+    return (yield from _judged(channel, number, fetched.entries))
+
+
+def _judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list[Got]]:
+    """Wait for the verdict on values that have been received."""
+    yield ChannelWait(channel, number, last=True)
+    verdict = channel.result(channel.wait(number))
+    if not isinstance(verdict, M.Verdict) or len(verdict.statuses) != len(entries):
+        channel.fail("the server sent no verdict")
+    return [
+        (status or judged, length, crc, flags)
+        for (status, flags, length, crc), judged in zip(entries, verdict.statuses)
+    ]
+
+
+def _call(channel: Channel, msg: Any) -> Steps[Any]:
+    """Send a request and return the decoded reply."""
+    number = channel.submit(msg)
+    yield ChannelWait(channel, number, last=True)
+    return channel.result(channel.wait(number))
+
+
 def _no_room(_length: int) -> memoryview:
     return memoryview(b"")
 
 
-def _chunks(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return positions in runs of at most EXCHANGE_KEYS keys and about EXCHANGE_BYTES bytes."""
+def _receive(channel: Channel, number: int, views: Sequence[memoryview]) -> Steps[None]:
+    """Receive bytes into many pieces of memory. Small ones in a row are received together: a call costs more."""
+    small: list[memoryview] = []
+    size = 0
+    for view in views:
+        if len(view) < RELEASE_BYTES and size < TOGETHER_BYTES:
+            small.append(view)
+            size += len(view)
+            continue
+        _receive_small(channel, small, size)
+        small, size = [], 0
+        yield from _receive_large(channel, number, view)
+    _receive_small(channel, small, size)
+
+
+def _receive_large(channel: Channel, number: int, view: memoryview) -> Steps[None]:
+    """Receive bytes into one piece of memory. The caller may turn to other servers before each PIECE_BYTES of it."""
+    size = len(view)
+    if size >= STEP_BYTES:
+        for at in range(0, size, PIECE_BYTES):
+            yield ChannelWait(channel, number)
+            channel.receive_bulk(view[at : at + PIECE_BYTES])
+    else:
+        channel.receive_bulk(view)
+
+
+def _receive_small(channel: Channel, views: Sequence[memoryview], size: int) -> None:
+    if len(views) == 1:
+        channel.receive_bulk(views[0])
+    elif views:
+        data = memoryview(bytearray(size))
+        channel.receive_bulk(data)
+        at = 0
+        for view in views:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+
+def _repeats(entries: Sequence[Entry]) -> bool:
+    """Return True if a key comes twice. Its last value must stay, so all go by one connection."""
+    return len({entry[0] for entry in entries}) < len(entries)
+
+
+def _by_bytes(positions: Sequence[int], sizes: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Share positions out into at most ``count`` runs of about as many bytes. None is empty."""
+    if count == 1:
+        return [positions]
+    ends = list(itertools.accumulate(sizes[position] for position in positions))
+    cuts = [0, *(bisect.bisect_left(ends, ends[-1] * each / count) + 1 for each in range(1, count)), len(positions)]
+    return [positions[begin:end] for begin, end in itertools.pairwise(cuts) if begin < end]
+
+
+def chunks(sizes: Sequence[tuple[int, int]], ranges: Callable[[int], int] | None = None) -> list[list[int]]:
+    """Return positions in runs of at most EXCHANGE_KEYS keys and about EXCHANGE_BYTES bytes.
+
+    ``ranges`` returns how many ranges a position has; a run has RANGES_MAX at most.
+    """
     chunks: list[list[int]] = []
-    total = 0
+    total = count = 0
     for position, size in sizes:
-        if not chunks or len(chunks[-1]) >= EXCHANGE_KEYS or total + size > EXCHANGE_BYTES:
+        more = 0 if ranges is None else ranges(position)
+        if (
+            not chunks or len(chunks[-1]) >= EXCHANGE_KEYS or total + size > EXCHANGE_BYTES or count + more > RANGES_MAX
+        ):  # fmt: skip
             chunks.append([])
-            total = 0
+            total = count = 0
         chunks[-1].append(position)
         total += size
+        count += more
     return chunks

@@ -30,6 +30,7 @@ import logging
 import os
 import random
 import time
+import weakref
 from typing import TYPE_CHECKING, Final
 
 from ..arena.reader import ONE_SIDED, ArenaReader
@@ -246,8 +247,9 @@ class Target(Path):
         if not context.rdma.open():
             self._no_rdma = "the client has been closed"
             return None
-        # Most clients never meet a worker that offers RDMA. The first two spare operations the wait for them.
+        # Most clients never meet a worker that offers RDMA. The first three spare operations the wait for them.
         from . import rdma_get, rdma_put  # noqa: F401
+        from .ops import rdma_ranges  # noqa: F401
         from .rdma_pool import RdmaPath
 
         rdma = RdmaPath(
@@ -270,7 +272,11 @@ class Target(Path):
                 unused = [session, tcp, rdma]
             elif session is not None:
                 # The reader first: with a session the target counts as ready, and reads then use the reader.
+                if self._context.epoch is not None:
+                    self._context.epoch.watch(session.reader)
+                session.reader.node = self.info.numa_node
                 self.reader = session.reader
+                self._context.tallies.add(weakref.ref(session.reader), session.counts)
                 self._heartbeat.restart(now)
                 if self.session is not None:  # it broke, and no operation has met it since
                     unlocked.callback(self.session.close, clean=False)

@@ -16,10 +16,10 @@ Of a duplicate key in a batch only the last value is retried. Otherwise the earl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,13 +27,19 @@ from ..arena.hashing import shard_of
 from ..arena.layout import ENTRY_CRC
 from ..config.client_options import ClientOptions
 from ..errors import DeviceError, PeerError
-from ..host.buffers import HOST_TYPES, Copier, DeviceBuffer, Span, host_view, on_device
+from ..host.buffers import HOST_TYPES, Copier, DeviceBuffer, Pieces, Span, on_device
+from ..host.parts import checksum, has_device, host_pieces
+from ..ipc.answer_wait import AnswerWait
+from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
 from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
+from ..ipc.patience import Patience
 from ..ipc.put import ShmPut
+from ..ipc.steps import Steps, finish
+from ..ipc.tally import Tallies
 from ..net.allowance import allowed, spend
 from ..wire import messages as M
 from ..wire.messages import Status, status_name
-from .batch import Patience, PutBatch
+from .batch import PutBatch
 from .reads import CALL_KEYS
 from .routing import RetryPolicy, Routes
 from .worker_path import Target
@@ -50,22 +56,25 @@ HOST_PART_BYTES: Final = 64 << 20
 #: Pause before a value is sent again to a stream that had no room for it: the first, and the longest; seconds.
 SEND_AGAIN_S: Final = (0.01, 0.1)
 
-#: Carries out the mutation of the keys at these positions at one target, and fills in their statuses.
-_Act = Callable[[Target, Sequence[int]], None]
+#: Carries out the mutation of the keys at these positions at one target, in steps, and fills in their statuses. With
+#: the flag the call does the same at other targets at the same time.
+_Act = Callable[[Target, Sequence[int], bool], Steps[None]]
 
 
 class Puts:
     """A client's mutations. Any thread may call it."""
 
     def __init__(
-        self, routes: Routes, shm: ShmPut, copier: Copier, options: ClientOptions, counters: dict[str, int]
-    ) -> None:
+        self, routes: Routes, shm: ShmPut, copier: Copier, options: ClientOptions, counters: dict[str, int],
+        tallies: Tallies | None = None,
+    ) -> None:  # fmt: skip
         self._routes = routes
         self._shm = shm
         self._copier = copier
         self._checksum = options.checksum
         self._deadline_s = options.deadline_s
         self.counters = counters
+        self._tallies = tallies or Tallies()
         #: Why the last put that failed did; empty if none has.
         self.last_failure = ""
 
@@ -77,8 +86,9 @@ class Puts:
 
     def count(self, digests: Sequence[bytes], statuses: Sequence[int]) -> None:
         """Count the results of puts, and note why the first that failed did."""
-        failed = len(statuses) - statuses.count(Status.OK)
-        self.counters["puts"] += len(statuses) - failed
+        done = statuses.count(Status.OK)
+        failed = len(statuses) - done
+        self.counters["puts"] += done
         if failed:
             self.counters["put_failures"] += failed
             for digest, status in zip(digests, statuses):
@@ -99,6 +109,9 @@ class Puts:
             return "the key's shard is moving, and no server took the value within the deadline"
         if status == Status.OVER_QUOTA:
             return f"the values of this namespace hold all that its quota allows at {name}"
+        if status == Status.OLD_EPOCH:
+            router.subscription.refresh()
+            return "the namespace has advanced since the call began"
         if status != Status.UNAVAILABLE:
             return f"{name} refused it: {status_name(status)}"
         if target is not None:
@@ -122,8 +135,8 @@ class Puts:
         """
         statuses = [Status.UNAVAILABLE] * len(digests)
         self._everywhere(digests, statuses, functools.partial(self._delete_at, digests, sizes, statuses))
-        known = statuses.count(Status.OK) + statuses.count(Status.NOT_FOUND)
-        self.counters["outages"] += len(statuses) - known
+        unknown = len(statuses) - statuses.count(Status.OK) - statuses.count(Status.NOT_FOUND)
+        self.counters["outages"] += unknown
         return statuses
 
     def retry(self, target: Target, digest: bytes, source: memoryview | Span, began: float) -> int:
@@ -154,19 +167,18 @@ class Puts:
         act: _Act, patience: Patience,
     ) -> None:  # fmt: skip
         began = time.monotonic()
+        owners = [(target, positions) for target, positions in groups if target is not None]
+        _act_at(owners, act, patience)
         asked: dict[int, Target | None] = {}
-        for target, positions in groups:
-            if target is None:
-                if self._routes.has_servers:
+        if Status.WRONG_OWNER in statuses:
+            for owner, positions in owners:
+                asked.update((position, owner) for position in positions if statuses[position] == Status.WRONG_OWNER)
+        if len(owners) < len(groups) and self._routes.has_servers:
+            for target, positions in groups:
+                if target is None:
                     asked.update(dict.fromkeys(positions))
                     for position in positions:
                         statuses[position] = Status.WRONG_OWNER
-                continue
-            if not patience.has_time_for(target):
-                continue
-            act(target, positions)
-            if Status.WRONG_OWNER in statuses:
-                asked.update((position, target) for position in positions if statuses[position] == Status.WRONG_OWNER)
         if asked:
             self._redirect(digests, statuses, act, began, asked, patience)
 
@@ -186,15 +198,18 @@ class Puts:
             ]  # fmt: skip
             if not todo or not retry.wait([(digests[position], asked[position]) for position in todo]):
                 break
-            self.counters["redirects"] += len(todo)
+            count = len(todo)
+            self.counters["redirects"] += count
             asked = {}
+            owners = []
             for target, positions in self._routes.group(digests, todo):
                 waits = target is None and self._routes.has_servers
                 for position in positions:
                     statuses[position] = Status.WRONG_OWNER if waits else Status.UNAVAILABLE
                     asked[position] = target
-                if target is not None and patience.has_time_for(target):
-                    act(target, positions)
+                if target is not None:
+                    owners.append((target, positions))
+            _act_at(owners, act, patience)
         for position, target in asked.items():
             if target is None:  # until the time was up
                 statuses[position] = Status.UNAVAILABLE
@@ -203,7 +218,7 @@ class Puts:
 
     # -- one target -----------------------------------------------------------------------------------
 
-    def _put_at(self, batch: PutBatch, target: Target, positions: Sequence[int]) -> None:
+    def _put_at(self, batch: PutBatch, target: Target, positions: Sequence[int], together: bool) -> Steps[None]:
         digests, sources, statuses, room = batch
         session = target.session
         if session is None or session.broken:
@@ -211,73 +226,109 @@ class Puts:
                 return
             session = target.session
         if session is not None:
+            began = time.perf_counter_ns()
             try:
-                if len(positions) == 1:
+                if together:
+                    with session.brief():
+                        yield from self._shm.put_steps(
+                            session, digests, sources, positions, statuses, room, together=True
+                        )
+                elif len(positions) == 1:
                     position = positions[0]
                     statuses[position] = self._shm.put_one(session, digests[position], sources[position])
                 else:
                     self._shm.put_many(session, digests, sources, positions, statuses, room)
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
+            count_puts(session.counts, positions, batch, time.perf_counter_ns() - began)
+            return
+        if type(sources[positions[0]]) is Pieces and _has_devices(positions, sources):
+            yield from self._put_hosted(target, positions, batch)
             return
         rdma = target.rdma
         device = None if rdma is None or rdma.down_reason is not None else _device_buffer(positions, sources)
         if rdma is None or device is None:
-            self._put_remote(target, positions, batch, sources)
+            yield from self._put_remote(target, positions, batch, sources)
             return
 
         def put_host(part: Sequence[int], hosted: Any, spare: Any) -> bool:
-            return self._put_remote(target, part, PutBatch(digests, hosted, statuses, room), spare)
+            return finish(self._put_remote(target, part, PutBatch(digests, hosted, statuses, room), spare))
 
         try:
             # The CPU cannot make checksums of values in a device's memory.
             device.put_by_rdma(put_host, positions, sources, () if self._checksum else rdma.rails)
         except DeviceError as exc:
-            log.warning("a put out of GPU memory: %s", exc)
+            log.warning("a put out of GPU memory: %s", str(exc))
+
+    def _put_hosted(self, target: Target, positions: Sequence[int], batch: PutBatch) -> Steps[None]:
+        """Put values with pieces on a device by way of host memory, in parts of about ``HOST_PART_BYTES``."""
+        left = list(reversed(positions))
+        while left:
+            hosted: dict[int, memoryview | Span] = {}
+            size = 0
+            while left and size < HOST_PART_BYTES:
+                position = left.pop()
+                source = batch.sources[position]
+                size += len(source)
+                try:
+                    hosted[position] = Pieces([*host_pieces(source)])
+                except DeviceError as exc:  # this does not affect the path
+                    log.warning("a put out of GPU memory: %s", str(exc))
+            if hosted:
+                sources = [hosted.get(position, source) for position, source in enumerate(batch.sources)]
+                part = PutBatch(batch.digests, sources, batch.statuses, batch.room)
+                yield from self._put_remote(target, list(hosted), part, sources)
 
     def _put_remote(
         self, target: Target, positions: Sequence[int], batch: PutBatch, spare: Sequence[memoryview | Span]
-    ) -> bool:
+    ) -> Steps[bool]:
         """Put by RDMA, and the keys that RDMA leaves over by TCP, from ``spare``; return whether there were none."""
         rdma, tcp, until = target.rdma, target.tcp, 0.0
+        began = time.perf_counter_ns()
         if rdma is not None and rdma.down_reason is None:
             from .rdma_put import put  # the path has loaded it
 
-            positions, until = put(rdma, positions, batch, self._copier, self._checksum, self.counters)
+            asked = positions
+            call = put(rdma, positions, batch, self._copier, self._checksum, self.counters)
+            positions, until = yield from call
+            now = time.perf_counter_ns()
+            count_puts(self._tallies.rdma, [*{*asked}.difference(positions)], batch, now - began)
             if not positions:
                 return True
+            began = now
         if positions and tcp is not None and target.bulk:
             for part in _host_parts(positions, spare):
-                self._put_tcp(target, tcp, part, batch, spare, until)
+                yield from self._put_tcp(target, tcp, part, batch, spare, until)
                 until = 0.0
+            count_puts(self._tallies.tcp, positions, batch, time.perf_counter_ns() - began)
         return False
 
     def _put_tcp(
         self, target: Target, tcp: TcpPath, positions: Sequence[int], batch: PutBatch,
         sources: Sequence[memoryview | Span], until: float,
-    ) -> None:  # fmt: skip
+    ) -> Steps[None]:  # fmt: skip
         entries = []
         try:
             for position in positions:
-                view = host_view(sources[position])
-                crc, flags = (zlib.crc32(view), ENTRY_CRC) if self._checksum else (0, 0)
-                entries.append((batch.digests[position], view, crc, flags))
+                views = host_pieces(sources[position])
+                crc, flags = (checksum(views), ENTRY_CRC) if self._checksum else (0, 0)
+                entries.append((batch.digests[position], views, crc, flags))
         except DeviceError as exc:  # this does not affect the path
-            log.warning("a put out of GPU memory: %s", exc)
+            log.warning("a put out of GPU memory: %s", str(exc))
             return
-        self._store_tcp(target, tcp, dict(zip(positions, entries)), batch, until)
+        yield from self._store_tcp(target, tcp, dict(zip(positions, entries)), batch, until)
         if any(batch.statuses[position] == Status.NO_SPACE for position in positions):
-            self._send_again(target, tcp, dict(zip(positions, entries)), batch)
+            yield from self._send_again(target, tcp, dict(zip(positions, entries)), batch)
 
     def _store_tcp(
         self, target: Target, tcp: TcpPath, entries: Mapping[int, Any], batch: PutBatch, until: float
-    ) -> None:
+    ) -> Steps[None]:
         """Send entries, by position, and fill in their statuses."""
-        call = functools.partial(tcp.store, until=until)
-        for position, status in zip(entries, self._routes.call_tcp(target, tcp, call, list(entries.values()))):
+        answers = yield from self._routes.call_tcp(target, tcp, tcp.store(list(entries.values()), until))
+        for position, status in zip(entries, answers):
             batch.statuses[position] = status
 
-    def _send_again(self, target: Target, tcp: TcpPath, entries: dict[int, Any], batch: PutBatch) -> None:
+    def _send_again(self, target: Target, tcp: TcpPath, entries: dict[int, Any], batch: PutBatch) -> Steps[None]:
         """Send the values again for which there was no room, until they are stored or the patience for that ends."""
         last = {batch.digests[position]: position for position in entries}
         began = time.monotonic()
@@ -296,31 +347,69 @@ class Puts:
                 break
             time.sleep(pause)
             pause = min(2 * pause, longest)
-            self._store_tcp(target, tcp, entries, batch, began + left_s)
+            yield from self._store_tcp(target, tcp, entries, batch, began + left_s)
         waited = time.monotonic() - began
         batch.room.left_s -= waited
         spend(waited)
 
     def _delete_at(
         self, digests: Sequence[bytes], sizes: Sequence[int] | None, statuses: list[int], target: Target,
-        positions: Sequence[int],
-    ) -> None:  # fmt: skip
+        positions: Sequence[int], together: bool,
+    ) -> Steps[None]:  # fmt: skip
         if not target.ready():
             return
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
         session, tcp = target.session, target.tcp
         answers: list[int] = []
+        began = time.perf_counter_ns()
         if session is not None:
             try:
-                for start in range(0, len(wanted), CALL_KEYS):
-                    answers += session.exchange(kind(wanted[start : start + CALL_KEYS])).statuses
+                with session.brief() if together else contextlib.nullcontext():
+                    for start in range(0, len(wanted), CALL_KEYS):
+                        asked = kind(wanted[start : start + CALL_KEYS])
+                        ticket = session.submit(asked)
+                        if together:
+                            session.kick()
+                            yield AnswerWait(session, ticket)
+                        answers += session.answer(asked, ticket).statuses
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
         elif tcp is not None:
-            answers = self._routes.call_tcp(target, tcp, tcp.delete if sizes is None else tcp.delete_sized, wanted)
+            call = tcp.delete(wanted) if sizes is None else tcp.delete_sized(wanted)
+            answers = yield from self._routes.call_tcp(target, tcp, call)
         for position, status in zip(positions, answers):
             statuses[position] = status
+        counts = session.counts if session is not None else self._tallies.tcp
+        deleted, absent = answers.count(Status.OK), answers.count(Status.NOT_FOUND)
+        counts[Word.DELETES] += deleted
+        counts[Word.DELETES_ABSENT] += absent
+        observe(counts, DELETE, time.perf_counter_ns() - began)
+
+
+def count_puts(counts: memoryview, positions: Sequence[int], batch: PutBatch, ns: int) -> None:
+    """Count what a batch has put at one server by one path."""
+    if not positions:
+        return
+    statuses, sources = batch.statuses, batch.sources
+    stored = [position for position in positions if statuses[position] == Status.OK]
+    # No calls while counting: a thread that counts meanwhile would be undone.
+    size = sum([len(sources[position]) for position in stored])
+    done, failed = len(stored), len(positions) - len(stored)
+    counts[Word.BATCH_PUTS] += done
+    counts[Word.PUT_BYTES] += size
+    counts[Word.PUT_FAILURES] += failed
+    observe(counts, PUT if len(positions) == 1 else PUT_MANY, ns)
+
+
+def _act_at(owners: Collection[tuple[Target, Sequence[int]]], act: _Act, patience: Patience) -> None:
+    """Carry out a mutation at all owners, at the same time if they are several."""
+    if len(owners) > 1:
+        patience.together((target, act(target, positions, True)) for target, positions in owners)
+        return
+    for target, positions in owners:
+        if patience.has_time_for(target):
+            finish(act(target, positions, False))
 
 
 def _device_buffer(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> DeviceBuffer | None:
@@ -328,6 +417,11 @@ def _device_buffer(positions: Sequence[int], sources: Sequence[memoryview | Span
     if HOST_TYPES.issuperset(map(type, map(sources.__getitem__, positions))):
         return None
     return next(source for position in positions if on_device(source := sources[position]))
+
+
+def _has_devices(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> bool:
+    """Return whether a batch of pieces has some on a device. If one source is pieces, all are."""
+    return any(has_device(source.parts) for source in map(sources.__getitem__, positions) if type(source) is Pieces)
 
 
 def _host_parts(positions: Sequence[int], sources: Sequence[memoryview | Span]) -> Iterator[Sequence[int]]:

@@ -17,20 +17,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from .. import shm
-from ..arena.layout import HEADER_BYTES, Geometry, State, Word
+from ..arena.layout import HEADER_BYTES, Geometry, State, Word, slots_for
 from ..arena.store import Store
 from ..arena.vault import Vault
 from ..constants import SLAB_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import memory, numa
 from ..host.memory import mib
+from ..host.populate import Progress, Wanted, populate_all
 from ..ipc import segments
 from ..ipc.arena_files import OwnedArena, new_generation
 from ..shm import data_name
+from ..slab import chunk_bytes_for
 from .options import DataServerOptions
 
 log = logging.getLogger("simm.dataserver")
@@ -38,6 +41,8 @@ log = logging.getLogger("simm.dataserver")
 #: What a supervisor takes of memory, and each of its processes beside the arena; measured, and rounded up.
 SUPERVISOR_BYTES: Final = 48 << 20
 CHILD_BYTES: Final = 16 << 20
+#: Between two lines that say how far the arenas are faulted in, seconds.
+LOG_S: Final = 1.0
 #: A process that maps an arena has page tables of this part of it.
 PAGE_TABLE_PART: Final = 512
 
@@ -66,7 +71,7 @@ class ArenaStock:
         policy = self.options.policy
         if self.is_fresh(arena, vault):
             return Store.create(
-                arena.mm, slots=self.options.slots, policy=policy, generation=new_generation(), vault=vault
+                arena.mm, slots=self.slots_for(arena.size), policy=policy, generation=new_generation(), vault=vault
             )
         return Store.recover(arena.mm, arena.name, policy=policy, vault=vault)
 
@@ -94,7 +99,7 @@ class ArenaStock:
         if options.warm:
             ours = [each for each in suspended if each.cluster and each.cluster == cluster]
             memory = options.memory // SLAB_BYTES * SLAB_BYTES
-            fit, unfit = segments.fit_for_warm(ours, len(options.nodes), memory, options.slots)
+            fit, unfit = segments.fit_for_warm(ours, len(options.nodes), memory, self.slots_for)
             why |= unfit
         taken = {number: OwnedArena.adopt(each.name, group=options.group) for number, each in fit.items()}
         for number, segment in taken.items():
@@ -140,29 +145,63 @@ class ArenaStock:
                         f"{least.what}; {least.remedy}, or configure a smaller arena: {mib(max(0, fits))} at most"
                     )
             size = size // SLAB_BYTES * SLAB_BYTES
-            Geometry.plan(size, self.options.slots)  # raises for impossible sizes before memory is taken
+            Geometry.plan(size, self.slots_for(size))  # raises for impossible sizes before memory is taken
         return size
 
-    def new(self, number: int, node: int, size: int) -> OwnedArena:
-        """Make a worker's arena, faulted in on its NUMA node. Raises SegmentError with nothing left behind."""
-        name = str(segments.ArenaName(os.geteuid(), self.options.name, number, self.instance))
-        with self._explained():
-            segment = OwnedArena.create(name, size, slots=self.options.slots, group=self.options.group)
-            try:
-                self.populate(segment, number, node)
-            except BaseException:
-                segment.unlink()
-                segment.close()
-                raise
-        return segment
+    def new(self, size: int, numbers: Iterable[int], progress: Progress) -> dict[int, OwnedArena]:
+        """Make an arena for each of these workers, faulted in; none if ``progress`` ends that, see :meth:`populate`.
 
-    def populate(self, segment: OwnedArena, number: int, node: int) -> None:
-        """Fault a worker's arena in, and unmap the pages from this process again. Raises SegmentError."""
-        multi = len(numa.nodes()) > 1
-        huge = segment.populate(huge=self.options.huge_pages, node=node if multi else None)
-        segment.remap(huge=huge)
-        extra = ", huge pages asked for" if huge else ""
-        log.info("worker %d: %d MiB on node %d%s", number, segment.size >> 20, node, extra)
+        Raises SegmentError. Nothing is left behind in both cases.
+        """
+        made: dict[int, OwnedArena] = {}
+        with self._explained(), contextlib.ExitStack() as undo:
+            for number in numbers:
+                name = str(segments.ArenaName(os.geteuid(), self.options.name, number, self.instance))
+                arena = OwnedArena.create(name, size, slots=self.slots_for(size), group=self.options.group)
+                undo.callback(arena.close)
+                undo.callback(arena.unlink)
+                made[number] = arena
+            if not self.populate(made, progress):
+                return {}
+            undo.pop_all()
+        return made
+
+    def populate(self, arenas: Mapping[int, OwnedArena], progress: Progress) -> bool:
+        """Fault workers' arenas in, by number, and unmap the pages from this process again. Raises SegmentError.
+
+        Takes as long as it takes, and logs a line each ``LOG_S`` seconds. Returns False if ``progress`` has ended it.
+        """
+        nodes, multi = self.options.nodes, len(numa.nodes()) > 1
+        wanted = [Wanted(file, nodes[number], multi) for number, arena in arenas.items() for file in arena.files]
+        began = time.monotonic()
+        next_s = began + LOG_S
+
+        def tell(done: int, new: int, total: int) -> bool:
+            nonlocal next_s
+            now = time.monotonic()
+            if now >= next_s:
+                next_s = now + LOG_S
+                rate = done / (now - began)
+                left = f", {(total - done) / rate:,.0f} s to go" if done else ""
+                log.info("faulted in %s of %s, %s/s%s", mib(done), mib(total), mib(round(rate)), left)
+            return progress(done, new, total)
+
+        if not populate_all(wanted, huge=self.options.huge_pages, progress=tell):
+            return False
+        spent = max(1e-3, time.monotonic() - began)
+        huge = self.options.huge_pages and memory.huge_pages_allowed()
+        for number, arena in arenas.items():
+            arena.remap(huge=huge)
+            extra = ", huge pages asked for" if huge else ""
+            log.info("worker %d: %d MiB on node %d%s", number, arena.size >> 20, nodes[number], extra)
+        total = sum(arena.size for arena in arenas.values())
+        log.info("faulted in %s in %.1f s, %s/s", mib(total), spent, mib(round(total / spent)))
+        return True
+
+    def slots_for(self, size: int) -> int:
+        """Return the configured slots of an arena of ``size`` bytes, 0 for the default."""
+        options = self.options
+        return slots_for(size, chunk_bytes_for(options.value_bytes)) if options.value_bytes else options.slots
 
     def keep(self, arena: OwnedArena) -> bool:
         """Keep an arena for the next start if its worker has suspended it. Return False if it is to be removed.

@@ -25,10 +25,13 @@ from functools import partial
 from typing import Any, Final
 
 from ..arena.vault import Vault
+from ..config.logs import log_as
 from ..errors import CorruptionError, SimmError
 from ..ipc.arena_files import OwnedArena
-from ..net.loop import Loop, Peer, Service
+from ..ipc.tally import Continued, Totals
+from ..net.loop import Loop
 from ..net.named_socket import NamedSocket
+from ..net.peer import Peer, Service
 from ..net.process import (
     OOM_NEVER,
     Child,
@@ -40,6 +43,8 @@ from ..net.process import (
 )
 from ..rpc import Frame, decode, encode
 from ..wire import messages as M
+from ..wire.epoch_messages import EpochLease, Epochs, NamespaceEpoch
+from .options import DataServerOptions
 
 log = logging.getLogger("simm.dataserver")
 
@@ -47,14 +52,14 @@ log = logging.getLogger("simm.dataserver")
 FORK_AGAIN_S: Final = 0.5
 #: Limit for resolving a name; the caller tries again later.
 RESOLVE_S: Final = 5
-#: Request ids on a worker's socket pair: STATS, and SHARDS from there on.
+#: Request ids on a worker's socket pair: STATS and what needs no answer, and SHARDS from there on.
 STATS_ID: Final = 1
 SHARDS_ID: Final = 2
 #: Within this time a worker that dies again and again is restarted at most so often.
 RESTART_WINDOW_S: Final = 60.0
 RESTARTS_MAX: Final = 60
 #: Exit code of a worker whose arena was overwritten while it served. Its successor mends that, and may well meet the
-#: same soon: it is nobody's fault here, unless no worker has served for so long.
+#: same soon: none of them is at fault, unless no worker has served for so long.
 CORRUPT: Final = 4
 CORRUPT_S: Final = 10.0
 #: A worker or a stream that has answered nothing for so long hangs, or is stopped.
@@ -215,11 +220,15 @@ class Supervised(Service):
 
     def start(self, about: str = "") -> None:
         """Fork a process, and log it with the text ``about``. Raises OSError."""
-        self.child = child = self._children.fork(self._body, self._keep, self._segment, self._oom)
+        self.child = child = self._children.fork(self._run, self._keep, self._segment, self._oom)
         self.started_at = self.last_seen = self._clock()
         if self._on_message is not None:
             child.peer = self._children.loop.adopt(child.sock, self, self.name)
             log.info("%s is process %d%s", self.name, child.pid, about)
+
+    def _run(self, supervisor: socket.socket) -> None:
+        log_as(self.name)
+        self._body(supervisor)
 
     def start_or_retry(self) -> None:
         """:meth:`start`, and again later if that fails."""
@@ -266,10 +275,14 @@ class StreamProcess(Supervised):
     ) -> None:
         super().__init__(children, name, body, keep, self._on_stats)
         self._worker_down_s = 0.0
+        #: What it has counted, with its predecessors.
+        self.counted = Continued()
 
     def _on_stats(self, msg: Any, _request_id: int) -> None:
         if isinstance(msg, M.StatsReply):
-            self._worker_down_s = json.loads(msg.json)["worker_down_s"]
+            stats = json.loads(msg.json)
+            self._worker_down_s = stats["worker_down_s"]
+            self.counted.take(stats["pid"], stats["counted"])
 
     def is_cut_off(self) -> bool:
         """Return True if the process hangs, or has not reached its worker for SILENT_S seconds."""
@@ -304,12 +317,16 @@ class WorkerSlot:
         #: When its processes died, of late; and those deaths among them that may not go on.
         self.restarts: list[float] = []
         self.faults: list[float] = []
+        #: What its processes do -> how many of them died, for /metrics.
+        self.deaths = {"worker": 0, "stream": 0}
         #: Processes that ended with a CorruptionError; and since when none has served.
         self.corruptions = 0
         self.down_at = 0.0
         #: Number of processes in a row that could not recover the arena.
         self.unrecovered = 0
         self.stats: dict[str, Any] = {}
+        #: What clients have counted, at this worker and its predecessors.
+        self.counted = Continued()
         self.data_bytes = 0
         self.incarnation = 0
         #: The mover's last report, and what its predecessors copied: in this move, and in all.
@@ -323,6 +340,7 @@ class WorkerSlot:
         if self.ready or not self.down_at:
             self.down_at = now
         self.ready = self.current = False
+        self.deaths["worker"] += 1
         self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S] + [now]
         self.faults = [at for at in self.faults if now - at < RESTART_WINDOW_S]
         if code == CORRUPT:
@@ -335,6 +353,39 @@ class WorkerSlot:
         if len(self.faults) <= RESTARTS_MAX:
             return ""
         return f"worker {self.number} died {RESTARTS_MAX} times within {RESTART_WINDOW_S:.0f} s"
+
+    def send_order(self, order: M.Shards, epochs: Epochs | None) -> None:
+        """Send the worker what a map means for it, after the epochs of namespaces."""
+        if epochs is not None:
+            self.worker.send(epochs, STATS_ID)
+        self.worker.send(order, self.order_id)
+
+    def info(self, options: DataServerOptions, instance: int) -> M.WorkerInfo:
+        """Return the worker as JOIN names it. It listens."""
+        assert self.tcp is not None
+        host, port = self.tcp.getsockname()[:2]
+        host = options.advertise_host or host
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        name, path = options.name, self.unix.path
+        return M.WorkerInfo(
+            self.number, self.node, self.incarnation, instance, self.data_bytes, name, path, host, port
+        )
+
+    def take_stats(self, stats: dict[str, Any]) -> None:
+        """Take the worker's counters."""
+        self.stats = stats
+        self.data_bytes = stats["data_bytes"]
+        self.incarnation = stats["incarnation"]
+        self.counted.take(stats["pid"], stats["counted"])
+
+    def counts(self, endpoint: Totals | None = None) -> dict[str, Totals]:
+        """Return what has been counted by path; ``endpoint``: by rdma."""
+        tcp = Totals(None)
+        for stream in self.streams:
+            tcp.add(stream.counted.totals().as_json())
+        found = {"shm": self.counted.totals(), "tcp": tcp}
+        return found if endpoint is None else {**found, "rdma": endpoint}
 
     def words(self) -> bytes:
         """Return a copy of the worker's shard words."""
@@ -358,3 +409,58 @@ class WorkerSlot:
         for key, count in (("bytes", done.bytes), ("values", done.values), ("lost", done.lost)):
             self.moved_ever[key] += count
         self.progress = M.MoveProgress(0, 0, 0, 0, 0)
+
+
+class HangWatch:
+    """Ends workers and streams that hang, so that a service manager need not end the data server with its values.
+
+    It counts looks, not seconds: a supervisor that was stopped itself has not looked meanwhile, and blames nobody.
+
+    Args:
+        looks: of so many in a row, a process that serves has answered nothing in between. Then it gets SIGKILL, and its
+            successor has all values.
+    """
+
+    def __init__(self, slots: Sequence[WorkerSlot], looks: int) -> None:
+        self._slots = slots
+        self._looks = max(1, looks)
+        #: By name: when it last answered, and the number of looks since.
+        self._silent: dict[str, tuple[float, int]] = {}
+
+    def maintain(self) -> bool:
+        """Look at all processes. Return False if one that was killed is still there: no restart of it can help."""
+        fine = True
+        for slot in self._slots:
+            for process in (slot.worker, *slot.streams):
+                serves = process.child is not None and (slot.ready or process is not slot.worker)
+                last_seen, looks = self._silent.get(process.name, (-1.0, 0))
+                looks = looks + 1 if serves and process.last_seen == last_seen else 0
+                self._silent[process.name] = process.last_seen, looks
+                if looks == self._looks and process.child is not None:
+                    log.error("%s (process %d) hangs: ending it", process.name, process.child.pid)
+                    process.kill()
+                fine = fine and looks <= self._looks
+        return fine
+
+
+def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:
+    """Tell workers that run until when values with an epoch may be read (``cluster/epochs.py``)."""
+    for slot in slots:
+        if slot.worker.child is not None:
+            slot.worker.send(EpochLease(until_ns), STATS_ID)
+
+
+def known_epochs(slots: Iterable[WorkerSlot], table: Epochs | None, cluster: int) -> list[NamespaceEpoch]:
+    """Return the newest epochs of a cluster's namespaces, of a table and of workers' counters.
+
+    Those of a worker may have come before it left another cluster.
+    """
+    known: dict[str, int] = {}
+    if table is not None and table.cluster == cluster:
+        known = {each.name: each.epoch for each in table.namespaces}
+    for slot in slots:
+        if slot.stats.get("cluster") != cluster:
+            continue
+        for name, epoch in slot.stats.get("epochs", {}).items():
+            known[name] = max(epoch, known.get(name, 0))
+    return [NamespaceEpoch(*item) for item in sorted(known.items())]

@@ -31,15 +31,20 @@ import random
 import selectors
 import socket
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 from ..cluster.assignment import Member
+from ..cluster.epochs import Lease
 from ..cluster.shard_map import ShardMap
 from ..errors import RemoteProtocolError, printable
-from ..net.loop import Loop, Peer, Service
+from ..host.processes import boottime_ns
+from ..net.loop import Loop
+from ..net.peer import Peer, Service
 from ..net.peer_uid import foreign_server
 from ..net.tls_peer import ServerTls, connecting
 from ..rpc import Frame, decode, encode
+from ..wire import epoch_messages as E
 from ..wire import messages as M
 from ..wire.auth import Asker
 from ..wire.hello import client_hello
@@ -60,6 +65,7 @@ NAME_TRIES: Final = 5
 MOVED_S: Final = 0.25
 
 _REFUSED: Final = "the manager refused us"
+_SUBSCRIBE: Final = E.SUBSCRIBE_MAPS | E.SUBSCRIBE_EPOCHS | E.SUBSCRIBE_LEASES
 
 Callback = Callable[[Any, int], None]
 
@@ -81,6 +87,12 @@ class MembershipDelegate(Protocol):
 
     def frozen(self) -> int:
         """Highest epoch by which a shard of a worker is frozen; 0 for none."""
+
+    def epochs(self, cluster: int) -> list[E.NamespaceEpoch]:
+        """The newest epochs of namespaces of this cluster that the workers know."""
+
+    def on_lease(self) -> None:
+        """The lease has been extended: tell the workers."""
 
     def on_map(self) -> None:
         """``member`` has taken a map, or has been fenced: tell the workers."""
@@ -131,6 +143,8 @@ class Membership(Service):
         self.joined_at = 0.0
         self.heartbeat_s = 1.0
         self.peer: Peer | None = None
+        #: Until when values of namespaces with epochs may be read here.
+        self.lease = Lease()
         self._pending: dict[int, Callback] = {}
         self._last_id = 0
         self._at = 0
@@ -301,6 +315,8 @@ class Membership(Service):
         if frame.request_id == 0:
             if isinstance(msg, M.MapReply):
                 self._on_map(msg)
+            elif isinstance(msg, E.Epochs):
+                self.member.take_epochs(msg)
             elif isinstance(msg, M.Error):  # it is about to close the connection
                 peer.close(printable(msg.text))
             return
@@ -448,6 +464,10 @@ class Membership(Service):
         self._complained.clear()
         self.heartbeat_s = max(0.05, msg.heartbeat_ms / 1000)
         log.info("joined the cluster of manager %s at epoch %d", self._where, msg.epoch)
+        cluster = self.member.cluster or self.warm_cluster
+        known = self.delegate.epochs(cluster)
+        if known:
+            self.request(E.Epochs(self.member.epoch, cluster, 0, known), _ignore)
         if msg.wants_map:
             offer = self.member.offer()
             if offer is not None:
@@ -486,7 +506,8 @@ class Membership(Service):
             member = self.member
             self._acked_epoch = self.delegate.taken()
             beat = M.Heartbeat(member.instance, self._acked_epoch, member.name, self.delegate.loads())
-            self.request(beat, self._on_ack)
+            number = self.lease.sent(boottime_ns(), self._acked_epoch)
+            self.request(beat, partial(self._on_beat_ack, number))
             self.report()
             frozen = self.delegate.frozen()
             if frozen > member.epoch:
@@ -500,6 +521,14 @@ class Membership(Service):
             for moved in self.delegate.moved():
                 self.request(moved, self._on_ack)
 
+    def _on_beat_ack(self, number: int, msg: Any, status: int) -> None:
+        older = isinstance(msg, M.HeartbeatAck)
+        if isinstance(msg, M.HeartbeatAck | E.LeaseAck):
+            since = msg.epoch if isinstance(msg, M.HeartbeatAck) else msg.advanced
+            if self.lease.answered(number, since, exactly=older):
+                self.delegate.on_lease()
+        self._on_ack(msg, status)
+
     def _on_ack(self, msg: Any, status: int) -> None:
         if status in (Status.UNKNOWN_NODE, Status.NAME_TAKEN):
             if not self.joined or self._leaving:
@@ -509,12 +538,12 @@ class Membership(Service):
             self.member.fence()
             self.delegate.on_map()
             self.join()
-        elif isinstance(msg, M.HeartbeatAck) and msg.epoch > self.member.epoch:
+        elif isinstance(msg, M.HeartbeatAck | E.LeaseAck) and msg.epoch > self.member.epoch:
             self._ask_map()
 
     def _ask_map(self, known: int = 0) -> None:
         """Ask for the map, and name the newest epoch ``known`` here: the manager goes beyond it."""
-        self.request(M.MapGet(max(self.member.epoch, known), 1), lambda reply, _status: self._on_map(reply))
+        self.request(M.MapGet(max(self.member.epoch, known), _SUBSCRIBE), lambda reply, _status: self._on_map(reply))
 
     def _on_map(self, msg: Any) -> None:
         if not isinstance(msg, M.MapReply) or not self.joined:

@@ -43,6 +43,7 @@ from ..arena.hashing import shard_of
 from ..cluster.assignment import Member
 from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan
 from ..cluster.shard_map import ShardMap
+from ..config.logs import reopen_logs
 from ..config.parsers import TlsOptions
 from ..errors import TransportError
 from ..ipc.session import WorkerSession
@@ -267,14 +268,14 @@ class Mover:
             except TransportError as exc:
                 source.drop_connections()  # the idle ones may be broken too
                 status = exc.status if isinstance(exc, Refused) else None
-                if source.patience.failed(status, began, time.monotonic()):
+                if source.timeout.failed(status, began, time.monotonic()):
                     log.warning("%s: %s; the rest of %d shards is given up", source, exc, len(asked))
                     if page is not None:
                         self._add(lost=len(self._missing(page)))
                     break
                 time.sleep(random.uniform(*RETRY_S))
                 continue
-            source.patience.progress(time.monotonic())
+            source.timeout.progress(time.monotonic())
             cursor, page = page.cursor, None
             if not cursor:
                 break
@@ -316,7 +317,7 @@ class Mover:
                     break
             tries = tries + 1 if len(left) == before else 0
         if len(left) < len(items):
-            source.patience.progress(time.monotonic())
+            source.timeout.progress(time.monotonic())
         if left:
             self._add(lost=len(left))
 
@@ -423,7 +424,7 @@ def run_mover(settings: MoverSettings, supervisor: socket.socket) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, lambda *_: reopen_logs())
     mover = Mover(settings, supervisor)
     if not mover.run():
         os._exit(0)  # without waiting for jobs

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ..arena.hashing import shard_of
 from ..arena.layout import ENTRY_CRC, HEADER_BYTES
 from ..arena.reader import ArenaReader
-from ..cluster.move_plan import Patience
+from ..cluster.move_plan import ProgressTimeout
 from ..config.parsers import TlsOptions
 from ..constants import DEFAULT_NAMESPACE, SHARD_COUNT, VALUE_BYTES_MAX
 from ..errors import SegmentError, SimmError, TransportError, UsageError
@@ -254,7 +254,7 @@ class SourceWorker:
         #: The cluster of the map that names the source. A source of another cluster refuses.
         self.cluster = cluster
         self._idle: list[Channel] = []
-        self.patience = Patience(time.monotonic())
+        self.timeout = ProgressTimeout(time.monotonic())
 
     def __repr__(self) -> str:
         return f"<SourceWorker {self.info.node}/{self.info.worker} at {self.info.host}:{self.info.port}>"

@@ -10,7 +10,7 @@ from typing import Final
 from ..config.parsers import Address
 from ..config.settings import Settings, ensure_runtime_dir
 from ..config.startup import allowed_uids, check_exposure, live_tokens, server_tls_options
-from ..config.tokens import Token, TokenRole, quotas_of, token_for
+from ..config.tokens import Token, TokenRole, token_for
 from ..constants import DEFAULT_POLICY
 from ..errors import ConfigError
 from ..host import numa
@@ -28,6 +28,7 @@ class DataServerOptions:
 
     name: str
     runtime_dir: str
+    #: The NUMA node of each worker.
     nodes: list[int]
     memory: int = 0
     listen_host: str = "127.0.0.1"
@@ -36,7 +37,9 @@ class DataServerOptions:
     policy: str = DEFAULT_POLICY
     poll_us: int = 50
     streams: int = 1
+    #: Slots of each worker's table, or the bytes of a value that it is made for; 0 for the default. Not both.
     slots: int = 0
+    value_bytes: int = 0
     huge_pages: bool = True
     group: int | None = None
     warm: bool = False
@@ -60,16 +63,6 @@ class DataServerOptions:
     rdma: str = "auto"
     rdma_devices: str = ""
     rdma_windows: bool = True
-
-    @property
-    def namespaces(self) -> list[str]:
-        """The namespaces that clients' tokens are bound to."""
-        return list(dict.fromkeys(name for token in self.tokens for name in token.namespaces or ()))
-
-    @property
-    def quotas(self) -> dict[str, int]:
-        """The quota of each namespace that has one, bytes for each worker: the shards are dealt evenly."""
-        return {name: quota // len(self.nodes) for name, quota in quotas_of(self.tokens).items()}
 
     @property
     def page_tokens(self) -> Sequence[Token]:
@@ -99,7 +92,13 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
             group = int(settings.group) if settings.group.isdecimal() else grp.getgrnam(settings.group).gr_gid
         except KeyError:
             raise ConfigError(f"--group {settings.group}: there is no such group") from None
-    nodes = numa.parse_numa(settings.numa)
+    if settings.slots and settings.value_size:
+        raise ConfigError(
+            f"slots ({settings.slots}, {settings.origin('slots')}) and value_size ({settings.value_size}, "
+            f"{settings.origin('value_size')}) both say how large the table is: give one of them"
+        )
+    # In turns, so that a worker keeps its node, and a warm arena its memory, when their number changes.
+    nodes = numa.parse_numa(settings.numa) * settings.workers
     check_socket_paths(str(settings.runtime_dir), settings.name, len(nodes))
     runtime_dir = ensure_runtime_dir(settings.runtime_dir, group)
     return DataServerOptions(
@@ -114,6 +113,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         poll_us=settings.poll_us,
         streams=settings.streams,
         slots=settings.slots,
+        value_bytes=settings.value_size or 0,
         huge_pages=settings.huge_pages,
         group=group,
         warm=settings.warm,

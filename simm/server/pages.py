@@ -1,64 +1,211 @@
-"""A data server's HTTP pages: /healthz and /metrics, made from what the supervisor knows."""
+"""A data server's HTTP pages, /healthz, /readyz and /metrics, made from what the supervisor knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from ..net.http import METRICS, Page, process_samples, prometheus
+from ..cluster.assignment import Member
+from ..config.tokens import Token, namespaces_of
+from ..ipc.counts import BUCKETS, Word, bound_s
+from ..ipc.tally import MISSES, OTHERS, Totals, counters_summary
+from ..net.http import Page, Route
+from ..net.loop import Loop
+from ..net.metrics import OF_PROCESSES, Metric, Samples
+from ..net.process import Child
+from ..net.tls_peer import ServerTls
+from .children import SILENT_S, Supervised, WorkerSlot
+from .membership import Membership
+from .rdma_supervisor import Endpoints
 
-#: (metric, type, help, key of the worker's STATS)
-_WORKER: Final = (
-    ("simm_entries", "gauge", "values stored", "entries"),
-    ("simm_slots", "gauge", "values that the table can hold", "slots"),
-    ("simm_data_bytes", "gauge", "size of the data region", "data_bytes"),
-    ("simm_free_bytes", "gauge", "bytes in free chunks", "free_bytes"),
-    ("simm_granted_bytes", "gauge", "bytes handed to clients and not yet committed", "granted_bytes"),
-    ("simm_sessions", "gauge", "client sessions", "sessions"),
-    ("simm_sessions_quarantined", "gauge", "ended sessions that wait for their process", "sessions_quarantined"),
-    ("simm_pins", "gauge", "values pinned by views", "pins"),
-    ("simm_shards", "gauge", "shards in which mutations are accepted", "shards"),
-    ("simm_shards_frozen", "gauge", "shards that another server takes over", "frozen"),
-    ("simm_puts_total", "counter", "values committed", "puts"),
-    ("simm_overwrites_total", "counter", "of them, replacing another", "overwrites"),
-    ("simm_deletes_total", "counter", "values deleted", "deletes"),
-    ("simm_stale_commits_total", "counter", "commits with a spent or foreign grant", "stale_commits"),
-    ("simm_requests_total", "counter", "requests handled", "requests"),
-    ("simm_protocol_errors_total", "counter", "connections closed for malformed input", "protocol_errors"),
-    ("simm_arena_mended", "gauge", "words and slots that others had overwritten, mended since its start", "mended"),
+_Kind = Literal["gauge", "counter", "histogram"]
+
+
+def _worker(name: str, kind: _Kind, about: str, *labels: str) -> Metric:
+    """Return a metric of one worker."""
+    return Metric(name, kind, about, ("server", "worker", "numa", *labels))
+
+
+_JOINED: Final = Metric("simm_joined", "gauge", "1 while a manager knows this server.", ("server",))
+_FENCED: Final = Metric(
+    "simm_fenced", "gauge", "1 while the manager does not know this server, so that it takes no put and no delete.",
+    ("server",),
+)  # fmt: skip
+_EPOCH: Final = Metric("simm_map_epoch", "gauge", "Epoch of the shard map in use.", ("server",))
+#: By key of the worker's STATS.
+_WORKER: Final = {
+    "entries": _worker("simm_entries", "gauge", "Values stored."),
+    "slots": _worker("simm_slots", "gauge", "Values that the table can hold."),
+    "data_bytes": _worker("simm_data_bytes", "gauge", "Size of the memory for values."),
+    "free_bytes": _worker(
+        "simm_free_bytes", "gauge", "Bytes in free chunks. A cache is full in normal operation: it evicts then."
+    ),
+    "granted_bytes": _worker("simm_granted_bytes", "gauge", "Bytes handed to clients and not yet committed."),
+    "grants": _worker("simm_grants", "gauge", "Chunks handed to clients and not yet committed."),
+    "pins": _worker("simm_pins", "gauge", "Values pinned by clients. A number that only grows: views are not closed."),
+    "pinned_bytes": _worker(
+        "simm_pinned_bytes", "gauge", "Bytes that pins keep from eviction, at most half of simm_data_bytes."
+    ),
+    "sessions": _worker("simm_sessions", "gauge", "Sessions of clients and of this server's own processes."),
+    "sessions_quarantined": _worker(
+        "simm_sessions_quarantined", "gauge",
+        "Sessions whose connection is gone and whose process still exists: stopped, or hung.",
+    ),
+    "connections": _worker("simm_connections", "gauge", "Connections to the worker."),
+    "namespaces": _worker("simm_namespaces", "gauge", "Namespaces with sessions or values, of at most 256."),
+    "shards": _worker("simm_shards", "gauge", "Shards in which puts and deletes are accepted."),
+    "frozen": _worker(
+        "simm_shards_frozen", "gauge", "Shards that another server takes over, and of which it still needs the values."
+    ),
+    "puts": _worker("simm_puts_total", "counter", "Values committed, by any path."),
+    "overwrites": _worker("simm_overwrites_total", "counter", "Values committed that replaced another one."),
+    "deletes": _worker("simm_deletes_total", "counter", "Values deleted."),
+    "stale_commits": _worker("simm_stale_commits_total", "counter", "Commits with a spent or foreign grant."),
+    "stale_drops": _worker("simm_stale_drops_total", "counter", "Values dropped as their namespaces have advanced."),
+    "requests": _worker(
+        "simm_requests_total", "counter",
+        "Requests handled. GETs by shared memory and by RDMA involve no process of the server, and are not counted.",
+    ),
+    "protocol_errors": _worker("simm_protocol_errors_total", "counter", "Connections closed for malformed input."),
+    "handler_errors": _worker("simm_handler_errors_total", "counter", "Requests that failed by an error in SiMM."),
+    "mended": _worker(
+        "simm_arena_mended_total", "counter",
+        "Words and slots of the arena that another process had overwritten and the worker has put right.",
+    ),
+}  # fmt: skip
+_EVICTIONS: Final = _worker(
+    "simm_evictions_total", "counter",
+    "Entries evicted. Reason own: for a value of the same size; reassigned: a slab of another size was older; window: "
+    "there was no value of the same size; last_resort: pins and grants left no other choice; set_full: no slot was "
+    "free.",
+    "reason",
+)  # fmt: skip
+_PUT_FAILURES: Final = _worker(
+    "simm_put_failures_total", "counter",
+    "Parts of puts that the worker refused; clients try most of it again. Cause no_room: a request for grants brought "
+    "none, as others hold all room; table_full: all entries that may go are pinned; wrong_owner: the shard has moved; "
+    "over_quota: the namespace holds what its quota allows; stale_grant: the grant was spent or foreign; old_epoch: "
+    "the put began before the namespace advanced; bad_request.",
+    "cause",
+)  # fmt: skip
+#: By key of a namespace's quota in the worker's STATS.
+_QUOTAS: Final = {
+    "used_bytes": _worker(
+        "simm_namespace_used_bytes", "gauge", "Bytes that the values of a namespace with a quota hold.", "namespace"
+    ),
+    "quota_bytes": _worker(
+        "simm_namespace_quota_bytes", "gauge", "This worker's part of a namespace's quota.", "namespace"
+    ),
+}
+#: By key of a Row's moves.
+_MOVES: Final = {
+    "left": _worker("simm_moves_left", "gauge", "Shards still moving in."),
+    "rate": _worker("simm_move_bytes_per_second", "gauge", "Bytes a second copied from previous owners of late."),
+    "bytes": _worker("simm_moved_bytes_total", "counter", "Bytes copied from previous owners."),
+    "values": _worker("simm_moved_values_total", "counter", "Values copied from previous owners."),
+    "lost": _worker(
+        "simm_move_lost_values_total", "counter", "Values of previous owners that did not come along: misses now."
+    ),
+}
+_RDMA_READY: Final = _worker(
+    "simm_rdma_ready", "gauge", "1 while clients can open RDMA connections; reason says why not.", "reason"
 )
-
-#: (metric, type, help, key of a Row's moves)
-_MOVES: Final = (
-    ("simm_moves_left", "gauge", "shards still moving in", "left"),
-    ("simm_move_rate_bytes", "gauge", "bytes a second copied for that of late", "rate"),
-    ("simm_moved_bytes_total", "counter", "bytes copied from previous owners", "bytes"),
-    ("simm_moved_values_total", "counter", "values copied from previous owners", "values"),
-    ("simm_move_lost_values_total", "counter", "values of previous owners that did not come along", "lost"),
+#: By key of an endpoint's STATS.
+_RDMA: Final = {
+    "rdma_connections": _worker("simm_rdma_connections", "gauge", "RDMA connections of clients."),
+    "queue_pairs": _worker("simm_rdma_queue_pairs", "gauge", "Queue pairs of these."),
+    "granted_bytes": _worker("simm_rdma_granted_bytes", "gauge", "Bytes handed to RDMA clients, not yet committed."),
+    "registered_bytes": _worker("simm_rdma_registered_bytes", "gauge", "Bytes registered, on all rails together."),
+    "windows": _worker("simm_rdma_windows", "gauge", "Memory windows made."),
+    "protected": _worker(
+        "simm_rdma_protected", "gauge", "1 where clients can write only into the chunks that they hold."
+    ),
+    "connections_opened": _worker("simm_rdma_connections_opened_total", "counter", "RDMA connections opened."),
+    "connections_broken": _worker(
+        "simm_rdma_connections_broken_total", "counter",
+        "RDMA connections closed because a link broke. A steady growth points to the network or a device.",
+    ),
+    "commits": _worker("simm_rdma_commits_total", "counter", "Values committed that came by RDMA."),
+    "commit_failures": _worker("simm_rdma_commit_failures_total", "counter", "Values that came by RDMA in vain."),
+    "recalls": _worker("simm_rdma_recalls_total", "counter", "RDMA connections asked for idle grants."),
+}  # fmt: skip
+_OPERATIONS: Final = _worker(
+    "simm_operations_total", "counter",
+    "Keys that clients have got or viewed, put, asked for (exists) or deleted. Clients on the host (path shm) count "
+    "theirs in memory that they share with the worker. By path tcp and rdma servers count, each try; gets by rdma "
+    "involve no server and are not among them.",
+    "namespace", "path", "op",
+)  # fmt: skip
+_HITS: Final = _worker("simm_hits_total", "counter", "Values that clients have got or viewed.", "namespace", "path")
+_MISSES: Final = _worker(
+    "simm_misses_total", "counter",
+    "Keys that clients have not got. Reason absent: not stored, or not any more; moving: not found at either owner of "
+    "a shard that moves; wrong_size: the buffer has another size; unsound: another checksum or namespace; unreachable: "
+    "a server that was asked did not answer. Of a namespace with two copies each copy that was tried counts.",
+    "namespace", "path", "reason",
+)  # fmt: skip
+_OP_BYTES: Final = _worker(
+    "simm_op_bytes_total", "counter", "Bytes of values that clients have got or put.", "namespace", "path", "op"
 )
-
-#: (metric, type, help, key of an endpoint's STATS)
-_RDMA: Final = (
-    ("simm_rdma_connections", "gauge", "RDMA connections of clients", "rdma_connections"),
-    ("simm_rdma_queue_pairs", "gauge", "queue pairs of these", "queue_pairs"),
-    ("simm_rdma_granted_bytes", "gauge", "bytes handed to RDMA clients and not yet committed", "granted_bytes"),
-    ("simm_rdma_registered_bytes", "gauge", "bytes registered, on all rails together", "registered_bytes"),
-    ("simm_rdma_windows", "gauge", "memory windows made", "windows"),
-    ("simm_rdma_protected", "gauge", "1 where clients can write only into the chunks that they hold", "protected"),
-    ("simm_rdma_connections_opened_total", "counter", "connections opened", "connections_opened"),
-    ("simm_rdma_connections_broken_total", "counter", "of them, closed because a link broke", "connections_broken"),
-    ("simm_rdma_commits_total", "counter", "values committed that came by RDMA", "commits"),
-    ("simm_rdma_commit_failures_total", "counter", "values that were not", "commit_failures"),
-    ("simm_rdma_recalls_total", "counter", "connections asked for idle grants", "recalls"),
-    ("simm_rdma_endpoint_restarts_total", "counter", "endpoint processes that died", "restarts"),
+_PUTS_FAILED: Final = _worker(
+    "simm_puts_failed_total", "counter",
+    "Values that clients could not put: by path shm in the end, by others at a try.", "namespace", "path",
+)  # fmt: skip
+#: By word: of readers in arenas.
+_READS: Final = {
+    Word.RETRIES: _worker(
+        "simm_seqlock_retries_total", "counter", "Reads in the arena that began again, as the entry changed meanwhile."
+    ),
+    Word.PINNED: _worker(
+        "simm_pinned_reads_total", "counter", "Reads in the arena that asked the worker, as the entry kept changing."
+    ),
+}
+_SECONDS: Final = _worker(
+    "simm_op_seconds", "histogram",
+    "How long calls take. By path shm as clients see them, a batch at one worker (_many): one in 64 of single gets and "
+    "puts, one in 8 of batches that are got or looked for, all others. By path tcp in the stream process.",
+    "path", "op",
+)  # fmt: skip
+_BOUNDS: Final = tuple(map(bound_s, range(BUCKETS)))
+_DISBELIEVED: Final = _worker(
+    "simm_sessions_disbelieved_total", "counter",
+    "Sessions of clients whose counts shrank or grew faster than possible; they are not counted any more.",
+)  # fmt: skip
+_SILENT: Final = _worker(
+    "simm_worker_silent_seconds", "gauge", "Time since the worker answered its supervisor; 0 while it is restarted."
 )
+_CUT_OFF: Final = _worker(
+    "simm_streams_cut_off", "gauge",
+    "Stream processes that hang, or have not reached their worker for 5 s: puts by TCP fail.",
+)  # fmt: skip
+_CORRUPTIONS: Final = _worker(
+    "simm_worker_corruptions_total", "counter",
+    "Processes of the worker that ended because another process had overwritten their arena.",
+)  # fmt: skip
+_RESTARTS: Final = _worker(
+    "simm_process_restarts_total", "counter", "Processes that died and were replaced: worker, stream or endpoint.",
+    "process",
+)  # fmt: skip
+_CPU: Final = _worker(
+    "simm_process_cpu_seconds_total", "counter",
+    "Processor time of the worker's processes, seconds: worker, stream (all of them), endpoint, mover.", "process",
+)  # fmt: skip
+_RESIDENT: Final = _worker(
+    "simm_process_resident_memory_bytes", "gauge", "Their memory in use, with what they touched of the arena.",
+    "process",
+)  # fmt: skip
+_PRIVATE: Final = _worker(
+    "simm_process_private_memory_bytes", "gauge", "Their memory in use without shared memory, such as the arena.",
+    "process",
+)  # fmt: skip
 
-#: (metric, key of a namespace's quota in a worker's STATS, help)
-_QUOTAS: Final = (
-    ("simm_namespace_used_bytes", "used_bytes", "bytes that the values of a namespace with a quota hold"),
-    ("simm_namespace_quota_bytes", "quota_bytes", "this worker's part of the quota"),
-)
+#: All metrics of a data server, in their order.
+METRICS: Final = (
+    _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _PUT_FAILURES, *_QUOTAS.values(), *_MOVES.values(),
+    _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
+    _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
+)  # fmt: skip
 
 
 @dataclass
@@ -66,18 +213,119 @@ class Row:
     """The supervisor's knowledge of one worker."""
 
     worker: int
-    node: int
+    numa: int
     stats: Mapping[str, Any]
-    restarts: int
     moves: Mapping[str, int] = field(default_factory=dict)
     #: Since it answered the supervisor, seconds.
     silent_s: float = 0.0
-    #: Of its endpoint: ``ready``, ``why`` not, and counters where there is one.
+    #: Of its endpoint: ``ready``, ``reason`` for not being so, and counters where there is one.
     rdma: Mapping[str, Any] = field(default_factory=dict)
     #: Its stream processes that hang or do not reach it.
     streams_cut_off: int = 0
     #: Its processes that ended with a CorruptionError.
     corruptions: int = 0
+    #: What its processes do -> how many died.
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    #: What its processes do -> seconds of processor time, bytes of memory, bytes of private memory.
+    usage: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
+    #: By path, what clients or the worker's processes have counted.
+    counted: Mapping[str, Totals] = field(default_factory=dict)
+    #: Its namespaces may be named. Not if tokens are bound to some: who reads the page may be a tenant.
+    names_all: bool = True
+
+
+class DataServerPages:
+    """The pages of one data server, from what its supervisor has. ``slots`` may grow until the first page is asked for.
+
+    ``trouble`` says why the server is not ready, if that is no matter of a worker's. ``tls``: of its ports.
+    """
+
+    def __init__(
+        self, loop: Loop, slots: Sequence[WorkerSlot], member: Member, membership: Membership, endpoints: Endpoints,
+        trouble: Callable[[], str], tls: ServerTls | None = None, tokens: Sequence[Token] = (),
+    ) -> None:  # fmt: skip
+        self._trouble = trouble
+        self._tls = tls
+        self._tokens = tokens  # may change meanwhile
+        self.routes: dict[str, Route] = {
+            "/metrics": self.metrics, "/healthz": self.healthz, "/readyz": self.readyz,
+        }  # fmt: skip
+        self._loop = loop
+        self._slots = slots
+        self._member = member
+        self._membership = membership
+        self._endpoints = endpoints
+
+    def healthz(self) -> Page:
+        """Return whether every worker serves, see :func:`healthz`."""
+        slots = self._slots
+        down = [slot.number for slot in slots if not slot.ready]
+        now = self._loop.clock()
+        silent = [slot.number for slot in slots if slot.ready and now - slot.worker.last_seen > SILENT_S]
+        cut_off = [slot.number for slot in slots if any(stream.is_cut_off() for stream in slot.streams)]
+        unreachable = [slot.stats["unreachable"] for slot in slots if slot.stats.get("unreachable")]
+        joined, fenced = self._membership.joined, self._member.fenced
+        return healthz(down, silent, joined, fenced, cut_off=cut_off, unreachable=unreachable)
+
+    def readyz(self) -> Page:
+        """Return whether the server takes part in the cluster: it has said READY, is not fenced and does not stop.
+
+        It stays ready without a manager, as the data path needs none.
+        """
+        health = self.healthz()
+        trouble = self._trouble() or ("" if health.status == 200 else health.body.strip())
+        if not trouble and self._member.fenced:
+            trouble = "the manager does not know this server: no puts until it does"
+        return Page(f"{trouble}\n", status=503) if trouble else Page("ready\n")
+
+    def metrics(self) -> Samples:
+        """Return the metrics."""
+        rows = []
+        for slot in self._slots:
+            moves = {key: count + getattr(slot.progress, key) for key, count in slot.moved_ever.items()}
+            moves["left"] = len(self._member.moving(slot.number, slot.words()))
+            moves["rate"] = slot.progress.rate
+            silent_s = self._loop.clock() - slot.worker.last_seen if slot.ready else 0.0
+            row = Row(slot.number, slot.node, slot.stats, moves, silent_s, corruptions=slot.corruptions)
+            row.rdma = self._endpoints.row(slot.number)
+            row.streams_cut_off = sum(stream.is_cut_off() for stream in slot.streams)
+            row.restarts = {**slot.deaths, **self._endpoints.deaths(slot.number)}
+            row.usage = usage_of(self._processes(slot))
+            row.counted = slot.counts(self._endpoints.counted(slot.number))
+            row.names_all = not namespaces_of(self._tokens)
+            rows.append(row)
+        joined, member = self._membership.joined, self._member
+        ends = self._tls.certificate_ends() if self._tls else None
+        return metrics(
+            member.name, rows, joined=joined, fenced=member.fenced, epoch=member.epoch, certificate_ends=ends
+        )
+
+    def _processes(self, slot: WorkerSlot) -> Iterator[tuple[str, Child]]:
+        """Yield what the processes of a worker do, and the processes."""
+        found: list[tuple[str, Supervised]] = [("worker", slot.worker), ("mover", slot.mover)]
+        found += [("stream", stream) for stream in slot.streams]
+        endpoint = self._endpoints.by_worker.get(slot.number)
+        if endpoint is not None:
+            found.append(("endpoint", endpoint.process))
+        yield from ((name, process.child) for name, process in found if process.child is not None)
+
+    def status(self) -> str:
+        """Return a line for the service manager: what is wrong, else what there is."""
+        health = self.healthz()
+        if health.status != 200:
+            return health.body.partition("\n")[0]
+        if self._member.fenced or not self._membership.joined:
+            return f"serving, {health.body.strip().removeprefix('ok, but ')}"
+        size = sum(slot.data_bytes for slot in self._slots)
+        used = size - sum(slot.stats.get("free_bytes", 0) for slot in self._slots)
+        entries = sum(slot.stats.get("entries", 0) for slot in self._slots)
+        left = sum(len(self._member.moving(slot.number, slot.words())) for slot in self._slots)
+        moving = f", {left} shards still moving in" if left else ""
+        shards = sum(map(self._member.owned, self._member.workers))
+        return (
+            f"serving {entries:,} values in {used / (1 << 30):.2f} of {size / (1 << 30):.2f} GiB, "
+            f"{shards:,} shards, workers: {len(self._slots)}{moving}"
+        )
 
 
 def healthz(
@@ -103,54 +351,104 @@ def healthz(
     return Page("ok\n" if joined else "ok, but no manager\n")
 
 
-def metrics(rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int) -> Page:
-    """Return the metrics as Prometheus text."""
-    samples: list[tuple[str, str, str, dict[str, Any], float]] = [
-        ("simm_joined", "gauge", "1 while a manager knows us", {}, float(joined)),
-        ("simm_fenced", "gauge", "1 while the manager does not know us and no mutation is taken", {}, float(fenced)),
-        ("simm_map_epoch", "gauge", "epoch of the shard map in use", {}, float(epoch)),
-    ]
-    labelled: list[tuple[dict[str, Any], Row]] = [({"worker": row.worker, "node": row.node}, row) for row in rows]
-    for name, kind, about, key in _WORKER:
-        samples += [(name, kind, about, labels, float(row.stats.get(key, 0))) for labels, row in labelled]
-    for name, kind, about, key in _MOVES:
-        samples += [(name, kind, about, labels, float(row.moves.get(key, 0))) for labels, row in labelled]
-    for name, kind, about, key in _RDMA:
-        samples += [(name, kind, about, labels, float(row.rdma[key])) for labels, row in labelled if key in row.rdma]
-    about = "1 while clients can open RDMA connections; reason says why not"
-    samples += [
-        ("simm_rdma_ready", "gauge", about, {**labels, "reason": row.rdma.get("why", "")}, float(row.rdma["ready"]))
-        for labels, row in labelled
-        if row.rdma
-    ]
-    for labels, row in labelled:
-        reasons = {**row.stats.get("evictions", {}), "set_full": row.stats.get("set_evictions", 0)}
-        for reason, count in reasons.items():
-            about = "entries evicted, by reason"
-            samples.append(("simm_evictions_total", "counter", about, {**labels, "reason": reason}, float(count)))
-        for cause, count in row.stats.get("put_failures", {}).items():
-            about = "commits refused, and requests for grants that brought none, by cause"
-            samples.append(("simm_put_failures_total", "counter", about, {**labels, "cause": cause}, float(count)))
-    for name, key, about in _QUOTAS:
-        for labels, row in labelled:
-            for namespace, counts in row.stats.get("quotas", {}).items():
-                samples.append((name, "gauge", about, {**labels, "namespace": namespace}, float(counts[key])))
-    samples += [
-        ("simm_worker_silent_seconds", "gauge", "since the worker answered its supervisor", labels, row.silent_s)
-        for labels, row in labelled
-    ]
-    samples += [
-        ("simm_streams_cut_off", "gauge", "stream processes that hang or do not reach their worker", labels,
-         float(row.streams_cut_off))
-        for labels, row in labelled
-    ]  # fmt: skip
-    samples += [
-        ("simm_worker_restarts", "gauge", "restarts within the last minute", labels, float(row.restarts))
-        for labels, row in labelled
-    ]
-    samples += [
-        ("simm_worker_corruptions_total", "counter", "workers that ended as others had overwritten their arena", labels,
-         float(row.corruptions))
-        for labels, row in labelled
-    ]  # fmt: skip
-    return Page(prometheus([*samples, *process_samples()]), METRICS)
+def usage_of(processes: Iterable[tuple[str, Child]]) -> dict[str, tuple[float, int, int]]:
+    """Return, by what processes do, their processor time, memory and private memory. Omits what has ended."""
+    import psutil  # 10 ms, for servers whose metrics are read
+
+    total: dict[str, tuple[float, int, int]] = {}
+    for name, child in processes:
+        try:
+            process = psutil.Process(child.pid)
+            with process.oneshot():
+                times, memory = process.cpu_times(), process.memory_info()
+        except (psutil.Error, OSError):
+            continue
+        seconds, resident, private = total.get(name, (0.0, 0, 0))
+        total[name] = (
+            seconds + times.user + times.system, resident + memory.rss, private + memory.rss - memory.shared
+        )  # fmt: skip
+    return total
+
+
+def metrics(
+    server: str, rows: Sequence[Row], *, joined: bool, fenced: bool, epoch: int, certificate_ends: float | None = None
+) -> Samples:
+    """Return the metrics of a data server by its name."""
+    samples = Samples(METRICS)
+    samples.add(_JOINED, joined, server)
+    samples.add(_FENCED, fenced, server)
+    samples.add(_EPOCH, epoch, server)
+    for row in rows:
+        _add_row(samples, row, (server, row.worker, row.numa))
+    samples.add_process(certificate_ends)
+    return samples
+
+
+def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
+    stats = row.stats
+    for key, metric in _WORKER.items():
+        samples.add(metric, stats.get(key, 0), *who)
+    for reason, count in {**stats.get("evictions", {}), "set_full": stats.get("set_evictions", 0)}.items():
+        samples.add(_EVICTIONS, count, *who, reason)
+    for cause, count in stats.get("put_failures", {}).items():
+        samples.add(_PUT_FAILURES, count, *who, cause)
+    for namespace, counts in stats.get("quotas", {}).items():
+        for key, metric in _QUOTAS.items():
+            samples.add(metric, counts[key], *who, namespace)
+    for key, metric in _MOVES.items():
+        samples.add(metric, row.moves.get(key, 0), *who)
+    if row.rdma:
+        samples.add(_RDMA_READY, row.rdma["ready"], *who, row.rdma.get("reason", ""))
+        for key, metric in _RDMA.items():
+            if key in row.rdma:
+                samples.add(metric, row.rdma[key], *who)
+    _add_counts(samples, row.counted, None if row.names_all else stats.get("quotas", {}), who)
+    samples.add(_DISBELIEVED, stats.get("counted", {}).get("disbelieved", 0), *who)
+    samples.add(_SILENT, row.silent_s, *who)
+    samples.add(_CUT_OFF, row.streams_cut_off, *who)
+    samples.add(_CORRUPTIONS, row.corruptions, *who)
+    for process, count in row.restarts.items():
+        samples.add(_RESTARTS, count, *who, process)
+    for process, (seconds, resident, private) in row.usage.items():
+        samples.add(_CPU, seconds, *who, process)
+        samples.add(_RESIDENT, resident, *who, process)
+        samples.add(_PRIVATE, private, *who, process)
+
+
+def _by_shown_name(totals: Totals, shown: Collection[str]) -> dict[str, list[int]]:
+    """Return the counts of the namespaces in ``shown``, and those of all others as one.
+
+    A tenant that knows another one's namespace can find out which of its keys are stored (SECURITY.md).
+    """
+    found: dict[str, list[int]] = {}
+    for namespace, counts in totals.namespaces.items():
+        name = namespace if namespace in shown else OTHERS
+        found[name] = [one + other for one, other in zip(found.get(name, [0] * len(counts)), counts)]
+    return found
+
+
+def _add_counts(
+    samples: Samples, counted: Mapping[str, Totals], shown: Collection[str] | None, who: tuple[str, int, int]
+) -> None:
+    """Add what clients or the worker's processes have counted, by path. ``shown``: namespaces to name; None: all."""
+    for path, totals in counted.items():
+        for namespace, counts in _by_shown_name(totals, totals.namespaces if shown is None else shown).items():
+            found = counters_summary(counts)
+            hits, misses = found["hits"], found["misses"]
+            samples.add(_HITS, hits, *who, namespace, path)
+            for reason in MISSES:
+                samples.add(_MISSES, misses[reason], *who, namespace, path, reason)
+            for op, count in (
+                ("get", hits + sum(misses.values())), ("put", found["puts"]),
+                ("exists", found["exists_found"] + found["exists_absent"]),
+                ("delete", found["deletes"] + found["deletes_absent"]),
+            ):  # fmt: skip
+                samples.add(_OPERATIONS, count, *who, namespace, path, op)
+            for op, size in (("get", found["bytes_read"]), ("put", found["bytes_put"])):
+                samples.add(_OP_BYTES, size, *who, namespace, path, op)
+            samples.add(_PUTS_FAILED, found["put_failures"], *who, namespace, path)
+        for op, latencies in totals.latencies.items():
+            samples.add_histogram(_SECONDS, latencies[0] / 1e9, latencies[1:], _BOUNDS, *who, path, op)
+    shm = counted.get("shm")
+    for word, metric in _READS.items():
+        samples.add(metric, sum(counts[word] for counts in shm.namespaces.values()) if shm else 0, *who)

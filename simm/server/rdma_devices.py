@@ -1,9 +1,9 @@
 """An endpoint's devices: opening them, registering the arena on them, and the memory windows over granted chunks.
 
 There may be no library, no device, no active port, no permission, or too little lockable memory; or a device may
-disappear in use. None of that ends the endpoint. :attr:`Devices.why` has the reason, and the endpoint tries again every
-REOPEN_S seconds. A device that disappears breaks its queue pairs and thereby its leases. That becomes known when no new
-queue pair can be made. Once the last lease is closed, the endpoint opens all devices again.
+disappear in use. None of that ends the endpoint. :attr:`Devices.down_reason` has the reason, and the endpoint tries
+again every REOPEN_S seconds. A device that disappears breaks its queue pairs and thereby its leases. That becomes known
+when no new queue pair can be made. Once the last lease is closed, the endpoint opens all devices again.
 
 Memory windows
 --------------
@@ -30,7 +30,7 @@ The registrations decide what a peer may access, whatever the peer believes:
     data                    read; written by memory windows or, on devices without them, by every client
 
 Registering pins pages and holds the interpreter, 0.1 to 2 s per GiB, and some devices limit the size of a region. So
-the loop registers the arena in pieces, one per turn (:meth:`Registration.step`).
+the loop registers the arena in pieces, one per turn (:meth:`ArenaRegions.step`).
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Devices:
         self._use_windows = windows
         self._piece_bytes = piece_bytes
         self._on_lost = on_lost
-        #: Why there is no RDMA just now; empty when there is.
-        self.why = "starting"
+        #: Why there is no RDMA just now; None when there is.
+        self.down_reason: str | None = "starting"
         self.fabric: Fabric | None = None
-        self.registration: Registration | None = None
-        self.windows: Windows | None = None
+        self.registration: ArenaRegions | None = None
+        self.windows: WindowPool | None = None
         self.opens_failed = 0
         #: Why a queue pair could not be made: the devices may have gone.
         self.suspect = ""
@@ -92,11 +92,13 @@ class Devices:
 
     @property
     def reason(self) -> str:
-        """:attr:`why`, with how far it is while it is under way."""
+        """:attr:`down_reason` as text, with how far the registration is."""
+        if self.down_reason is None:
+            return ""
         registration = self.registration
-        if self.why and registration is not None and registration.done_bytes < registration.total_bytes:
+        if registration is not None and registration.done_bytes < registration.total_bytes:
             return f"registering, {registration.progress}"
-        return self.why
+        return self.down_reason
 
     def maintain(self, in_use: bool) -> None:
         """Open the devices when it is time; ``in_use`` while leases are open. Call it a few times per second.
@@ -109,10 +111,10 @@ class Devices:
         elif self.suspect and not in_use:
             self._lost(self.suspect)
 
-    def _not_ready(self, why: str) -> None:
-        if why != self.why:
-            self.why = why
-            log.log(logging.INFO if why == "registering" else logging.WARNING, "no RDMA: %s", why)
+    def _not_ready(self, reason: str) -> None:
+        if reason != self.down_reason:
+            self.down_reason = reason
+            log.log(logging.INFO if reason == "registering" else logging.WARNING, "no RDMA: %s", reason)
 
     def _open(self) -> None:
         arena = self._keeper.arena()
@@ -131,15 +133,15 @@ class Devices:
             windows = self._use_windows and all(rail.limits.windows for rail in found.rails)
             if self._use_windows and not windows:
                 log.warning("not all RDMA devices have memory windows: every client can write all of the data")
-            self.registration = Registration(arena, found.rails, windows=windows, piece_bytes=self._piece_bytes)
-            self.windows = Windows(self.registration) if windows else None
+            self.registration = ArenaRegions(arena, found.rails, windows=windows, piece_bytes=self._piece_bytes)
+            self.windows = WindowPool(self.registration) if windows else None
         except FabricError as exc:
             self._lost(str(exc))
             return
         self._not_ready("registering")
         self._register(self.registration)
 
-    def _register(self, registration: Registration) -> None:
+    def _register(self, registration: ArenaRegions) -> None:
         """Register a piece, and the next one in the next turn of the loop."""
         if registration is not self.registration:
             return
@@ -151,19 +153,19 @@ class Devices:
         if more:
             self._loop.call_later(0.0, lambda: self._register(registration))
             return
-        self.why = ""
+        self.down_reason = None
         log.info(
             "RDMA: %d MiB in %d regions on %s; %s", registration.done_bytes >> 20, len(registration.regions),
             ", ".join(rail.name for rail in registration.rails),
             "chunks are written by memory windows" if registration.windows else "clients may write all of the data",
         )  # fmt: skip
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, reason: str) -> None:
         """Close the devices and everything made on them, and try again later."""
         self.opens_failed += 1
-        self._not_ready(why)
+        self._not_ready(reason)
         self._open_at = self._loop.clock() + REOPEN_S
-        self._on_lost(why)
+        self._on_lost(reason)
         self.close()
 
     def close(self) -> None:
@@ -191,14 +193,14 @@ class BoundWindow:
 
     @property
     def key(self) -> int:
-        """The rkey that allows WRITEs, valid since :meth:`Windows.bind`."""
+        """The rkey that allows WRITEs, valid since :meth:`WindowPool.bind`."""
         return self.binding.window.rkey
 
 
-class Windows:
+class WindowPool:
     """The windows of all rails."""
 
-    def __init__(self, registration: Registration) -> None:
+    def __init__(self, registration: ArenaRegions) -> None:
         self._registration = registration
         self._rails = registration.rails
         #: For each rail, by queue pair; which are compared by identity, and kept until :meth:`close_idle`.
@@ -355,7 +357,7 @@ def pieces(arena: ArenaReader, meta: NDArray[np.uint64], *, windows: bool, most:
     ]
 
 
-class Registration:
+class ArenaRegions:
     """The regions of one arena on all rails. They end with their rails.
 
     The arena is mapped for writing, and kept, as its maps must stay as long as the regions. Raises FabricError if there

@@ -48,9 +48,11 @@ from ..errors import RemoteProtocolError, SimmError, TransportError
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
 from ..ipc.put import collect
 from ..ipc.session import WorkerSession
+from ..ipc.tally import Served
 from ..net.channel import Refused
 from ..net.local_users import LocalUsers
-from ..net.loop import Loop, Peer, Service
+from ..net.loop import Loop
+from ..net.peer import Peer, Service
 from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
@@ -62,7 +64,7 @@ from ..wire import rdma_messages as R
 from ..wire.auth import Gate
 from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_opening
 from ..wire.messages import Status
-from .rdma_devices import PIECE_BYTES, Devices, Registration
+from .rdma_devices import PIECE_BYTES, ArenaRegions, Devices
 from .rdma_lease import QUEUE_PAIRS_MAX, LeasedGrant, NoWindows, RdmaLease
 from .worker_session import WorkerSessionKeeper
 
@@ -109,6 +111,7 @@ class Endpoint(Service):
         self.leases: set[Peer] = set()
         self.granted_bytes = 0
         self.counts = dict.fromkeys(_COUNTS, 0)
+        self.counted = Served(self.keeper.names)
         #: When a client last sent a frame, and whether the session's idle grants were returned since.
         self._last_seen = 0.0
         self._returned = True
@@ -169,8 +172,7 @@ class Endpoint(Service):
         if lease.role is None:
             check_opening(frame)
         elif fault := lease.gate.refusal(frame.opcode):
-            peer.send_error(frame.request_id, Status.UNAUTHORIZED, fault)
-            peer.close("unauthorized")
+            peer.refuse(frame.request_id, fault)
             return
         msg = decode(frame)
         try:
@@ -193,7 +195,8 @@ class Endpoint(Service):
             elif isinstance(msg, M.Ping):
                 peer.send_message(M.Pong(msg.cookie), frame.request_id)
             elif isinstance(msg, M.Stats):
-                peer.send_message(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
+                found = self.stats() if lease.role != M.Role.SUPERVISOR else self.stats_for_supervisor()
+                peer.send_message(M.StatsReply(json.dumps(found).encode()), frame.request_id)
             else:
                 raise RemoteProtocolError(f"{type(msg).__name__} is not for an endpoint")
         except FabricError as exc:
@@ -209,14 +212,11 @@ class Endpoint(Service):
             raise RemoteProtocolError("a second HELLO on one connection")
         proto = accept(msg, "server", lease.gate)
         if isinstance(proto, Refusal):
-            peer.send_error(request_id, proto.status, proto.text)
-            if proto.status == Status.UNAUTHORIZED:
-                peer.close("unauthorized")
+            peer.refuse(request_id, proto.text, proto.status)
             return
         if lease.gate.bound:
             text = f"{lease.gate.token} is bound to namespaces, and RDMA reads the whole arena: use TCP"
-            peer.send_error(request_id, Status.UNAUTHORIZED, text)
-            peer.close("unauthorized")
+            peer.refuse(request_id, text)
             return
         reader = self.keeper.arena()
         # Exactly, as one-sided reads see no header: before its first map an arena may yet become another cluster's.
@@ -231,7 +231,7 @@ class Endpoint(Service):
     def _open_lease(self, peer: Peer, lease: RdmaLease, request_id: int) -> None:
         devices = self.devices
         registration = devices.registration
-        if devices.why or registration is None:
+        if devices.down_reason is not None or registration is None:
             peer.send_error(request_id, Status.UNAVAILABLE, devices.reason)
             return
         if not lease.opened:
@@ -246,7 +246,7 @@ class Endpoint(Service):
             R.RdmaOpened(arena.geometry.size, arena.incarnation, flags, rails, registration.regions), request_id
         )
 
-    def _opened(self, lease: RdmaLease, msg: Any) -> Registration:
+    def _opened(self, lease: RdmaLease, msg: Any) -> ArenaRegions:
         registration = self.devices.registration
         if not lease.opened or registration is None:
             raise RemoteProtocolError(f"{type(msg).__name__} before RDMA_OPEN")
@@ -399,6 +399,7 @@ class Endpoint(Service):
         self.counts["commits"] += good
         self.counts["stale_commits"] += statuses.count(Status.STALE_GRANT)
         self.counts["commit_failures"] += len(statuses) - good
+        self.counted.stored(lease.namespace, statuses, [entry[2] for entry in msg.entries])
         self._answer(peer, lease, request_id, statuses)
         if msg.wants and not lease.closed:
             self._obtain(lease, msg.wants)
@@ -512,8 +513,8 @@ class Endpoint(Service):
         registration, windows = self.devices.registration, self.devices.windows
         return {
             "pid": os.getpid(),
-            "ready": not self.devices.why,
-            "why": self.devices.why,
+            "ready": self.devices.down_reason is None,
+            "reason": self.devices.down_reason or "",
             "rdma_connections": len(self.leases),
             "queue_pairs": sum(peer.context.queue_pair_count for peer in self.leases),
             "connections": len(self.loop.peers),
@@ -528,6 +529,10 @@ class Endpoint(Service):
             "handler_errors": self.loop.handler_errors,
             **self.counts,
         }
+
+    def stats_for_supervisor(self) -> dict[str, Any]:
+        """Return :meth:`stats` with the counters by namespace: whose they are, not all clients may know."""
+        return {**self.stats(), "counted": self.counted.as_json()}
 
     def close(self) -> None:
         """Return all grants and close the devices. The loop, and with it all leases, has been closed."""

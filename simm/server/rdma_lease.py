@@ -25,7 +25,7 @@ from ..ipc.grant_pool import GrantTuple
 from ..ipc.session import WorkerSession
 from ..rdma.api import FabricError, QueuePair, QueuePairAddress
 from ..wire.auth import Gate
-from .rdma_devices import BoundWindow, Windows
+from .rdma_devices import BoundWindow, WindowPool
 
 log = logging.getLogger("simm.server.rdma_endpoint")
 
@@ -65,7 +65,7 @@ class RdmaLease:
         self.options = 0
         #: Set by RDMA_OPEN. ``windows`` is None if chunks are written without windows.
         self.opened = False
-        self.windows: Windows | None = None
+        self.windows: WindowPool | None = None
         #: By number; None once disconnected.
         self.queue_pairs: list[QueuePair | None] = []
         self.rails: list[int] = []

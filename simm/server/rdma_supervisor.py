@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from ..errors import ConfigError
 from ..host import numa
+from ..ipc.tally import Continued, Totals
 from ..net.listeners import listen_tcp
 from ..net.loop import Loop
 from ..net.process import Child
@@ -39,9 +40,9 @@ STEADY_S: Final = 60.0
 SILENT_S: Final = 60.0
 
 
-def absence() -> str:
-    """Return why there can be no RDMA on this host; empty if there may be."""
-    return "" if ports.ports() else "this host has no RDMA device"
+def absence() -> str | None:
+    """Return why there can be no RDMA on this host; None if there may be."""
+    return None if ports.ports() else "this host has no RDMA device"
 
 
 class EndpointState:
@@ -53,6 +54,7 @@ class EndpointState:
         self.number = number
         self.listener = listener
         self.stats: dict[str, Any] = {}
+        self.counted = Continued()
         self.pause_s = AGAIN_S[0]
         self.restarts = 0
         #: The endpoint was ready at some time.
@@ -66,7 +68,7 @@ class EndpointState:
 
 
 class Endpoints:
-    """All endpoints of a data server; none if RDMA is off or impossible, as ``why`` says."""
+    """All endpoints of a data server; none if RDMA is off or impossible, as ``down_reason`` says."""
 
     def __init__(
         self, options: DataServerOptions, loop: Loop, children: Children, *,
@@ -75,7 +77,8 @@ class Endpoints:
         self.options = options
         self.loop = loop
         self.children = children
-        self.why = ""
+        #: Why there are none; None if there are.
+        self.down_reason: str | None = None
         self.by_worker: dict[int, EndpointState] = {}
         self._on_ready = on_ready
         self._give_up = give_up
@@ -83,22 +86,23 @@ class Endpoints:
     def detect(self) -> None:
         """Decide whether there are endpoints. Raises ConfigError if there must be and cannot."""
         if self.options.rdma == "off":
-            self.why = "off"
+            self.down_reason = "off"
             return
-        self.why = absence()
-        if not self.why:
+        self.down_reason = absence()
+        if self.down_reason is None:
             self.loop.call_every(POLL_S, self._poll)
         elif self.options.rdma == "on":
-            raise ConfigError(f"--rdma on, but {self.why}: load its driver, pass it into the container, or say auto")
+            remedy = "load its driver, pass it into the container, or say auto"
+            raise ConfigError(f"--rdma on, but {self.down_reason}: {remedy}")
         else:
-            log.info("no RDMA: %s", self.why)
+            log.info("no RDMA: %s", self.down_reason)
 
     def listen(self, slot: WorkerSlot, server: str = "") -> int:
         """Open the listener of a worker's endpoint and return its port; 0 if it has none. Raises OSError.
 
         ``server``: what clients with a token ask for.
         """
-        if self.why:
+        if self.down_reason is not None:
             return 0
         options = self.options
         port = options.listen_port + len(options.nodes) + slot.number if options.listen_port else 0
@@ -129,11 +133,12 @@ class Endpoints:
         if not isinstance(msg, M.StatsReply):
             return
         endpoint.stats = json.loads(msg.json)
+        endpoint.counted.take(endpoint.stats["pid"], endpoint.stats["counted"])
         if endpoint.stats["ready"]:
             endpoint.was_ready = True
             self._on_ready()
         elif self.options.rdma == "on" and not endpoint.was_ready and endpoint.stats["opens_failed"]:
-            self._give_up(f"--rdma on, but worker {endpoint.number} has no RDMA: {endpoint.stats['why']}")
+            self._give_up(f"--rdma on, but worker {endpoint.number} has no RDMA: {endpoint.stats['reason']}")
 
     def _poll(self) -> None:
         for endpoint in self.by_worker.values():
@@ -164,19 +169,23 @@ class Endpoints:
         """Return whether ``--rdma on`` waits for an endpoint that was never ready."""
         return self.options.rdma == "on" and not all(endpoint.was_ready for endpoint in self.by_worker.values())
 
-    def port(self, number: int) -> int:
-        """Return the port of a worker's endpoint; 0 if it has none."""
-        endpoint = self.by_worker.get(number)
-        return endpoint.port if endpoint is not None else 0
-
     def row(self, number: int) -> dict[str, Any]:
-        """Return what /metrics reports of a worker's endpoint; ``why`` if it is not ready."""
+        """Return what /metrics reports of a worker's endpoint; ``reason`` if it is not ready."""
         endpoint = self.by_worker.get(number)
         if endpoint is None:
-            return {"ready": False, "why": self.why}
+            return {"ready": False, "reason": self.down_reason}
         if not endpoint.stats:
-            return {"ready": False, "why": "starting", "restarts": endpoint.restarts}
-        return {**endpoint.stats, "restarts": endpoint.restarts}
+            return {"ready": False, "reason": "starting"}
+        return endpoint.stats
+
+    def counted(self, number: int) -> Totals | None:
+        """Return what has been counted at a worker's endpoint and its predecessors; None if it has none."""
+        endpoint = self.by_worker.get(number)
+        return endpoint.counted.totals() if endpoint is not None else None
+
+    def deaths(self, number: int) -> dict[str, int]:
+        """Return how many endpoint processes of a worker died, by what they did; nothing if there is none."""
+        return {"endpoint": endpoint.restarts} if (endpoint := self.by_worker.get(number)) is not None else {}
 
     def processes(self) -> list[Child]:
         """Return the running endpoint processes."""

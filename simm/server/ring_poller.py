@@ -6,7 +6,8 @@ is the worker's side: a ring is *active* while it is polled, and its ``sleeping`
 Polling ends when there was no work for a window, unless a client has announced a commit. The window starts at
 ``--poll-us`` and adapts, as halt polling in a hypervisor does. Work that comes soon after polling ended doubles it, up
 to POLL_GROWTH times; a long pause resets it. So a client that puts values of a MiB, with a copy of 60 us between two
-commits, meets a worker that polls. On one CPU a worker never polls: it would only keep its client from running.
+commits, meets a worker that polls. A ring that says *brief* is not polled. On one CPU a worker never polls: it would
+only keep its client from running.
 
 Each pass over the active rings serves one request of each. So a client that keeps its ring full delays another by one
 request, not for as long as it likes. Sockets and timers get their turn after a bounded number of passes, and after
@@ -24,8 +25,9 @@ from typing import Final, Protocol
 from ..arena.sessions import Session
 from ..errors import CorruptionError, RemoteProtocolError
 from ..host.numa import avoid_cpu
-from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
-from ..net.loop import Loop, Peer
+from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
+from ..net.loop import Loop
+from ..net.peer import Peer
 from ..rpc import Frame, decode
 from ..wire import messages as M
 from ..wire.fast_commit import CommitOne
@@ -41,6 +43,8 @@ WAKE_POLL_S: Final = 400e-6
 #: Polls of the rings between two polls of the sockets, and the time after which a busy worker begins no further one.
 _POLLS: Final = 60
 TURN_S: Final = 0.005
+#: A round of polls that took longer than this was interrupted, seconds: it does not say what a poll costs.
+_ROUND_MAX_S: Final = 200e-6
 
 
 class RingClient(Protocol):
@@ -56,28 +60,32 @@ class RingPoller:
     """Serves the commit rings of a worker, and runs its loop.
 
     ``poll_us`` is the shortest polling window, microseconds; 0 never polls. ``commit_one`` answers a COMMIT in the
-    one-key form, ``handle`` any request. ``settle`` does the bookkeeping that answers did not wait for.
+    one-key form, ``handle`` any request. ``apply_pending`` does the bookkeeping that answers did not wait for.
     """
 
     def __init__(
         self, loop: Loop, poll_us: int, commit_one: Callable[[Session, CommitOne], bytes],
-        handle: Callable[[Peer, Frame], bytes], settle: Callable[[], None],
+        handle: Callable[[Peer, Frame], bytes], apply_pending: Callable[[], None],
     ) -> None:  # fmt: skip
         self.loop = loop
         #: Shortest window, seconds; 0 where it does not poll.
         self.poll_s = poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
         #: Requests served by rings.
         self.requests = 0
+        #: Passes over the rings that found nothing. Rounds of ``_POLLS`` of them, and the seconds that these took.
+        self._idle_passes = 0
+        self._idle_rounds = 0
+        self._idle_rounds_s = 0.0
         self.active: list[tuple[Ring, Peer]] = []
         self._commit_one = commit_one
         self._handle = handle
-        self._settle = settle
+        self._apply_pending = apply_pending
         #: A client has sent WAKE: poll until then, monotonic seconds.
         self._woken_until = 0.0
         #: A client without a ring has committed: poll the sockets until then; 0 for none.
         self._sockets_until = 0.0
-        #: Requests answered and not settled.
-        self._unsettled = 0
+        #: Requests answered whose bookkeeping is pending.
+        self._pending = 0
 
     def run(self) -> None:
         """Serve until the loop is stopped."""
@@ -94,8 +102,7 @@ class RingPoller:
                         loop.run_once(0.0)
                         continue
                     self._sockets_until = 0.0
-                served = self.requests
-                if loop.run_once(None) and (self.active or self.requests != served):
+                if loop.run_once(None) and self.active:
                     now = clock()
                     window = min(longest, window * 2) if now - last_work < longest else shortest
                     last_work = now
@@ -103,6 +110,7 @@ class RingPoller:
             if loop.run_once(0.0):
                 last_work = clock()
             turn_ends = loop.now + TURN_S
+            idle = 0
             for _ in range(_POLLS):
                 busy = False
                 active = self.active
@@ -116,11 +124,26 @@ class RingPoller:
                     last_work = clock()
                     if last_work > turn_ends:
                         break
+                else:
+                    idle += 1
+            self._leave_brief()
             now = clock()
+            self._idle_passes += idle
+            if idle == _POLLS and now - loop.now < _ROUND_MAX_S:
+                self._idle_rounds += 1
+                self._idle_rounds_s += now - loop.now
             if now - last_work > window and now > self._woken_until and not self._commit_announced(now):
                 self._sleep()
             elif len(self.active) > 1:
                 self._retire_idle(now)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of polling that found nothing so far: what is not work of this process's processor time.
+
+        Nothing is timed while there is work: passes are counted, and rounds without any work say what one costs.
+        """
+        return self._idle_passes * self._idle_rounds_s / (self._idle_rounds * _POLLS) if self._idle_rounds else 0.0
 
     def poll_sockets(self) -> None:
         """Poll the sockets for a while: a client without a ring has committed, and may do so again."""
@@ -156,7 +179,7 @@ class RingPoller:
             if frame.opcode == M.OP_WAKE:
                 return
             raise RemoteProtocolError("KICK without a ring")
-        if self.poll_s and all(ring is not other for other, _ in self.active):
+        if self.poll_s and not ring.words[BRIEF] and all(ring is not other for other, _ in self.active):
             ring.words[SLEEPING] = 0  # first: what is posted while this serves the ring needs no second KICK
             self.active.append((ring, peer))
         for _ in range(SLOTS):  # what was there when the KICK was sent; a client that goes on posting has to wait
@@ -183,16 +206,16 @@ class RingPoller:
             connection.ring_used = self.loop.now
             # The next frame of a batch does not wait for the bookkeeping of the one before, nor for more than a
             # ring's worth of it.
-            self._unsettled += 1
-            if ring.words[TAIL] == ring.done or self._unsettled >= SLOTS:
-                self._unsettled = 0
-                self._settle()
+            self._pending += 1
+            if ring.words[TAIL] == ring.done or self._pending >= SLOTS:
+                self._pending = 0
+                self._apply_pending()
         except RemoteProtocolError as exc:
             log.warning("closing %s: %s", peer.address, exc)
             self.loop.protocol_errors += 1
             peer.close(str(exc))
         except CorruptionError:
-            raise  # see net/loop.py
+            raise  # see net/peer.py
         except Exception:
             log.exception("a ring request of %s failed", peer.address)
             self.loop.handler_errors += 1
@@ -215,13 +238,26 @@ class RingPoller:
                     ring.words[SLEEPING] = 0
                     self.active.append((ring, peer))
 
+    def _leave_brief(self) -> None:
+        """Stop polling the rings whose clients ask for that."""
+        for ring, _ in self.active:
+            if ring.words[BRIEF]:
+                self._retire(ring)
+                return  # another one next time
+
     def _retire_idle(self, now: float) -> None:
         """Of several rings, poll only those in use."""
         for ring, peer in list(self.active):
             if now - peer.context.ring_used > RING_IDLE_S:
-                ring.words[SLEEPING] = 1
-                if ring.words[TAIL] == ring.done:
-                    self._deactivate(ring)
+                self._retire(ring)
+
+    def _retire(self, ring: Ring) -> None:
+        """Stop polling a ring, unless something has come just now."""
+        ring.words[SLEEPING] = 1
+        if ring.words[TAIL] == ring.done:
+            self._deactivate(ring)
+        else:
+            ring.words[SLEEPING] = 0
 
     def _deactivate(self, ring: Ring) -> None:
         self.active = [(other, peer) for other, peer in self.active if other is not ring]

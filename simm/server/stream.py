@@ -10,6 +10,9 @@ GET    FETCH names digests. The answer is a FETCHED frame with lengths, then the
        byte a second costs one socket buffer and holds up no eviction. Before the verdict bytes of whatever came into
        the chunk may have left. A client that is bound to namespaces gets none of them: for it, pieces are copied, and
        sent if the seq has not changed since.
+       FETCH_RANGES asks for ranges of values. All those of one value come out of the entry that was found first, and
+       the seq is read again after each: so the verdict holds for all of them together.
+       PIN and FETCH_PINNED do the same for versions that stay (``worker_session.Leases``), bounded in bytes and time.
 PUT    STORE names digests and lengths. Bare bytes follow and are received straight into granted chunks, then
        committed together (server/stream_put.py).
 MOVE   A new owner's mover sends FREEZE, which is passed to the worker, then LIST (arena/reader.py) and
@@ -29,19 +32,22 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from ..arena.layout import ENTRY_BOUND
-from ..arena.reader import ArenaReader, Located, Unsettled
-from ..cluster.lookup import ASK_OWNER, miss_status, previous_status
+from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH
+from ..arena.reader import ArenaReader, Located
+from ..cluster.lookup import ASK_OWNER, miss_status
 from ..config.tokens import Token
 from ..constants import BATCH_KEYS_MAX
 from ..errors import RemoteProtocolError, SegmentError, UsageError
+from ..host.parts import pieces
+from ..ipc.tally import Served
 from ..net.channel import Refused
 from ..net.local_users import LocalUsers
-from ..net.loop import TURN_S, Loop, Peer, Service
+from ..net.loop import Loop
+from ..net.peer import TURN_S, Peer, Service
 from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
@@ -50,44 +56,27 @@ from ..wire import messages as M
 from ..wire.auth import Gate
 from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_opening
 from ..wire.messages import Status
-from ..wire.shard_set import EPOCH_MASK, FROZEN, shards_in
+from ..wire.ranges import ranges_by_key
+from ..wire.shard_set import EPOCH_MASK, shards_in
 from .stream_put import Receiving
-from .worker_session import WorkerSessionKeeper
+from .worker_session import LEASE_S, Lease, Leased, Leases, Part, Sending, WorkerSessionKeeper, locate
 
 log = logging.getLogger("simm.server.stream")
 
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
+#: Values and ranges below this size are copied to be sent with those of other values: a copy takes less than a send.
+TOGETHER_BYTES: Final = 32 << 10
 #: Socket buffers of a connection; the send buffer of those that connect when there are more than MANY_PEERS.
 BUFFER_BYTES: Final = 4 << 20
 BUFFER_BYTES_MANY: Final = 256 << 10
 MANY_PEERS: Final = 32
 
 
-class Sending:
-    """A FETCHED in flight: values still to send, verdicts so far."""
-
-    __slots__ = ("at", "bound", "current", "previous", "request_id", "todo", "verdicts")
-
-    def __init__(
-        self, request_id: int, todo: list[tuple[int, bytes, Located, memoryview]], keys: int, *,
-        previous: bool, bound: bool,
-    ) -> None:  # fmt: skip
-        self.request_id = request_id
-        self.previous = previous
-        #: The client may see no other namespace's bytes, whatever their verdict: they are copied and judged first.
-        self.bound = bound
-        #: Bytes of the current value that were handed to the kernel.
-        self.at = 0
-        self.todo = todo
-        self.verdicts = [Status.OK] * keys
-        self.current: tuple[int, bytes, Located, memoryview] | None = None
-
-
 class ConnectionState:
     """The state of one connection. ``role`` is None before HELLO."""
 
-    __slots__ = ("cluster", "gate", "namespace", "receiving", "role", "sending")
+    __slots__ = ("began", "cluster", "counted", "gate", "lease", "namespace", "receiving", "role", "sending")
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -98,6 +87,10 @@ class ConnectionState:
         self.namespace = ""
         self.sending: Sending | None = None
         self.receiving: Receiving | None = None
+        self.lease: Lease | None = None
+        #: Where its requests are counted, from HELLO on; when the present one was taken, perf_counter ns.
+        self.counted = Served()
+        self.began = 0
 
 
 class Stream(Service):
@@ -119,12 +112,15 @@ class Stream(Service):
         #: Where the worker's endpoint listens, 0 without one.
         self.rdma_port = rdma_port
         self.keeper = WorkerSessionKeeper(uds)
+        self.leases = Leases(self.keeper)
         self.fetched_bytes = 0
         self.stored_bytes = 0
         self.torn = 0
         self.listed = 0
+        self.counted = Served(self.keeper.names)
         self._supervisor: Peer | None = None
         loop.call_every(0.1, self.keeper.maintain)
+        loop.call_every(1.0, self._lapse)
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -152,6 +148,9 @@ class Stream(Service):
             state.receiving.abandon()
             state.receiving = None
         state.sending = None
+        lease, state.lease = state.lease, None
+        if lease is not None:
+            self.leases.release(lease, list(lease.values))
 
     def on_bulk(self, peer: Peer, size: int) -> None:
         state: ConnectionState = peer.context
@@ -169,10 +168,10 @@ class Stream(Service):
         if state.role is None:
             check_opening(frame)
         elif fault := state.gate.refusal(frame.opcode):
-            peer.send_error(frame.request_id, Status.UNAUTHORIZED, fault)
-            peer.close("unauthorized")
+            peer.refuse(frame.request_id, fault)
             return
         msg = decode(frame)
+        state.began = time.perf_counter_ns()
         wanted = msg.cluster if isinstance(msg, M.Hello) else state.cluster
         if wanted and not self.keeper.is_of(wanted):
             peer.send_error(frame.request_id, Status.OTHER_CLUSTER, f"this server is not of cluster {wanted:016x}")
@@ -180,18 +179,31 @@ class Stream(Service):
             return
         if isinstance(msg, M.Fetch | M.FetchPrevious):
             self._fetch(peer, state, frame.request_id, msg)
+        elif isinstance(msg, M.FetchRanges):
+            self._fetch_ranges(peer, state, frame.request_id, msg)
+        elif isinstance(msg, M.FetchPinned):
+            self._fetch_pinned(peer, state, frame.request_id, msg)
+        elif isinstance(msg, M.Pin):
+            self._pin(peer, state, frame.request_id, msg)
+        elif isinstance(msg, M.Unpin):
+            known = self.leases.release(state.lease, msg.pins) if state.lease is not None else 0
+            peer.send_message(M.Done(known), frame.request_id)
         elif isinstance(msg, M.Store):
             self._store(peer, state, frame.request_id, msg)
         elif isinstance(msg, M.Exists):
             statuses = self._exists(msg.digests)
-            if state.gate.bound:
+            # Also for others: a bound client's entry of their digest is none that they would get, nor leave alone.
+            if state.gate.bound or any(token.namespaces for token in self.tokens):
                 statuses = [
                     Status.NOT_FOUND if status == Status.OK and not self._is_own(state, digest) else status
                     for status, digest in zip(statuses, msg.digests)
                 ]
             peer.send_message(M.Statuses(statuses), frame.request_id)
+            state.counted.looked(state.namespace, statuses, state.began)
         elif isinstance(msg, M.Delete | M.DeleteSized):
-            peer.send_message(M.Statuses(self._delete(state, msg)), frame.request_id)
+            statuses = self._delete(state, msg)
+            peer.send_message(M.Statuses(statuses), frame.request_id)
+            state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, M.Freeze | M.List) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -201,18 +213,19 @@ class Stream(Service):
         elif isinstance(msg, M.Ping):
             peer.send_message(M.Pong(msg.cookie), frame.request_id)
         elif isinstance(msg, M.Stats):
-            peer.send_message(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
+            found = {**self.stats(), "counted": self.counted.as_json()} if peer is self._supervisor else self.stats()
+            peer.send_message(M.StatsReply(json.dumps(found).encode()), frame.request_id)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a stream")
 
     def _hello(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Hello) -> None:
         proto = accept(msg, "server", state.gate)
         if isinstance(proto, Refusal):
-            peer.send_error(request_id, proto.status, proto.text)
-            if proto.status == Status.UNAUTHORIZED:
-                peer.close("unauthorized")
+            peer.refuse(request_id, proto.text, proto.status)
             return
         state.role, state.cluster, state.namespace = msg.role, msg.cluster, msg.namespace
+        if msg.role == M.Role.CLIENT:
+            state.counted = self.counted
         peer.admit()
         # An RDMA client reads the whole arena, so one that is bound to namespaces has none.
         port = self.rdma_port if msg.role == M.Role.CLIENT and not state.gate.bound else 0
@@ -223,6 +236,7 @@ class Stream(Service):
         def end() -> None:
             state.receiving = None
             self.stored_bytes += sum(entry[1] for entry in msg.entries)
+            state.counted.stored(state.namespace, receiving.statuses, [entry[1] for entry in msg.entries], state.began)
 
         options = refused = 0
         try:
@@ -240,16 +254,12 @@ class Stream(Service):
             raise RemoteProtocolError(f"{len(msg.keys)} keys in a FETCH, at most {BATCH_KEYS_MAX}")
         previous = isinstance(msg, M.FetchPrevious)
         reader = self.keeper.arena()
-        looked = self._look(reader, [digest for digest, _ in msg.keys], previous)
-        bound = state.gate.bound
-        if reader is not None and any(at is not None and (bound or at.flags & ENTRY_BOUND) for _, _, at in looked):
-            for position, (_, _, at) in enumerate(looked):
-                if at is not None and self._is_foreign(state, reader, at):
-                    looked[position] = (Status.NOT_FOUND, 0, None)
         entries: list[tuple[int, int, int, int]] = []
-        todo: list[tuple[int, bytes, Located, memoryview]] = []
+        todo: list[Part] = []
         total = 0
-        for position, ((digest, most), (status, since, found)) in enumerate(zip(msg.keys, looked)):
+        for position, ((digest, most), (status, since, found)) in enumerate(
+            zip(msg.keys, self._find(state, reader, [digest for digest, _ in msg.keys], previous))
+        ):
             if found is None or reader is None:
                 entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
             elif found.length > most:
@@ -258,23 +268,111 @@ class Stream(Service):
                 entries.append((Status.OK, found.flags, found.length, found.crc))
                 todo.append((position, digest, found, reader.value(found)))
                 total += found.length
+        self._answer(peer, state, request_id, entries, todo, total, previous)
+
+    def _fetch_ranges(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.FetchRanges) -> None:
+        by_key = ranges_by_key(msg)
+        reader = self.keeper.arena()
+        digests = [digest for digest, _ in msg.keys]
+        looked = self._find(state, reader, digests, bool(msg.previous))
+        values = [None if found is None or reader is None else reader.value(found) for _, _, found in looked]
+        self._send_ranges(peer, state, request_id, digests, looked, values, by_key, previous=bool(msg.previous))
+
+    def _fetch_pinned(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.FetchPinned) -> None:
+        by_key = ranges_by_key(msg)
+        lease = state.lease
+        leased = [None if lease is None else lease.values.get(number) for number, _ in msg.keys]
+        if lease is not None:
+            lease.used_at = self.loop.now
+        looked = [(Status.NOT_FOUND, 0, None) if each is None else (Status.OK, 0, each.found) for each in leased]
+        values = [None if each is None else each.reader.value(each.found) for each in leased]
+        digests = [b"" if each is None else each.digest for each in leased]
+        self._send_ranges(peer, state, request_id, digests, looked, values, by_key, leased=leased)
+
+    def _send_ranges(
+        self, peer: Peer, state: ConnectionState, request_id: int, digests: Sequence[bytes],
+        looked: Sequence[tuple[int, int, Located | None]], values: Sequence[memoryview | None],
+        by_key: Sequence[Sequence[tuple[int, int]]], *, previous: bool = False,
+        leased: Sequence[Leased | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Answer with ranges of values that have been looked for."""
+        entries: list[tuple[int, int, int, int]] = []
+        todo: list[tuple[int, bytes, Located, memoryview]] = []
+        total = 0
+        for position, (digest, (status, since, found), value) in enumerate(zip(digests, looked, values)):
+            ranges = by_key[position]
+            if found is None or value is None:
+                entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
+            elif max(offset + length for offset, length in ranges) > found.length:
+                entries.append((Status.OUT_OF_RANGE, found.flags, found.length, found.crc))
+            else:
+                entries.append((Status.OK, found.flags, found.length, found.crc))
+                todo.append((position, digest, found, value))
+                total += sum(length for _, length in ranges)
+        parts = (
+            (position, digest, found, piece) for position, digest, found, value in todo
+            for piece in pieces(value, by_key[position], SMALL_ANSWER_BYTES)
+        )  # fmt: skip
+        self._answer(peer, state, request_id, entries, parts, total, previous, leased)
+
+    def _pin(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Pin) -> None:
+        if len(msg.digests) > BATCH_KEYS_MAX:
+            raise RemoteProtocolError(f"{len(msg.digests)} keys in a PIN, at most {BATCH_KEYS_MAX}")
+        if msg.previous > 1:
+            raise RemoteProtocolError(f"PIN with previous={msg.previous}")
+        previous = bool(msg.previous)
+        looked = self._find(state, self.keeper.arena(), msg.digests, previous)
+        if state.lease is None:
+            state.lease = Lease()
+        entries = self.leases.take(state.lease, msg.digests, looked, previous=previous)
+        peer.send_message(M.Pinned(entries), request_id)
+
+    def _lapse(self) -> None:
+        """Unpin what clients have not asked for in a long time: they may be stopped."""
+        for peer in self.loop.peers:
+            state = peer.context
+            lease = state.lease if isinstance(state, ConnectionState) else None
+            if lease is not None and state.sending is None and self.loop.now - lease.used_at > LEASE_S:
+                self.leases.lapse(lease)
+
+    def _find(
+        self, state: ConnectionState, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool
+    ) -> list[tuple[int, int, Located | None]]:
+        """Do :meth:`_lookup`, and find none of another namespace's values where that matters."""
+        looked = self._lookup(reader, digests, previous)
+        bound = state.gate.bound
+        special = ENTRY_BOUND | ENTRY_EPOCH
+        if reader is not None and any(at is not None and (bound or at.flags & special) for _, _, at in looked):
+            for position, (_, _, at) in enumerate(looked):
+                if at is not None and (self._is_foreign(state, reader, at) or not _current(state, reader, at)):
+                    looked[position] = (Status.NOT_FOUND, 0, None)
+        return looked
+
+    def _answer(
+        self, peer: Peer, state: ConnectionState, request_id: int, entries: list[tuple[int, int, int, int]],
+        todo: Iterable[Part], total: int, previous: bool, leased: Sequence[Leased | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Send FETCHED, the bytes of ``todo``, ``total`` in all, and the verdict."""
         head = reply(M.Fetched(entries), request_id)
-        sending = Sending(request_id, todo, len(entries), previous=previous, bound=state.gate.bound)
+        bound, moving = state.gate.bound, state.role == M.Role.MOVER
+        sending = Sending(
+            request_id, todo, entries, total, previous=previous, bound=bound, leased=leased, moving=moving
+        )
         self.fetched_bytes += total
         if total <= SMALL_ANSWER_BYTES:
             parts = [head]
             parts += [self._copied(sending, each, each[3]) for each in todo]
             parts.append(reply(M.Verdict(sending.verdicts), request_id))
             peer.send(b"".join(parts))
+            self._count_get(state, sending)
             return
         peer.bulk = True  # nothing more is parsed until the verdict is out
         state.sending = sending
-        sending.todo.reverse()
         peer.send(head)
         if not peer.out:
             self._pump(peer, state, sending)
 
-    def _look(
+    def _lookup(
         self, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool
     ) -> list[tuple[int, int, Located | None]]:
         """Return (status, epoch with PREVIOUS, location) for each digest.
@@ -283,18 +381,18 @@ class Stream(Service):
         """
         if reader is None:
             return [(Status.UNAVAILABLE, 0, None)] * len(digests)
-        looked = [_locate(reader, digest, previous) for digest in digests]
+        looked = [locate(reader, digest, previous) for digest in digests]
         asked = [position for position, (status, _, _) in enumerate(looked) if status == ASK_OWNER]
         if asked:
             answers = self.keeper.resolve_misses([digests[position] for position in asked])
             for position, (status, since) in zip(asked, answers):
                 looked[position] = (status, since, None)
                 if status == Status.OK:  # copied in between the two looks
-                    looked[position] = _locate(reader, digests[position], previous, asked=True)
+                    looked[position] = locate(reader, digests[position], previous, asked=True)
         return looked
 
-    def _copied(self, sending: Sending, each: tuple[int, bytes, Located, memoryview], piece: memoryview) -> bytes:
-        """Return a copy of a piece of a value, after its verdict; zeros for a bound client if that is TORN."""
+    def _copied(self, sending: Sending, each: Part, piece: memoryview | bytes) -> bytes:
+        """Return a copy of a piece of a part, after its verdict; zeros for a bound client if that is TORN."""
         position, digest, found, _ = each
         data = bytes(piece)
         if sending.verdicts[position] == Status.OK:
@@ -305,22 +403,23 @@ class Stream(Service):
         """Return True if an entry is none of the client's namespace, as far as that must be known.
 
         It must be for a client that is bound to it, and of an entry that such a client has stored: a digest is what
-        its sender says, and any namespace's. The verdict tells if the slot was another's by then.
+        its sender says, and any namespace's. One that has changed is foreign too: its slot may be another's by now.
         """
         if state.role == M.Role.MOVER or not (state.gate.bound or found.flags & ENTRY_BOUND):
             return False
         try:
-            return reader.namespace_of(found.slot) != self.keeper.namespace(state.namespace)
+            own = reader.namespace_of(found.slot) == self.keeper.namespace(state.namespace)
         except Refused:
             return True
+        return not own or not reader.holds(found)
 
     def _is_own(self, state: ConnectionState, digest: bytes) -> bool:
         """Return True if a digest is stored, and of the client's namespace."""
         reader = self.keeper.arena()
         if reader is None:
             return False
-        found = _locate(reader, digest, True)[2]
-        return found is not None and not self._is_foreign(state, reader, found)
+        found = locate(reader, digest, True)[2]
+        return found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
 
     def _delete(self, state: ConnectionState, msg: M.Delete | M.DeleteSized) -> list[int]:
         """Delete keys. What is not of a bound client's namespace is not there for it.
@@ -345,10 +444,15 @@ class Stream(Service):
         return statuses
 
     def _judge(self, sending: Sending, position: int, digest: bytes, found: Located) -> None:
-        reader = self.keeper.reader
-        if reader is not None:
+        leased = sending.leased[position] if sending.leased is not None else None
+        if leased is not None:
+            if leased.is_whole():
+                return
+        elif (reader := self.keeper.reader) is not None:
             confirm = reader.confirm_previous if sending.previous else reader.confirm
-            if confirm(digest, found.slot, found.seq):
+            # A mover's values are judged where they come to.
+            current = sending.moving or reader.is_current(found)
+            if confirm(digest, found.slot, found.seq) and current:
                 return
         sending.verdicts[position] = Status.TORN
         self.torn += 1
@@ -358,23 +462,26 @@ class Stream(Service):
         until = self.loop.clock() + TURN_S
         while not peer.closed:
             current = sending.current
-            if current is None or sending.at == current[2].length:
+            if current is None or sending.at == len(current[3]):
                 if current is not None and not sending.bound:
                     self._judge(sending, *current[:3])
-                sending.current, sending.at = None, 0
-                if not sending.todo:
+                current, sending.at = next(sending.todo, None), 0
+                sending.current = current
+                if current is None:
                     state.sending = None
                     peer.bulk = False
                     peer.send_message(M.Verdict(sending.verdicts), sending.request_id)
+                    self._count_get(state, sending)
                     if peer.paused:
                         peer.pause(False)
                     return
-                current = sending.current = sending.todo.pop()
             value = current[3]
             if sending.bound:
                 piece = value[sending.at : sending.at + SMALL_ANSWER_BYTES]
                 sending.at += len(piece)
                 peer.send(self._copied(sending, current, piece))
+            elif len(value) < TOGETHER_BYTES:
+                peer.send(self._together(sending, current))
             else:
                 sending.at = len(value)
                 peer.send(value)
@@ -383,6 +490,21 @@ class Stream(Service):
                 if not peer.out:
                     self.loop.call_later(0.0, partial(self._pump_on, peer, state, sending))
                 return
+
+    def _together(self, sending: Sending, part: Part) -> bytes:
+        """Return a copy of a small part and of those that follow, after their verdicts: a send for each costs more."""
+        parts = [part]
+        size = len(part[3])
+        following = next(sending.todo, None)
+        while following is not None and size < SMALL_ANSWER_BYTES and len(following[3]) < TOGETHER_BYTES:
+            parts.append(following)
+            size += len(following[3])
+            following = next(sending.todo, None)
+        sending.current = following
+        data = b"".join([each[3] for each in parts])
+        for position, digest, found, _ in parts:
+            self._judge(sending, position, digest, found)
+        return data
 
     def _pump_on(self, peer: Peer, state: ConnectionState, sending: Sending) -> None:
         """Go on in another turn with a peer that takes all that it is sent."""
@@ -395,6 +517,10 @@ class Stream(Service):
         if state.sending is not None:
             self._pump(peer, state, state.sending)
 
+    def _count_get(self, state: ConnectionState, sending: Sending) -> None:
+        statuses, torn = [entry[0] for entry in sending.entries], sending.verdicts.count(Status.TORN)
+        state.counted.fetched(state.namespace, statuses, torn, sending.size, state.began, sending.previous)
+
     # -- the rest -----------------------------------------------------------------------------------
 
     def _exists(self, digests: list[bytes]) -> list[int]:
@@ -403,7 +529,7 @@ class Stream(Service):
             return [Status.UNAVAILABLE] * len(digests)
         statuses = [
             Status.OK if hit else miss_status(reader.shard_word(digest))
-            for digest, hit in zip(digests, reader.contains_many(digests))
+            for digest, hit in zip(digests, reader.current_many(digests))
         ]
         asked = [position for position, status in enumerate(statuses) if status == ASK_OWNER]
         if asked:
@@ -433,42 +559,19 @@ class Stream(Service):
             peer.send_message(answer, request_id)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of this process."""
+        """Return the counters of this process, without those by namespace: whose they are, not all clients may know."""
+        loop, leases = self.loop, self.leases
         return {
-            "pid": os.getpid(),
-            "worker_down_s": self.keeper.down_s,
-            "connections": len(self.loop.peers),
-            "fetched_bytes": self.fetched_bytes,
-            "stored_bytes": self.stored_bytes,
-            "torn": self.torn,
-            "listed": self.listed,
-            "stalled": self.loop.stalled,
-            "protocol_errors": self.loop.protocol_errors,
-            "handler_errors": self.loop.handler_errors,
-        }
+            "pid": os.getpid(), "worker_down_s": self.keeper.down_s, "connections": len(loop.peers),
+            "fetched_bytes": self.fetched_bytes, "stored_bytes": self.stored_bytes, "torn": self.torn,
+            "listed": self.listed, "leased": leases.keys, "leased_bytes": leases.bytes, "stalled": loop.stalled,
+            "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
+        }  # fmt: skip
 
 
-def _locate(
-    reader: ArenaReader, digest: bytes, previous: bool, *, asked: bool = False
-) -> tuple[int, int, Located | None]:
-    """Return (status, 0, location); the status is ASK_OWNER if the worker must be asked, unless it was ``asked``."""
-    for _ in range(4):
-        try:
-            found = reader.locate(digest)
-        except Unsettled:
-            time.sleep(0.0005)
-            continue
-        if found is not None and not found.length:
-            break  # a stray store, as no value is empty: a client would end the connection for it
-        word = reader.shard_word(digest)
-        if previous:
-            if found is None or not word:
-                return previous_status(word), 0, None
-        elif found is None or not 0 < word < FROZEN:
-            return miss_status(word, asked=asked), 0, None
-        reader.touch(found.slot)
-        return Status.OK, 0, found
-    return Status.BUSY, 0, None
+def _current(state: ConnectionState, reader: ArenaReader, found: Located) -> bool:
+    """Return False for an entry of an old epoch. A mover gets it: the new owner knows what to do with it."""
+    return state.role == M.Role.MOVER or reader.is_current(found)
 
 
 def run_stream(

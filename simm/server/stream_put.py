@@ -18,7 +18,7 @@ from ..errors import RemoteProtocolError, TransportError
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.put import collect
 from ..ipc.session import WorkerSession
-from ..net.loop import Peer
+from ..net.peer import Peer
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status

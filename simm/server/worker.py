@@ -23,24 +23,31 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from ..arena.hashing import check_namespace
 from ..arena.namespaces import Sweeper
-from ..arena.sessions import Session
+from ..arena.quotas import QuotaChanges
+from ..arena.sessions import Session, check_wants
 from ..arena.store import Store
 from ..arena.vault import Mender
+from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
+from ..host.processes import boottime_ns, process_start
 from ..ipc.commit_ring import Ring
-from ..net.loop import Loop, Peer, Service
+from ..ipc.tally import Tally, claims
+from ..net.loop import Loop
 from ..net.named_socket import NamedSocket
+from ..net.peer import Peer, Service
 from ..net.peer_uid import credentials
 from ..net.process import stop_on_signals
+from ..net.token_watch import watch_tokens
 from ..rpc import OPCODES, Frame, decode, reply
+from ..wire import epoch_messages as E
 from ..wire import messages as M
 from ..wire.fast_commit import CommitOne, commit_one_of, reply_committed_one
 from ..wire.hello import Refusal, check_opening, negotiate, other_cluster
@@ -69,14 +76,13 @@ class WorkerSettings:
     """The settings of a worker."""
 
     segment: str
-    #: The descriptor of the arena's data, which clients get.
-    data_fd: int
+    data_fd: int  # the descriptor of the arena's data, which clients get
     poll_us: int = 50
     #: Accept any uid on the UNIX socket, not only the worker's own: the segment has a group.
     any_uid: bool = False
-    #: The namespaces that clients' tokens are bound to, and this worker's part of their quotas, bytes.
-    namespaces: Sequence[str] = ()
-    quotas: Mapping[str, int] = field(default_factory=dict)
+    #: What clients may prove. Their namespaces have numbers here, and quotas, which this worker shares with others.
+    tokens: Sequence[Token] = ()
+    workers: int = 1
 
 
 #: Roles that may send FREEZE, and ADOPT or FINISH. The peer itself names its role, but members of the segment's group
@@ -101,46 +107,28 @@ class ConnectionState:
         self.ring_used = 0.0
 
 
-def process_start(pid: int) -> int:
-    """Return a process's start time in clock ticks since boot (proc(5), stat field 22); 0 if it has ended.
-
-    Not by psutil, whose create_time() counts from 1970: a clock that is set meanwhile changes it, and a worker that
-    restarts would take a client that lives for one that has ended, and reuse the memory that it writes to. Raises
-    OSError if that cannot be told: no descriptor is left. 0 also if a /proc with hidepid does not tell.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
-
-
 class Worker(Service):
     """Serves one store."""
 
     hello_first = True
 
     def __init__(self, store: Store, settings: WorkerSettings, loop: Loop) -> None:
-        self.store = store
-        self.settings = settings
-        self.loop = loop
-        self.requests = 0
-        self.epoch = store.epoch
-        #: The supervisor has ended without ending this process.
-        self.orphaned = False
-        #: Why clients of this host cannot find the worker; empty if they can.
-        self.unreachable = ""
+        self.store, self.settings, self.loop = store, settings, loop
+        self.requests, self.epoch = 0, store.epoch
+        self.orphaned = False  # the supervisor has ended without ending this process
+        self.unreachable = ""  # why clients of this host cannot find the worker; empty if they can
         self._bound_again: socket.socket | None = None
         self._peers: dict[int, Peer] = {}  # by session id
         self._pidfds: dict[int, int] = {}  # pid -> pidfd
-        #: The epoch of the map by which a mover copies, by its pid.
-        self._movers: dict[int, int] = {}
+        self._movers: dict[int, int] = {}  # the epoch of the map by which a mover copies, by its pid
         #: SHARDS to answer once the entries of lost shards are dropped; a turn that drops some is due.
         self._ordered: list[tuple[Peer, int]] = []
         self._drop_due = False
-        overwritten = f"%d %s of {settings.segment} were overwritten by others: mended"
-        self._mender = Mender(store, loop.call_later, partial(loop.noise, logging.ERROR, overwritten))
+        told = partial(loop.noise, logging.ERROR, f"%d %s of {settings.segment} were overwritten by others: mended")
+        self._mender = Mender(store, loop.call_later, told)
+        self.tally = Tally(loop.clock, store.ledger.namespaces.names.values)
+        self._table: E.Epochs | None = None  # the epochs that came last
+        store.ledger.namespaces.clock = boottime_ns
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
         store.sessions.recall = self._recall
         sessions = store.sessions
@@ -152,7 +140,7 @@ class Worker(Service):
             OPCODES[M.Delete]: lambda _, msg: (M.Statuses(store.delete(msg.digests)), 0),
             OPCODES[M.DeleteSized]: self._delete_sized,
             OPCODES[M.Locate]: self._locate,
-            OPCODES[M.Unpin]: lambda session, msg: (M.Done(sessions.unpin(session, msg.pins)), 0),
+            OPCODES[M.Unpin]: lambda session, msg: (M.Done(sessions.unpin_for(session, msg.pins)), 0),
             OPCODES[M.Exists]: lambda _, msg: (M.Statuses(store.exists(msg.digests)), 0),
             OPCODES[M.ReleaseSessions]: lambda session, msg: (M.Done(self._release_of(session, msg.sessions)), 0),
         }
@@ -196,9 +184,9 @@ class Worker(Service):
             return
         self.unreachable = ""
         log.warning("%s was lost, and is bound again", unix.path)
-        if self._bound_again is not None:
-            self.loop.unwatch(self._bound_again)
-            self._bound_again.close()
+        if before := self._bound_again:
+            self.loop.unwatch(before)
+            before.close()
         self._bound_again = listener
         self.loop.listen(listener, self)
 
@@ -209,17 +197,14 @@ class Worker(Service):
 
     def _beat(self) -> None:
         self.store.beat()
-        self._mender.look()
+        self._mender.maintain()
+        self.tally.maintain()
 
     # -- connections ------------------------------------------------------------------------------
 
     def on_connect(self, peer: Peer) -> None:
         pid, uid, _gid = credentials(peer.sock)
         peer.context = ConnectionState(pid, uid, -1)
-        if peer.sock.family == socket.AF_UNIX:
-            peer.take_fds = True
-        if uid in (os.geteuid(), 0):  # the kernel has said who that is
-            peer.admit()
 
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Serve the supervisor on a socket pair. The worker ends when it closes."""
@@ -243,15 +228,17 @@ class Worker(Service):
 
     def on_close(self, peer: Peer, reason: str) -> None:
         state: ConnectionState = peer.context
-        if state.ring is not None:
-            self.rings.detach(state.ring)
+        session = state.session
+        if session is not None:
+            self.tally.close(session.session)
+        if ring := state.ring:
             state.ring = None
+            self.rings.detach(ring)
         if state.role == M.Role.SUPERVISOR:
             if self.loop.running:
                 self.orphaned = True
                 log.warning("the supervisor has gone: the worker ends")
             self.loop.stop()
-        session = state.session
         if session is None:
             return
         state.session = None
@@ -282,16 +269,22 @@ class Worker(Service):
             return self._hello(peer, state, frame.request_id, msg)
         if isinstance(msg, M.Ping):
             return reply(M.Pong(msg.cookie), frame.request_id)
+        if state.role == -1:  # this user asks something without a session
+            peer.admit()
         if isinstance(msg, M.DataAttach):
             self._pass_data(peer, state)
             return reply(M.Done(1), frame.request_id)
         if isinstance(msg, M.RingAttach):
             self.rings.attach(peer, state, msg.bytes)
+            self._count_for(state)
             return reply(M.Done(1), frame.request_id)
         if isinstance(msg, M.Stats):
-            return reply(M.StatsReply(json.dumps(self.stats()).encode()), frame.request_id)
+            stats = self.stats(detail=bool(msg.detail) and state.uid in (os.geteuid(), 0))
+            return reply(M.StatsReply(json.dumps(stats).encode()), frame.request_id)
         if isinstance(msg, M.Shards) and state.role == M.Role.SUPERVISOR:
             return self._shards(peer, frame.request_id, msg)
+        if isinstance(msg, E.Epochs | E.EpochLease) and state.role == M.Role.SUPERVISOR:
+            return self._epochs(frame.request_id, msg)
         if isinstance(msg, M.Freeze) and state.role in _MAY_FREEZE:
             return self._freeze(frame.request_id, msg)
         if isinstance(msg, M.Namespace) and state.role == M.Role.STREAM:
@@ -316,7 +309,7 @@ class Worker(Service):
         refusal = other_cluster(msg, "worker", self.store.cluster)
         if refusal is not None:
             return refuse(*refusal)
-        self.sweeper.look()
+        self.sweeper.maintain()
         try:
             check_namespace(msg.namespace)
             if not state.pid or not self._hold_pid(state.pid):
@@ -332,6 +325,7 @@ class Worker(Service):
             return refuse(Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST, str(exc))
         state.session, state.cluster = session, msg.cluster
         peer.admit()
+        peer.take_fds = peer.sock.family == socket.AF_UNIX  # a stranger's descriptors are closed by the kernel
         own = state.uid in (os.geteuid(), 0) and msg.role != M.Role.SUPERVISOR
         state.role = msg.role if own else M.Role.CLIENT
         session.relays = state.role == M.Role.STREAM
@@ -343,6 +337,10 @@ class Worker(Service):
             self.store.sessions.granted_bytes_max, self.settings.segment,
         )  # fmt: skip
         return reply(welcome, request_id)
+
+    def _count_for(self, state: ConnectionState) -> None:
+        if (session := state.session) and (ring := state.ring) and state.role == M.Role.CLIENT:
+            self.tally.open(session.session, self.store.ledger.namespaces.names.get(session.namespace, ""), ring.counts)
 
     def _pass_data(self, peer: Peer, state: ConnectionState) -> None:
         """Pass the data's descriptor by the socket that came with the message. Raises RemoteProtocolError."""
@@ -417,7 +415,7 @@ class Worker(Service):
         store = self.store
         entry, want, count, request_id = commit
         if count > BATCH_KEYS_MAX or want > VALUE_BYTES_MAX:
-            _check_wants([(want, count)])
+            check_wants([(want, count)])
         store.now_ms = time.time_ns() // 1_000_000
         (status,) = store.commit(session, (entry,))
         if count:
@@ -426,14 +424,14 @@ class Worker(Service):
 
     def _commit(self, session: Session, msg: M.Commit) -> tuple[Any, int]:
         store = self.store
-        _check_wants(msg.wants)
+        check_wants(msg.wants)
         statuses = store.commit(session, msg.entries)
         for size, count in msg.wants:
             store.sessions.want(session, size, count)
         return M.Committed(statuses, store.sessions.take_prepared(session)), 0
 
     def _grant(self, session: Session, msg: M.Grant) -> tuple[Any, int]:
-        _check_wants(msg.wants)
+        check_wants(msg.wants)
         self.store.apply_pending()
         grants = self.store.sessions.take_prepared(session)
         got, all_came = self.store.sessions.grant_each(session, msg.wants)
@@ -441,7 +439,7 @@ class Worker(Service):
 
     def _namespace(self, request_id: int, msg: M.Namespace) -> bytes:
         """Return the id of a namespace for which a stream or an endpoint will commit."""
-        self.sweeper.look()
+        self.sweeper.maintain()
         try:
             check_namespace(msg.name)
             return reply(M.Done(self.store.ledger.namespaces.number(msg.name)), request_id)
@@ -450,8 +448,7 @@ class Worker(Service):
             return reply(M.Error(str(exc)), request_id, status)
 
     def _delete_sized(self, _session: Session, msg: M.DeleteSized) -> tuple[Any, int]:
-        digests = [digest for digest, _ in msg.entries]
-        return M.Statuses(self.store.delete(digests, [size for _, size in msg.entries])), 0
+        return M.Statuses(self.store.delete([each[0] for each in msg.entries], [each[1] for each in msg.entries])), 0
 
     def _locate(self, session: Session, msg: M.Locate) -> tuple[Any, int]:
         if msg.pin & ~_LOCATE_BITS:
@@ -472,29 +469,46 @@ class Worker(Service):
             self.store.begin_shards(msg.epoch, msg.since, msg.roles, msg.cluster)
         except UsageError as exc:
             raise RemoteProtocolError(str(exc)) from None
+        store, table = self.store, self._table
+        if table is not None and table.cluster == store.cluster:
+            store.stale.take({each.name: each.epoch for each in table.namespaces})
         self.epoch = msg.epoch
-        words = self.store.shard_words
         if not self._drop_due:
             self._drop_lost()
+        words = store.shard_words
         log.info("epoch %d: owner of %d shards", msg.epoch, words.count)
-        if words.awaited:
-            self._ordered.append((peer, request_id))
-            return b""
-        return reply(M.Done(words.count), request_id)
+        if not (words.awaited or store.stale.first):
+            return reply(M.Done(words.count), request_id)
+        self._ordered.append((peer, request_id))
+        return b""
 
     def _drop_lost(self) -> None:
-        """Drop entries of lost shards for DROP_S, and go on later if some are left. Then answer SHARDS that wait."""
+        """Drop entries of lost shards and old epochs for DROP_S, and go on later. Answer SHARDS that waited."""
         clock, store = self.loop.clock, self.store
         until = clock() + DROP_S
         self._drop_due = False
-        while store.drop_some():
+        store.apply_pending()
+        while store.drop_some() or (store.stale.due and store.stale.step()):
+            if not (store.shard_words.clearing or store.stale.first):
+                self._answer_ordered()
             if clock() >= until:
                 self._drop_due = True
                 self.loop.call_later(DROP_S, self._drop_lost)
                 return
+        self._answer_ordered()
+
+    def _answer_ordered(self) -> None:
         ordered, self._ordered = self._ordered, []
         for peer, request_id in ordered:
-            peer.send_message(M.Done(store.shard_words.count), request_id)
+            peer.send_message(M.Done(self.store.shard_words.count), request_id)
+
+    def _epochs(self, request_id: int, msg: E.Epochs | E.EpochLease) -> bytes:
+        """Take a lease at once, and epochs with the next map: it says whose they are."""
+        if isinstance(msg, E.Epochs):
+            self._table = msg
+        else:
+            self.store.ledger.namespaces.extend_lease(msg.until_ns)
+        return reply(M.Done(1), request_id)
 
     def _leave_cluster(self, cluster: int) -> None:
         """End the sessions of clients that came by a map of another cluster than the new one.
@@ -548,41 +562,33 @@ class Worker(Service):
         log.info("epoch %d: %d of %d shards adopted", msg.epoch, count, len(shards))
         return reply(M.Done(count), request_id)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters of the store and of the process."""
-        stats = self.store.stats()
-        stats.update(
-            pid=os.getpid(),
-            epoch=self.epoch,
-            requests=self.requests,
-            unreachable=self.unreachable,
-            mended=self._mender.mended,
-            ring_requests=self.rings.requests,
-            namespaces=len(self.store.ledger.namespaces.names),
-            namespaces_freed=self.sweeper.freed,
-            connections=len(self.loop.peers),
-            protocol_errors=self.loop.protocol_errors,
-            handler_errors=self.loop.handler_errors,
-        )
-        return stats
-
-
-def _check_wants(wants: list[tuple[int, int]]) -> None:
-    """Bound a request's work and its answer's size. Raises RemoteProtocolError."""
-    count = sum(count for _, count in wants)
-    if count > BATCH_KEYS_MAX or len(wants) > BATCH_KEYS_MAX:
-        raise RemoteProtocolError(f"{count} grants in one request, {BATCH_KEYS_MAX} are allowed")
-    for size, _ in wants:
-        if not 0 < size <= VALUE_BYTES_MAX:
-            raise RemoteProtocolError(f"a grant for a value of {size} bytes")
+    def stats(self, *, detail: bool = False) -> dict[str, Any]:
+        """Return the counters of the store and of the process; in ``detail`` also its clients."""
+        store, loop, rings = self.store, self.loop, self.rings
+        names = store.ledger.namespaces.names
+        more = claims(store.sessions.by_id.values(), names, self.tally, self.settings) if detail else {}
+        return store.stats() | more | {
+            "pid": os.getpid(), "epoch": self.epoch, "requests": self.requests, "unreachable": self.unreachable,
+            "mended": self._mender.mended, "ring_requests": rings.requests, "polled_idle_s": rings.idle_s,
+            "namespaces": len(names), "namespaces_freed": self.sweeper.freed, "connections": len(loop.peers),
+            "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
+            "counted": self.tally.stats(),
+        }  # fmt: skip
 
 
 def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supervisor: socket.socket) -> Worker:
     """Begin to serve in a worker process, after the fork. What fails here may be due to the arena's contents."""
     worker = Worker(store, settings, Loop())
     stop_on_signals(worker.loop)
-    store.notes += store.ledger.namespaces.keep(settings.namespaces)
-    store.set_quotas(settings.quotas)
+    namespaces, tokens, changes = store.ledger.namespaces, settings.tokens, QuotaChanges(store, worker.loop, DROP_S)
+
+    def follow() -> None:
+        for note in namespaces.keep(namespaces_of(tokens)):
+            log.warning("%s", note)
+        changes.change(quotas_of(tokens, settings.workers))
+
+    store.notes += namespaces.keep(namespaces_of(tokens))
+    store.set_quotas(quotas_of(tokens, settings.workers))
     for note in store.notes[:NOTES_MAX]:
         log.warning("recovery: %s", note)
     if len(store.notes) > NOTES_MAX:
@@ -590,4 +596,5 @@ def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supe
     worker.adopt_supervisor(supervisor)
     worker.start(unix.listener)
     worker.keep_path(unix)
+    watch_tokens(worker.loop, tokens, changed=follow)
     return worker

@@ -141,7 +141,7 @@ class ManagerHost:
             self._reply(link, self.cluster.offer(now, msg), answer)
         elif isinstance(msg, MapGet):
             self.subscribers.add(link)
-            self._apply(self.cluster.noticed(now, msg.known_epoch))
+            self._apply(self.cluster.note_epoch(now, msg.known_epoch))
             self.waiting.append((link, answer))
             self._answer_waiting()
         else:

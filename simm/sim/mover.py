@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..arena.hashing import shard_of
-from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, Patience
+from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, ProgressTimeout
 from ..constants import SHARD_COUNT
 from ..wire.messages import Status, WorkerInfo
 from ..wire.shard_set import FROZEN
@@ -45,7 +45,7 @@ class Mover:
         self.process.start()
         self._plan = MovePlan(server.member, worker.number, SHARD_COUNT)
         #: By name and instance of a previous owner, and its worker.
-        self._patience: dict[tuple[str, int, int], Patience] = {}
+        self._timeouts: dict[tuple[str, int, int], ProgressTimeout] = {}
         self._replanning = False
 
     def _wanted_of(self, job: Job) -> list[int]:
@@ -151,16 +151,16 @@ class Mover:
         yield Exchange(self.worker.process, self.worker.finish, (self._plan.epoch, shards))
         self.replan()
 
-    def _patience_with(self, info: WorkerInfo) -> Patience:
+    def _timeout_of(self, info: WorkerInfo) -> ProgressTimeout:
         key = info.node, info.instance, info.worker
-        found = self._patience.get(key)
+        found = self._timeouts.get(key)
         if found is None:
-            found = self._patience[key] = Patience(self.net.now)
+            found = self._timeouts[key] = ProgressTimeout(self.net.now)
         return found
 
     def _gives_up(self, job: Job, began: float) -> Steps:
         """An exchange with the previous owner failed: wait and return False, or finish without the rest."""
-        if self._patience_with(job.source).failed(None, began, self.net.now):
+        if self._timeout_of(job.source).failed(None, began, self.net.now):
             self.net.say(f"{self.process.name}: what {job.source.node} still has is given up")
             yield from self._finish(self._wanted_of(job))
             return True
@@ -179,7 +179,7 @@ class Mover:
             left, _ = yield source and Exchange(source.server.stream, _list, (source.arena, frozenset(job.since)))
             if left is None and (yield from self._gives_up(job, began)):
                 return
-        self._patience_with(job.source).progress(self.net.now)
+        self._timeout_of(job.source).progress(self.net.now)
         while True:
             wanted = self._wanted_of(job)
             still = set(wanted)
@@ -200,7 +200,7 @@ class Mover:
             _, done = yield Exchange(self.worker.process, self.worker.copy, (self._plan.epoch, stored))
             if not done:
                 return
-            self._patience_with(job.source).progress(self.net.now)
+            self._timeout_of(job.source).progress(self.net.now)
             yield count / options.move_bytes_s
             left = left[BATCH_KEYS:]
 

@@ -41,12 +41,11 @@ class SimFailure(AssertionError):
 class Key:
     """One key's history."""
 
-    __slots__ = ("deleted", "digest", "done", "lost", "number", "seen", "started", "writer")
+    __slots__ = ("deleted", "digest", "done", "lost", "number", "seen", "started")
 
-    def __init__(self, number: int, digest: bytes, writer: int) -> None:
+    def __init__(self, number: int, digest: bytes) -> None:
         self.number = number
         self.digest = digest
-        self.writer = writer
         #: Versions: of the last mutation begun, of the last one answered, and the newest that a read saw.
         self.started = 0
         self.done = 0

@@ -17,7 +17,6 @@ from .worker import Arena, Worker, World
 
 #: As in server/membership.py.
 RECONNECT_S: Final = 0.5
-CONNECT_S: Final = 1.0
 SILENT_S: Final = 3.0
 MOVED_S: Final = 0.25
 #: From a worker's death to its successor's start.
@@ -54,7 +53,6 @@ class Server:
         self._asked_at = 0.0
         self._waits = 0
         self._moved_at = 0.0
-        self._chain = 0
 
     # -- life ---------------------------------------------------------------------------------------
 

@@ -136,7 +136,6 @@ class Worker:
         self.process = Process(server.net, server.host, f"{server.name}/{number}")
         self.shards = ShardWords(arena.words)
         self.most = server.world.options.entries
-        self.evictions = 0
 
     def start(self, *, recover: bool) -> None:
         """Start on its arena."""
@@ -193,7 +192,6 @@ class Worker:
             victim = next((each for each in entries if self.arena.words[shard_of(each)] < FROZEN), None)
             victim = victim if victim is not None else next(iter(entries))
             self._drop(victim)
-            self.evictions += 1
         entries[digest] = version
 
     def put(self, digest: bytes, version: int) -> int:

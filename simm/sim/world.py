@@ -118,7 +118,7 @@ class World:
     def _new_key(self, writer: int) -> Key:
         number = len(self.keys)
         digest = blake2b(b"%d-%d" % (self.options.seed, number), digest_size=16).digest()
-        key = Key(number, digest, writer)
+        key = Key(number, digest)
         self.keys.append(key)
         self.oracle.by_digest[digest] = key
         self.mine[writer].append(number)

@@ -129,17 +129,6 @@ def read_trace(path: Path) -> Trace:
     raise UsageError(f"{path} is empty: a trace has at least one request")
 
 
-def write_plain(trace: Trace, path: Path) -> None:
-    """Write a trace in the plain format. Raises OSError."""
-    with path.open("w", encoding="utf-8") as out:
-        print(PLAIN_HEADER, f"# block-tokens {trace.block_tokens}", sep="\n", file=out)
-        for model, units in trace.units.items():
-            print(f"# model {model} {units}", file=out)
-        for request in trace.requests:
-            words = " ".join(f"{block:x}" for block in request.blocks)
-            print(f"{request.at_ms!r} {request.tokens} {request.model} {words}".rstrip(), file=out)
-
-
 class _BadLine(Exception):
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)

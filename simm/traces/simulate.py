@@ -43,8 +43,6 @@ POLICIES: Final[dict[str, Factory]] = {
 }
 #: What a run compares with by default: SiMM's own are measured.
 REFERENCES: Final = tuple(name for name in POLICIES if not name.startswith("simm-"))
-#: Policies that no server can have: they know the future, or need no room.
-BOUNDS: Final = ("min", "unbounded")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,20 @@ stores the visited byte, as a reader does. A put of a stored block replaces its 
 
 from __future__ import annotations
 
+from array import array
+from hashlib import blake2b
 from typing import Final
 
+from ..arena.queues import KeyWords
 from ..arena.space import Space
 from ..constants import SLAB_BYTES
 from .cache import Cache
 
-#: Bytes of a unit: every size of whole pages up to a slab class's largest is a class of its own.
+#: Bytes of a unit: every size of whole pages up to a slab class's largest is a class of its own. A small room has
+#: larger units, as what is fresh is a share of the whole region, also of the part that the room leaves over.
 UNIT_BYTES: Final = 4096
+SMALL_ROOM: Final = 4096
+SMALL_ROOM_UNIT_BYTES: Final = 32_768
 
 
 class Stored(Cache):
@@ -23,8 +29,9 @@ class Stored(Cache):
     nothing is stored there.
     """
 
-    def __init__(self, room: int, policy: str, unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(self, room: int, policy: str, unit_bytes: int = 0) -> None:
         super().__init__(room)
+        unit_bytes = unit_bytes or (UNIT_BYTES if room >= SMALL_ROOM else SMALL_ROOM_UNIT_BYTES)
         self._unit_bytes = unit_bytes
         slabs = -(-room // (SLAB_BYTES // unit_bytes))
         slots = slabs * (SLAB_BYTES // unit_bytes) + 1
@@ -32,7 +39,9 @@ class Stored(Cache):
         self._slots: dict[int, int] = {}
         self._blocks: dict[int, int] = {}
         self._free = list(range(slots))
-        self.space = Space(slabs * SLAB_BYTES, slots, memoryview(self.visited), policy, self._evict)
+        self._words = array("Q", [0]) * slots
+        keys = KeyWords(self._words, 1, 0)
+        self.space = Space(slabs * SLAB_BYTES, slots, memoryview(self.visited), policy, self._evict, keys)
         for _ in range(slabs * (SLAB_BYTES // unit_bytes) - room):
             self.space.allocate(unit_bytes)
 
@@ -56,6 +65,7 @@ class Stored(Cache):
         if slot is None:
             slot = self._slots[block] = self._free.pop()
             self._blocks[slot] = block
+            self._words[slot] = int.from_bytes(blake2b(b"%d" % block, digest_size=8).digest(), "little")
             space.publish(offset, slot)
         else:
             space.replace(space.offset(slot), offset, slot)

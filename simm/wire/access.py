@@ -17,6 +17,7 @@ from typing import Final
 
 from ..config.tokens import TokenRole
 from ..rpc import CODECS, OPCODES
+from . import epoch_messages as E
 from . import messages as M
 from . import rdma_messages as R
 
@@ -25,13 +26,13 @@ _TAKES: Final[dict[TokenRole, tuple[type, ...]]] = {
         M.Hello, M.Ping, M.Auth, M.Prove,
         M.Commit, M.Grant, M.ReturnGrants, M.Delete, M.DeleteSized, M.Locate, M.Unpin, M.ReleaseSessions,
         M.DataAttach, M.RingAttach, M.Kick, M.Wake, M.Stats,
-        M.Fetch, M.FetchPrevious, M.Store, M.Exists,
+        M.Fetch, M.FetchPrevious, M.FetchRanges, M.FetchPinned, M.Pin, M.Store, M.Exists,
         R.RdmaOpen, R.RdmaConnect, R.RdmaDisconnect,
-        M.MapGet, M.ClusterStatus,
+        M.MapGet, M.ClusterStatus, E.Advance,
     ),
     TokenRole.SERVER: (
         M.Shards, M.Freeze, M.Adopt, M.Finish, M.Namespace, M.List,
-        M.Join, M.Heartbeat, M.Leave, M.Moved, M.MapOffer,
+        M.Join, M.Heartbeat, M.Leave, M.Moved, M.MapOffer, E.Epochs, E.EpochLease,
     ),
     TokenRole.ADMIN: (M.Drain,),
 }  # fmt: skip

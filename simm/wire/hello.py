@@ -14,11 +14,12 @@ from typing import Final, NamedTuple
 from ..errors import RemoteProtocolError
 from ..rpc import OPCODES, Frame
 from .auth import Gate
+from .epoch_messages import Advance
 from .messages import PROTOCOL_MAX, PROTOCOL_MIN, Auth, ClusterStatus, Drain, Hello, MapGet, Ping, Prove, Status
 
 #: What a data server answers to requests of clients and commands that were given its port as the manager's.
 NOT_A_MANAGER: Final = "a data server listens here"
-FOR_MANAGERS: Final = frozenset((OPCODES[MapGet], OPCODES[ClusterStatus], OPCODES[Drain]))
+FOR_MANAGERS: Final = frozenset(OPCODES[each] for each in (MapGet, ClusterStatus, Drain, Advance))
 #: Before HELLO a server decodes nothing else.
 _OPENING: Final = frozenset((OPCODES[Hello], OPCODES[Ping], OPCODES[Auth], OPCODES[Prove]))
 

@@ -367,6 +367,41 @@ class Exists(NamedTuple):
     digests: list[bytes]
 
 
+@message(0x4A, "B *16sH *II")
+class FetchRanges(NamedTuple):
+    """Ask for ranges of values: (digest, how many ranges), and these one after the other: (offset, bytes).
+
+    ``previous`` 1: as FETCH_PREVIOUS. Answer: as to :class:`Fetch`, but only the ranges' bytes (``wire/ranges.py``).
+    """
+
+    previous: int
+    keys: list[tuple[bytes, int]]
+    ranges: list[tuple[int, int]]
+
+
+@message(0x4B, "B *16s")
+class Pin(NamedTuple):
+    """Ask a stream to pin values for this connection, until UNPIN. ``previous`` 1: as FETCH_PREVIOUS."""
+
+    previous: int
+    digests: list[bytes]
+
+
+@message(0x4C, "*BHIIQQ")
+class Pinned(NamedTuple):
+    """(status, entry flags, length, crc32, handle or with PREVIOUS an epoch, seq of the slot) per key."""
+
+    entries: list[tuple[int, int, int, int, int, int]]
+
+
+@message(0x4D, "*QH *II")
+class FetchPinned(NamedTuple):
+    """Ask for ranges of pinned values: (handle, how many ranges), then as :class:`FetchRanges`. Same answer."""
+
+    keys: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
+
+
 @structure("H s")
 class NamespaceName(NamedTuple):
     """The name of a namespace id in one arena."""

@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from ..constants import SHARD_COUNT
+from ..constants import PLAIN_BELOW, SHARD_COUNT
 from ..errors import UsageError
 
 FROZEN: Final = 1 << 63
-MOVING: Final = 1 << 62
+MOVING: Final = PLAIN_BELOW
 EPOCH_MASK: Final = MOVING - 1
 BITMAP_BYTES: Final = SHARD_COUNT // 8
 

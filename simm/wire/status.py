@@ -32,6 +32,8 @@ class Status:
     NOT_LEADER: Final = 18
     OTHER_CLUSTER: Final = 19
     OVER_QUOTA: Final = 20
+    OUT_OF_RANGE: Final = 21
+    OLD_EPOCH: Final = 22
 
 
 #: Names of the statuses, for logs and errors.

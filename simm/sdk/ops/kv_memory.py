@@ -14,15 +14,18 @@ import mmap
 import operator
 import sys
 import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
-from ..errors import UsageError
-from ..host.buffers import DeviceBuffer, OnDevice, Span, on_device, tensor_span
-from ..rdma.registration import registered
-from .batch import device_buffer
+from ...constants import VALUE_BYTES_MAX
+from ...errors import UsageError
+from ...host.buffers import DeviceBuffer, OnDevice, Pieces, Ranges, Span, on_device, tensor_span
+from ...rdma.registration import registered
+from ..batch import device_buffer
+from .parts import OVERLAP_TEXT, overlapping, pieces_of, ranges_of
 
 log = logging.getLogger("simm.kv")
 
@@ -219,6 +222,61 @@ class BlockView:
         return f"<BlockView of {self.size} bytes at {self._piece.address if self._piece is not None else 0:#x}>"
 
 
+class PartedViews:
+    """Views that are parts of one value, or why they cannot be. As a view, to what checks a batch of views."""
+
+    __slots__ = ("_piece", "problem")
+
+    def __init__(self, make: Callable[[Any], Span], parts: Any) -> None:
+        self._piece: Span | None = None
+        self.problem = ""
+        try:
+            self._piece = make(parts)
+        except UsageError as exc:
+            self.problem = str(exc)
+
+    @classmethod
+    def to_get(cls, ranges: Sequence[Any]) -> list[PartedViews]:
+        """Return what each key's ranges, (offset, length, view) each, are read into. No two may share memory."""
+        made = [cls(_ranges_of_views, each) for each in ranges]
+        good = [each for each in made if each._piece is not None]
+        for position in overlapping([each._piece for each in good]):  # type: ignore[misc]
+            good[position]._piece, good[position].problem = None, OVERLAP_TEXT
+        return made
+
+    @classmethod
+    def to_put(cls, pieces: Sequence[Any]) -> list[PartedViews]:
+        """Return the values that each key's views make up."""
+        return [cls(_pieces_of_views, each) for each in pieces]
+
+
+def _ranges_of_views(ranges: Any) -> Ranges:
+    try:
+        parts = [(offset, length, _piece_of(view)) for offset, length, view in ranges]
+    except (TypeError, ValueError) as exc:
+        raise exc if isinstance(exc, UsageError) else UsageError("a range is (offset, length, view)") from None
+    return ranges_of(parts)
+
+
+def _pieces_of_views(views: Any) -> Pieces:
+    if isinstance(views, BlockView):
+        raise UsageError("the views of a value are a list, not one view")
+    try:
+        parts = [_piece_of(view) for view in views]
+    except TypeError:
+        raise UsageError(f"the views of a value are a list, not {type(views).__name__}") from None
+    return pieces_of(parts)
+
+
+def _piece_of(view: Any) -> Span:
+    """Return a view's memory. Raises UsageError."""
+    if not isinstance(view, BlockView):
+        raise UsageError(f"memory is a BlockView, not {type(view).__name__}")
+    if view._piece is None:
+        raise UsageError(f"{view!r} names no memory")
+    return view._piece
+
+
 def _mr(mr: Any) -> MrExt | None:
     if mr is not None and not isinstance(mr, MrExt):
         raise TypeError(f"mr is what register_mr() returned, or None, not {type(mr).__name__}")
@@ -286,3 +344,36 @@ def _torch() -> Any:
         return importlib.import_module("torch")
     except ImportError:
         return None
+
+
+def all_sources(spans: Sequence[Span]) -> bool:
+    """Return whether all can be put. Raises AttributeError for a None."""
+    return max([span.size for span in spans], default=0) <= VALUE_BYTES_MAX
+
+
+def all_sinks(spans: Sequence[Span]) -> bool:
+    """Return whether all can be written. Raises AttributeError for a None."""
+    return all([span.writable for span in spans])  # noqa: C419 -- a generator costs three times as much
+
+
+def no_source(block: Any) -> str:
+    """Return why a view cannot be put, or an empty string."""
+    if not isinstance(block, BlockView):
+        return f"put takes a BlockView, not {type(block).__name__}"
+    if block._piece is None or block.size > VALUE_BYTES_MAX:
+        return f"a value has 1 to {VALUE_BYTES_MAX} bytes and an address, unlike {block!r}"
+    return ""
+
+
+def no_sink(block: Any) -> str:
+    """Return why no value can be copied into a view, or an empty string."""
+    if not isinstance(block, BlockView):
+        return f"get takes a BlockView, not {type(block).__name__}"
+    if block._piece is None:
+        return f"{block!r} names no memory"
+    return "" if block._piece.writable else f"{block!r} is read-only memory"
+
+
+def problem_of(parts: Any) -> str:
+    """Return why these parts cannot be read or put, or an empty string."""
+    return parts.problem  # type: ignore[no-any-return]

@@ -29,34 +29,39 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
-from ..arena.hashing import shard_of
-from ..constants import DIGEST_BYTES
-from ..host.buffers import Span
-from ..wire.messages import Status
-from .batch import MISS, UNAVAILABLE, Patience, Sink, View
-from .reads import Gets
-from .routing import Routes
-from .worker_path import Target
-from .writes import Puts
+from ...arena.hashing import TAG_AT, shard_of
+from ...constants import DIGEST_BYTES
+from ...host.buffers import Span
+from ...ipc.counts import Word
+from ...ipc.patience import Patience
+from ...wire.messages import Status
+from ..batch import MISS, UNAVAILABLE, Sink, View
+from ..reads import Gets
+from ..routing import Routes
+from ..worker_path import Target
+from ..writes import Puts
 
 CANDIDATES: Final = 4
 
 _PERSONS: Final = tuple(b"simm copy %d" % number for number in range(1, CANDIDATES + 1))
 
 
-def candidates(digest: bytes) -> list[bytes]:
-    """Return the digests under which a second copy may lie, in order of preference."""
-    return [blake2b(digest, digest_size=DIGEST_BYTES, person=person).digest() for person in _PERSONS]
+def candidates(digest: bytes, *, keep: int = DIGEST_BYTES) -> list[bytes]:
+    """Return the digests under which a second copy may lie, in order of preference.
+
+    ``keep``: from where on they end as ``digest`` does, with its epoch.
+    """
+    made = (blake2b(digest, digest_size=DIGEST_BYTES, person=person).digest() for person in _PERSONS)
+    return [each[:keep] + digest[keep:] for each in made]
 
 
-def second(digest: bytes, node_of: Callable[[bytes], str | None]) -> bytes | None:
+def second(digest: bytes, node_of: Callable[[bytes], str | None], *, keep: int = DIGEST_BYTES) -> bytes | None:
     """Return the candidate for the second copy, or None if no other node can hold it.
 
-    ``node_of`` returns the node of a digest's owner, or None without an owner.
+    ``node_of`` returns the node of a digest's owner, or None without an owner. ``keep`` as for :func:`candidates`.
     """
     primary = node_of(digest)
-    for person in _PERSONS:
-        candidate = blake2b(digest, digest_size=DIGEST_BYTES, person=person).digest()
+    for candidate in candidates(digest, keep=keep):
         node = node_of(candidate)
         if node is not None and node != primary:
             return candidate
@@ -81,13 +86,19 @@ class Replicas:
 
     def second(self, digest: bytes) -> bytes | None:
         """Return where the second copy belongs by the current map, or None."""
-        return second(digest, self._node_of)
+        return second(digest, self._node_of, keep=self._keep())
+
+    def _keep(self) -> int:
+        """Return from where on digests end with an epoch."""
+        router = self._routes.router
+        epoch = router.context.epoch if router is not None else None
+        return TAG_AT if epoch is not None and epoch.epoch else DIGEST_BYTES
 
     def order(self, digest: bytes) -> list[bytes]:
         """Return all digests under which the value may be, in the order in which to try them."""
         self._routes.target(digest)  # makes the router after a fork
         other = self.second(digest)
-        all_others = candidates(digest)
+        all_others = candidates(digest, keep=self._keep())
         if other is None:
             return [digest, *all_others]
         rest = [each for each in all_others if each != other]
@@ -110,7 +121,8 @@ class Replicas:
         last = {digests[position]: position for position in todo}
         todo = [position for position in todo if last[digests[position]] == position]
         if not todo:
-            self.counters["puts"] += len(statuses)
+            count = len(statuses)
+            self.counters["puts"] += count
             return statuses
         copies = [digests[position] for position in todo]
         values = [sources[position] for position in todo]
@@ -142,7 +154,8 @@ class Replicas:
 
         ``sizes`` as in :meth:`Puts.delete`.
         """
-        copies = [each for digest in digests for each in (digest, *candidates(digest))]
+        keep = self._keep()
+        copies = [each for digest in digests for each in (digest, *candidates(digest, keep=keep))]
         answers = self._puts.delete(
             copies, None if sizes is None else [size for size in sizes for _ in range(CANDIDATES + 1)]
         )
@@ -164,7 +177,7 @@ class Replicas:
 
     def _read(self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience) -> list[Any]:
         results: list[Any] = [UNAVAILABLE] * len(digests)
-        for left, copies, last in self._rounds(digests):
+        for left, copies, last in self.rounds(digests):
             still = []
             for position, result in zip(
                 left, self._gets.read_many(copies, [sinks[each] for each in left], patience)
@@ -185,13 +198,13 @@ class Replicas:
             with self._routes.patience() as patience:
                 return self.stored_many(digests, patience)
         hits = [False] * len(digests)
-        for left, copies, _last in self._rounds(digests):
+        for left, copies, _last in self.rounds(digests):
             for position, hit in zip(left, self._gets.stored_many(copies, patience)):
                 hits[position] = hit
             left[:] = [position for position in left if not hits[position]]
         return hits
 
-    def _rounds(self, digests: Sequence[bytes]) -> Iterator[tuple[list[int], list[bytes], bool]]:
+    def rounds(self, digests: Sequence[bytes]) -> Iterator[tuple[list[int], list[bytes], bool]]:
         """Yield, copy by copy, the positions that are left, the digests to try, and whether they are the last.
 
         The caller takes what it has found out of the list of positions.
@@ -208,6 +221,8 @@ class Replicas:
             for step, copy in enumerate(self.order(digest)):
                 misses = self.counters["misses"]
                 target = self._routes.target(copy)
+                reader = target.reader if target is not None else None
+                absent = reader.counts[Word.ABSENT] if reader is not None else 0
                 if target is not None and not patience.has_time_for(target) and target.reader is None:
                     target = None
                 view = self._gets.view(target, copy)
@@ -215,4 +230,6 @@ class Replicas:
                     return view
                 if step < CANDIDATES:
                     self.counters["misses"] = misses
+                    if reader is not None:
+                        self.counters["misses"] -= reader.counts[Word.ABSENT] - absent
         return View.miss()

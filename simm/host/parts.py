@@ -1,0 +1,186 @@
+"""Copy between a value's bytes and the many pieces of callers' memory that its parts go to, or come from.
+
+The value's bytes lie in one piece of host memory: an arena's data, or a staging buffer. Parts in a GPU's memory are
+copied last, in one chain, so that the device works while nothing else is left to do.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from .buffers import (
+    RELEASE_BYTES,
+    Copier,
+    DeviceBuffer,
+    DeviceCopy,
+    HostMapping,
+    Part,
+    Pieces,
+    Ranges,
+    Span,
+    address_of,
+    host_view,
+    on_device,
+)
+
+#: Ranges of a value below this size are sent together.
+JOIN_BYTES: Final = 16 << 10
+
+
+def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> Iterator[memoryview | bytes]:
+    """Yield ranges of a value, (offset, length) each, in their order.
+
+    Small ones in a row are copied together, about ``most`` bytes at a time: to send each costs more.
+    """
+    small: list[memoryview] = []
+    size = 0
+    for offset, length in ranges:
+        piece = value[offset : offset + length]
+        if length < JOIN_BYTES and size < most:
+            small.append(piece)
+            size += length
+            continue
+        if small:
+            yield b"".join(small)
+            small, size = [], 0
+        yield piece
+    if small:
+        yield b"".join(small)
+
+
+def scatter(
+    ranges: Ranges, data: memoryview, address: int, start: int, copier: Copier, mapping: HostMapping | None = None
+) -> None:
+    """Copy ranges of a value to their memory. The value begins at byte ``start`` of ``data``, which is at ``address``.
+
+    The caller has checked that it has ``ranges.least`` bytes. ``mapping``: what a device knows that data by, or None.
+    Large ranges are copied without the GIL. O(ranges). Raises DeviceError.
+    """
+    devices: list[DeviceCopy] = []
+    size = -1
+    copy: Any = None
+    address += start
+    for offset, length, target, keeper in ranges.parts:
+        if target:
+            if length != size:
+                size, copy = length, copier.way(length)
+            copy(target, address + offset, length)
+        elif type(keeper) is memoryview:
+            at = start + offset
+            keeper[:] = data[at : at + length]
+        else:
+            devices.append((keeper, address + offset, length, None if mapping is None else keeper.pinned(mapping)))
+    if devices:
+        devices[0][0].copy_to_device(devices)
+
+
+def extents(ranges: Ranges, start: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset in the value, bytes) of what is at ``start`` to ``start + size`` of the ranges, one after another.
+
+    O(ranges).
+    """
+    for offset, length, _, _ in section(ranges, start, size, moved=False).parts:
+        yield offset, length
+
+
+def section(ranges: Ranges, start: int, size: int, *, moved: bool = True) -> Ranges:
+    """Return what is at ``start`` to ``start + size`` of the ranges, one after another. O(ranges).
+
+    Offsets count from ``start``; if not ``moved``, they are those in the value.
+    """
+    end = start + size
+    at = 0
+    parts: list[Part] = []
+    for offset, length, address, keeper in ranges.parts:
+        first, last = max(start - at, 0), min(end - at, length)
+        if first < last:
+            if address:
+                address += first
+            elif last - first < length:
+                keeper = keeper[first:last] if type(keeper) is memoryview else keeper.part(first, last - first)
+            parts.append((at + first - start if moved else offset + first, last - first, address, keeper))
+        at += length
+    return Ranges(parts, 0, size)
+
+
+def gather(
+    pieces: Iterable[memoryview | Span], data: memoryview, address: int, start: int, copier: Copier,
+    mapping: HostMapping | None = None,
+) -> None:  # fmt: skip
+    """Copy pieces, one after the other, to byte ``start`` of ``data`` and on; ``data`` is at ``address``.
+
+    ``mapping``: whose data that is. The caller has checked that there is room. O(pieces). Raises DeviceError,
+    UnfinishedCopy.
+    """
+    devices: list[DeviceCopy] = []
+    size = -1
+    copy: Any = None
+    at = start
+    for piece in pieces:
+        length = len(piece)
+        if length != size:
+            size, copy = length, copier.way(length)
+        if type(piece) is memoryview:
+            if length < RELEASE_BYTES:
+                data[at : at + length] = piece
+            else:
+                copy(address + at, address_of(piece), length)
+        elif type(piece) is Span:
+            copy(address + at, piece.address, length)
+        else:
+            assert on_device(piece)
+            devices.append((piece, address + at, length, None if mapping is None else piece.pinned(mapping)))
+        at += length
+    if devices:
+        devices[0][0].copy_to_host(devices)
+
+
+def cut(pieces: Sequence[memoryview | Span], start: int, size: int) -> Iterator[memoryview | Span]:
+    """Yield the parts of pieces that are bytes ``start`` to ``start + size`` of what they make up. O(pieces)."""
+    end = start + size
+    at = 0
+    for piece in pieces:
+        first, last = max(start - at, 0), min(end - at, len(piece))
+        at += len(piece)
+        if first >= last:
+            continue
+        yield piece.part(first, last - first) if isinstance(piece, Span) else piece[first:last]
+
+
+def host_pieces(source: memoryview | Span) -> list[memoryview]:
+    """Return the bytes of a put's source in host memory, piece by piece: in place, or copied there from a device."""
+    return [host_view(part) for part in source.parts] if type(source) is Pieces else [host_view(source)]
+
+
+def checksum(pieces: Iterable[memoryview]) -> int:
+    """Return the CRC-32 of what the pieces make up."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def views_of(ranges: Ranges) -> list[memoryview]:
+    """Return the memory of ranges, none of which is on a device, in their order."""
+    return [Span(address, length).view() if address else keeper for _, length, address, keeper in ranges.parts]
+
+
+def has_device(parts: Iterable[Any]) -> bool:
+    """Return whether some of these pieces, or keepers of ranges, are a device's memory."""
+    return any(isinstance(part, DeviceBuffer) for part in parts)
+
+
+def in_host_memory(ranges: Ranges) -> tuple[Ranges, list[DeviceCopy]]:
+    """Return ranges with new host memory in place of a device's, and the copies that then take it there."""
+    parts: list[Part] = []
+    copies: list[DeviceCopy] = []
+    for offset, length, address, keeper in ranges.parts:
+        if isinstance(keeper, DeviceBuffer):
+            view = memoryview(bytearray(length))
+            parts.append((offset, length, 0, view))
+            copies.append((keeper, address_of(view), length, None))
+        else:
+            parts.append((offset, length, address, keeper))
+    return Ranges(parts, ranges.least, ranges.total), copies

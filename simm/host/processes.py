@@ -1,0 +1,44 @@
+"""What Linux tells of other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+
+def process_start(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot (proc(5), stat field 22); 0 if it has ended.
+
+    Not by psutil, whose create_time() counts from 1970: a clock that is set meanwhile changes it, and a worker that
+    restarts would take a client that lives for one that has ended, and reuse the memory that it writes to. Raises
+    OSError if that cannot be told: no descriptor is left. 0 also if a /proc with hidepid does not tell.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def of_my_cgroup() -> set[int]:
+    """Return the ids of the processes in this process's control group, without its own.
+
+    It reads the hierarchy in which systemd keeps units: cgroups(7) version 2, or the one named ``systemd``. Raises
+    OSError if there is none that this process can read.
+    """
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+        groups = dict(line.rstrip("\n").split(":", 2)[1:] for line in file)
+    mounts = [("name=systemd", "/sys/fs/cgroup/systemd"), ("", "/sys/fs/cgroup/unified"), ("", "/sys/fs/cgroup")]
+    for name, folder in mounts:
+        with contextlib.suppress(FileNotFoundError):
+            if name in groups:
+                with open(f"{folder}{groups[name]}/cgroup.procs", encoding="ascii") as file:
+                    return {int(line) for line in file} - {os.getpid()}
+    raise FileNotFoundError("no control group of this process in /sys/fs/cgroup")
+
+
+def boottime_ns() -> int:
+    """Return CLOCK_BOOTTIME in ns. A host has one, which runs while processes are stopped and the host sleeps."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

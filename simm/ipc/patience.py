@@ -1,0 +1,240 @@
+"""One deadline for a call that touches several servers, and the work that it does at all of them at the same time.
+
+``net/allowance.py`` has what the present call of a thread may still wait, which every exchange within it asks for, and
+``ipc/steps.py`` the work at one server as a generator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ..net.allowance import ALLOWANCE, allowed, at_most
+from .steps import Polled, Steps, Wait, first_over
+
+
+class Server(Protocol):
+    """A server as :class:`Patience` sees it: a ``Target``."""
+
+    def connect_soon(self) -> None:
+        """Begin to connect in the background, unless that is under way."""
+
+    @property
+    def path(self) -> str:
+        """The path in use, or ``down``."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether :meth:`ready` waits for the first connection."""
+
+    def ready(self) -> bool:
+        """Wait for that, and return whether there is a path."""
+
+
+class Patience:
+    """How long a call waits for servers that do not answer: a deadline, however many it touches. A context manager.
+
+    The time that is lost with servers that fail, with first connections and with waits for room is taken off the
+    deadline. The exchanges with each further server get what is left. That must be half a deadline at least, as a
+    healthy server that is given no time counts as failed: with less, the call turns to no other one. Transfers with
+    servers that answer are not counted, as a batch may have any size.
+
+    :meth:`together` does the work at several servers at the same time, so that the waits for silent ones overlap.
+
+    ``began``: when the call began, monotonic seconds. All its time counts then, as is right for one key, and for
+    another attempt after WRONG_OWNER, whose server gets a quarter of a deadline at least.
+    """
+
+    __slots__ = (
+        "_deadline_s", "_least_s", "_left_s", "_outer", "_progress", "_since", "_spent_before", "_target", "_until",
+    )  # fmt: skip
+
+    def __init__(self, deadline_s: float, began: float | None = None) -> None:
+        #: Of the call that this one is a part of, if any.
+        self._outer = ALLOWANCE.seconds, ALLOWANCE.until
+        self._deadline_s = self._left_s = min(deadline_s, max(0.0, ALLOWANCE.seconds))
+        self._least_s = self._deadline_s / 2
+        self._until = ALLOWANCE.until
+        self._spent_before = ALLOWANCE.spent
+        self._target: Server | None = None
+        self._since = 0.0
+        #: When a server of :meth:`together` has answered last.
+        self._progress = 0.0
+        if began is not None:
+            self.count_all(began)
+
+    def __enter__(self) -> Patience:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ALLOWANCE.seconds, ALLOWANCE.until = self._outer
+
+    def count_all(self, began: float) -> None:
+        """Let the call end within a deadline from ``began``, whatever it does until then."""
+        self._least_s = self._deadline_s / 4
+        self._until = min(self._until, began + self._deadline_s)
+
+    @property
+    def last_turn(self) -> float:
+        """When the call may turn to a server for the last time, monotonic seconds. After :meth:`count_all`."""
+        return self._until - self._least_s
+
+    def has_time_for(self, target: Server) -> bool:
+        """Return whether the call may wait for this server, which it turns to now. Account for the one before."""
+        now = time.monotonic()
+        self._account(now)
+        self._target, self._since = target, now
+        if not self._allow(now):
+            return False
+        if target.fresh:
+            target.ready()
+            self._since = time.monotonic()
+            self._left_s -= self._since - now
+            return self._allow(self._since)
+        return True
+
+    def _account(self, now: float) -> None:
+        """Take what the server that the call turned to last has cost off the deadline, if it has failed."""
+        before, self._target = self._target, None
+        if before is not None and before.path == "down":
+            self._left_s -= now - self._since
+
+    def _allow(self, now: float, connecting_s: float = 0.0) -> bool:
+        """Give the next exchanges what is left. Return False if that is not enough; sessions then begin none."""
+        left_s = self._left_s - (ALLOWANCE.spent - self._spent_before) - connecting_s
+        if min(left_s, self._until - now) < self._least_s:
+            ALLOWANCE.seconds = 0.0
+            return False
+        ALLOWANCE.seconds, ALLOWANCE.until = left_s, self._until
+        return True
+
+    # -- several servers at the same time ---------------------------------------------------------
+
+    def together(
+        self, visits: Iterable[tuple[Server, Steps[None]]], meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Do the work at several servers: each piece up to its first wait, then on from wherever an answer has come.
+
+        ``meanwhile`` is called between the two. Work that there is no time for is not begun. A silent server holds up
+        no other one. It costs the call what remains of its exchange when all others have ended. If something is raised,
+        the other pieces are closed, which ends what they have in flight.
+        """
+        self._account(time.monotonic())
+        every = [_Visit(server, steps) for server, steps in visits]
+        waits: dict[Wait, _Visit] = {}
+        try:
+            self._begin_all(every, waits)
+            if meanwhile is not None:
+                meanwhile()
+            while waits:
+                # When all that is left is to take the answers, each piece may wait by itself, and so may the only one.
+                # In the reverse order: when the last one has ended most others have, and there is one wake-up.
+                alone = len(waits) == 1 or all(wait.last for wait in waits)
+                for wait in list(reversed(waits)) if alone else first_over(waits):
+                    self._go_on(waits.pop(wait), wait, waits, alone)
+        finally:
+            for visit in every:
+                visit.steps.close()
+
+    def _begin_all(self, every: Sequence[_Visit], waits: dict[Wait, _Visit]) -> None:
+        """Begin the work at all servers that are connected, and connect to the others meanwhile."""
+        self._progress = now = time.monotonic()
+        connected = []
+        for visit in every:
+            if visit.server.fresh:
+                visit.server.connect_soon()
+                waits[_Connecting(visit.server, now, now + allowed(self._left_s))] = visit
+            else:
+                connected.append(visit)
+        for visit in connected:
+            self._begin(visit, 0.0, waits)
+
+    def _begin(self, visit: _Visit, connecting_s: float, waits: dict[Wait, _Visit]) -> None:
+        """Begin the work at a server, if there is time for it."""
+        if self._allow(time.monotonic(), connecting_s):
+            visit.left_s, visit.spent = ALLOWANCE.seconds, ALLOWANCE.spent
+            self._step(visit, waits)
+
+    def _go_on(self, visit: _Visit, wait: Wait, waits: dict[Wait, _Visit], alone: bool) -> None:
+        """Go on with the work at one server, whose wait is over, or which may wait by itself (``alone``)."""
+        if isinstance(wait, _Connecting) and alone:
+            first_over([wait])
+        now = time.monotonic()
+        ready = wait.ready()
+        if isinstance(wait, _Connecting):
+            if not ready:  # the attempt goes on, and no operation waits for it
+                with at_most(0.0):
+                    visit.server.ready()
+            self._begin(visit, now - wait.since, waits)
+            if self._progress < now:  # it was not begun
+                self._lose(now)
+            return
+        ALLOWANCE.seconds = visit.left_s - (ALLOWANCE.spent - visit.spent)
+        ALLOWANCE.until = self._until
+        silent = False
+        if now >= wait.until:
+            silent = not ready
+            if silent:
+                ALLOWANCE.until = min(self._until, visit.since + visit.left_s)
+            else:  # work at another server has held up this thread
+                wait.extend(now + ALLOWANCE.seconds / 2)
+        self._step(visit, waits, silent=silent, over=ready or not (alone or silent))
+
+    def _step(
+        self, visit: _Visit, waits: dict[Wait, _Visit], *, silent: bool = False, over: bool = True
+    ) -> None:
+        """Do the next step of the work at one server, with the allowance that is set.
+
+        ``silent``: the server has not answered in time. ``over``: the work need not wait by itself.
+        """
+        began = time.monotonic()
+        wait = visit.go_on(over)
+        now = time.monotonic()
+        if wait is not None:
+            waits[wait] = visit
+            if not silent:
+                self._progress = visit.since = now
+        elif visit.server.path != "down":
+            self._progress = now
+        else:
+            self._lose(now)
+            for other in waits.values():  # it may have waited by itself, and they for it
+                other.left_s = max(self._least_s, other.left_s - (now - began))
+
+    def _lose(self, now: float) -> None:
+        """Take the time since the last answer off what the call has left."""
+        self._left_s -= now - self._progress
+        self._progress = now
+
+
+class _Visit:
+    """The work at one server of :meth:`Patience.together`."""
+
+    __slots__ = ("left_s", "server", "since", "spent", "steps")
+
+    def __init__(self, server: Server, steps: Steps[None]) -> None:
+        self.server = server
+        self.steps = steps
+        #: What its exchanges were allowed at its begin, seconds, and ``ALLOWANCE.spent`` then.
+        self.left_s = self.spent = 0.0
+        #: When its present exchange began; 0 before the first.
+        self.since = 0.0
+
+    def go_on(self, over: bool) -> Wait | None:
+        """Do the next step; return what it waits for then, or None if that was the last."""
+        try:
+            return self.steps.send(over if self.since else None)
+        except StopIteration:
+            return None
+
+
+class _Connecting(Polled):
+    """The wait for the first connection to a server."""
+
+    __slots__ = ("server", "since")
+
+    def __init__(self, server: Server, since: float, until: float) -> None:
+        super().__init__(lambda: not server.fresh, until)
+        self.server = server
+        self.since = since

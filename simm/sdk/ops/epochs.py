@@ -1,0 +1,186 @@
+"""The epoch of a client's namespace: how a client learns of it, and how it advances one (``cluster/epochs.py``).
+
+The manager sends EPOCHS before each map. The first one that names this client's namespace, or a newer epoch, makes
+every later call compute its digests anew. Calls that have begun go on with theirs, and find nothing.
+
+Readers of arenas that are mapped must first be told to look at epochs where they otherwise would not
+(:func:`~simm.arena.reader.guard`). So a digest with an epoch never meets a reader that has not been told.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ...arena.hashing import EpochHasher, Hasher, check_namespace
+from ...arena.reader import guard
+from ...config.client_options import DEADLINE_S_MAX
+from ...errors import PeerError, TransportError, UsageError
+from ...net.channel import Refused
+from ...wire import epoch_messages as E
+from ...wire.messages import Role, Status
+from ..manager_link import ManagerClient
+
+if TYPE_CHECKING:
+    from ...arena.reader import ArenaReader
+    from ...config.client_options import ClientOptions
+
+#: Between two attempts to reach a manager that leads, seconds; how much later than the manager the client gives up.
+RETRY_S: Final = 0.2
+GRACE_S: Final = 2.0
+#: Refusals that another attempt may not meet.
+_PASSING: Final = frozenset((Status.BUSY, Status.NOT_LEADER, Status.UNAVAILABLE))
+
+
+class Rehashed(Protocol):
+    """A part of a client that computes digests."""
+
+    def rehash(self, hasher: Hasher) -> None: ...
+
+
+class ClientEpoch:
+    """The epoch of one client's namespace. Any thread may call it.
+
+    ``renew``: gets the hasher of a new epoch, and lets go of the old one. It is called under the lock.
+    """
+
+    def __init__(self, options: ClientOptions, renew: Callable[[Hasher], None]) -> None:
+        self.namespace = options.namespace
+        self._tell_owner = renew
+        self._hasher = Hasher(options.namespace)
+        self._parts: weakref.WeakSet[Rehashed] = weakref.WeakSet()
+        #: Has a namespace advance within so many seconds, and returns its epoch.
+        self.ask: Callable[[str, float], int] = functools.partial(advance, options)
+        #: The epoch, 0 for none; and of which cluster.
+        self.epoch = 0
+        self._cluster = 0
+        self._readers: weakref.WeakSet[ArenaReader] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def take(self, msg: E.Epochs) -> None:
+        """Take what the manager says."""
+        named = next((each.epoch for each in msg.namespaces if each.name == self.namespace), 0)
+        self.of_cluster(msg.cluster)
+        if named:
+            self.advanced(named)
+
+    def follow(self, part: Rehashed) -> None:
+        """Tell a part of the client the hasher, now and whenever it changes."""
+        with self._lock:
+            self._parts.add(part)
+            part.rehash(self._hasher)
+
+    def _renew(self, hasher: Hasher) -> None:
+        self._hasher = hasher
+        for part in list(self._parts):
+            part.rehash(hasher)
+        self._tell_owner(hasher)
+
+    def of_cluster(self, cluster: int) -> None:
+        """Note the cluster of a map that comes: epochs of another one mean nothing there."""
+        with self._lock:
+            if self._cluster != cluster:
+                self._cluster = cluster
+                if self.epoch:
+                    self.epoch = 0
+                    self._renew(Hasher(self.namespace))
+
+    def advanced(self, epoch: int) -> None:
+        """Use a new epoch from now on, unless it is an old one."""
+        with self._lock:
+            if epoch <= self.epoch:
+                return
+            for reader in list(self._readers):
+                guard(reader)
+            self.epoch = epoch
+            self._renew(EpochHasher(self.namespace, epoch))
+
+    def advance(self, namespace: str, timeout_s: float) -> int:
+        """Do :meth:`simm.client.Client.advance`."""
+        if not 0 < timeout_s <= DEADLINE_S_MAX:
+            raise UsageError(f"timeout_s is above 0 and at most {DEADLINE_S_MAX:.0f} seconds, not {timeout_s}")
+        check_namespace(namespace)
+        epoch = self.ask(namespace, timeout_s)
+        if namespace == self.namespace:
+            self.advanced(epoch)
+        return epoch
+
+    def watch(self, reader: ArenaReader) -> None:
+        """Note a reader before it is used."""
+        with self._lock:
+            self._readers.add(reader)
+            if self.epoch:
+                guard(reader)
+
+    def after_fork(self) -> None:
+        """Make a lock that no thread of the parent holds."""
+        self._lock = threading.Lock()
+
+
+def advance(options: ClientOptions, namespace: str, timeout_s: float) -> int:
+    """Have the manager advance a namespace. Return the epoch. Raises TransportError if it is not over in time."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = max(0.001, until - time.monotonic())
+        with _Caller(options.managers, deadline_s=left + GRACE_S, token=options.token, tls=options.tls,
+                     trusted=options.server_uids) as manager:  # fmt: skip
+            try:
+                return manager.call(E.Advance(namespace, round(left * 1000)), E.Advanced).epoch
+            except Refused as exc:
+                if exc.status == Status.BAD_REQUEST:
+                    raise UsageError(str(exc)) from None
+                if exc.status not in _PASSING or time.monotonic() + RETRY_S >= until:
+                    raise
+            except PeerError as exc:
+                if time.monotonic() + RETRY_S >= until:
+                    raise TransportError(f"the advance of namespace {namespace!r} is not confirmed: {exc}") from exc
+        time.sleep(RETRY_S)
+
+
+class _Caller(ManagerClient):
+    role = Role.CLIENT
+
+
+class SharedEpochs:
+    """The epochs of clients that share a store of ``simm.testing``, in place of a manager."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+        self._clients: weakref.WeakSet[ClientEpoch] = weakref.WeakSet()
+
+    def join(self, client: ClientEpoch, part: Rehashed, lock: AbstractContextManager[Any]) -> None:
+        """Tell a client, and a part of it, the epoch of its namespace, now and later. ``lock``: guards all stores."""
+
+        def ask(namespace: str, _timeout_s: float) -> int:
+            with lock:
+                self._epochs[namespace] = epoch = self._epochs.get(namespace, 0) + 1
+                for each in list(self._clients):
+                    if each.namespace == namespace:
+                        each.advanced(epoch)
+                return epoch
+
+        client.ask = ask
+        client.follow(part)
+        with lock:
+            self._clients.add(client)
+            client.advanced(self._epochs.get(client.namespace, 0))
+
+
+def hasher_into(owner: Any, name: str) -> Callable[[Hasher], None]:
+    """Return a function that stores a hasher in an attribute, as long as its owner lives."""
+    mine = weakref.ref(owner)
+
+    def store(hasher: Hasher) -> None:
+        found = mine()
+        if found is not None:
+            setattr(found, name, hasher)
+
+    return store
+
+
+__all__: Sequence[str] = ("ClientEpoch", "SharedEpochs", "advance", "hasher_into")

@@ -1,0 +1,250 @@
+"""What callers pass to operations on parts of values, checked and in the form that the paths take.
+
+Everything is checked before anything is sent: a call with a wrong argument changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ...constants import RANGES_MAX, VALUE_BYTES_MAX
+from ...errors import UsageError
+from ...host.buffers import RELEASE_BYTES, Part, Pieces, Ranges, Span, address_of
+from ..batch import sink_of, source_of
+
+OVERLAP_TEXT: Final = (
+    "the buffers of two ranges overlap: what they would hold depends on the order of the copies"
+)
+_addressof: Final = ctypes.addressof
+_from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
+
+
+def ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> Ranges:
+    """Return ranges of a value, (offset, bytes, buffer) each, in the form that get takes. O(n log n) for n ranges.
+
+    ``apart`` False: the caller calls :func:`check_apart`. Raises UsageError.
+    """
+    if type(ranges) is list and len(ranges) == 1:
+        return _one_range(ranges[0])
+    parts: list[Part] = []
+    least = total = 0
+    ndarray, from_buffer, addressof = np.ndarray, _from_buffer, _addressof
+    for each in ranges if type(ranges) is list else _items(ranges, "ranges"):
+        try:
+            offset, length, buffer = each
+        except (TypeError, ValueError):
+            offset, length, buffer = _triple(each)
+        if type(offset) is not int or type(length) is not int:
+            offset, length, buffer = _triple(each)
+        end = offset + length
+        if not 0 <= offset < end <= VALUE_BYTES_MAX:
+            raise UsageError(_wrong_range(offset, length))
+        if length >= RELEASE_BYTES and type(buffer) is ndarray and not buffer.dtype.hasobject:
+            # What _part() does, in half the time, which is all that a gather of large parts costs beside the copies.
+            try:
+                address = addressof(from_buffer(buffer)) if length <= buffer.nbytes else 0
+            except (TypeError, ValueError):  # read-only, or not contiguous
+                address = 0
+            parts.append((offset, length, address, buffer) if address else _part(offset, length, buffer))
+        else:
+            parts.append(_part(offset, length, buffer))
+        total += length
+        if end > least:
+            least = end
+    if not 0 < len(parts) <= RANGES_MAX:
+        raise UsageError(f"a value is read in 1 to {RANGES_MAX} ranges, not in {len(parts)}")
+    if total > VALUE_BYTES_MAX:
+        raise UsageError(f"the ranges of one value have at most {VALUE_BYTES_MAX} bytes together, not {total}")
+    made = Ranges(parts, least, total)
+    if apart and len(parts) > 1:
+        check_apart([made])
+    return made
+
+
+def _one_range(range_: Any) -> Ranges:
+    """Do :func:`ranges_of` for the most frequent case."""
+    offset, length, buffer = _triple(range_)
+    end = offset + length
+    if not 0 <= offset < end <= VALUE_BYTES_MAX:
+        raise UsageError(_wrong_range(offset, length))
+    if type(buffer) is bytearray and length == len(buffer) < RELEASE_BYTES:
+        return Ranges([(offset, length, 0, memoryview(buffer))], end, length)
+    return Ranges([_part(offset, length, buffer)], end, length)
+
+
+def _triple(range_: Any) -> tuple[int, int, Any]:
+    """Return offset, bytes and buffer of a range. Raises UsageError."""
+    try:
+        offset, length, buffer = range_
+    except (TypeError, ValueError):
+        raise UsageError(f"a range is (offset, length, buffer), not {_short(range_)}") from None
+    if type(offset) is int and type(length) is int:
+        return offset, length, buffer
+    return _integer(offset), _integer(length), buffer
+
+
+def _part(offset: int, length: int, buffer: Any) -> Part:
+    """Return a part of :class:`Ranges`. Raises UsageError."""
+    sink = sink_of(buffer)
+    if length > len(sink):
+        raise UsageError(f"a range of {length} bytes does not fit a buffer of {len(sink)} bytes")
+    if type(sink) is memoryview:
+        if length >= RELEASE_BYTES:
+            return offset, length, address_of(sink), sink
+        return offset, length, 0, sink if len(sink) == length else sink[:length]
+    return offset, length, sink.address if type(sink) is Span else 0, sink
+
+
+def overlapping(sinks: Sequence[Ranges]) -> set[int]:
+    """Return positions without which no two ranges share memory; of two keys it is the later one's.
+
+    O(n log n) for n ranges.
+    """
+    heads = [
+        (address or (address_of(keeper) if type(keeper) is memoryview else keeper.address), length, position)
+        for position, sink in enumerate(sinks) for _, length, address, keeper in sink.parts
+    ]  # fmt: skip
+    heads.sort()
+    refused: set[int] = set()
+    end = 0
+    last = -1
+    for address, length, position in heads:
+        if address >= end:
+            end, last = address + length, position
+        elif position >= last:
+            refused.add(position)
+        else:
+            refused.add(last)
+            end, last = address + length, position
+    return refused
+
+
+def check_apart(sinks: Sequence[Ranges]) -> None:
+    """Raise UsageError if the memory of two ranges overlaps."""
+    if overlapping(sinks):
+        raise UsageError(OVERLAP_TEXT)
+
+
+def ranges_of_many(keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]) -> list[Ranges]:
+    """Do :func:`ranges_of` for each key; no two buffers of the whole call overlap. Raises UsageError."""
+    if len(keys) != len(ranges):
+        raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")
+    sinks = [ranges_of(each, apart=False) for each in ranges]
+    check_apart(sinks)
+    return sinks
+
+
+def pieces_of(pieces: Iterable[Any]) -> Pieces:
+    """Return the pieces of a value in the form that put takes. Raises UsageError. O(n)."""
+    parts: list[memoryview | Span] = []
+    for each in _items(pieces, "pieces"):
+        part = source_of(each, "a piece of a value")
+        parts.append(part)
+    if not 0 < len(parts) <= RANGES_MAX:
+        raise UsageError(f"a value is put in 1 to {RANGES_MAX} pieces, not in {len(parts)}")
+    made = Pieces(parts)
+    if made.size > VALUE_BYTES_MAX:
+        raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, these pieces {made.size}")
+    return made
+
+
+def _items(items: Any, what: str) -> Iterable[Any]:
+    """Return the list that a caller passed. Raises UsageError for what is none, and for one piece of memory."""
+    if isinstance(items, (str, bytes, bytearray, memoryview, Span)):
+        raise UsageError(f"{what} are a list, not {type(items).__name__}")
+    try:
+        made: Iterable[Any] = iter(items)
+    except TypeError:
+        raise UsageError(f"{what} are a list, not {type(items).__name__}") from None
+    return made
+
+
+def _integer(value: Any) -> int:
+    """Return an offset or a length as an int: numpy's count too, truth values do not. Raises UsageError."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise UsageError(f"an offset and a length are ints, not {type(value).__name__}")
+
+
+def _wrong_range(offset: int, length: int) -> str:
+    if length < 1:
+        return f"a range has at least 1 byte, not {length}"
+    return f"no value has {length} bytes at {offset}: a value has 1 to {VALUE_BYTES_MAX} bytes"
+
+
+def _short(thing: Any) -> str:
+    text = repr(thing)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Rows:
+    """The same range of many values, and the memory that it goes to for each."""
+
+    __slots__ = ("_parts", "addresses", "keep", "length", "offset")
+
+    def __init__(
+        self, offset: int, length: int, addresses: Sequence[int] | None, parts: Sequence[Part] | None, keep: Any
+    ) -> None:
+        self.offset = offset
+        self.length = length
+        #: Where each buffer is in host memory; None if some are not.
+        self.addresses = addresses
+        self._parts = parts
+        #: Keeps the memory in its place.
+        self.keep = keep
+
+    def part(self, number: int) -> Part:
+        """Return the range of one value, as :class:`Ranges` has it."""
+        if self._parts is not None:
+            return self._parts[number]
+        assert self.addresses is not None
+        return self.offset, self.length, self.addresses[number], self.keep
+
+
+def rows_of(range_: Any, count: int) -> Rows:
+    """Return a range of ``count`` values, (offset, bytes, buffers), in the form that reads take. Raises UsageError."""
+    offset, length, buffers = _triple(range_)
+    if not 0 <= offset < offset + length <= VALUE_BYTES_MAX:
+        raise UsageError(_wrong_range(offset, length))
+    if type(buffers) is np.ndarray and buffers.ndim and not buffers.dtype.hasobject:
+        if len(buffers) != count:
+            raise UsageError(f"{count} keys and an array of {len(buffers)} rows")
+        if not buffers.flags.writeable:
+            raise UsageError("the buffer is read-only: pass a bytearray, a writable array or a tensor")
+        if not count:
+            return Rows(offset, length, [], None, buffers)
+        row = buffers[0]
+        if row.nbytes < length:
+            raise UsageError(f"a range of {length} bytes does not fit a buffer of {row.nbytes} bytes")
+        if buffers.ndim > 1 and row.flags.c_contiguous:
+            start, step = buffers.__array_interface__["data"][0], buffers.strides[0]
+            return Rows(offset, length, range(start, start + count * step, step) if step else [start] * count, None,
+                        buffers)  # fmt: skip
+    parts = [_part(offset, length, buffer) for buffer in _items(buffers, "buffers")]
+    if len(parts) != count:
+        raise UsageError(f"{count} keys and {len(parts)} buffers")
+    addresses = [
+        address or (address_of(keeper) if type(keeper) is memoryview else 0) for _, _, address, keeper in parts
+    ]
+    return Rows(offset, length, addresses if all(addresses) else None, parts, parts)
+
+
+def check_rows_apart(rows: Sequence[Rows]) -> None:
+    """Raise UsageError if the memory of two ranges overlaps. O(n log n)."""
+    if any(each.addresses is None for each in rows):
+        count = max(len(each._parts or each.addresses or ()) for each in rows)
+        check_apart([Ranges([each.part(number)], 0, 0) for each in rows for number in range(count)])
+        return
+    starts = np.concatenate([np.fromiter(each.addresses or (), np.uint64) for each in rows])
+    ends = np.concatenate([np.full(len(each.addresses or ()), each.length, np.uint64) for each in rows]) + starts
+    order = np.argsort(starts, kind="stable")
+    if (ends[order][:-1] > starts[order][1:]).any():
+        raise UsageError(OVERLAP_TEXT)

@@ -1,0 +1,216 @@
+"""Find the values that a caller pins, and hold them: at their owners, and at previous owners while shards move.
+
+``cluster/lookup.py`` decides where to look, ``sdk/ops/pins.py`` says what holds a value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...arena.hashing import shard_of
+from ...arena.layout import PINNED_FLAGS
+from ...arena.reader import ArenaReader, Unsettled
+from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
+from ...errors import PeerError
+from ...host.buffers import Copier
+from ...ipc.patience import Patience
+from ...ipc.steps import Steps, finish
+from ...wire import messages as M
+from ...wire.messages import Status
+from ..batch import Batch
+from ..routing import Routes
+from ..worker_path import Target
+from .owners import Owners
+from .pins import ArenaPins, Pins, end_together
+
+if TYPE_CHECKING:
+    from ..reads import Gets
+    from .remote_pins import RemotePins
+    from .replicas import Replicas
+
+
+class _PinBatch(Batch):
+    """Keys to pin, for :class:`Owners`: ``numbers`` are their positions in ``pins``."""
+
+    __slots__ = ("numbers", "pins", "remote")
+
+    def __init__(self, digests: Sequence[bytes], numbers: Sequence[int], pins: Pins, patience: Patience) -> None:
+        super().__init__(digests, None, patience)
+        self.numbers = numbers
+        self.pins = pins
+        #: A server has one lease for all of its values.
+        self.remote: dict[Target, RemotePins] = {}
+
+
+class Pinner:
+    """Pins values for one client. Any thread may call it."""
+
+    def __init__(
+        self, routes: Routes, gets: Gets, copier: Copier, counters: dict[str, int], replicas: Replicas | None,
+        deadline_s: float,
+    ) -> None:  # fmt: skip
+        self._routes = routes
+        self._gets = gets
+        self._copier = copier
+        self._check = gets.check if gets.checksum else None
+        self.counters = counters
+        self._owners = Owners(routes, counters)
+        self._replicas = replicas
+        self._deadline_s = deadline_s
+        self._made: weakref.WeakSet[Pins] = weakref.WeakSet()
+
+    def pin(self, keys: Sequence[str], digests: Sequence[bytes]) -> Pins:
+        """Return the values of these keys, held from now on. O(keys), and an exchange with each worker for 1,024."""
+        pins = Pins(keys, self._routes, self._copier, self._gets.device_failed, self._deadline_s)
+        try:
+            self._find(pins, digests)
+        except BaseException:
+            pins.release()
+            raise
+        pins.settle()
+        held = sum(length is not None for length in pins.lengths)
+        missed = len(digests) - held
+        self.counters["hits"] += held
+        self.counters["misses"] += missed
+        self._made.add(pins)
+        return pins
+
+    def _find(self, pins: Pins, digests: Sequence[bytes]) -> None:
+        if not digests:
+            self._routes.group(digests)  # which raises UsageError once closed
+            return
+        with self._routes.patience() as patience:
+            if self._replicas is None:
+                self._hold(_PinBatch(digests, range(len(digests)), pins, patience))
+                return
+            for left, copies, _last in self._replicas.rounds(digests):
+                self._hold(_PinBatch(copies, list(left), pins, patience))
+                left[:] = [number for number in left if pins.lengths[number] is None]
+
+    def release_all(self) -> None:
+        """Release what was pinned, as the client ends: at all servers within one deadline."""
+        end_together([holder for pins in list(self._made) for holder in pins.give_up()], self._deadline_s)
+
+    def _hold(self, batch: _PinBatch) -> None:
+        try:
+            self._owners.read(batch, self._pin_in, self._pin_at, self._settle)
+        finally:
+            end_together([holder for holder in batch.remote.values() if not holder.holds], self._deadline_s)
+
+    # -- in an arena --------------------------------------------------------------------------------
+
+    def _pin_in(
+        self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Any, _slots: Any, *, how: int = 0
+    ) -> Unresolved:
+        """Hold values in an arena that this process maps."""
+        unresolved = Unresolved()
+        holder = ArenaPins(reader, self._copier, self._check)
+        digests = [batch.digests[position] for position in positions]
+        entries = self._pinned(target, reader, holder, digests, how)
+        for at, (position, digest) in enumerate(zip(positions, digests)):
+            number = batch.numbers[position]
+            status, flags, length, crc, offset, _pin = entries[at] if entries else (Status.UNAVAILABLE, 0, 0, 0, 0, 0)
+            if status == Status.OK:
+                start = offset - reader.data_offset
+                if flags & ~PINNED_FLAGS:
+                    continue
+                if self._check is None or self._check(flags, crc, reader.data[start : start + length]):
+                    holder.values[number] = start, digest, None
+                    batch.pins.take(number, holder, length)
+            elif status in (Status.NO_SPACE, Status.UNAVAILABLE):
+                confirm = reader.confirm_previous if how else reader.confirm
+                self._note_version(reader, holder, number, digest, batch.pins, confirm)
+            elif not how:
+                unresolved.by_status(position, status, offset)
+        return unresolved
+
+    def _pinned(
+        self, target: Target, reader: ArenaReader, holder: ArenaPins, digests: Sequence[bytes], how: int
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        """Return the worker's answers, whose pins the holder has from then on; none if it cannot be asked."""
+        session = target.session
+        if session is None or session.reader is not reader:
+            return []
+        entries: list[tuple[int, int, int, int, int, int]] = []
+        try:
+            session.begin_copy()  # until the holder ends, so that the session's pins are not released before
+            try:
+                entries = session.pin_many(digests, how)
+            finally:
+                if not entries:
+                    session.end_copy()
+        except PeerError as exc:
+            self._routes.session_failed(target, session, exc)
+            return []
+        holder.take_pins(session, [entry[5] for entry in entries if entry[5]])
+        return entries
+
+    def _note_version(
+        self, reader: ArenaReader, holder: ArenaPins, number: int, digest: bytes, pins: Pins,
+        confirm: Callable[[bytes, int, int], bool],
+    ) -> None:  # fmt: skip
+        """Hold a value by its version: the pins are used up, or the worker is away."""
+        try:
+            found = reader.locate(digest)
+        except Unsettled:
+            return
+        if found is None:
+            if not 0 < reader.shard_word(digest) < PLAIN_BELOW:
+                self.counters["outages"] += 1  # nobody can say where it may be
+        elif confirm(digest, found.slot, found.seq) and reader.is_own(found) and not found.flags & ~PINNED_FLAGS:
+            holder.values[number] = found.offset - reader.data_offset, digest, found
+            pins.take(number, holder, found.length)
+
+    # -- at a server elsewhere ------------------------------------------------------------------------
+
+    def _pin_at(self, target: Target, positions: Sequence[int], batch: Any, *, how: int = 0) -> Steps[Unresolved]:
+        """Hold values by a lease."""
+        from .remote_pins import RemotePins  # a client whose workers are all on its host has no need of it
+
+        unresolved = Unresolved()
+        holder: RemotePins | None = batch.remote.get(target)
+        if holder is None:
+            holder = RemotePins.at(target, self._routes, self._copier, self._check, self.counters)
+            if holder is None:
+                count = len(positions)
+                self.counters["outages"] += count
+                return unresolved
+            batch.remote[target] = holder
+        entries = yield from holder.pin(
+            [(batch.numbers[position], batch.digests[position]) for position in positions], previous=bool(how)
+        )
+        for position, (status, _flags, length, _crc, epoch, _seq) in zip(positions, entries):
+            if status == Status.OK:
+                batch.pins.take(batch.numbers[position], holder, length)
+            elif not how:
+                unresolved.by_status(position, status, epoch)
+        return unresolved
+
+    # -- not at the owner -----------------------------------------------------------------------------
+
+    def _settle(self, target: Target, left: Unresolved, batch: Any, hops: int = HOPS) -> None:
+        """Hold values that ``target``, their owner by the map, does not have, where they are."""
+        routes, digests = self._routes, batch.digests
+        found = left.next_reads(
+            target, routes.table(), lambda position: shard_of(digests[position]), hops=hops,
+            connected=routes.manager_connected(),
+        )  # fmt: skip
+        if found.refresh:
+            routes.refresh()
+        for previous, positions in found.at_previous.items():
+            self._visit(previous, positions, batch, M.LOCATE_PREVIOUS)
+        for owner, positions in found.start_over.items():
+            more = self._visit(owner, positions, batch, 0)
+            if more:
+                self._settle(owner, more, batch, hops - 1)
+
+    def _visit(self, target: Target, positions: Sequence[int], batch: Any, how: int) -> Unresolved:
+        if self._owners.leaves_out(target, batch):
+            self._owners.count_unavailable(positions, batch)
+            return Unresolved()
+        reader = target.arena()
+        if reader is not None:
+            return self._pin_in(target, reader, positions, batch, None, how=how)
+        return finish(self._pin_at(target, positions, batch, how=how))

@@ -1,0 +1,405 @@
+"""Values of many keys, pinned together, to read ranges of them as often as wanted: layer by layer.
+
+:class:`Pins` is what a caller holds. Each of its values is of one version: the one that was stored when the keys were
+pinned. A read gives bytes of that version, or it is a miss; what happens to the key meanwhile does not matter. The
+values are held where they were found, by a holder for each worker:
+
+* **In an arena of this host** (:class:`ArenaPins`): by pins of the client's own session. Such a pin ends with the
+  process and by nothing else, so reads copy and check nothing. It outlasts the worker, and the move of its shard.
+* **At a server elsewhere** (``sdk/ops/remote_pins.py``): by a lease of a stream, which ends with one connection.
+
+A value that finds no room among the pins, which are bounded in number and bytes, is held by its version alone: a read
+confirms after its copy that the slot has not changed. If it has, the value is gone, for good.
+
+``sdk/ops/pinner.py`` finds the values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...arena.reader import ArenaReader, Located
+from ...errors import DeviceError, UsageError
+from ...host.buffers import Copier, Ranges, address_of
+from ...host.parts import scatter
+from ...ipc.steps import Steps
+from ...net.allowance import allowed
+from ..routing import Routes
+from .parts import Rows, check_apart, check_rows_apart, ranges_of, rows_of
+
+if TYPE_CHECKING:
+    from ...ipc.session import WorkerSession
+    from .remote_pins import RemotePins
+
+log = logging.getLogger("simm.client")
+
+#: What is read of a value: its position among the keys, and the ranges. The result is of :data:`~..batch.Result`.
+Want = tuple[int, Ranges]
+
+
+class ArenaPins:
+    """Values in an arena that this process maps. Any thread may call it."""
+
+    def __init__(self, reader: ArenaReader, copier: Copier, check: Callable[[int, int, Any], bool] | None) -> None:
+        self.reader = reader
+        self._copier = copier
+        self._check = check
+        #: By position: where the value begins in the data, and its version if only that holds it, with the digest.
+        self.values: dict[int, tuple[int, bytes, Located | None]] = {}
+        self._pins: list[int] = []
+        self._finalizer: weakref.finalize[..., ArenaPins] | None = None
+
+    def take_pins(self, session: WorkerSession, pins: list[int]) -> None:
+        """Own these pins of a session from now on, and the copy that the caller has begun at it."""
+        self._pins = pins
+        self._finalizer = weakref.finalize(self, _unpin, session, self.reader, pins)
+        self._finalizer.atexit = False
+
+    def read(self, wants: Sequence[Want], results: dict[int, Any]) -> None:
+        """Read ranges of values. Fill in results by position: above 0 for a hit. Raises DeviceError."""
+        reader, copier = self.reader, self._copier
+        data, address = reader.data, reader.data_address
+        for position, ranges in wants:
+            held = self.values.get(position)
+            if held is None:
+                continue
+            start, digest, found = held
+            if found is None:
+                scatter(ranges, data, address, start, copier, reader)
+            elif not self._read_version(start, digest, found, ranges):
+                self.values.pop(position, None)
+                continue
+            results[position] = 1
+
+    def _read_version(self, start: int, digest: bytes, found: Located, ranges: Ranges) -> bool:
+        """Read ranges of a value that no pin holds; return whether it was whole until then."""
+        reader = self.reader
+        if self._check is None:
+            scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
+            reader.touch(found.slot)
+            return reader.confirm_previous(digest, found.slot, found.seq)
+        value = bytes(reader.value(found))
+        if not reader.confirm_previous(digest, found.slot, found.seq) or not self._check(found.flags, found.crc, value):
+            return False
+        scatter(ranges, memoryview(value), address_of(memoryview(value)), 0, self._copier)
+        return True
+
+    def end(self) -> None:
+        """Release the values. Nothing reads them any more."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self.values.clear()
+
+    def addresses(self) -> dict[int, int] | None:
+        """Return where the values are in this process by position, or None if not all of them are pinned."""
+        base = self.reader.data_address
+        if any(found is not None for _, _, found in self.values.values()):
+            return None
+        return {position: base + start for position, (start, _, _) in self.values.items()}
+
+
+def _unpin(session: WorkerSession, _reader: ArenaReader, pins: list[int]) -> None:
+    """Release pins. A finalizer: no lock, no I/O. ``_reader`` kept the mapping until now."""
+    for pin in pins:
+        session.unpin_later(pin)
+    session.end_copy()
+
+
+class Pins:
+    """Values that stay as they were when their keys were pinned, until :meth:`release`. Any thread may call it.
+
+    Made by ``Client.pin``. A context manager. The values are numbered as their keys: a method takes a number, or the
+    key itself. Values that are not stored are misses: None, in ``lengths`` and from each read.
+
+    All methods raise UsageError once released, after the client was closed, and in a forked child.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], routes: Routes, copier: Copier, failed: Callable[[DeviceError], Any],
+        deadline_s: float,
+    ) -> None:  # fmt: skip
+        self.keys = tuple(keys)
+        #: The values' lengths in bytes; None for what is not stored.
+        self.lengths: list[int | None] = [None] * len(self.keys)
+        self._routes = routes
+        self._copier = copier
+        self._failed = failed
+        self._deadline_s = deadline_s
+        self._number_of: dict[str, int] | None = None
+        #: Who holds each value.
+        self._holders: list[ArenaPins | RemotePins | None] = [None] * len(self.keys)
+        self._remote_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._released = False
+        self._pid = os.getpid()
+        #: Where each value is in this process, if all of them are pinned there: 0 for a miss.
+        self._addresses: list[int] | None = None
+        #: Runs a call in a thread of the client.
+        self.in_thread: Callable[..., Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        held = sum(length is not None for length in self.lengths)
+        return f"<Pins: {held} of {len(self)} values{', released' if self._released else ''}>"
+
+    def __enter__(self) -> Pins:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # -- reads ------------------------------------------------------------------------------------
+
+    def get_ranges(self, key: int | str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+        """Copy ranges of a value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
+
+        None for a miss; the buffers may then hold anything. See ``Client.get_ranges`` for what a range may be. Raises
+        UsageError for a range that ends beyond the value, and has then written nothing.
+        """
+        number = self._number(key)
+        return self.read_wants([(number, ranges_of(ranges))])[0]
+
+    def get_ranges_many(
+        self, keys: Sequence[int | str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
+    ) -> list[int | None]:
+        """:meth:`get_ranges` for many values, each with a list of ranges. No two buffers of the call may overlap."""
+        if len(keys) != len(ranges):
+            raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")
+        numbers = [self._number(key) for key in keys]
+        sinks = [ranges_of(each, apart=False) for each in ranges]
+        check_apart(sinks)
+        return self.read_wants(list(zip(numbers, sinks)))
+
+    def read(self, ranges: Sequence[tuple[int, int, Any]]) -> list[int | None]:
+        """Copy the same ranges of every value, (offset, length, buffers) each; return each value's length, or None.
+
+        ``buffers`` has a buffer for each key: a list of them, or an array whose rows they are, which costs least. As a
+        layer has the same place in all pages of a model, this reads a layer. Errors as in :meth:`get_ranges`.
+        """
+        rows = [rows_of(each, len(self.keys)) for each in ranges]
+        if not rows:
+            raise UsageError("a value is read in at least one range")
+        check_rows_apart(rows)
+        for each in rows:
+            self._check_end(each.offset + each.length)
+        addresses = self._addresses
+        if addresses is not None and all(each.addresses is not None for each in rows):
+            with self._in_use():
+                for each in rows:
+                    self._copy(each, addresses)
+            return list(self.lengths)
+        return self.read_wants([(number, _row(rows, number)) for number in range(len(self.keys))])
+
+    def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
+        """Copy a range of all values that are pinned in this process."""
+        offset, length = rows.offset, rows.length
+        copy = self._copier.way(length)
+        for target, source in zip(rows.addresses or (), addresses):
+            if source:
+                copy(target, source + offset, length)
+
+    def _check_end(self, end: int) -> None:
+        for key, length in zip(self.keys, self.lengths):
+            if length is not None and length < end:
+                raise UsageError(f"the value of {key!r} has {length} bytes, and a range of it ends at byte {end}")
+
+    def read_wants(self, wants: Sequence[Want]) -> list[int | None]:
+        """Read ranges of values, which are given by number, into memory that does not overlap. Raises UsageError."""
+        lengths = self.lengths
+        for number, ranges in wants:
+            length = lengths[number]
+            if length is not None and length < ranges.least:
+                raise UsageError(
+                    f"the value of {self.keys[number]!r} has {length} bytes, and a range of it ends at byte "
+                    f"{ranges.least}"
+                )
+        with self._in_use():
+            # Results are by place: a value may be read twice in one call.
+            results: list[int | None] = [None] * len(wants)
+            local: dict[ArenaPins, list[tuple[int, Want]]] = {}
+            remote: dict[RemotePins, list[tuple[int, Want]]] = {}
+            for place, want in enumerate(wants):
+                holder = self._holders[want[0]]
+                if isinstance(holder, ArenaPins):
+                    local.setdefault(holder, []).append((place, want))
+                elif holder is not None:
+                    remote.setdefault(holder, []).append((place, want))
+            try:
+                if remote:
+                    self._read_remote(remote, results, lambda: self._read_local(local, results))
+                else:
+                    self._read_local(local, results)
+            except DeviceError as exc:
+                self._failed(exc)
+                return [None] * len(wants)
+            return results
+
+    def _read_local(self, at: Mapping[ArenaPins, Sequence[tuple[int, Want]]], results: list[int | None]) -> None:
+        """Read in arenas."""
+        for holder, parts in at.items():
+            for wants in _rounds(parts):
+                got: dict[int, Any] = {}
+                holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
+                self._note(wants, got, results)
+
+    def _read_remote(
+        self, at: Mapping[RemotePins, Sequence[tuple[int, Want]]], results: list[int | None],
+        meanwhile: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Read at other hosts, at all of them at the same time. One thread does at a time."""
+        if not self._remote_lock.acquire(timeout=max(0.0, allowed(self._deadline_s))):
+            meanwhile()  # another thread waits for a server that does not answer
+            return
+        try:
+            with self._routes.patience() as patience:
+                patience.together(
+                    [(holder.target, self._visit(holder, parts, results)) for holder, parts in at.items()], meanwhile
+                )
+        finally:
+            self._remote_lock.release()
+
+    def _visit(self, holder: RemotePins, parts: Sequence[tuple[int, Want]], results: list[int | None]) -> Steps[None]:
+        for wants in _rounds(parts):
+            got: dict[int, Any] = {}
+            yield from holder.read([(number, ranges) for number, (_, ranges) in wants.items()], got)
+            self._note(wants, got, results)
+
+    def _note(self, wants: Mapping[int, tuple[int, Ranges]], got: Mapping[int, Any], results: list[int | None]) -> None:
+        for number, (place, _) in wants.items():
+            if got.get(number, 0) > 0:
+                results[place] = self.lengths[number]
+
+    def _number(self, key: int | str) -> int:
+        """Return the number of a value. Raises UsageError."""
+        if isinstance(key, str):
+            if self._number_of is None:
+                self._number_of = {each: number for number, each in reversed(list(enumerate(self.keys)))}
+            number = self._number_of.get(key)
+            if number is None:
+                raise UsageError(f"{key!r} is not among the {len(self.keys)} keys that were pinned")
+            return number
+        if type(key) is not int or not 0 <= key < len(self.keys):
+            raise UsageError(f"a value is named by its key or by a number below {len(self.keys)}, not by {key!r}")
+        return key
+
+    # -- asyncio ----------------------------------------------------------------------------------
+
+    async def get_ranges_async(self, key: int | str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+        """:meth:`get_ranges`, awaitable."""
+        assert self.in_thread is not None
+        got: int | None = await self.in_thread(self.get_ranges, key, ranges)
+        return got
+
+    async def get_ranges_many_async(
+        self, keys: Sequence[int | str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
+    ) -> list[int | None]:
+        """:meth:`get_ranges_many`, awaitable."""
+        assert self.in_thread is not None
+        got: list[int | None] = await self.in_thread(self.get_ranges_many, keys, ranges)
+        return got
+
+    async def read_async(self, ranges: Sequence[tuple[int, int, Any]]) -> list[int | None]:
+        """:meth:`read`, awaitable."""
+        assert self.in_thread is not None
+        got: list[int | None] = await self.in_thread(self.read, ranges)
+        return got
+
+    # -- end --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the values for one call. Raises UsageError."""
+        if self._pid != os.getpid():
+            raise UsageError("these keys were pinned before the fork; pin them again with client.pin(keys)")
+        with self._lock:
+            if self._released:
+                raise UsageError("these values are released; pin them again with client.pin(keys)")
+            if self._routes.closed:
+                raise UsageError("this client is closed")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+            end_together(self._unused(), self._deadline_s)
+
+    def release(self) -> None:
+        """Release all values, once the calls in flight have ended. Twice is harmless. Does not raise."""
+        end_together(self.give_up(), self._deadline_s)
+
+    def give_up(self) -> list[ArenaPins | RemotePins]:
+        """Mark all values as released. Return the holders that the caller must end: none while calls are in flight."""
+        if self._pid != os.getpid():
+            return []  # they are the parent's
+        with self._lock:
+            self._released = True
+        return self._unused()
+
+    def _unused(self) -> list[ArenaPins | RemotePins]:
+        with self._lock:
+            if not self._released or self._calls:
+                return []
+            self._addresses = None
+            holders, self._holders = self._holders, [None] * len(self.keys)
+        return list({id(each): each for each in holders if each is not None}.values())
+
+    # -- for the Pinner ---------------------------------------------------------------------------
+
+    def take(self, number: int, holder: ArenaPins | RemotePins, length: int) -> None:
+        """Note who holds a value."""
+        self._holders[number] = holder
+        self.lengths[number] = length
+
+    def settle(self) -> None:
+        """Note that all values have been found, and make the fast form of reads if they are all in this process."""
+        addresses = [0] * len(self.keys)
+        for holder in {id(each): each for each in self._holders if each is not None}.values():
+            found = holder.addresses() if isinstance(holder, ArenaPins) else None
+            if found is None:
+                return
+            for number, address in found.items():
+                addresses[number] = address
+        self._addresses = addresses
+
+
+def end_together(holders: Sequence[ArenaPins | RemotePins], deadline_s: float) -> None:
+    """End holders, those of all servers within one deadline. Does not raise for a server that is gone."""
+    until = time.monotonic() + allowed(deadline_s)
+    for holder in holders:
+        if not isinstance(holder, ArenaPins):
+            holder.begin_end(until)
+    for holder in holders:
+        holder.end()
+
+
+def _row(rows: Sequence[Rows], number: int) -> Ranges:
+    """Return what is read of one value."""
+    parts = [each.part(number) for each in rows]
+    return Ranges(parts, max(each.offset + each.length for each in rows), sum(each.length for each in rows))
+
+
+def _rounds(parts: Sequence[tuple[int, Want]]) -> Iterator[dict[int, tuple[int, Ranges]]]:
+    """Yield what is read, by number with its place in the call: a number that comes up again goes to another round."""
+    left = list(parts)
+    while left:
+        now: dict[int, tuple[int, Ranges]] = {}
+        later: list[tuple[int, Want]] = []
+        for place, (number, ranges) in left:
+            if number in now:
+                later.append((place, (number, ranges)))
+            else:
+                now[number] = place, ranges
+        yield now
+        left = later

@@ -1,0 +1,239 @@
+"""Values that a stream pins for one connection of this client: how :class:`~.pins.Pins` holds them elsewhere.
+
+The connection is taken out of the path's pool and used for nothing else until the values are released: it is the lease.
+When it breaks, so does the hold of all its values by TCP, and they are misses from then on.
+
+By RDMA values are read as any others (``sdk/ops/rdma_ranges.py``), from the slots that have just these versions. That
+needs no pin to be right. The lease keeps the versions in their places, and sends by TCP what its slot has no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import PeerError, TransportError
+from ...host.buffers import Copier, Ranges, address_of
+from ...host.parts import has_device, in_host_memory, scatter
+from ...ipc.steps import Steps
+from ...net.allowance import allowed
+from ...net.channel import Channel, ChannelWait
+from ...wire import messages as M
+from ...wire.messages import Status
+from ..batch import UNAVAILABLE, Batch
+from ..routing import Routes
+from ..tcp import EXCHANGE_KEYS, TcpPath, chunks, receive_ranges
+from ..worker_path import Target
+
+if TYPE_CHECKING:
+    from .rdma_ranges import Version
+
+log = logging.getLogger("simm.client")
+
+#: What PINNED says of a value.
+Entry = tuple[int, int, int, int, int, int]
+_NOWHERE: Entry = (Status.UNAVAILABLE, 0, 0, 0, 0, 0)
+
+
+class RemotePins:
+    """The values of one lease. One thread at a time calls it."""
+
+    def __init__(
+        self, target: Target, path: TcpPath, channel: Channel, copier: Copier,
+        check: Callable[[int, int, Any], bool] | None, counters: dict[str, int],
+    ) -> None:  # fmt: skip
+        self.target = target
+        self._path = path
+        self._channel = channel
+        self._copier = copier
+        self._check = check
+        self.counters = counters
+        #: By number: handle, flags, length and crc.
+        self._values: dict[int, tuple[int, int, int, int]] = {}
+        #: Handles of values that are gone. The server keeps them until it is told.
+        self._gone: list[int] = []
+        #: The number of the UNPIN that has been sent; 0 without one.
+        self._unpinning = 0
+        #: By number: what RDMA reads, and in which arena.
+        self._versions: dict[int, tuple[bytes, Version]] = {}
+        self._arena = target.rdma.arena if target.rdma is not None else None
+
+    @classmethod
+    def at(
+        cls, target: Target, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None,
+        counters: dict[str, int],
+    ) -> RemotePins | None:  # fmt: skip
+        """Return a lease at a server, or None if it cannot be reached."""
+        path = target.tcp
+        if path is None:
+            return None
+        try:
+            channel = path.take(time.monotonic() + allowed(path.deadline_s))
+        except PeerError as exc:
+            target.tcp_lost(path, str(exc))
+            routes.wake()
+            return None
+        return cls(target, path, channel, copier, check, counters)
+
+    def pin(self, keys: Sequence[tuple[int, bytes]], *, previous: bool) -> Steps[list[Entry]]:
+        """Pin values, (number, digest) each; return PINNED's entry of each."""
+        channel = self._channel
+        entries: list[Entry] = []
+        with self._failing(len(keys)):
+            for start in range(0, len(keys), EXCHANGE_KEYS):
+                part = keys[start : start + EXCHANGE_KEYS]
+                self._bound()
+                number = channel.submit(M.Pin(int(previous), [digest for _, digest in part]))
+                yield ChannelWait(channel, number, last=start + EXCHANGE_KEYS >= len(keys))
+                answer = channel.result(channel.wait(number))
+                if not isinstance(answer, M.Pinned) or len(answer.entries) != len(part):
+                    channel.fail("the server answered PIN with something else")
+                entries += answer.entries
+                for (value, digest), (status, flags, length, crc, handle, seq) in zip(part, answer.entries):
+                    if status == Status.OK:
+                        self._values[value] = handle, flags, length, crc
+                        self._versions[value] = digest, (seq, length, crc)
+        return entries + [_NOWHERE] * (len(keys) - len(entries))
+
+    def read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
+        """Read ranges of values; fill in results by number: above 0 for a hit. Raises DeviceError."""
+        wants = [want for want in wants if want[0] in self._values]
+        parts = chunks(
+            [(at, self._wanted_bytes(*want)) for at, want in enumerate(wants)], lambda at: len(wants[at][1].parts)
+        )
+        for part in parts:
+            yield from self._read([wants[at] for at in part], results)
+
+    def _wanted_bytes(self, number: int, ranges: Ranges) -> int:
+        return ranges.total if self._check is None else self._values[number][2]
+
+    def _read(self, wants: Sequence[tuple[int, Ranges]], results: dict[int, Any]) -> Steps[None]:
+        """Do one exchange of :meth:`read`."""
+        hosted: list[Ranges] = []
+        finals: list[Any] = []
+        for number, ranges in wants:
+            final: Any = None
+            if self._check is not None:  # the whole value must be seen
+                whole = memoryview(bytearray(self._values[number][2]))
+                ranges, final = Ranges([(0, len(whole), 0, whole)], len(whole), len(whole)), (whole, ranges)
+            elif has_device(part[3] for part in ranges.parts):
+                ranges, final = in_host_memory(ranges)
+            hosted.append(ranges)
+            finals.append(final)
+        left: Sequence[int] = range(len(wants))
+        numbers = [number for number, _ in wants]
+        rdma = self.target.rdma
+        if self._check is None and rdma is not None and rdma.down_reason is None and rdma.arena is self._arena:
+            from .rdma_ranges import read_versions  # the path has loaded it
+
+            batch = Batch([self._versions[number][0] for number in numbers], hosted)
+            versions = [self._versions[number][1] for number in numbers]
+            left = yield from read_versions(rdma, batch, versions, self._copier, self.counters)
+        answers = (yield from self._fetch(numbers, hosted, left)) if left else {}
+        for at, number in enumerate(numbers):
+            status = answers.get(at, Status.OK)
+            if status == Status.OK:
+                results[number] = int(self._deliver(number, finals[at]))
+            elif status == Status.UNAVAILABLE:
+                results[number] = UNAVAILABLE
+            else:
+                self._forget(number)  # it had no pin, and has changed
+
+    def _forget(self, number: int) -> None:
+        value = self._values.pop(number, None)
+        if value is not None:
+            self._gone.append(value[0])
+
+    def _fetch(self, numbers: Sequence[int], hosted: Sequence[Ranges], left: Sequence[int]) -> Steps[dict[int, int]]:
+        """Read by TCP; return a status for each of ``left``."""
+        statuses: dict[int, int] = dict.fromkeys(left, Status.UNAVAILABLE)
+        if not self.target.bulk:
+            count = len(left)
+            self.counters["outages"] += count
+            return statuses
+        with self._failing(len(left)):
+            self._bound()
+            asked = [(self._values[numbers[at]][0], hosted[at]) for at in left]
+            answers = yield from receive_ranges(self._channel, M.FetchPinned, asked)
+            statuses.update((at, answer[0]) for at, answer in zip(left, answers))
+        return statuses
+
+    def _deliver(self, number: int, final: Any) -> bool:
+        """Take received bytes to where they belong, if they are not there; return whether the value is sound."""
+        if final is None:
+            return True
+        if self._check is None:
+            final[0][0].copy_to_device(final)
+            return True
+        whole, ranges = final
+        _, flags, _, crc = self._values[number]
+        if not self._check(flags, crc, whole):
+            return False
+        scatter(ranges, whole, address_of(whole), 0, self._copier)
+        return True
+
+    def _bound(self) -> None:
+        """Begin an exchange. Raises TransportError."""
+        if self._channel.broken:
+            raise TransportError(self._channel.broken)
+        self._channel.bound(time.monotonic() + allowed(self._path.deadline_s))
+
+    @contextlib.contextmanager
+    def _failing(self, keys: int) -> Any:
+        """End the lease if an exchange fails, and count the keys. Does not raise for a server that is gone."""
+        try:
+            yield
+        except PeerError as exc:
+            log.info("values pinned at %r: %s", self.target, exc)
+            self.counters["outages"] += keys
+            self._close(str(exc))
+        except BaseException:
+            self._close("interrupted")  # the rest of the exchange may still arrive
+            raise
+
+    def _close(self, reason: str) -> None:
+        self._channel.broken = self._channel.broken or reason
+        self._channel.close()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds any value."""
+        return bool(self._values)
+
+    def begin_end(self, until: float) -> None:
+        """Begin to release the values: tell the server, which answers by ``until`` (monotonic seconds) or not at all.
+
+        Does not raise for a server that is gone.
+        """
+        handles = [*self._gone, *(handle for handle, _, _, _ in self._values.values())]
+        self._values, self._gone = {}, []
+        channel = self._channel
+        if not handles or channel.broken:
+            return
+        try:
+            channel.bound(until)
+            self._unpinning = channel.submit(M.Unpin(handles))
+        except PeerError as exc:
+            self._close(str(exc))
+        except BaseException:
+            self._close("interrupted")
+            raise
+
+    def end(self) -> None:
+        """Release the values, and return the connection to the path. A server that is silent loses it, and them."""
+        if not self._unpinning:
+            self.begin_end(time.monotonic() + allowed(self._path.deadline_s))
+        number, self._unpinning = self._unpinning, 0
+        channel = self._channel
+        try:
+            if number and not channel.broken:
+                channel.result(channel.wait(number))
+        except PeerError as exc:
+            self._close(str(exc))
+        except BaseException:
+            self._close("interrupted")
+            raise
+        self._path.give(channel)
