@@ -1,0 +1,170 @@
+{{- /* RELEASE-CHART, as RELEASE alone for each release that contains the chart's name would be one name for the releases x
+       and x-simm. At most 40 characters: the name of a StatefulSet may have 52, and "-dataserver" follows. */ -}}
+{{- define "simm.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := eq $name .Release.Name | ternary $name (printf "%s-%s" .Release.Name $name) -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if gt (len $full) 40 -}}
+{{- printf "%s-%s" ($full | trunc 31 | trimSuffix "-") ($full | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- $full -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "simm.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "simm.labels" -}}
+{{ include "simm.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end -}}
+
+{{- define "simm.image" -}}
+{{- with .Values.image -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "simm.tokenSecret" -}}
+{{- default (printf "%s-token" (include "simm.fullname" .)) .Values.token.existingSecret -}}
+{{- end -}}
+
+{{- /* Each manager by its own name: clients and data servers try them in turn. */ -}}
+{{- define "simm.managers" -}}
+{{- $service := printf "%s-manager" (include "simm.fullname" .) -}}
+{{- range $n := until (int .Values.manager.replicas) -}}
+{{- if $n }},{{ end }}{{ $service }}-{{ $n }}.{{ $service }}.{{ $.Release.Namespace }}:{{ int64 $.Values.manager.port }}
+{{- end -}}
+{{- end -}}
+
+{{- /* A UNIX socket's path has 107 bytes, and the end of it, /NAME.NUMBER.sock, up to 72. */ -}}
+{{- define "simm.runtimeDir" -}}
+{{- $folder := default (printf "/run/simm/%s.%s" .Release.Namespace (include "simm.fullname" .)) .Values.dataserver.runtimeDir -}}
+{{- if gt (len $folder) 35 -}}
+{{- if .Values.dataserver.runtimeDir -}}
+{{- fail (printf "dataserver.runtimeDir: %s has more than 35 characters" $folder) -}}
+{{- end -}}
+/run/simm/{{ printf "%s.%s" .Release.Namespace (include "simm.fullname" .) | sha256sum | trunc 24 }}
+{{- else -}}
+{{- $folder -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Mi of a quantity in Mi, Gi or Ti. */ -}}
+{{- define "simm.mib" -}}
+{{- $number := regexFind "^[0-9]+" . | int64 -}}
+{{- if hasSuffix "Ti" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end -}}
+{{- end -}}
+
+{{- /* Refuses arenas that the data server would refuse: it and its processes need some of the memory themselves
+       (simm/server/arena_stock.py has the figures). */ -}}
+{{- define "simm.checkMemory" -}}
+{{- with .Values.dataserver -}}
+{{- $limit := include "simm.mib" .memory | int64 -}}
+{{- if ne .arena "auto" -}}
+{{- if eq (toString .numa) "all" -}}
+{{- fail "dataserver.arena is the size of each worker's, and the chart cannot tell how many NUMA nodes there are: name them in dataserver.numa, or use arena: auto" -}}
+{{- end -}}
+{{- $workers := mul (len (splitList "," (toString .numa))) .workers -}}
+{{- $children := mul $workers (add 2 .streams) -}}
+{{- $room := sub $limit (add 48 (mul 16 $children)) -}}
+{{- $arena := include "simm.mib" .arena | int64 -}}
+{{- if gt (mul $arena (add (mul 512 $workers) $children)) (mul $room 512) -}}
+{{- fail (printf "%d arena(s) of %s and their processes do not fit into dataserver.memory, %s; a server needs 48Mi, and for each worker's %d processes 16Mi and 1/512 of its arena" $workers .arena .memory (int (add 2 .streams))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "simm.check" -}}
+{{- include "simm.checkMemory" . -}}
+{{- with .Values -}}
+{{- if and (gt (int .manager.replicas) 1) (not .manager.coordinator.url) -}}
+{{- fail "several managers need manager.coordinator.url: without an etcd each would have a cluster of its own" -}}
+{{- end -}}
+{{- with .manager.coordinator -}}
+{{- if and (or .caKey .certKey .loginKey) (not .existingSecret) -}}
+{{- fail "manager.coordinator: its keys are those of existingSecret" -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int .manager.port) (int .manager.httpPort) -}}
+{{- fail "manager.port and manager.httpPort are one" -}}
+{{- end -}}
+{{- if and (ge (int .dataserver.httpPort) (int .dataserver.port)) (le (int .dataserver.httpPort) (add (int .dataserver.port) 63 | int)) -}}
+{{- fail (printf "dataserver.httpPort is one of the 64 ports of workers and endpoints, from %d on" (int .dataserver.port)) -}}
+{{- end -}}
+{{- if and .dataserver.warm (ne .dataserver.sharedMemory "host") -}}
+{{- fail "dataserver.warm needs sharedMemory: host, as a pod's /dev/shm ends with the pod" -}}
+{{- end -}}
+{{- if and .dataserver.engineGroup (ne .dataserver.sharedMemory "host") -}}
+{{- fail "dataserver.engineGroup needs sharedMemory: host, as no engine sees a pod's /dev/shm" -}}
+{{- end -}}
+{{- if and .prometheusRule.enabled (not .serviceMonitor.enabled) -}}
+{{- fail "prometheusRule needs serviceMonitor: the alerts tell releases apart by the labels that it adds" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "simm.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ int64 .Values.user }}
+runAsGroup: {{ int64 .Values.user }}
+# The kubelet makes Secrets and volumes readable for this group.
+fsGroup: {{ int64 .Values.user }}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "simm.tlsServer" -}}
+{{- with .Values.tls -}}
+{{- if .existingSecret }}
+- {name: SIMM_TLS_CERT, value: /etc/simm-tls/tls.crt}
+- {name: SIMM_TLS_KEY, value: /etc/simm-tls/tls.key}
+{{- with .clientCaKey }}
+- {name: SIMM_TLS_CLIENT_CA, value: {{ printf "/etc/simm-tls/%s" . | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Text, whole numbers and booleans. Numbers are floats here, and large ones would be written 1e+06. */ -}}
+{{- define "simm.settings" -}}
+{{- range $name, $value := . }}
+- {name: SIMM_{{ upper $name }}, value: {{ if kindIs "float64" $value }}{{ printf "%.0f" $value | quote }}{{ else }}{{ toString $value | quote }}{{ end }}}
+{{- end }}
+{{- end -}}
+
+{{- define "simm.probe" -}}
+{path: {{ .path }}, port: http{{ if .root.Values.tls.existingSecret }}, scheme: HTTPS{{ end }}}
+{{- end -}}
+
+{{- define "simm.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Servers of one component on different nodes, unless the values say something else. */ -}}
+{{- define "simm.affinity" -}}
+{{- if .affinity }}
+affinity: {{ toYaml .affinity | nindent 2 }}
+{{- else if .apart }}
+affinity:
+  podAntiAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{ include "simm.selector" . | nindent 12 }}
+{{- end }}
+{{- end -}}
