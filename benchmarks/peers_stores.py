@@ -106,11 +106,15 @@ class Peer:
 
     name: ClassVar[str]
 
-    def __init__(self, home: Path, memory: int, buffers: int):
-        """Take the bytes that the store may hold, and the bytes of the arrays that its caller will use."""
+    def __init__(self, home: Path, memory: int, buffers: int, state: str = "room"):
+        """Take the bytes that the store may hold, and the bytes of the arrays that its caller will use.
+
+        ``state``: ``room`` if it will be given less than it may hold, ``full`` if it is to evict.
+        """
         self.home = home
         self.memory = memory
         self.buffers = buffers
+        self.state = state
         home.mkdir()
 
     @classmethod
@@ -272,7 +276,10 @@ class Redis(_OnSocket):
         return " ".join(first_line("redis-server", "--version").split()[:3])
 
     def start(self) -> None:
-        command = ["redis-server", "--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]
+        command = ["redis-server", "--port", "0", "--save", "", "--appendonly", "no"]
+        if self.state == "full":
+            command += ["--maxmemory", str(self.memory), "--maxmemory-policy", "allkeys-lru"]
+        command.append("--unixsocket")
         keep_pages = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:30"}
         self._client = BareRedis(self._serve(command, keep_pages))
 
@@ -290,7 +297,8 @@ class Memcached(_OnSocket):
     def start(self) -> None:
         # Large values live in chunks of 512 KiB, and pages move between size classes slowly: the
         # extra memory keeps it from evicting what the other stores can hold.
-        command = ["memcached", "-m", str(2 * self.memory >> 20), "-I", "64m", "-R", "1000"]
+        memory = self.memory if self.state == "full" else 2 * self.memory
+        command = ["memcached", "-m", str(memory >> 20), "-I", "64m", "-R", "1000"]
         command += ["-u", "root", "-s"] if os.geteuid() == 0 else ["-s"]
         self._client = BareMemcached(self._serve(command))
 
@@ -405,8 +413,8 @@ class MooncakeLocal(Peer):
         "GLOG_minloglevel": "3",
     }
 
-    def __init__(self, home: Path, memory: int, buffers: int):
-        super().__init__(home, memory, buffers)
+    def __init__(self, home: Path, memory: int, buffers: int, state: str = "room"):
+        super().__init__(home, memory, buffers, state)
         self._servers: list[Server] = []
         self._store: Any = None
 

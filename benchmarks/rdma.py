@@ -325,7 +325,7 @@ class Load:
                 raise Failed(f"WRONG BYTES: {key} after {name}")
         for worker in self.client.stats()["workers"]:
             if worker["path"] != "rdma":
-                raise Failed(f"{worker['node']}/{worker['worker']} is reached by {worker['path']}: {worker['why']}")
+                raise Failed(f"{worker['node']}/{worker['worker']} is reached by {worker['path']}: {worker['reason']}")
 
     def close(self) -> None:
         """Delete the keys."""

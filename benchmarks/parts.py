@@ -1,0 +1,101 @@
+"""Compare ranges and pieces of values with whole values, and with numpy's own gathers, in bursts that alternate.
+
+    python benchmarks/parts.py                 a cluster of its own, by shared memory; --path tcp by TCP
+
+What slows the machine for longer than a burst slows both of a pair. Each pair gives a ratio; the median of all pairs is
+the result, with the quartiles beside it. Gathers read the same bytes of the same memory: the value in the arena, which
+numpy sees through a view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from simm.client import Client
+
+MEMORY_BYTES: Final = 512 << 20
+VALUE_BYTES: Final = 16 << 20
+PAGE_BYTES: Final = 4096
+KEYS: Final = VALUE_BYTES // PAGE_BYTES
+RANGES: Final = 64
+RANGE_BYTES: Final = 64 << 10
+
+
+def burst(call: Callable[[int], Any], calls: int) -> float:
+    """Return microseconds per call."""
+    began = time.perf_counter()
+    for number in range(calls):
+        call(number)
+    return (time.perf_counter() - began) / calls * 1e6
+
+
+def compare(name: str, base: Callable[[int], Any], other: Callable[[int], Any], calls: int, pairs: int) -> None:
+    """Print the ratio of two calls."""
+    burst(base, calls)
+    burst(other, calls)
+    times, ratios = [], []
+    for _ in range(pairs):
+        first, middle, last = burst(base, calls), burst(other, calls), burst(base, calls)
+        times.append((first + last) / 2)
+        ratios.append(2 * middle / (first + last))
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    print(f"{name:<58}{statistics.median(times):10.1f}{ratio:9.2f}   {low:.2f} to {high:.2f}", flush=True)
+
+
+def main() -> None:
+    """Run all comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", default="shm", choices=("shm", "tcp"))
+    parser.add_argument("--pairs", type=int, default=60)
+    given = parser.parse_args()
+    with Client.local(MEMORY_BYTES, path=given.path) as client:
+        rng = np.random.default_rng(1)
+        value = rng.integers(0, 256, VALUE_BYTES, dtype=np.uint8)
+        keys = [f"page {number}" for number in range(KEYS)]
+        places = rng.permutation(KEYS).tolist()
+        assert client.put("value", value)
+        assert all(client.put(key, value[:PAGE_BYTES]) for key in keys)
+        page = bytearray(PAGE_BYTES)
+        print(f"{'us of the first, ratio of the second to it, quartiles':<58}")
+        compare(
+            "a value of 4 KiB, one of 4,096; 4 KiB out of one of 16 MiB",
+            lambda number: client.get_into(keys[places[number % KEYS]], page),
+            lambda number: client.get_ranges("value", [(places[number % KEYS] * PAGE_BYTES, PAGE_BYTES, page)]),
+            400 if given.path == "shm" else 50, given.pairs,
+        )  # fmt: skip
+        place = rng.permutation(VALUE_BYTES // RANGE_BYTES)[:RANGES]
+        together = np.empty((RANGES, RANGE_BYTES), np.uint8)
+        rows = [np.empty(RANGE_BYTES, np.uint8) for _ in range(RANGES)]
+        into_rows = [(int(at) * RANGE_BYTES, RANGE_BYTES, row) for at, row in zip(place, rows)]
+        into_one = [(int(at) * RANGE_BYTES, RANGE_BYTES, row) for at, row in zip(place, together)]
+        view = client.view("value")
+        seen = np.frombuffer(view.data, np.uint8)
+        table = seen.reshape(-1, RANGE_BYTES)
+
+        def slices(_: int) -> None:
+            for offset, length, row in into_rows:
+                row[:] = seen[offset : offset + length]
+
+        def ranges(_: int) -> None:
+            client.get_ranges("value", into_rows)
+
+        compare("numpy.take of 64 rows of 64 KiB; 64 ranges",
+                lambda _: np.take(table, place, axis=0, out=together),
+                lambda _: client.get_ranges("value", into_one), 10, given.pairs)  # fmt: skip
+        compare("table[rows], a new array; 64 ranges", lambda _: table[place], ranges, 10, given.pairs)
+        compare("a loop of 64 numpy slice copies of 64 KiB; 64 ranges", slices, ranges, 10, given.pairs)
+        pieces = [value[int(at) * RANGE_BYTES :][:RANGE_BYTES] for at in place]
+        whole = value[: RANGES * RANGE_BYTES]
+        compare("a put of 4 MiB; of 64 pieces of 64 KiB", lambda _: client.put("whole", whole),
+                lambda _: client.put_gather("pieces", pieces), 10, given.pairs)  # fmt: skip
+        view.close()
+
+
+if __name__ == "__main__":
+    main()
