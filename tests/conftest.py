@@ -32,8 +32,8 @@ _APART: Final = ("tests/unit/", "tests/models/", "tests/engines/")
 #: But these look at what the whole machine has, or at clocks.
 _NOT_APART: Final = (
     "tests/unit/ipc/test_session.py", "tests/unit/net/test_channel.py", "tests/unit/net/test_http.py",
-    "tests/unit/net/test_web.py", "tests/unit/sdk/test_deadlines.py", "tests/unit/sdk/test_routing.py",
-    "tests/unit/server/test_migration_wire.py", "tests/unit/server/test_worker_session.py", "tests/unit/shm/",
+    "tests/unit/sdk/test_deadlines.py", "tests/unit/sdk/test_routing.py", "tests/unit/server/test_migration_wire.py",
+    "tests/unit/server/test_worker_session.py", "tests/unit/shm/",
     "tests/unit/tools/test_doctor.py", "tests/unit/wire/test_fast_commit.py",
 )  # fmt: skip
 _FAULTS: Final = ("tests/system/faults/", "tests/system/partitions/")

@@ -64,9 +64,9 @@ def no_fence() -> None:
     def nothing(*_: Any) -> None:
         pass
 
-    simm.server.rdma_devices.Windows.unbind = nothing  # type: ignore[method-assign]
-    simm.server.rdma_devices.Windows.release = nothing  # type: ignore[method-assign]
-    simm.server.rdma_devices.Windows.free = nothing  # type: ignore[method-assign]
+    simm.server.rdma_devices.WindowPool.unbind = nothing  # type: ignore[method-assign]
+    simm.server.rdma_devices.WindowPool.release = nothing  # type: ignore[method-assign]
+    simm.server.rdma_devices.WindowPool.free = nothing  # type: ignore[method-assign]
 
     def close(self: Any) -> list[Any]:
         self.closed = True

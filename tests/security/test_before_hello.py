@@ -1,7 +1,8 @@
-"""What a peer without a token may say to a manager: HELLO and PING, and nothing else is looked into."""
+"""What a peer without a token may say to a server: HELLO, PING and AUTH. Nothing else is looked into."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from collections.abc import Callable
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from simm.net.admission import HELLO_BYTES_MAX
+from simm.net.channel import Channel, greet
 from simm.rpc import CODECS, FRAMING_VERSION, HEADER, MAGIC, Connection, Frame
 from simm.wire import messages as M
-from simm.wire.messages import Status
+from simm.wire.hello import client_hello
+from simm.wire.messages import Role, Status
 from tests.support.manager_process import WAIT_S, Process
+from tests.support.token_servers import KINDS, serving
+from tests.support.tokens import old_tokens
 from tests.support.wire_samples import TYPES
 
 TOKEN = "the-token-of-this-test"
@@ -70,6 +75,31 @@ def test_no_body_is_looked_into(guarded: Process) -> None:
         assert counters["handler_errors"] == 0
     log = guarded.log.read_text()
     assert "Traceback" not in log and log.count("refusing") < 25 and "more lines" not in log
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_server_looks_into_a_body(kind: str) -> None:
+    """As above, for each kind of server and the messages of all of them."""
+    rng = random.Random(12)
+    opening = {M.Hello, M.Ping, M.Auth, M.Prove}
+    other = Status.UNAUTHORIZED if kind == "manager" else Status.BAD_REQUEST  # data servers take nothing before HELLO
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(kind, old_tokens(TOKEN)))
+        bystander = stack.enter_context(contextlib.closing(Channel.tcp(*server.address, WAIT_S)))
+        greet(bystander, server.service, client_hello(Role.CLIENT), TOKEN)
+        port = server.address[1]
+        for opcode, codec in CODECS.items():
+            body = rng.randbytes(rng.randrange(HELLO_BYTES_MAX))
+            for size, expected in (
+                (len(body), Status.BAD_REQUEST if codec.cls in opening else other),
+                (HELLO_BYTES_MAX + 1, Status.BAD_REQUEST),
+            ):
+                frame, *more = answers(port, HEADER.pack(MAGIC, FRAMING_VERSION, opcode, 0, 0, 1, size) + body)
+                assert not more, codec.cls.__name__
+                assert (frame.opcode, frame.status) == (M.OP_ERROR, expected), codec.cls.__name__
+        assert bystander.call(M.Ping(7)) == M.Pong(7)
+        assert server.loop.handler_errors == 0
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 from simm.client import Client
 from simm.config.settings import ensure_runtime_dir
 from simm.net.named_socket import NamedSocket
-from tests.support.other_user import GID, let_through, needs_root, run_as
+from simm.rpc import encode
+from simm.wire import messages as M
+from simm.wire.hello import client_hello
+from tests.support.child import Child
+from tests.support.other_user import GID, command_as, let_through, needs_root, run_as
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
@@ -28,7 +33,8 @@ USE = """if True:
         assert client.get("from the server's user") == b"s" * 100_000
         with client.view("from the server's user") as view:
             assert bytes(view.data) == b"s" * 100_000
-        print([worker["path"] for worker in client.stats()["workers"]], [w["why"] for w in client.stats()["workers"]])
+        workers = client.stats()["workers"]
+        print([worker["path"] for worker in workers], [worker["reason"] for worker in workers])
 """
 
 
@@ -109,6 +115,35 @@ def test_a_member_writes_values_and_nothing_else(cluster: Cluster) -> None:
         assert all(client.put_many(list(before), list(before.values())))
         assert client.get_many(list(before)) == list(before.values())
         assert cluster.worker_stats()["pid"] == pid
+
+
+SILENT = """if True:
+    import contextlib, socket
+    from simm.ipc.session import WorkerSession
+    def connected():
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(sys.argv[1])
+        return sock
+    print("ready", flush=True)
+    sys.stdin.readline()
+    socks = [connected() for _ in range(300)]
+    with contextlib.closing(WorkerSession(sys.argv[1], "quiet", 10.0)):
+        print("said HELLO", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_member_that_connects_and_says_nothing(cluster: Cluster) -> None:
+    """It costs the worker 256 connections at most, and no other user's: each gives way to its own."""
+    uds = str(cluster.folder / "run" / f"{cluster.name}.0.sock")
+    with socket.socket(socket.AF_UNIX) as own, Child(command_as(SILENT, uds), talks=True) as member:
+        member.expect("ready")
+        own.connect(uds)  # the oldest of all
+        member.tell("go")
+        member.expect("said HELLO")
+        assert cluster.worker_stats()["connections"] < 256 + 20
+        own.sendall(encode(client_hello(M.Role.CLIENT), 1))
+        assert own.recv(1 << 16), "it was not closed for the member's"
 
 
 def test_the_socket_is_the_groups_when_it_is_bound_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from simm.client import Client
 from simm.constants import SHARD_COUNT
-from simm.net.channel import Channel
+from simm.net.channel import Channel, Refused
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
 from simm.wire.shard_set import EPOCHS_AHEAD, bitmap_of
@@ -23,10 +23,19 @@ EVERY = bitmap_of(range(SHARD_COUNT))
 def freeze(fleet: Fleet, ahead: int) -> int:
     """Freeze all shards of the first server as a mover would, by an epoch so far ahead; return that."""
     reply = fleet.ask_manager(M.MapGet(0, 0))
+    wait_until(lambda: frozen(fleet, ahead, reply), "the server has the map that is gone beyond")
+    return int(reply.epoch) + ahead
+
+
+def frozen(fleet: Fleet, ahead: int, reply: M.MapReply) -> bool:
+    """Return False if the server does not believe in the epoch, as it does not have the newest map yet."""
     with contextlib.closing(Channel.tcp(reply.workers[0].host, reply.workers[0].port, WAIT_S)) as channel:
         channel.call(client_hello(M.Role.MOVER, namespace="default"))
-        assert isinstance(channel.call(M.Freeze(reply.epoch + ahead, EVERY)), M.Frozen)
-    return int(reply.epoch) + ahead
+        try:
+            return isinstance(channel.call(M.Freeze(reply.epoch + ahead, EVERY)), M.Frozen)
+        except Refused as refused:
+            assert "no map has epoch" in str(refused)
+            return False
 
 
 def driven_beyond(fleet: Fleet, epoch: int) -> None:

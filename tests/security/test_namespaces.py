@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import ENTRY_BOUND
+from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
 from simm.config.client_options import ClientOptions
 from simm.config.tokens import Token, TokenRole
 from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
+from simm.ipc.steps import finish
 from simm.net.channel import Refused
+from simm.sdk.ops.parts import ranges_of
 from simm.sdk.path import ClientContext
 from simm.sdk.tcp import TcpPath
 from simm.server.stream import Stream
@@ -30,13 +35,23 @@ TEAMS = {
 }
 KIB = 1 << 10
 
-Opener = Callable[..., TcpPath]
+Opener = Callable[..., Any]
 
 
 @pytest.fixture
-def worker() -> Iterator[WorkerThread]:
-    with WorkerThread() as made:
+def worker(request: pytest.FixtureRequest) -> Iterator[WorkerThread]:
+    with WorkerThread(getattr(request, "param", 16 << 20)) as made:
         yield made
+
+
+class Finished:
+    """A path by TCP whose operations are plain calls."""
+
+    def __init__(self, path: TcpPath) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *given, **named: finish(getattr(self._path, name)(*given, **named))
 
 
 @pytest.fixture
@@ -45,22 +60,22 @@ def connect(worker: WorkerThread) -> Iterator[Opener]:
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(StreamThread(worker.path, tokens=(FREE, *TEAMS.values())))
 
-        def connected(token: Token, namespace: str) -> TcpPath:
+        def connected(token: Token, namespace: str) -> Finished:
             options = ClientOptions(deadline_s=WAIT_S, token=token.secret, namespace=namespace)
             path = TcpPath(ClientContext(options), *stream.address)
             stack.callback(path.close)
             path.connect()
-            return path
+            return Finished(path)
 
         yield connected
 
 
-def put(path: TcpPath, key: str, value: bytes) -> int:
-    (status,) = path.store([(digest_of(key), memoryview(value), 0, 0)])
+def put(path: Finished, key: str, value: bytes) -> int:
+    (status,) = path.store([(digest_of(key), [memoryview(value)], 0, 0)])
     return status
 
 
-def get(path: TcpPath, key: str) -> bytes | int:
+def get(path: Finished, key: str) -> bytes | int:
     """The value, or the status."""
     memory = bytearray(64)
     ((status, length, _, _),) = path.fetch([(digest_of(key), 64, lambda length: memoryview(memory)[:length])])
@@ -105,10 +120,116 @@ def test_a_bound_client_reaches_no_value_of_others(connect: Opener) -> None:
         assert get(red, key) == Status.NOT_FOUND
         assert red.fetch([(digest, 0, lambda _: memoryview(b""))])[0][0] == Status.NOT_FOUND, "nor its length"
         assert red.fetch([(digest, 64, lambda _: memoryview(bytearray(64)))], previous=True)[0][0] == Status.NOT_FOUND
+        for end, previous in ((1, False), (1, True), (64, False)):  # within the value, and beyond it
+            wanted = (digest, ranges_of([(0, end, bytearray(end))]))
+            assert red.fetch_ranges([wanted], previous=previous)[0][0] == Status.NOT_FOUND
+        assert owner.fetch_ranges([(digest, ranges_of([(0, 1, bytearray(1))]))])[0][0] == Status.OK
         assert red.exists([digest, digest_of("none")]) == [Status.NOT_FOUND] * 2
         assert red.delete([digest]) == red.delete_sized([(digest, len(value))]) == [Status.NOT_FOUND]
         assert put(red, key, b"forged") == Status.UNAUTHORIZED
         assert get(owner, key) == value
+
+
+class Guesser:
+    """A bound client that tries random operations on digests of others and on digests that it has made up.
+
+    What it was told must be what its own stores explain: ``own`` is the model, all else is a miss or a refusal.
+    """
+
+    def __init__(self, path: Finished, theirs: dict[bytes, bytes], seed: int) -> None:
+        self.path, self.theirs, self.rng = path, theirs, random.Random(seed)
+        made_up = [self.rng.randbytes(16) for _ in range(100)]
+        for digest in list(theirs)[:100]:  # close to one that is there: a bit, a byte, its halves changed round
+            at = self.rng.randrange(128)
+            made_up.append((int.from_bytes(digest, "little") ^ 1 << at).to_bytes(16, "little"))
+            made_up.append(digest[8:] + digest[:8])
+        self.digests = [*theirs, *made_up]
+        self.own: dict[bytes, bytes] = {}
+        self.missed = self.refused = 0
+
+    def try_one(self) -> None:
+        what, digest, own = self.rng.randrange(7), self.rng.choice(self.digests), self.own
+        mine = own.get(digest)
+        absent = Status.OK if mine is not None else Status.NOT_FOUND
+        if what == 0:
+            memory = bytearray(64)
+            previous = self.rng.random() < 0.3
+            ((status, length, *_),) = self.path.fetch(
+                [(digest, 64, lambda length: memoryview(memory)[:length])], previous=previous
+            )
+            assert status == absent or (previous and status == Status.NOT_FOUND)
+            assert bytes(memory) == (mine if status == Status.OK and mine is not None else b"").ljust(64, b"\0")
+            assert status == Status.OK or not length, "it tells the length"
+        elif what == 1:
+            part = bytearray(8)
+            start = self.rng.randrange(40)
+            ((status, *_),) = self.path.fetch_ranges([(digest, ranges_of([(start, 8, part)]))])
+            assert status == absent if mine is None else status in (Status.OK, Status.OUT_OF_RANGE)
+            assert bytes(part) == (bytes(8) if status != Status.OK or mine is None else mine[start : start + 8])
+        elif what == 2:
+            assert self.path.exists([digest]) == [absent]
+        elif what == 3:
+            assert self.path.delete([digest]) == [absent]
+            own.pop(digest, None)
+        elif what == 4:
+            size = self.rng.choice((len(self.theirs.get(digest, b"")), 0, 40, 1 << 20))
+            (status,) = self.path.delete_sized([(digest, size)])
+            assert status == (Status.OK if mine is not None and len(mine) == size else Status.NOT_FOUND)
+            if status == Status.OK:
+                del own[digest]
+        elif what == 5:
+            many = self.rng.choices(self.digests, k=20)
+            assert self.path.exists(many) == [Status.OK if each in own else Status.NOT_FOUND for each in many]
+        else:
+            value = self.rng.randbytes(self.rng.randrange(1, 60))
+            (status,) = self.path.store([(digest, [memoryview(value)], 0, 0)])
+            assert status == (Status.UNAUTHORIZED if digest in self.theirs else Status.OK)
+            if status == Status.OK:
+                own[digest] = value
+        self.missed += mine is None and what < 6
+        self.refused += what == 6 and digest in self.theirs
+
+
+def guess(connect: Opener, tries: int) -> None:
+    """Let one tenant guess at another's 300 values, and at those of clients that are not bound."""
+    red, blue, free = connect(TEAMS["red"], "red"), connect(TEAMS["blue"], "blue"), connect(FREE, "blue")
+    theirs = {Hasher("blue")(f"k{number}"): f"blue's {number}".encode() * (number % 4 + 1) for number in range(300)}
+    for owner, digests in ((blue, list(theirs)[::2]), (free, list(theirs)[1::2])):
+        statuses = owner.store([(digest, [memoryview(theirs[digest])], 0, 0) for digest in digests])
+        assert set(statuses) == {Status.OK}
+    guesser = Guesser(red, theirs, tries)
+    for _ in range(tries):
+        guesser.try_one()
+    assert guesser.missed > tries // 2 and guesser.refused > tries // 30 and guesser.own
+    for digest, value in theirs.items():
+        memory = bytearray(64)
+        ((status, length, *_),) = free.fetch([(digest, 64, lambda length, to=memory: memoryview(to)[:length])])
+        assert (status, bytes(memory[:length])) == (Status.OK, value)
+
+
+#: Its table has room for all digests, as an evicted value is a miss too.
+ROOMY = pytest.mark.parametrize("worker", [128 << 20], indirect=True, ids=["128 MiB"])
+
+
+@ROOMY
+@pytest.mark.fault("F27", ci=2_000, whole=100_000)
+def test_random_operations_on_the_digests_of_others(worker: WorkerThread, connect: Opener, amount: int) -> None:
+    guess(connect, amount)
+    with worker.frozen() as store:
+        assert store.stats()["set_evictions"] == 0
+
+
+@ROOMY
+@pytest.mark.parametrize("check", ["reads", "stores"])
+def test_control_guesses_without_a_check_are_seen(
+    connect: Opener, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if check == "reads":
+        monkeypatch.setattr(Stream, "_is_foreign", lambda *_: False)
+    else:
+        monkeypatch.setattr(Store, "_take_options", lambda _self, session, _digest, _options: (0, session.namespace))
+    with pytest.raises(AssertionError):
+        guess(connect, 1_000)
 
 
 @pytest.mark.quick
@@ -117,8 +238,8 @@ def test_what_a_store_tells_of_another_namespace(connect: Opener) -> None:
     red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
     key, secret = Hasher("blue")("k"), Hasher("blue-5d0f1e7a")("k")
 
-    def store(path: TcpPath, digest: bytes, size: int) -> int:
-        return int(path.store([(digest, memoryview(bytes(size)), 0, 0)])[0])
+    def store(path: Finished, digest: bytes, size: int) -> int:
+        return int(path.store([(digest, [memoryview(bytes(size))], 0, 0)])[0])
 
     assert store(free, key, 40) == store(free, secret, 40) == Status.OK
     assert {store(red, key, size) for size in (1, 40, 4096)} == {Status.UNAUTHORIZED}, "whatever its size"
@@ -134,11 +255,44 @@ def test_what_a_bound_client_plants_is_not_believed(worker: WorkerThread, connec
     assert put(red, "k", b"planted") == Status.OK and get(red, "k") == b"planted"
     with contextlib.closing(local(worker, "blue")) as near, contextlib.closing(local(worker, "red")) as friend:
         assert get(blue, "k") == get(free, "k") == Status.NOT_FOUND
+        assert [path.exists([digest_of("k")]) for path in (red, blue, free)] == [
+            [Status.OK], [Status.NOT_FOUND], [Status.NOT_FOUND]
+        ], "or a put of what is absent would leave it alone"
         assert not reads_locally(near, "k") and reads_locally(friend, "k")
         assert near.pin(digest_of("k"))[0] == Status.NOT_FOUND and friend.pin(digest_of("k"))[0] == Status.OK
         assert put(free, "k", b"right") == Status.OK, "it does not keep the place from those who are not bound"
         assert get(blue, "k") == get(free, "k") == b"right" and reads_locally(near, "k")
         assert get(red, "k") == Status.NOT_FOUND and put(red, "k", b"again") == Status.UNAUTHORIZED
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("checked", [True, False], ids=["", "control"])
+def test_issue_a_slot_that_changes_as_its_namespace_is_read(
+    worker: WorkerThread, connect: Opener, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound client's own value is in the slot by then, the key asked for elsewhere: what is read is not the key's."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    assert put(free, "k", b"blue's") == put(red, "own", b"red's") == Status.OK
+    namespace_in = ArenaReader.namespace_of
+    with contextlib.closing(local(worker, "blue")) as near:
+        own = near.reader.locate(digest_of("own"))
+
+        def late(reader: ArenaReader, slot: int) -> int:
+            if (found := near.reader.locate(digest_of("k"))) is None or slot != found.slot:
+                return namespace_in(reader, slot)
+            near.ask([(64, 1)])
+            grant = near.pool.take(64)
+            assert grant is not None and own is not None
+            assert near.commit_one(digest_of("k"), grant[0], 64, 0, 0, 64, 0) == Status.OK
+            return namespace_in(reader, own.slot)
+
+        monkeypatch.setattr(ArenaReader, "namespace_of", late)
+        if not checked:
+            monkeypatch.setattr(ArenaReader, "holds", lambda *_: True)
+        missed = [Status.NOT_FOUND] if checked else [Status.OK]
+        assert red.exists([digest_of("own"), digest_of("k")]) == [Status.OK, *missed]
+        assert red.delete([digest_of("k")]) == missed
+        assert (near.reader.locate(digest_of("k")) is not None) == checked
 
 
 @pytest.mark.quick
@@ -174,7 +328,7 @@ def test_a_quota_holds_by_each_path(worker: WorkerThread, connect: Opener) -> No
     with worker.frozen() as store:
         store.set_quotas({"red": 8 * KIB})
     red, value = connect(TEAMS["red"], "red"), memoryview(bytes(4 * KIB))
-    entries = [(digest_of(f"k{n}"), value, 0, 0) for n in range(4)]
+    entries = [(digest_of(f"k{n}"), [value], 0, 0) for n in range(4)]
     assert red.store(entries) == [Status.OK, Status.OK, Status.OVER_QUOTA, Status.OVER_QUOTA]
     with contextlib.closing(local(worker, "red")) as near, contextlib.closing(local(worker, "blue")) as other:
         for session, status in ((near, Status.OVER_QUOTA), (other, Status.OK)):

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,22 @@ import pytest
 
 from simm.config.tokens import Token, TokenRole
 from simm.errors import TransportError
-from simm.manager import Manager
 from simm.net.channel import Channel, Refused, greet
-from simm.net.listeners import listen_tcp
-from simm.net.loop import Loop
 from simm.net.peer_uid import credentials
 from simm.rpc import CODECS, OPCODES
+from simm.wire import epoch_messages as E
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.auth import Gate
 from simm.wire.hello import FOR_MANAGERS, client_hello
-from simm.wire.messages import Role, Service, Status
+from simm.wire.messages import Role, Status
 from simm.wire.shard_set import bitmap_of
-from tests.support.endpoint_thread import EndpointThread
-from tests.support.fake_fabric import FakeNetwork
 from tests.support.manager_client import ManagerClient, instance, joining
 from tests.support.manager_process import WAIT_S, workers
+from tests.support.token_servers import KINDS, ManagerThread, serving
 from tests.support.waiting import wait_until
 from tests.support.wire_samples import sample
-from tests.support.worker_thread import StreamThread, WorkerThread
+from tests.support.worker_thread import WorkerThread
 
 CLIENT, SERVER, ADMIN = TokenRole
 TOKENS = {role: Token(f"the-token-of-a-{role}", role, f"some-{role}") for role in TokenRole}
@@ -53,11 +49,13 @@ RULES: dict[type, TokenRole | None] = {
     M.Shards: SERVER, M.Stats: CLIENT, M.StatsReply: None,
     M.Freeze: SERVER, M.Frozen: None, M.Adopt: SERVER, M.Finish: SERVER, M.MoveProgress: None,
     M.Fetch: CLIENT, M.Fetched: None, M.FetchPrevious: CLIENT, M.Verdict: None, M.Store: CLIENT, M.Exists: CLIENT,
-    M.Namespace: SERVER, M.List: SERVER, M.Listed: None,
+    M.Namespace: SERVER, M.List: SERVER, M.Listed: None, M.FetchRanges: CLIENT,
+    M.Pin: CLIENT, M.Pinned: None, M.FetchPinned: CLIENT,
     R.RdmaOpen: CLIENT, R.RdmaOpened: None, R.RdmaConnect: CLIENT, R.RdmaConnected: None, R.RdmaDisconnect: CLIENT,
     R.RdmaGranted: None,
     M.Join: SERVER, M.Joined: None, M.Heartbeat: SERVER, M.HeartbeatAck: None, M.Leave: SERVER, M.Moved: SERVER,
     M.MapGet: CLIENT, M.MapReply: None, M.MapOffer: SERVER, M.ClusterStatus: CLIENT, M.Drain: ADMIN,
+    E.Advance: CLIENT, E.Advanced: None, E.Epochs: SERVER, E.EpochLease: SERVER, E.LeaseAck: None,
 }  # fmt: skip
 #: Those of the opening have their own order, which tests/unit/wire/test_auth.py has.
 OPENING = (M.Hello, M.Auth, M.Prove)
@@ -67,33 +65,6 @@ REQUESTS = {cls: least for cls, least in RULES.items() if cls not in OPENING}
 
 def test_each_message_has_a_rule() -> None:
     assert set(RULES) == {codec.cls for codec in CODECS.values()}, "say who may send the new message"
-
-
-class ManagerThread:
-    """A manager in a thread of this process."""
-
-    def __init__(self, tokens: tuple[Token, ...]) -> None:
-        self.loop = Loop()
-        self.manager = Manager(self.loop, tokens=tokens)
-        listener = listen_tcp("127.0.0.1", 0)
-        self.address: tuple[str, int] = listener.getsockname()[:2]
-        self.loop.listen(listener, self.manager)
-        self._stop, far = socket.socketpair()
-        self._far = far
-        self.loop.watch(far, lambda _mask: self.loop.stop())
-        self._thread = threading.Thread(target=self.loop.run, daemon=True)
-        self._thread.start()
-
-    def client(self, token: Token, role: int = Role.ADMIN) -> ManagerClient:
-        return ManagerClient([self.address], deadline_s=WAIT_S, token=token.secret, role=role)
-
-    def close(self) -> None:
-        self._stop.send(b"x")
-        self._thread.join(WAIT_S)
-        self.loop.close()
-        self.manager.state.close()
-        self._stop.close()
-        self._far.close()
 
 
 @pytest.fixture
@@ -106,27 +77,15 @@ def manager() -> Iterator[ManagerThread]:
 Opener = Callable[[Token, int], Channel]
 
 
-@pytest.fixture(params=["manager", "stream", "endpoint"])
+@pytest.fixture(params=KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[Opener]:
     """Opens connections to a server: by a token, for a role in HELLO."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "manager":
-            made = ManagerThread(ALL)
-            stack.callback(made.close)
-            address, service = made.address, Service.MANAGER
-        else:
-            worker = stack.enter_context(WorkerThread())
-            if request.param == "stream":
-                address = stack.enter_context(StreamThread(worker.path, tokens=ALL)).address
-                service = Service.STREAM
-            else:
-                address = stack.enter_context(EndpointThread(worker.path, FakeNetwork(), tokens=ALL)).address
-                service = Service.ENDPOINT
+    with serving(request.param, ALL) as made:
 
         def opened(token: Token, role: int) -> Channel:
-            channel = Channel.tcp(*address, WAIT_S)
+            channel = Channel.tcp(*made.address, WAIT_S)
             try:
-                greet(channel, service, client_hello(role, namespace="theirs"), token.secret)
+                greet(channel, made.service, client_hello(role, namespace="theirs"), token.secret)
             except BaseException:
                 channel.close()
                 raise
@@ -153,6 +112,8 @@ def example(cls: type) -> Any:
         return M.Store([])  # no bytes follow
     if cls is M.MapGet:
         return M.MapGet(0, 0)  # a random epoch makes the manager wait for a server that knows it
+    if cls is E.Advance:
+        return E.Advance("theirs", 0)  # the answer waits for servers as long as it says
     return sample(cls, random.Random(cls.__name__))
 
 
@@ -355,3 +316,25 @@ def test_the_page_has_the_same_rules() -> None:
         if least is not None:
             rules[str(least)].add(re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper())
     assert named == rules
+
+
+@pytest.mark.quick
+def test_a_bound_client_advances_its_own_namespaces_only() -> None:
+    with contextlib.closing(ManagerThread(ALL)) as manager:
+        for token, allowed in ((BOUND, True), (OTHER, False), (TOKENS[CLIENT], True)):
+            with manager.client(token, Role.CLIENT) as client:
+                try:
+                    epoch = client.call(E.Advance("theirs", 20_000), E.Advanced).epoch
+                except Refused as exc:
+                    assert exc.status == Status.UNAUTHORIZED and not allowed
+                else:
+                    assert allowed and epoch == manager.manager.cluster.epoch
+
+
+@pytest.mark.quick
+def test_epochs_from_who_has_not_joined_are_malformed() -> None:
+    with contextlib.closing(ManagerThread(ALL)) as manager, manager.client(TOKENS[SERVER]) as client:
+        before = manager.manager.cluster.epoch
+        with pytest.raises(TransportError):
+            client.call(E.Epochs(0, 0, 0, [E.NamespaceEpoch("theirs", 9)]), M.Done)
+        assert not manager.manager.cluster.namespaces and manager.manager.cluster.epoch == before

@@ -13,9 +13,9 @@ from simm.errors import TransportError
 from simm.net.channel import Refused
 from simm.wire import messages as M
 from simm.wire.identity import SECRET_BYTES
-from simm.wire.messages import Status
+from simm.wire.messages import Role, Status
 from simm.wire.shard_set import bitmap_of
-from tests.support.manager_client import ManagerClient, instance, secret_of
+from tests.support.manager_client import ManagerClient, instance, joining, secret_of
 from tests.support.manager_process import WAIT_S, Process, about, owners, workers
 from tests.support.waiting import wait_until
 
@@ -128,3 +128,25 @@ def test_a_map_is_taken_from_a_server_s_connection_only(run: Callable[..., Proce
         new.join(1, "a", workers())
         with pytest.raises(TransportError, match="nobody asked for"):
             old.offer(newest._replace(epoch=newest.epoch + 100))
+
+
+@pytest.mark.quick
+def test_who_has_seen_a_join_and_may_join_takes_the_server_over(run: Callable[..., Process], tmp_path: Path) -> None:
+    """As SECURITY.md says. Without a role that may join, the secret is of no use."""
+    tokens = {role: f"the-token-of-a-{role}-here" for role in ("client", "server")}
+    file = tmp_path / "tokens"
+    file.write_text("".join(f"{role} some-{role} {token}\n" for role, token in tokens.items()))
+    file.chmod(0o600)
+    process = run(None, "--token-file", str(file))
+    seen = joining(1, "a", workers(host=EVIL))
+    with process.client(token=tokens["server"]) as server:
+        server.join(1, "a", workers())
+        with process.client(token=tokens["client"], role=Role.CLIENT) as reader:
+            assert refused(reader, seen) == Status.UNAUTHORIZED
+        assert {info.host for info in server.get_map().workers} == {"10.0.0.1"}
+        with process.client(token=tokens["server"]) as reader:
+            reader.call(seen, M.Joined)
+            assert {info.host for info in reader.get_map().workers} == {EVIL}
+            assert refused(server, M.Leave(instance(1, "a"), "a", 0)) == Status.UNKNOWN_NODE
+            server.join(1, "a", workers())
+            assert {info.host for info in server.get_map().workers} == {"10.0.0.1"}, "it takes its name back"

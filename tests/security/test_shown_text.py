@@ -13,7 +13,8 @@ import pytest
 from simm import cli
 from simm.cluster.nodes import join_fault
 from simm.cluster.shard_map import ShardMap
-from simm.config.startup import log_handler
+from simm.config.logs import log_handler
+from simm.config.settings import Settings
 from simm.errors import RemoteProtocolError, printable
 from simm.net.channel import Refused
 from simm.rpc import Frame, decode, reply
@@ -64,7 +65,7 @@ def test_no_map_has_such_names() -> None:
 
 
 def test_a_log_line_stays_one_line(tmp_path: Any) -> None:
-    handler, _ = log_handler(tmp_path / "log")
+    handler, _ = log_handler(Settings(log_file=tmp_path / "log"), "test")
     record = logging.LogRecord("simm.test", logging.ERROR, "x.py", 1, "peer %s says %s", (EVIL, EVIL), None)
     handler.handle(record)
     try:

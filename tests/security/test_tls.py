@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import ssl
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from simm.client import Client
+from simm.config.certificates import validity
 from simm.config.parsers import TlsOptions
 from simm.errors import ConfigError, TransportError
 from simm.net.channel import Channel
@@ -146,14 +148,33 @@ def test_commands_by_tls(secure: Secure) -> None:
     assert code != 0 and "TLS only: give --tls-ca" in said
 
 
+def certificate_ends(text: str) -> int:
+    """Return what a page of metrics says of that."""
+    (ends,) = re.findall(r"^simm_tls_certificate_expiry_timestamp_seconds (\d+)$", text, re.MULTILINE)
+    return int(ends)
+
+
 def test_pages_by_tls(secure: Secure) -> None:
     context = ssl.create_default_context(cafile=secure.ca)
-    for module in ("manager", "dataserver"):
+    for module, name in (("manager", "manager"), ("dataserver", "server")):
         page = secure.cluster.processes[module].http
         with urllib.request.urlopen(f"https://{page}/metrics", context=context, timeout=WAIT_S) as answer:
-            assert b"simm_" in answer.read()
+            text = answer.read().decode()
+        assert certificate_ends(text) == validity((secure.authority.folder / f"{name}.crt").read_text())[1]
         with pytest.raises(urllib.error.HTTPError, match="400"):
             urllib.request.urlopen(f"http://{page}/metrics", timeout=WAIT_S)
+
+    # A renewed certificate is shown, and reported, without a restart.
+    page = secure.cluster.processes["manager"].http
+    renewed = secure.authority.issue("renewed", "IP:127.0.0.1,DNS:cluster.simm", days=30)
+    os.replace(renewed, secure.authority.folder / "manager.both")
+    ends = validity((secure.authority.folder / "renewed.crt").read_text())[1]
+
+    def reported() -> bool:
+        with urllib.request.urlopen(f"https://{page}/metrics", context=context, timeout=WAIT_S) as answer:
+            return certificate_ends(answer.read().decode()) == ends
+
+    wait_until(reported, "the page has the new certificate's end", pause_s=0.1)
 
 
 def test_who_is_not_served(secure: Secure, tmp_path: Path) -> None:

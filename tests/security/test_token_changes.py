@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simm.config.startup import TokenFile, live_tokens
-from simm.config.tokens import TokenRole
+from simm.config.tokens import TokenRole, parse_tokens, quotas_of
 from simm.errors import ConfigError, TransportError
 from simm.net import token_watch
 from simm.net.channel import Channel
@@ -19,6 +19,7 @@ from simm.wire import messages as M
 from simm.wire.auth import Asker, Gate
 from simm.wire.hello import client_hello
 from simm.wire.messages import Status
+from tests.support.tokens import old_tokens
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import WAIT_S, StreamThread, WorkerThread
 
@@ -125,6 +126,35 @@ def test_connections_of_a_removed_token_are_closed(
     wait_until(lambda: closes(blue), "its rights are others")
     connected(stream, RED.split()[2], "red").close()
     red.close(), blue.close()
+
+
+def test_another_quota_closes_no_connection(stream: StreamThread, write: Callable[..., Path]) -> None:
+    red, blue = connected(stream, RED.split()[2], "red"), connected(stream, BLUE.split()[2], "any")
+    tokens, changes = stream.stream.tokens, []
+    assert isinstance(tokens, TokenFile)
+    watch_tokens(stream.loop, tokens, stream.stream, lambda: changes.append(quotas_of(tokens, 2)))
+    write(SERVER, RED + "=1G", BLUE)
+    wait_until(lambda: changes == [{"red": 1 << 29}], "the new quota counts")
+    write(SERVER, RED + "=2G more=1G", BLUE)
+    wait_until(lambda: len(changes) == 2, "the next one too")
+    wait_until(lambda: closes(red), "its rights are others now")
+    assert not closes(blue) and changes[1] == {"red": 1 << 30, "more": 1 << 29}
+    connected(stream, RED.split()[2], "more").close()
+    red.close(), blue.close()
+
+
+def test_the_rights_of_tokens() -> None:
+    """All that a token says but its quotas: with other rights than before no connection goes on."""
+    lines = [
+        "client red T red=1G", "client red T red=2G", "client red T red", "client red T red blue", "client red T",
+        "client rouge T red", "server red T red", "server red T", "server red T red=1G", "server red T red=2G",
+        "admin red T", "client red U red",
+    ]  # fmt: skip
+    made = [parse_tokens(line.replace("T", "T" * 20).replace("U", "U" * 20), "here")[0] for line in lines]
+    assert made[0].rights == made[1].rights == made[2].rights
+    assert len({token.rights for token in made}) == len(made) - 2
+    old = old_tokens("T" * 20)[0]
+    assert old.rights not in {token.rights for token in made}
 
 
 def test_a_token_that_goes_between_auth_and_prove_opens_nothing(write: Callable[..., Path]) -> None:

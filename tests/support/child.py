@@ -144,9 +144,9 @@ class Child:
         self.tell(json.dumps(request))
         return self.answer()
 
-    def answer(self) -> Any:
+    def answer(self, timeout_s: float = READY_S) -> Any:
         """Return its next line of JSON."""
-        line = self.read_line()
+        line = self.read_line(timeout_s)
         assert line, f"{self.name} has ended: {self.process.wait(WAIT_S)}\n{self.said()}"
         return json.loads(line)
 

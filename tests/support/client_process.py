@@ -180,15 +180,15 @@ class Session:
         real = Copier.copy
         self.going.clear()
 
-        def halting(copier: Copier, target: int, source: int, size: int) -> None:
+        def halting(copier: Copier, target: int, source: int, size: int, *node: int) -> None:
             if size < 1 << 20:
-                real(copier, target, source, size)
+                real(copier, target, source, size, *node)
                 return
             half = size // 2
-            real(copier, target, source, half)
+            real(copier, target, source, half, *node)
             self.stopped += 1
             self.going.wait()
-            real(copier, target + half, source + half, size - half)
+            real(copier, target + half, source + half, size - half, *node)
 
         Copier.copy = halting  # type: ignore[method-assign]
 

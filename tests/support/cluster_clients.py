@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from simm.client import Client
+from simm.ipc.patience import Patience, Server
+from simm.ipc.steps import Steps, finish
 from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.waiting import wait_until
 
@@ -28,6 +31,13 @@ def full(cluster: FakeCluster, path: str, **more: Any) -> Client:
     client = cluster.client(path, **more)
     assert client.wait_ready(WAIT_S)
     return client
+
+
+def one_after_the_other(self: Patience, visits: Iterable[tuple[Server, Steps[None]]], meanwhile: Any = None) -> None:
+    """Visit servers one after the other: what ``Patience.together`` must not be, for controls."""
+    for server, steps in visits:
+        if self.has_time_for(server):
+            finish(steps)
 
 
 def published(cluster: FakeCluster, client: Client) -> None:

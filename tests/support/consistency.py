@@ -10,12 +10,12 @@ from functools import singledispatch
 
 import numpy as np
 
-from simm.arena.coldest import Coldest
-from simm.arena.eviction import _NOWHERE, Policy
+from simm.arena.coldest import NEVER, Coldest
 from simm.arena.extents import Extents, _key
 from simm.arena.hashing import shard_of
 from simm.arena.layout import HOLD_LINE_BYTES, SEQ_BITS, SESSION_LINE_BYTES, SLOT_WORDS
 from simm.arena.ledger import Ledger
+from simm.arena.queues import _NOWHERE, Policy
 from simm.arena.shard_words import ShardWords
 from simm.arena.space import Space
 from simm.arena.store import Store
@@ -147,7 +147,7 @@ def _policy(policy: Policy) -> None:
             mine = behind < slots and policy._queue[behind] == queue
             demand(mine, f"queue {queue} leads to node {behind}")
             demand(policy._prev[behind] == node, f"links around slot {behind} disagree")
-            demand(policy._stamp[behind] <= policy._clock, f"slot {behind} comes from the future")
+            demand(policy._stamp[behind] <= policy.clock, f"slot {behind} comes from the future")
             found += 1
             demand(found <= size, f"queue {queue} has more than its {size} entries")
             node = behind
@@ -170,6 +170,10 @@ def _coldest(coldest: Coldest) -> None:
             entries.add((group, *entry))
     for base, group in coldest._allocator.slabs():
         bound = coldest._bounds.get(base, -1)
+        if bound >= NEVER:
+            asleep = {(NEVER + wakes, at) for wakes, at, _ in coldest._asleep}
+            demand((bound, base) in asleep, f"slab at {base} never wakes")
+            continue
         demand((group, bound, base) in entries, f"slab at {base} is in no order")
         demand(bound <= coldest._policy.clock, f"slab at {base} comes from the future")
 
@@ -230,6 +234,7 @@ def _table(table: Table) -> None:
         demand(digest not in seen, f"digest {digest.hex()} is stored twice")
         seen.add(digest)
         demand(slot // WAYS in sets_of(digest, table.geometry.sets), f"slot {slot} is in none of its digest's sets")
+        demand(table._tags[slot] == digest[7], f"slot {slot} has another tag than its digest")
     demand(live == table.entries, f"{live} live slots, {table.entries} counted")
 
 
@@ -266,7 +271,7 @@ def _store(store: Store) -> None:
         shard = shard_of(entry.digest)
         mine = store.shards[shard] or shard in store.shard_words.clearing
         demand(bool(mine), f"slot {slot} is of a shard that is not mine")
-    granted = 0
+    granted = pinned = 0
     lines = set()
     for session in store.sessions.by_id.values():
         mine = 0
@@ -281,9 +286,13 @@ def _store(store: Store) -> None:
         counted = session.granted_bytes
         demand(mine == counted, f"{session}: {mine} bytes granted, {counted} counted")
         granted += mine
-        for offset, line in session.pins.values():
+        counted = sum(chunk for _, chunk, _ in session.pins.values())
+        demand(counted == session.pinned_bytes, f"{session}: {counted} bytes pinned, {session.pinned_bytes} counted")
+        pinned += counted
+        for offset, _, line in session.pins.values():
             lines.add(line)
             demand(space.is_held(offset - data), f"pinned chunk at {offset} is not held")
+    demand(pinned == store.sessions.pinned_bytes, f"{pinned} bytes pinned, {store.sessions.pinned_bytes} counted")
     demand(granted == store.sessions.granted_bytes, f"{granted} bytes granted, {store.sessions.granted_bytes} counted")
     written = {line for line, _ in store.ledger.holds()}
     demand(written == lines, f"hold lines {sorted(written ^ lines)[:5]} differ between ledger and sessions")

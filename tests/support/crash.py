@@ -133,9 +133,10 @@ def reuse_of_a_chunk(world: World, end: Callable[[Player], object]) -> tuple[Tap
 
 
 def read_everywhere(
-    world: World, tape: Tape, contents: list[dict[int, bytes]], allowed: Callable[[object], bool]
-) -> dict[str, int]:
-    """Stop a reader of A at any of its steps, for any time; raise if it returns a wrong value."""
+    world: World, tape: Tape, contents: list[dict[int, bytes]], allowed: Callable[[object], bool],
+    read: Callable[..., object] = read_in_time, steps: int = 8,
+) -> dict[str, int]:  # fmt: skip
+    """Stop a reader of A at any of its ``steps``, for any time; raise if it returns a wrong value."""
     reader, buf = world.reader, world.segment.buf
     seen = {"hit": 0, "miss": 0, "unsettled": 0}
 
@@ -144,7 +145,7 @@ def read_everywhere(
         for offset, data in contents[number].items():
             buf[offset : offset + len(data)] = data
 
-    for start, jumps in schedules(len(tape.frames), 8, 1500, seed=5):
+    for start, jumps in schedules(len(tape.frames), steps, 1500, seed=5):
         clock = Clock(show, len(tape.frames), start, jumps)
 
         def copy(found: Located, clock: Clock = clock) -> bytes:
@@ -154,7 +155,7 @@ def read_everywhere(
             clock.tick()
             return first + bytes(value[half:])
 
-        result = read_in_time(reader, A, clock.tick, copy)
+        result = read(reader, A, clock.tick, copy)
         if not allowed(result):
             raise AssertionError(f"a reader stopped at frames {start} {jumps} got a wrong value")
         seen["unsettled" if result is Unsettled else "miss" if result is None else "hit"] += 1

@@ -95,11 +95,11 @@ def commit_of_what_is_not_its_own(server: EndpointThread, worker: WorkerThread) 
         unknown = Grant(mine.number + 999, 0, 64, [])
         digest = digest_of("x")
         assert one.commit((digest, theirs, 64), (digest, unknown, 64))[0] == [STALE, STALE], "not of this connection"
-        assert one.give_back(theirs, unknown) == 0
+        assert one.return_grants(theirs, unknown) == 0
         one.write(mine, b"m" * 64)
         assert one.commit((digest, mine, 64), (digest_of("y"), mine, 64))[0] == [OK, STALE], "spent by the first"
         assert one.commit((digest, mine, 64))[0] == [STALE], "spent"
-        assert one.give_back(mine) == 0
+        assert one.return_grants(mine) == 0
         assert two.commit((digest_of("z"), theirs, 64))[0] == [OK], "and nobody else has spent it"
         assert stored(worker, "x") == b"m" * 64 and stored(worker, "y") is None and stored(worker, "z") == b"t" * 64
         (long,) = one.grant(64)
@@ -118,7 +118,7 @@ def returned_grants(server: EndpointThread, worker: WorkerThread) -> None:
     with connection(server) as mine:
         one, two = mine.grant(1000, 2)
         before = granted(worker)
-        assert mine.give_back(one, one, one) == 1
+        assert mine.return_grants(one, one, one) == 1
         assert granted(worker) == before - one.chunk and server.stats()["granted_bytes"] == two.chunk
         mine.write(two, b"2" * 1000)
         assert mine.commit((digest_of("2"), two, 1000))[0] == [OK]
@@ -162,7 +162,7 @@ def written_only_where_granted(where: str, server: EndpointThread, worker: Worke
             assert mine.commit((digest_of("k"), grant, 4096))[0] == [OK]
             before = bytes(worker.segment.mm)
         elif where == "returned":
-            assert mine.give_back(grant) == 1
+            assert mine.return_grants(grant) == 1
             before = bytes(worker.segment.mm)
         refused(mine, op)
         gone(mine)
@@ -220,7 +220,7 @@ def worker_dies(worker: WorkerThread, network: FakeNetwork) -> None:
         mine.write(kept, b"o" * 100)
         assert not {grant[1] for grant in taken} & leased, "the new worker gave away what a connection may write into"
         assert mine.commit((digest_of("k"), kept, 100))[0] == [STALE], "not the new worker's"
-        assert mine.give_back(back) == 1
+        assert mine.return_grants(back) == 1
         server.stats()
         wait_until(lambda: granted(worker) == 0, "the old session is released")
         (fresh,) = mine.grant(100)

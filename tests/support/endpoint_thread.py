@@ -227,7 +227,7 @@ class RawConnection:
         )
         return answer.statuses, self.take(answer)
 
-    def give_back(self, *grants: Grant) -> int:
+    def return_grants(self, *grants: Grant) -> int:
         """Return grants; return the number that the server took."""
         answer: M.Done = self.channel.call(M.ReturnGrants([grant.number for grant in grants]))
         return answer.items

@@ -11,13 +11,18 @@ import socket
 import time
 from pathlib import Path
 
-from simm.control.etcd import Etcd, EtcdError
+from simm.control.etcd import Etcd, EtcdError, put
 from tests.support.child import Child
 from tests.support.ports import reserve_port
 
 READY_S = 30.0
 PROGRAM = shutil.which("etcd")
 MISSING = "no etcd in PATH (Debian's package etcd-server has it)"
+
+
+def put_key(etcd: Etcd, key: bytes, value: bytes, lease: int = 0) -> int:
+    """Write a key without a condition; return the revision."""
+    return etcd.txn((), [put(key, value, lease)]).revision
 
 
 class EtcdServer:
@@ -47,6 +52,14 @@ class EtcdServer:
     def client(self) -> Etcd:
         """Of a server without TLS."""
         return Etcd([("127.0.0.1", self.port)])
+
+    def enable_users(self, name: str, password: str) -> None:
+        """Let nobody in but this user, who may do everything. ``name``: root, as etcd wants it."""
+        for what, body in (
+            ("user/add", {"name": name, "password": password}), ("role/add", {"name": "root"}),
+            ("user/grant", {"user": name, "role": "root"}), ("enable", {}),
+        ):  # fmt: skip
+            self.client()._call(f"auth/{what}", body, None)
 
     def start(self) -> None:
         """Start, or start again, and wait until it answers."""

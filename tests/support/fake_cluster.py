@@ -18,12 +18,14 @@ from types import TracebackType
 from typing import Any
 
 from simm.client import Client
+from simm.cluster.epochs import FOR_EVER
 from simm.cluster.shard_map import pack_since
-from simm.constants import NO_OWNER, SHARD_COUNT
+from simm.constants import DEFAULT_NAMESPACE, NO_OWNER, SHARD_COUNT
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
 from simm.rpc import Flag, Frame, decode, encode, reply
 from simm.server.stream import Stream
+from simm.wire import epoch_messages as E
 from simm.wire import messages as M
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import bitmap_of
@@ -38,6 +40,8 @@ class FakeManager(FrameServer):
 
     def __init__(self) -> None:
         self.map: M.MapReply | None = None
+        #: What comes before each map; None as long as no namespace has epochs.
+        self.epochs: E.Epochs | None = None
         self.leads = True
         self.silent = False
         #: Names of the messages received.
@@ -60,10 +64,14 @@ class FakeManager(FrameServer):
             answer, status = M.Error("another one leads"), Status.NOT_LEADER
         with self.lock:
             if not self.silent:
+                if answer is self.map and self.epochs is not None:
+                    sock.sendall(encode(self.epochs, 0, flags=Flag.PUSH))
                 sock.sendall(reply(answer, frame.request_id, status))
 
     def publish(self, shard_map: M.MapReply) -> None:
         """Set the map and push it to all clients."""
+        if self.epochs is not None:
+            self.push(self.epochs)
         self.push(shard_map)
         self.map = shard_map
 
@@ -160,6 +168,8 @@ class FakeCluster:
         self.since = array("Q", bytes(8 * SHARD_COUNT))
         self.previous: dict[int, int] = {}
         self.clients: list[Client] = []
+        #: The epochs of namespaces.
+        self.advanced: dict[str, int] = {}
 
     def __enter__(self) -> FakeCluster:
         return self
@@ -200,6 +210,22 @@ class FakeCluster:
         """Start an epoch in which all moves are over."""
         self.epoch += 1
         self.previous.clear()
+
+    def advance(self, name: str = DEFAULT_NAMESPACE, *, until_ns: int = FOR_EVER) -> None:
+        """Advance a namespace: tell the workers, not the clients. ``until_ns``: the lease."""
+        self.epoch += 1
+        self.advanced[name] = self.epoch
+        table = [E.NamespaceEpoch(*each) for each in sorted(self.advanced.items())]
+        self.manager.epochs = E.Epochs(self.epoch, self.cluster, 0, table)
+        for node in self.nodes:
+            node.call(self.manager.epochs)
+        self.instruct()
+        self.extend_leases(until_ns)
+
+    def extend_leases(self, until_ns: int) -> None:
+        """Let values with an epoch be read until then, by CLOCK_BOOTTIME."""
+        for node in self.nodes:
+            node.call(E.EpochLease(until_ns))
 
     def publish(self) -> None:
         """Push the map to the clients."""

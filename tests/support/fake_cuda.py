@@ -59,7 +59,8 @@ _PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 def mapped_at(address: int) -> str:
     """Return what is mapped there, as the kernel names it: file, inode, offset. Empty for nothing.
 
-    Anonymous memory has no offset: neighbouring mappings merge, and where that begins says nothing.
+    Anonymous memory has no offset: neighbouring mappings merge, and where that begins says nothing. A file that has
+    been removed meanwhile is the same file.
     """
     with open("/proc/self/maps") as lines:
         for line in lines:
@@ -67,7 +68,8 @@ def mapped_at(address: int) -> str:
             first, last = (int(part, 16) for part in fields[0].split("-"))
             if first <= address < last:
                 offset = int(fields[2], 16) + address - first if int(fields[4]) else 0
-                return f"{fields[3]} {fields[4]} {offset:#x} {''.join(fields[5:])}".strip()
+                name = "".join(fields[5:]).strip().removesuffix(" (deleted)")
+                return f"{fields[3]} {fields[4]} {offset:#x} {name}".strip()
     return ""
 
 

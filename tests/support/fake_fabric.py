@@ -26,8 +26,8 @@ under addresses that count from 0 as in pyverbs, and by its own address if ``net
 to it visible at a flush only.
 
 Faults: :meth:`FakeNetwork.hold` and ``release``, ``drop`` and ``restore`` (a rail's cable), ``sever`` (the path between
-two rails), ``kill`` (a queue pair), ``gone`` (a device), the fields of ``Limits``, ``memlock``, and ``refuse`` (asked
-at registrations, queue pairs and windows).
+two rails), ``kill`` (a queue pair), ``overrun`` (its completion queue), ``gone`` (a device), the fields of ``Limits``,
+``memlock``, and ``refuse`` (asked at registrations, queue pairs and windows).
 
 The network records in ``network.violations`` what code under test must not do although no error reports it (two threads
 in one queue pair at once). Every test ends with :func:`all_closed`.
@@ -301,6 +301,11 @@ class FakeNetwork:
             qp.fail("killed by the test", status)
             if far is not None:
                 far.fail("killed by the test", status)
+
+    def overrun(self, qp: FakeQueuePair) -> None:
+        """Lose what a queue pair's completion queue has to say from now on. Its operations go on all the same."""
+        with self.lock:
+            qp.overrun = True
 
     def gone(self, rail: Rail) -> None:
         """Remove a device: its queue pairs break, and it provides nothing any more."""

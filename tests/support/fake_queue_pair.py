@@ -72,6 +72,8 @@ class FakeQueuePair:
         self.stray: list[Operation] = []
         self.serials = self.tickets = self.done = 0
         self.open = True
+        #: Its completion queue has overrun: operations go on, and nobody hears when they are done.
+        self.overrun = False
         self.why = self.status = ""
         self._user = threading.Lock()
         self.born = next(network.births)
@@ -151,6 +153,7 @@ class FakeQueuePair:
                     self.fail(f"window not bound: {binding}", "MW_BIND_ERR")
                     raise FabricError(self.why, self.status)
                 window.bind(self, region, binding.address, binding.length)
+            self._heard("a bind")
 
     def invalidate(self, windows: Sequence[Window]) -> None:
         with self._alone(), self.network.lock:
@@ -163,6 +166,7 @@ class FakeQueuePair:
             for window in own:
                 window.unbind()
             self._usable()
+            self._heard("an invalidation")
 
     def close(self) -> None:
         if not self._user.acquire(blocking=False):
@@ -360,7 +364,7 @@ class FakeQueuePair:
         if ready:
             self.queue.popleft()
             self.begun -= 1
-            if operation.last:
+            if operation.last and not self.overrun:
                 self.done = operation.ticket
                 self.network.changed.notify_all()
         return ready
@@ -406,6 +410,11 @@ class FakeQueuePair:
         if far.peer.qpn != self.qpn or far.peer.psn != self.psn or far.peer.gid != self.rail.gid:
             raise Refused("RETRY_EXC_ERR")
         return far
+
+    def _heard(self, what: str) -> None:
+        """Raise Timeout, as at the end of a wait, for what is done and is not said to be."""
+        if self.overrun:
+            raise Timeout(f"{self}: {what} is not done in time")
 
     def _own(self, window: Window) -> FakeWindow:
         assert isinstance(window, FakeWindow)

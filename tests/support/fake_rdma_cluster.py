@@ -43,7 +43,7 @@ class EndpointThread:
         self.loop.watch(far, lambda _mask: self.loop.stop())
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
-        wait_until(lambda: not self.endpoint.devices.why, "the endpoint is ready")
+        wait_until(lambda: self.endpoint.devices.down_reason is None, "the endpoint is ready")
 
     def stop(self) -> None:
         self._near.send(b"x")

@@ -67,7 +67,7 @@ class InPython:
         return count
 
     def check(self) -> None:
-        assert self.library.violations == []
+        assert self.library.violations == [], self.library.violations
         assert self.library.live() == 0, "streams or events left"
         assert not self.library._contexts()
 

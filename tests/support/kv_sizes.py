@@ -18,6 +18,7 @@ from simm.gpu import copy, direct
 from simm.kv import Block, BlockView, Store, register_mr, set_flag
 from simm.rdma import registration
 from simm.sdk.tcp import TcpPath
+from simm.server import worker_session
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, until_rdma
 from tests.support.gpu import InPython, forget_ways, installed
 from tests.support.gpu import Tensor as DeviceTensor
@@ -56,6 +57,7 @@ def store_by(
             yield store
         return
     rails = [f"r{number}" for number in range(int(path[4:]))]
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 60.0)  # its worker is a thread of this process
     with FakeRdmaCluster(monkeypatch, rails=rails, mine=rails, size=64 * MIB) as cluster:
         cluster.network.gpu = driver
         point_at(*cluster.manager.address)

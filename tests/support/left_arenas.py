@@ -34,6 +34,7 @@ from simm.shm import data_name
 from simm.wire.messages import ShardRole
 from tests.support.consistency import check
 from tests.support.processes import Cluster, new_folder
+from tests.support.shards import set_shards
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def make_suspended(
     segment = OwnedArena.create(name, size)
     segment.populate(huge=False)
     store = Store.create(segment.mm, generation=new_generation())
-    store.set_shards(*owner_of_all(epoch), cluster)
+    set_shards(store, *owner_of_all(epoch), cluster)
     put_some(store, count)
     values = values_in(store)
     assert len(values) == count
@@ -188,7 +189,7 @@ def start_warm(name: str, tmp_path: Path) -> dict[bytes, bytes]:
             check(store)
             assert store.header[Word.STATE] == State.OPEN
             found = values_in(store)
-            store.set_shards(*owner_of_all(9), CLUSTER)
+            set_shards(store, *owner_of_all(9), CLUSTER)
             put_some(store, 50)
             check(store)
             return found

@@ -38,10 +38,14 @@ class Pace(Background):
             self._alone += alone
             self._worst = max(self._worst, took - alone)
 
+    @property
+    def slowness(self) -> float:
+        """How many times as long things take here as on an idle machine; at least 1."""
+        return max(1.0, self._took / self._alone if self._alone else 1.0)
+
     def limit(self, bound_s: float) -> float:
         """Return the time that what may take ``bound_s`` on an idle machine may take on this one, seconds."""
-        slowness = self._took / self._alone if self._alone else 1.0
-        return bound_s * max(1.0, slowness) + 4 * self._worst
+        return bound_s * self.slowness + 4 * self._worst
 
     def check(self, what: str, took_s: float, bound_s: float, **more: Any) -> None:
         """Report a time, and raise AssertionError if it is beyond its bound here."""

@@ -2,7 +2,7 @@
 
     clock=FILE     the wall clock (time.time, time.time_ns) is off by as many seconds as FILE's first double says,
                    now and in all children; the file is mapped, so it can be changed at any moment
-    stall=SECONDS  how long a peer may stand still (simm.net.loop.STALL_S)
+    stall=SECONDS  how long a peer may stand still (simm.net.peer.STALL_S)
     mover=SECONDS  how long a mover may say nothing (simm.server.migration.SILENT_S)
     maintenance=SECONDS  how often the loop checks for those (simm.net.loop.MAINTENANCE_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
@@ -82,10 +82,15 @@ def patch(switch: str) -> None:
         import simm.server.migration
 
         simm.server.migration.SILENT_S = float(value)
-    elif name in ("stall", "maintenance"):
+    elif name == "stall":
+        import simm.net.loop
+        import simm.net.peer
+
+        simm.net.peer.STALL_S = simm.net.loop.STALL_S = float(value)
+    elif name == "maintenance":
         import simm.net.loop
 
-        setattr(simm.net.loop, f"{name.upper()}_S", float(value))
+        simm.net.loop.MAINTENANCE_S = float(value)
     else:
         sys.exit(f"what is {switch!r}?")
 

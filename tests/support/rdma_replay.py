@@ -27,6 +27,7 @@ from simm.config.client_options import ClientOptions
 from simm.constants import SET_BYTES
 from simm.errors import TransportError
 from simm.host.buffers import Copier
+from simm.ipc.steps import finish
 from simm.rdma.api import FENCED_READ, Access, QueuePairAddress
 from simm.rdma.staging import StagingPool
 from simm.sdk import rdma_get
@@ -326,7 +327,7 @@ class TraceReplay:
             self.advance(self.rng.randrange(40))
         start = self.at
         batch = Batch([A], [None])
-        left, _ = rdma_get.read(self.path, [0], batch, self.copier, None, self.counters)
+        left, _ = finish(rdma_get.read(self.path, [0], batch, self.copier, None, self.counters))
         results = batch.results
         if left:
             self.left += 1

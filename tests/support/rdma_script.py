@@ -5,12 +5,14 @@ the removal of checks by mutation tests.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import pytest
 
+from simm.arena.reader import ArenaReader
 from simm.client import Client
 from simm.sdk.rdma_connection import RdmaConnection
 from tests.models.explorer import first_failure
@@ -27,6 +29,31 @@ def value_of(key: str, version: int, size: int) -> bytes:
     """Return a value whose every word identifies it."""
     word = (hash_of(key) << 32 | version).to_bytes(8, "little")
     return (word * (size // 8 + 1))[:size]
+
+
+def reuse_the_chunk(cluster: FakeRdmaCluster, client: Client, writer: Client) -> Iterator[int]:
+    """After 200 steps of the network, put other values until one has the chunk of ``k``; then release what is held.
+
+    The next item of what is returned is the number of steps so far, and one.
+    """
+    reader = ArenaReader(cluster.node.worker.segment.name)
+    found = reader.locate(client.digest("k"))
+    assert found is not None
+    steps = itertools.count(1)
+
+    def between() -> None:
+        if next(steps) != 200:
+            return
+        assert writer.delete("k")
+        for number in range(200):
+            assert writer.put(f"other{number}", value_of("other", number, 700))
+            if reader.value(found)[:8] == value_of("other", number, 8):
+                cluster.network.release()
+                return
+        pytest.fail("the chunk is never used again, so this shows nothing")
+
+    cluster.network.between = between
+    return steps
 
 
 def hash_of(key: str) -> int:

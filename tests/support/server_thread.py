@@ -18,9 +18,9 @@ from simm.arena.layout import ENTRY_CRC
 from simm.cluster.assignment import Member
 from simm.cluster.shard_map import ShardMap, pack_since
 from simm.config.client_options import ClientOptions
-from simm.config.tokens import old_tokens
 from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.ipc.session import WorkerSession
+from simm.ipc.steps import finish
 from simm.net.channel import Channel
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
@@ -33,6 +33,7 @@ from simm.wire import messages as M
 from simm.wire.messages import MapReply, Status, WorkerInfo
 from simm.wire.shard_set import MOVING, shards_in
 from tests.support.consistency import check
+from tests.support.tokens import old_tokens
 from tests.support.worker_thread import WAIT_S, WorkerThread
 
 P, N = 0, 1
@@ -138,7 +139,7 @@ class Side:
             return make
 
         wants = [(digest, 1 << 26, target(at)) for at, digest in enumerate(digests)]
-        got = self._path.fetch(wants)
+        got = finish(self._path.fetch(wants))
         return [bytes(taken[at]) if status == Status.OK else None for at, (status, *_) in enumerate(got)]
 
     def word(self, shard: int) -> int:

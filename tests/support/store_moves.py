@@ -17,15 +17,17 @@ from collections.abc import Generator, Iterator
 import numpy as np
 
 from simm.arena.layout import Geometry
-from simm.arena.reader import ArenaReader, Lister
+from simm.arena.reader import ArenaReader
 from simm.arena.sessions import Session
 from simm.arena.store import Store
 from simm.constants import SHARD_COUNT
 from simm.ipc.arena_files import OwnedArena
+from simm.ipc.arena_lister import Lister
 from simm.wire.messages import ABSENT, ShardRole, Status, status_name
 from simm.wire.shard_set import FROZEN, MOVING, bitmap_of
 from tests.models.explorer import walk
 from tests.support.consistency import check, finished
+from tests.support.shards import set_shards
 from tests.support.store_world import divide, token_of
 
 SLOTS = 16
@@ -104,7 +106,7 @@ class Place:
     def take(self, told: Map) -> None:
         """Take a map, as from the supervisor."""
         self.map = told
-        self.store.set_shards(*told.shards_message(self.number))
+        set_shards(self.store, *told.shards_message(self.number))
 
     def put(self, session: Session, digest: bytes, value: bytes, options: int = 0) -> int:
         """Grant, fill and commit; return a Status."""

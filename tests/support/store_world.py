@@ -18,7 +18,7 @@ import numpy as np
 from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import Geometry
 from simm.arena.reader import ArenaReader, Unsettled
-from simm.arena.sessions import Session
+from simm.arena.sessions import FAIR, Session
 from simm.arena.store import Store
 from simm.constants import DEFAULT_POLICY, SHARD_COUNT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.ipc.arena_files import OwnedArena
@@ -26,6 +26,7 @@ from simm.slab import CHUNKS_PER_SLAB, chunk_bytes_for, class_of
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import EPOCH_MASK, FROZEN, shards_in
 from tests.support.consistency import check
+from tests.support.shards import set_shards
 
 ALL_SHARDS = b"\xff" * (SHARD_COUNT // 8)
 TOKEN_BYTES = 16
@@ -351,7 +352,7 @@ class World:
         """Fill a whole chunk."""
         self.data[offset : offset + chunk] = (token * (chunk // TOKEN_BYTES + 1))[:chunk]
 
-    def give_back(self, player: Player, numbers: Iterable[int]) -> None:
+    def return_grants(self, player: Player, numbers: Iterable[int]) -> None:
         """Return unused grants."""
         numbers = list(numbers)
         known = sum(number in player.grants for number in numbers)
@@ -409,9 +410,11 @@ class World:
 
     def pin(self, player: Player, digest: bytes) -> int:
         """Pin an entry; return the pin's id, 0 for a miss."""
-        ((status, _flags, length, _crc, offset, pin),) = self.store.locate(player.session, [digest])
         value = self.values.get(digest)
         wanted = Status.WRONG_OWNER if not self.owns(digest) else Status.NOT_FOUND if value is None else Status.OK
+        if value is not None and wanted == Status.OK and not self.may_pin(player, value.length):
+            wanted = Status.NO_SPACE
+        ((status, _flags, length, _crc, offset, pin),) = self.store.locate(player.session, [digest])
         if status != wanted:
             raise Wrong(f"locate answered {status}, not {wanted}")
         if value is None or status:
@@ -420,6 +423,13 @@ class World:
             raise Wrong(f"locate says {length} bytes, stored were {value.length}")
         player.pins[pin] = Pin(offset, value)
         return pin
+
+    def may_pin(self, player: Player, length: int) -> bool:
+        """The rule for bytes of pins, put naively."""
+        chunk = chunk_bytes_for(length)
+        sizes = {each: sum(chunk_bytes_for(pin.value.length) for pin in each.pins.values()) for each in self.players}
+        rest = self.store.sessions.pinned_bytes_max - sum(sizes.values()) - chunk
+        return not any(sizes.values()) or sizes[player] + chunk <= FAIR * rest
 
     def unpin(self, player: Player, numbers: Iterable[int]) -> None:
         """Release pins."""
@@ -434,7 +444,7 @@ class World:
         """Take a new map. Shards that were ours before are ours since then, the others since now."""
         self.epoch += 1
         since, roles = owned(mine, self.epoch, self.since)
-        self.store.set_shards(self.epoch, since, roles)
+        set_shards(self.store, self.epoch, since, roles)
         self.mine = mine
         self.since = np.frombuffer(since, np.uint64)
         for digest in [digest for digest in self.values if not self.owns(digest)]:

@@ -7,7 +7,8 @@ leaves a frame of the tape. A reader that is stopped between its steps meets one
 names no fields of the structures and counts no stores, so it works for later code too.
 
 One instruction may store several words (``pack_into``, a slice), and the kernel may stop it in between. The tape
-therefore has made-up frames: each prefix, by words and with a torn word, and each word by itself.
+therefore has made-up frames: each prefix, by words and with a torn word, and each word by itself. Words of a column, of
+many slots or of many lines of the ledger, are not torn: numpy stores each by one aligned store.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from simm.arena.reader import ArenaReader, Located, Unsettled
 from tests.support.store_world import World
 
 _PACKAGE = os.path.dirname(simm.__file__) + os.sep
+#: Words of the shortest rows, which the ledger has: columns have one word of each.
+_COLUMN_WORDS = 4
 _STORING = ("STORE_SUBSCR", "STORE_SLICE", "CALL", "PRECALL", "DELETE_SUBSCR")
 
 
@@ -151,11 +154,12 @@ def _between(old: bytes, new: bytes) -> Iterator[bytes]:
     if len(changed) < 2 or len(changed) > 64:  # one word is never torn; recovery's own bulk stores are in rows
         return
     seen = {old, new}
+    column = len({word % _COLUMN_WORDS for word in changed}) == 1
     for number, word in enumerate(changed):
         at = word * 8
         for meta in (
             new[:at] + old[at:],  # all words before this one
-            new[: at + 4] + old[at + 4 :],  # and half of it
+            old if column else new[: at + 4] + old[at + 4 :],  # and half of it
             old[:at] + new[at : at + 8] + old[at + 8 :],  # this one alone
             old[:at] + new[at:],  # from the end
         ):
@@ -202,6 +206,55 @@ def read_in_time(
         return data if reader.confirm(digest, found.slot, found.seq) else Unsettled
     finally:
         reader.words = words
+
+
+class _Column:
+    """A reader's view of an array of words, which lets time pass before each gather, and before each word of a row.
+
+    numpy may load the words of a row in any order.
+    """
+
+    def __init__(self, array: np.ndarray, tick: Callable[[], None]) -> None:
+        self._array = array
+        self._tick = tick
+
+    def take(self, at: np.ndarray, axis: int | None = None) -> np.ndarray:
+        self._tick()
+        if axis is None:
+            return self._array.take(at)
+        rows = np.empty((len(at), self._array.shape[1]), self._array.dtype)
+        for word in (4, 1, 3, 5, 2, 0, 6, 7):
+            rows[:, word] = self._array[at, word]
+            self._tick()
+        return rows
+
+
+def read_by_column(
+    reader: ArenaReader, digest: bytes, tick: Callable[[], None], copy: Callable[[Located], bytes]
+) -> bytes | type[Unsettled] | None:
+    """Do :func:`read_in_time` by the reader's forms for a batch."""
+    names = ("_np_slots", "_np_rows", "_np_shards")
+    arrays = [getattr(reader, name) for name in names]
+    words = reader.words
+    for name, array in zip(names, arrays):
+        setattr(reader, name, _Column(array, tick))
+    reader.words = _Words(words, tick)  # type: ignore[assignment]
+    try:
+        keys, slots = reader.candidates([digest])
+        if slots[0] < 0:
+            return None
+        found = reader.locate_many(keys, slots)
+        if not found.settled[0]:
+            return Unsettled
+        (slot,), (seq,), (start,), (length,) = (
+            column.tolist() for column in (found.slots, found.seqs, found.starts, found.lengths)
+        )
+        data = copy(Located(slot, seq, start + reader.data_offset, length, 0, 0))
+        return data if reader.confirm_many(found)[0] else Unsettled
+    finally:
+        reader.words = words
+        for name, array in zip(names, arrays):
+            setattr(reader, name, array)
 
 
 class Clock:

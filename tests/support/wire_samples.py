@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from simm.rpc import CODECS, OPCODES, STRUCTURES
-from simm.wire import messages as messages  # registers its messages
+from simm.wire import epoch_messages as epoch_messages  # registers its messages
+from simm.wire import messages as messages  # likewise
 from simm.wire import rdma_messages as rdma_messages  # likewise
 
 TYPES = [CODECS[opcode].cls for opcode in sorted(CODECS)]

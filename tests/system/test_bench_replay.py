@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from simm.constants import POLICY_NAMES
-from simm.traces.formats import write_plain
 from simm.traces.generate import generate
+from tests.support.plain_traces import write_plain
 
 WAIT_S = 300.0
 

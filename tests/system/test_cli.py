@@ -232,7 +232,7 @@ def test_status_shows_what_is_stored_and_how_it_is_reached(run: Run, cluster: An
 
 
 def test_status_is_unhealthy_with_a_shard_or_a_server_missing() -> None:
-    worker = {"path": "shm", "why": ""}
+    worker = {"path": "shm", "reason": ""}
     found: dict[str, Any] = {"shards_without_owner": 0, "nodes": [{"state": "running", "workers": [worker]}]}
     assert nodes.healthy(found)
     assert not nodes.healthy({**found, "shards_without_owner": 1})

@@ -25,13 +25,17 @@ import pytest
 
 from simm.arena.layout import HEADER_BYTES, Geometry, State
 from simm.client import Client
-from simm.config import startup
+from simm.config import logs
+from simm.config.parsers import parse_address
 from simm.config.settings import Settings
 from simm.ipc.segments import state_of
 from simm.net.loop import Loop
 from simm.net.process import log_descriptors
 from simm.server.children import Children
-from tests.support.child import ROOT, Place, child_environment, forked_by
+from tests.support.child import ROOT, Child, Place, child_environment, forked_by
+from tests.support.http_page import page
+from tests.support.manager_client import ManagerClient
+from tests.support.ports import reserve_port
 from tests.support.processes import Cluster, new_folder
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -108,12 +112,12 @@ def test_a_log_file_is_no_arena(make_cluster: Callable[..., Cluster], tmp_path: 
     assert len(family(cluster)) >= 3
     for process in family(cluster):
         assert behind(process.pid)[number] == str(path), process
-    assert f" {cluster.worker_stats()['pid']} simm.server.worker: " in lines
+    assert f" worker-0[{cluster.worker_stats()['pid']}] simm.server.worker: " in lines
     assert segment.read_bytes().find(b" simm.") < 0
 
 
 def test_a_log_file_that_is_renamed(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    """As logrotate does it. Lines go on into the renamed file, and nothing else changes."""
+    """As logrotate does it with ``create``. Lines go into the new file, without a signal; nothing else changes."""
     path, moved = tmp_path / "server.log", tmp_path / "server.log.1"
     cluster = make_cluster(memory="32M", server_arguments=("--log-file", str(path)))
     path.rename(moved)
@@ -121,7 +125,7 @@ def test_a_log_file_that_is_renamed(make_cluster: Callable[..., Cluster], tmp_pa
     before = moved.stat().st_size
     restart_worker(cluster)
     wait_until(lambda: put_and_get(cluster) == KEYS, "it serves on", 30)
-    assert moved.stat().st_size > before and path.stat().st_size == 0
+    assert moved.stat().st_size == before and path.stat().st_size > 0
     assert_intact(segment_of(cluster))
 
 
@@ -139,7 +143,7 @@ def test_a_log_on_a_full_disk(nothing_is_left: Path) -> None:
 def test_what_a_log_file_does_not_take_is_said_once(
     capsys: pytest.CaptureFixture[str], logging_as_it_was: None
 ) -> None:
-    startup.set_up_logging(Settings(log_file=Path("/dev/full")))
+    logs.set_up_logging(Settings(log_file=Path("/dev/full")), "test")
     for _ in range(3):
         logging.getLogger("simm").warning("a line")
     assert capsys.readouterr().err.count("cannot write to the log file /dev/full") == 1
@@ -296,6 +300,84 @@ def test_closed_standard_descriptors(make_cluster: Callable[..., Cluster], numbe
         process.end()
 
 
+class Mute(Place):
+    """Here, with a stdout that takes nothing: on a full disk, or a pipe whose reader has ended."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        redirected = {"full disk": "exec > /dev/full", "closed pipe": "exec > >(:); wait $!"}[self.how]
+        return ["bash", "-c", f'{redirected}; exec "$@"', "bash", *words]
+
+
+HOWS = ("full disk", "closed pipe")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_data_server_whose_stdout_takes_nothing(make_cluster: Callable[..., Cluster], how: str) -> None:
+    """It serves, says so once in its log, restarts nothing, and its clean end is one. It used to restart 60 times."""
+    cluster = make_cluster(memory="32M")
+    other = Cluster(cluster.folder)
+    other.name, other.manager = f"{cluster.name}mute", cluster.manager
+    process = ServerProcess(
+        "dataserver", cluster.folder, "--listen", "127.0.0.1:0", "--manager", cluster.manager, "--memory", "32M",
+        "--numa", "0", "--name", other.name, "--runtime-dir", str(cluster.folder / "run"), "--http",
+        f"127.0.0.1:{reserve_port()}", name="mute", place=Mute(how),
+    )  # fmt: skip
+    process.launch()
+    try:
+        other.processes["dataserver"] = process
+        wait_until(lambda: "READY dataserver" in process.log.read_text(), "its log has the line", 60)
+        supervisor, worker = process.pid, other.worker_stats()["pid"]
+        assert put_and_get(other) == KEYS
+        _, metrics = page(process.arguments[process.arguments.index("--http") + 1], "/metrics")
+        restarts = [line for line in metrics.splitlines() if line.startswith("simm_process_restarts_total")]
+        assert restarts and all(line.endswith(" 0") for line in restarts), restarts
+        assert process.pid == supervisor and other.worker_stats()["pid"] == worker
+    finally:
+        process.end()  # with exit code 0, although stdout still takes nothing
+    said = [line for line in process.log.read_text().splitlines() if "READY dataserver" in line]
+    assert len(said) == 1 and "cannot print" in said[0] and "WARN" in said[0], said
+    assert "Traceback" not in process.log.read_text() and "Exception ignored" not in process.log.read_text()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_manager_whose_stdout_takes_nothing(nothing_is_left: Path, how: str) -> None:
+    folder = new_folder()
+    address = f"127.0.0.1:{reserve_port()}"
+    process = ServerProcess("manager", folder, "--listen", address, place=Mute(how))
+    process.launch()
+    try:
+        wait_until(lambda: "READY manager" in process.log.read_text(), "its log has the line", 60)
+        with ManagerClient([parse_address(address)], deadline_s=10.0) as client:
+            assert client.status()["manager"]["connections"] >= 1
+        process.end()
+        text = process.log.read_text()
+        assert text.count("cannot print") == 1 and "Exception ignored" not in text, text
+    finally:
+        process.clean_up()
+        Cluster(folder).stop()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_local_cluster_whose_stdout_takes_nothing(nothing_is_left: Path, how: str) -> None:
+    folder = new_folder()
+    address = f"127.0.0.1:{reserve_port()}"
+    words = ["local", "--memory", "32M", "--numa", "0", "--listen", address, "--insecure", "--runtime-dir", "run"]
+    log = folder / "local.log"
+    with Child(
+        [sys.executable, "-m", "simm", *words], name="simm local", place=Mute(how), log=log, folder=folder
+    ) as local:
+        wait_until(lambda: "READY local" in log.read_text(), "its log has the line", 60)
+        with Client(address, deadline_s=10.0) as client:
+            assert client.put("k", b"value") and client.get("k") == b"value"
+        code = local.end()
+        assert code == 128 + signal.SIGTERM, (code, local.said())
+    assert log.read_text().count("cannot print") == 1, log.read_text()
+    Cluster(folder).stop()
+
+
 def test_a_manager_with_closed_standard_descriptors(nothing_is_left: Path) -> None:
     folder = new_folder()
     process = ServerProcess(
@@ -316,7 +398,7 @@ def test_a_manager_with_closed_standard_descriptors(nothing_is_left: Path) -> No
 def test_standard_streams_are_never_missing() -> None:
     """What a program prints to a closed stderr does not come out at stdout."""
     script = (
-        "import sys\nfrom simm.config.startup import hold_standard_descriptors\nhold_standard_descriptors()\n"
+        "import sys\nfrom simm.config.logs import hold_standard_descriptors\nhold_standard_descriptors()\n"
         "print('to stderr', file=sys.stderr, flush=True)\nprint('done', flush=True)\n"
     )
     done = subprocess.run(

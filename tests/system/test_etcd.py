@@ -21,7 +21,7 @@ from simm.control.election import CHUNK_BYTES, Coordinator, NotLeader, connect
 from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
 from simm.errors import CorruptionError
 from tests.support.etcd_answers import WAIT_S, needs_etcd
-from tests.support.etcd_server import EtcdServer
+from tests.support.etcd_server import EtcdServer, put_key
 from tests.support.waiting import wait_until
 
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 def test_each_call_on_etcd(server: EtcdServer) -> None:
     etcd = server.client()
     assert etcd.get(b"a") is None
-    revision = etcd.put(b"a", b"\x00\xff")
+    revision = put_key(etcd, b"a", b"\x00\xff")
     assert etcd.get(b"a") == (b"a", b"\x00\xff", revision, revision, 0)
     done = etcd.txn([created(b"a", revision), modified(b"a", revision)], [put(b"a", b"2"), get(b"a"), get(b"b")])
     assert done.succeeded and done.found[0] is not None and done.found[0].value == b"2" and done.found[1] is None
@@ -46,17 +46,17 @@ def test_each_call_on_etcd(server: EtcdServer) -> None:
     assert etcd.get(b"a") is None and etcd.get(b"b") is not None
     lease, ttl_s = etcd.grant(1)
     assert ttl_s >= 1 and etcd.keepalive(lease) == ttl_s
-    etcd.put(b"c", b"1", lease)
+    put_key(etcd, b"c", b"1", lease)
     assert etcd.get(b"c") is not None
     wait_until(lambda: etcd.get(b"c") is None, "the lease ends")
     assert etcd.keepalive(lease) == 0
     lease, _ = etcd.grant(60)
-    etcd.put(b"c", b"1", lease)
+    put_key(etcd, b"c", b"1", lease)
     etcd.revoke(lease)
     etcd.revoke(lease)
     assert etcd.get(b"c") is None
     with pytest.raises(EtcdError, match="too large") as caught:
-        etcd.put(b"large", bytes(1_600_000))
+        put_key(etcd, b"large", bytes(1_600_000))
     assert not caught.value.maybe
 
 
@@ -144,16 +144,16 @@ def test_a_damaged_state_is_told_and_never_replaced(server: EtcdServer) -> None:
             (json.dumps({**about, "crc32": 5}).encode(), "checksum"),
             (json.dumps({**about, "bytes": 5}).encode(), "checksum"),
         ):
-            etcd.put(b"/damaged/state", value)
+            put_key(etcd, b"/damaged/state", value)
             with pytest.raises(CorruptionError, match=why) as caught:
                 one.load()
             assert "etcdctl del /damaged/state" in str(caught.value)
-        etcd.put(b"/damaged/state", head.value)
+        put_key(etcd, b"/damaged/state", head.value)
         for value in (chunk.value[:-1], chunk.value + b"x", b"", b"nonsense"):
-            etcd.put(key.encode(), value)
+            put_key(etcd, key.encode(), value)
             with pytest.raises(CorruptionError, match="damaged"):
                 one.load()
-        etcd.put(key.encode(), chunk.value)
+        put_key(etcd, key.encode(), chunk.value)
         assert one.load() == {"a": 1}
 
 
@@ -167,7 +167,7 @@ def test_a_leader_whose_lease_is_gone_steps_down_and_cannot_write(server: EtcdSe
         found = etcd.get(b"/gone/leader")
         assert found is not None and found.create_revision == term
         etcd.revoke(found.lease)
-        etcd.put(b"/gone/leader", b"{}")
+        put_key(etcd, b"/gone/leader", b"{}")
         assert one.term == term, "it has not been told, and its time is not over"
         with pytest.raises(NotLeader, match="term"):
             one.save({"a": 2})
@@ -206,19 +206,13 @@ def test_etcd_silent_and_dead(tmp_path: Path) -> None:
 def test_etcd_with_users(tmp_path: Path) -> None:
     with EtcdServer(tmp_path, "--auth-token-ttl", "1") as server:
         etcd = server.client()
-        for what, body in (
-            ("user/add", {"name": "root", "password": "r"}),
-            ("role/add", {"name": "root"}),
-            ("user/grant", {"user": "root", "role": "root"}),
-            ("enable", {}),
-        ):
-            etcd._call(f"auth/{what}", body, None)
+        server.enable_users("root", "r")
         with pytest.raises(EtcdError, match=r"user name is empty|permission denied"):
             etcd.get(b"k")
         with pytest.raises(EtcdError, match="authentication failed"):
             Etcd(etcd.endpoints, login=("root", "wrong")).get(b"k")
         user = Etcd(etcd.endpoints, login=("root", "r"))
-        user.put(b"k", b"v")
+        put_key(user, b"k", b"v")
         token = user._token
         # Each use prolongs it.
         wait_until(lambda: time.sleep(1.5) or (user.get(b"k") and user._token != token), "a new login")

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ import pytest
 
 from simm.client import Client
 from simm.config.settings import COMMANDS, SETTINGS
+from tests.support.certificates import Authority, needs_openssl
 from tests.support.child import Child, child_environment
 from tests.support.etcd_server import MISSING, PROGRAM, EtcdServer
 from tests.support.ports import reserve_port
@@ -46,16 +48,18 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--insecure": ("", "no"),
     "--listen": ("127.0.0.1:{port}",),
     "--log-file": ("{folder}/made/server.log",),
+    "--log-format": ("json",),
     "--log-level": ("debug", "error"),
     "--manager": ("127.0.0.1:{port},{manager}",),
     "--memory": ("24M",),
     "--move-mib-s": ("0", "10"),
+    "--epoch-lease-ms": ("5000",),
     "--moves-at-once": ("16384",),
     "--name": ("{name}-named",),
     "--numa": ("all",),
     "--policy": ("fifo", "sieve"),
     "--poll-us": ("0", "1ms"),
-    "--rdma": ("off",),
+    "--rdma": ("off", "auto"),
     "--rdma-devices": ("none0",),
     "--rdma-windows": ("", "no"),
     "--restart-grace-ms": ("100",),
@@ -66,14 +70,17 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--streams": ("0", "2"),
     "--suspect-after": ("2",),
     "--token-file": ("{folder}/token",),
+    "--value-size": ("64K",),
     "--warm": ("", "no"),
+    "--workers": ("2",),
+}
+#: Options of an etcd with TLS or users; managers by such a one are run below.
+BY_ETCD: Final = {
+    "tls": ("--coordinator-ttl-ms", "--coordinator-ca", "--coordinator-cert"),
+    "users": ("--coordinator-ttl-ms", "--coordinator-login"),
 }
 #: Options that go with others or need more than a value, and the test that runs them.
 ELSEWHERE: Final = {
-    "--coordinator-ttl-ms": ("test_standby.py", '"--coordinator-ttl-ms"'),
-    "--coordinator-ca": ("test_etcd.py", "coordinator_ca="),
-    "--coordinator-cert": ("test_etcd.py", "coordinator_cert="),
-    "--coordinator-login": ("test_etcd.py", "login="),
     "--tls-ca": ("../security/test_tls.py", '"--tls-ca"'),
     "--tls-cert": ("../security/test_tls.py", '"--tls-cert"'),
     "--tls-client-ca": ("../security/test_tls.py", '"--tls-client-ca"'),
@@ -94,7 +101,7 @@ def options_of(program: str) -> list[str]:
 
 def cases(program: str) -> list[tuple[str, str]]:
     """(option, value) of each run of a program."""
-    flags = [flag for flag in options_of(program) if flag not in ELSEWHERE]
+    flags = [flag for flag in options_of(program) if flag not in {*ELSEWHERE, *chain(*BY_ETCD.values())}]
     return [(flag, value) for flag in flags for value in EXAMPLES.get(flag, ("?",))]
 
 
@@ -184,7 +191,7 @@ def test_each_option_is_run(program: str) -> None:
     ).stdout  # fmt: skip
     listed = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M)) - {"--help"}
     assert listed == set(options_of(program)) | (NOT_FOR[program] & listed)
-    assert set(options_of(program)) <= set(EXAMPLES) | set(ELSEWHERE)
+    assert set(options_of(program)) <= {*EXAMPLES, *ELSEWHERE, *chain(*BY_ETCD.values())}
     assert set(EXAMPLES) <= {flag for each in PROGRAMS for flag in options_of(each)}
 
 
@@ -223,13 +230,47 @@ def test_a_manager_with(case: tuple[str, str], workshop: Workshop) -> None:
         assert right(address, paths=("shm",), token=TOKEN if token else "") == KEYS
 
 
+def etcd_of(kind: str, stack: contextlib.ExitStack, folder: Path) -> tuple[str, dict[str, str]]:
+    """Start an etcd with TLS or with users; its URL, and the options of a manager that it takes."""
+    given = {"--coordinator-ttl-ms": "5000"}
+    if kind == "tls":
+        authority = Authority(folder)
+        both = authority.issue("etcd")
+        given |= {"--coordinator-ca": str(authority.ca), "--coordinator-cert": str(both)}
+        flags = [f"--cert-file={both}", f"--key-file={both}", f"--trusted-ca-file={authority.ca}"]
+        server = stack.enter_context(EtcdServer(new_folder(), *flags, "--client-cert-auth", scheme="https"))
+        return server.url, given
+    server = stack.enter_context(EtcdServer(new_folder()))
+    server.enable_users("root", "the password of root")
+    (folder / "login").write_text("root:the password of root\n")
+    (folder / "login").chmod(0o600)
+    return server.url, {**given, "--coordinator-login": str(folder / "login")}
+
+
+@needs_openssl
+@pytest.mark.parametrize("kind", BY_ETCD)
+def test_a_manager_by_an_etcd_with(kind: str, workshop: Workshop) -> None:
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with contextlib.ExitStack() as stack:
+        url, given = etcd_of(kind, stack, workshop.folder)
+        assert tuple(given) == BY_ETCD[kind]
+        stack.callback(workshop.servers.close)  # before etcd
+        address = workshop.manager("--coordinator", f"{url}/options", *chain(*given.items()))
+        workshop.dataserver(address)
+        assert right(address, paths=("shm",)) == KEYS
+
+
 @pytest.mark.parametrize("negated", [False, True], ids=["switches on", "switches off"])
 def test_a_local_cluster_with_all(negated: bool, workshop: Workshop) -> None:
     """Each option goes on to the servers that have it. Where there are several values this takes one of them."""
     names = workshop.names(manager="")
     given = ["--listen", "127.0.0.1:0", "--memory", "32M"]
+    # --allow-uid goes without a token; --slots and --value-size say the same.
+    left_out = {"--listen", "--coordinator", "--allow-uid", "--slots" if negated else "--value-size"}
+    left_out |= {*ELSEWHERE, *chain(*BY_ETCD.values())}
     for flag in options_of("local"):
-        if flag not in ("--listen", "--coordinator", "--allow-uid", *ELSEWHERE):  # --allow-uid goes without a token
+        if flag not in left_out:
             names["port"] = reserve_port()
             given += words(flag, EXAMPLES[flag][-1 if negated else 0], **names)
     with Child(

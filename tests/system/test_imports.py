@@ -14,7 +14,10 @@ CLIENT_MODULES_MAX: Final = 22
 #: Standard library modules that only some calls need: a third of the time that the import takes beyond numpy's.
 NEEDED_LATER: Final = {"asyncio", "concurrent.futures", "difflib", "ipaddress", "pathlib", "urllib.parse"}
 #: Optional paths of a client, loaded where they are chosen.
-OPTIONAL: Final = ("simm.gpu", "simm.rdma", "simm.verbs", "simm.sdk.rdma_", "simm.sdk.tcp", "simm.sdk.replicas")
+OPTIONAL: Final = ("simm.gpu", "simm.rdma", "simm.verbs", "simm.sdk.rdma_", "simm.sdk.tcp", "simm.sdk.ops.replicas",
+                   "simm.sdk.ops.if_absent",
+    "simm.sdk.ops.rdma_ranges",
+)  # fmt: skip
 
 _USE: Final = """
 from simm.client import Client
@@ -74,7 +77,7 @@ def test_a_client_beside_its_worker_loads_no_other_path(cluster: Any) -> None:
 def test_threads_may_load_a_path_at_the_same_time(cluster: Any) -> None:
     names = loaded_by(_FIRST_TOGETHER.format(manager=cluster.manager))
     assert "simm.sdk.tcp" in names
-    assert "simm.sdk.replicas" in names
+    assert "simm.sdk.ops.replicas" in names
 
 
 def test_a_client_loads_no_psutil(cluster: Any) -> None:

@@ -210,7 +210,8 @@ def test_healthz_sees_a_stream_and_a_path(make_cluster: Callable[..., Cluster]) 
     with stopped(forked_by(server.pid)[1]):
         wait_until(lambda: page(server.http, "/healthz")[0] == 503, "a stopped stream is seen", 60)
         assert "a stream process of workers [0]" in page(server.http, "/healthz")[1]
-        assert 'simm_streams_cut_off{worker="0",node="0"} 1' in page(server.http, "/metrics")[1]
+        cut_off = f'simm_streams_cut_off{{server="{cluster.name}",worker="0",numa="0"}} 1'
+        assert cut_off in page(server.http, "/metrics")[1]
     wait_until(lambda: page(server.http, "/healthz")[0] == 200, "it goes on", 60)
     uds(cluster).unlink()
     uds(cluster).mkdir()

@@ -114,14 +114,14 @@ def test_list_drain_and_resume(manager: str, capsys: pytest.CaptureFixture[str])
         found = link.status()
         for node in found["nodes"]:
             for worker in node["workers"]:
-                worker.update(path="tcp", why="")
+                worker.update(path="tcp", reason="")
         text = nodes.cluster_table(found)
         assert "1,000 shards are moving, 6,192 wait for their turn" in text
         assert text.splitlines()[3].split()[-4:] == ["SHARDS", "IN", "OUT", "PATH"]
         ways = {"alpha": ("rdma", ""), "beta": ("tcp", "RDMA: no pair of rails works: rxe0:1 to rxe1:1: no answer")}
         for node in found["nodes"]:
             for worker in node["workers"]:
-                worker["path"], worker["why"] = ways[node["name"]]
+                worker["path"], worker["reason"] = ways[node["name"]]
         lines = nodes.cluster_table(json.loads(json.dumps(found))).splitlines()
         assert [line.split()[-1] for line in lines if line.startswith(("alpha/0 ", "beta/0 "))][:2] == ["rdma", "tcp"]
         assert lines[-1] == "beta/0 by tcp: RDMA: no pair of rails works: rxe0:1 to rxe1:1: no answer"

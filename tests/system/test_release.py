@@ -34,7 +34,7 @@ from simm.errors import RemoteProtocolError, TransportError, UsageError
 from simm.gpu import cuda, direct
 from simm.gpu.buffers import DeviceSpan
 from simm.gpu.cuda import CudaError
-from simm.host import buffers, memory
+from simm.host import copy_pool, memory
 from simm.ipc import segments as arenas_module
 from simm.ipc import session as session_module
 from simm.ipc.session import WorkerSession
@@ -392,7 +392,7 @@ def interrupted_copy(_: pytest.MonkeyPatch) -> None:
                 raise KeyboardInterrupt
             return 0
 
-    buffers._abandon(Parts(), [])
+    copy_pool._abandon(Parts(), [])
 
 
 def interrupted_connection(_: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from simm import kv
 from simm.arena.hashing import Hasher, shard_of
 from simm.client import Client
 from simm.errors import ConfigError, UsageError
-from simm.sdk.replicas import CANDIDATES, Replicas, candidates, second
+from simm.sdk.ops.replicas import CANDIDATES, Replicas, candidates, second
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
@@ -60,6 +60,8 @@ def test_the_second_copy_is_on_another_node_by_a_reference_model() -> None:
 def test_either_copy_comes_first_by_chance_and_the_other_candidates_follow() -> None:
     class OneMap:
         nodes: tuple[str | None, ...] = ("a", "b")
+
+        router = None
 
         def target(self, digest: bytes) -> None: ...
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from simm.server.pages import Row, healthz, metrics
 from tests.support.http_page import page
@@ -29,8 +30,8 @@ def test_healthz() -> None:
 
 
 def test_metrics_name_the_silent_worker() -> None:
-    text = str(metrics([Row(0, 1, {}, 0, {}, 7.5)], joined=True, fenced=False, epoch=3).body)
-    assert 'simm_worker_silent_seconds{worker="0",node="1"} 7.5' in text
+    text = metrics("a", [Row(0, 1, {}, silent_s=7.5)], joined=True, fenced=False, epoch=3).text()
+    assert 'simm_worker_silent_seconds{server="a",worker="0",numa="1"} 7.5' in text
 
 
 @pytest.mark.quick
@@ -44,14 +45,21 @@ def test_a_stopped_worker_is_seen_and_a_woken_one_too(make_cluster: Callable[...
     with server:
         assert server.http, "the READY line names the port that was found"
         address = server.http
-        assert page(address, "/healthz") == (200, "ok\n")
-        text = page(address, "/metrics")[1]
-        assert "simm_worker_silent_seconds" in text
+        assert page(address, "/healthz") == (200, "ok\n") and page(address, "/readyz") == (200, "ready\n")
+        found = {family.name: family for family in text_string_to_metric_families(page(address, "/metrics")[1])}
+        assert {"simm_worker_silent_seconds", "simm_build_info", "process_cpu_seconds"} <= set(found)
+        used = found["simm_process_cpu_seconds"].samples
+        assert {sample.labels["process"] for sample in used} >= {"worker", "stream"}
+        private = [sample.value for sample in found["simm_process_private_memory_bytes"].samples]
+        assert all(0 < size < 64 << 20 for size in private), "the arena is no private memory"
         children = psutil.Process(server.pid).children()
         for child in children:  # worker and stream
             child.send_signal(signal.SIGSTOP)
         wait_until(lambda: "[0] do not answer" in page(address, "/healthz")[1], "a worker that hangs is no good health")
-        assert page(address, "/healthz")[0] == 503
+        assert page(address, "/healthz")[0] == page(address, "/readyz")[0] == 503
         for child in children:
             child.send_signal(signal.SIGCONT)
-        wait_until(lambda: page(address, "/healthz")[0] == 200, "it is well again")
+        wait_until(lambda: page(address, "/healthz")[0] == page(address, "/readyz")[0] == 200, "it is well again")
+        cluster.processes["manager"].kill()
+        wait_until(lambda: "no manager" in page(address, "/healthz")[1], "the manager is missed")
+        assert page(address, "/readyz") == (200, "ready\n"), "the data path needs no manager"

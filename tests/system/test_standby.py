@@ -33,7 +33,7 @@ from simm.wire import messages as M
 from simm.wire.hello import client_hello
 from simm.wire.messages import Status, WorkerInfo
 from tests.support.child import child_environment, stopped
-from tests.support.etcd_server import MISSING, PROGRAM, EtcdServer
+from tests.support.etcd_server import MISSING, PROGRAM, EtcdServer, put_key
 from tests.support.load import Load, LoadThread
 from tests.support.load.generator import Settings
 from tests.support.manager_client import ManagerClient, joining
@@ -229,7 +229,10 @@ def refusals(port: int) -> list[str]:
     """What a manager says to everything but PING and HELLO while it stands by; nothing while it leads."""
     with contextlib.closing(Raw(port)) as link:
         link.ask(client_hello(M.Role.ADMIN), M.Ping(5), M.MapGet(0, 0), M.Drain(1, "x"))
-        welcome, pong, *refused = link.answers(4)
+        answers = link.answers(4)
+        if len(answers) < 4:
+            raise ConnectionError(link.ended or "the manager closed the connection")
+        welcome, pong, *refused = answers
         assert isinstance(welcome[1], M.Welcome) and pong == (Status.OK, M.Pong(5))
         return [answer.text if status == Status.NOT_LEADER else "" for status, answer in refused]
 
@@ -341,11 +344,11 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
         only.end()
         head = managers.etcd.client().get(b"/test/state")
         assert head is not None
-        managers.etcd.client().put(b"/test/state", b"{}")
+        put_key(managers.etcd.client(), b"/test/state", b"{}")
         with pytest.raises(AssertionError, match=r"no SiMM manager's state.*etcdctl del /test/state"):
             only.start()
         assert only.wait() == 2
-        managers.etcd.client().put(b"/test/state", head.value)
+        put_key(managers.etcd.client(), b"/test/state", head.value)
         only.start()
         assert managers.leader() == 0
 
@@ -370,6 +373,7 @@ def test_pages_of_a_leader_and_a_standby(folder: Path) -> None:
         assert page(f"{leads}/healthz") == (200, "ok\n")
         assert page(f"{stands_by}/leader") == (503, f"standing by, {address} leads\n")
         assert page(f"{stands_by}/healthz") == (200, f"ok; standing by, {address} leads\n")
+        assert page(f"{stands_by}/readyz") == (200, f"ready, standing by, {address} leads\n")
         assert "simm_manager_leading 1" in page(f"{leads}/metrics")[1]
         assert "simm_manager_leading 0" in page(f"{stands_by}/metrics")[1]
         assert f"{address} leads" in page(f"{stands_by}/")[1]

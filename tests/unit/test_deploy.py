@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from simm.config.settings import COMMANDS, load
+from simm.config.settings import COMMANDS, add_arguments, load, load_command
 from tests.support.child import ROOT
+from tests.support.manifests import unexplained
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 #: Values of the variables that a manifest refers to.
 KNOWN = {"$(POD_IP)": ("10.0.0.7", "fd00::7"), "$(NODE_NAME)": ("node-1", "node-2")}
-#: Capabilities that a comment in the manifest explains.
-EXPLAINED = {"manager": set(), "dataserver": {"SYS_NICE"}, "runtime-folder": {"CHOWN"}}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -28,6 +28,14 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
     for document in documents("simm.yaml"):
         if document["kind"] in ("Deployment", "DaemonSet"):
             yield document["metadata"]["name"], document["spec"]["template"]["spec"]
+
+
+def embedded() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The pod of engine-pod.yaml that has SiMM beside its engine, and both containers."""
+    (pod,) = [each["spec"] for each in documents("engine-pod.yaml") if len(each["spec"]["containers"]) > 1]
+    simm, engine = pod["containers"]
+    assert (simm["name"], engine["name"]) == ("simm", "engine")
+    return pod, simm, engine
 
 
 def containers() -> list[Any]:
@@ -45,16 +53,61 @@ def test_manifests_are_well_formed(path: Path) -> None:
         assert "kind" in document or path.name == "rdma-patch.yaml"
 
 
-@pytest.mark.parametrize(("pod", "container"), containers())
+@pytest.mark.parametrize(("pod", "container"), [*containers(), pytest.param(*embedded()[:2], id="beside an engine")])
 def test_no_container_may_do_more_than_it_needs(pod: dict[str, Any], container: dict[str, Any]) -> None:
-    context = container["securityContext"]
-    assert context["allowPrivilegeEscalation"] is False
-    assert context["readOnlyRootFilesystem"] is True
-    assert context["capabilities"]["drop"] == ["ALL"]
-    assert set(context["capabilities"].get("add", ())) == EXPLAINED[container["name"]]
-    assert not context.get("privileged")
-    root = context.get("runAsUser", pod["securityContext"]["runAsUser"]) == 0
-    assert root == (container["name"] == "runtime-folder")
+    assert unexplained(pod, container) == []
+    # Positive control: each line that holds it back is missed.
+    for field in ("allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"):
+        context = {key: value for key, value in container["securityContext"].items() if key != field}
+        assert len(unexplained(pod, {**container, "securityContext": context})) == 1
+    assert len(unexplained({"containers": pod["containers"]}, container)) >= 2
+    bare = {key: value for key, value in container.items() if key != "securityContext"}
+    assert len(unexplained({}, bare)) >= 5
+
+
+def test_the_server_beside_an_engine_can_start_as_it_is_confined() -> None:
+    """Its root filesystem is read-only, so each folder that it writes is a volume. The engine knows its user."""
+    pod, simm, engine = embedded()
+    command, *arguments = simm["args"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, command)
+    settings = load_command(command, parser.parse_args(arguments), {})
+    volumes = {each["name"]: each["emptyDir"] for each in pod["volumes"]}
+    written = [each for each in simm["volumeMounts"] if not each.get("readOnly")]
+    mounts = {each["mountPath"] for each in written if each["name"] in volumes}
+    # The folder of the sockets must be the server's own; a volume's top folder is root's.
+    assert {"/dev/shm", "/tmp", str(settings.runtime_dir.parent)} <= mounts and str(settings.runtime_dir) not in mounts
+    assert settings.http is not None and settings.http.loopback and settings.allow_uid
+    assert not (pod.get("hostPID") or pod.get("hostIPC") or pod.get("hostNetwork")) and pod["shareProcessNamespace"]
+    environment = {each["name"]: each["value"] for each in engine["env"]}
+    assert environment["SIMM_SERVER_UID"] == str(simm["securityContext"]["runAsUser"])
+    assert "/dev/shm" in {each["mountPath"] for each in engine["volumeMounts"]}
+    for probe, path in (("startupProbe", "/readyz"), ("livenessProbe", "/healthz")):
+        _python, _c, code = simm[probe]["exec"]["command"]
+        assert f"'http://{settings.http}{path}'" in code
+        compile(code, probe, "exec")
+
+
+def test_the_patch_adds_no_capability_that_the_servers_user_cannot_have() -> None:
+    """Capabilities that Kubernetes adds are in force for root only, and the data server is not root."""
+    (patch,) = documents("rdma-patch.yaml")
+    for container in patch["spec"]["template"]["spec"]["containers"]:
+        assert "capabilities" not in container.get("securityContext", {})
+
+
+def test_the_manifest_says_why_it_shares_namespaces_of_the_node() -> None:
+    """Each hostX that is on has a comment above it, and the one of hostPID rules out the two alternatives."""
+    lines = (FOLDER / "simm.yaml").read_text().splitlines()
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in map(str.strip, lines):
+        if line.startswith("#"):
+            above.append(line)
+        else:
+            comments[line] = " ".join(above)
+            above = []
+    assert "metadata" in comments["hostIPC: true"] and "descriptor" in comments["hostIPC: true"]
+    assert "pidfd" in comments["hostPID: true"] and "lease" in comments["hostPID: true"]
 
 
 @pytest.mark.parametrize(("name", "pod"), list(pods()), ids=lambda value: value if isinstance(value, str) else "")
@@ -69,13 +122,14 @@ def test_pods_run_without_root_and_read_their_token(name: str, pod: dict[str, An
 
 
 @pytest.mark.parametrize(("name", "pod"), list(pods()), ids=lambda value: value if isinstance(value, str) else "")
-def test_the_probes_ask_healthz_where_it_is_served(name: str, pod: dict[str, Any]) -> None:
+def test_the_probes_ask_where_it_is_served(name: str, pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]
     port = next(each["containerPort"] for each in container["ports"] if each["name"] == "http")
     environment = {each["name"]: each.get("value", "") for each in container["env"]}
     assert environment["SIMM_HTTP"].endswith(f":{port}")
-    for probe in ("livenessProbe", "readinessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/readyz")):
+        assert container.get(probe, {}).get("httpGet", {"path": path, "port": "http"}) == {"path": path, "port": "http"}
+    assert {"livenessProbe", "readinessProbe"} <= set(container)
 
 
 @pytest.mark.parametrize("family", [0, 1], ids=["IPv4", "IPv6"])

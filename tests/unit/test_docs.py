@@ -1,4 +1,4 @@
-"""The operator's page names every setting and metric that there is, and each of them is connected to something."""
+"""The operators' pages name every setting and metric that there is, and each of them is connected to something."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ import pytest
 import simm
 from simm.config.settings import SETTINGS, Settings
 from simm.control import pages
+from simm.ipc.counts import GET, Word
+from simm.ipc.tally import Totals
 from simm.manager import Manager
 from simm.net.loop import Loop
-from simm.server.pages import _RDMA, _WORKER, Row, metrics
+from simm.net.metrics import CERTIFICATE
+from simm.server.pages import _RDMA, _WORKER, METRICS, Row, metrics
+from tests.support import metrics_page
 from tests.support.endpoint_thread import EndpointThread
 from tests.support.fake_fabric import FakeNetwork
 from tests.support.worker_thread import WorkerThread
 
-OPERATIONS = (Path(simm.__file__).parents[1] / "docs" / "operations.md").read_text()
+DOCS = Path(simm.__file__).parents[1] / "docs"
+OPERATIONS = (DOCS / "operations.md").read_text()
 
 
 # --- settings ---------------------------------------------------------------------------------
@@ -61,44 +67,57 @@ def test_every_setting_is_in_the_operators_page() -> None:
 
 
 def names_in(page: str) -> set[str]:
-    """Metrics that a page names: ``simm_a_b`` in full, and later in that line ``_c`` for simm_c or simm_a_c."""
-    found = set()
-    for line in page.splitlines():
-        whole: list[str] = []
-        for name in re.findall(r"`(\w+)(?:\{[^`]*\})?(?: \d)?`", line):
-            if name.startswith(("simm_", "process_")):
-                whole.append(name)
-            elif name.startswith("_"):
-                found |= {first[: cut.start()] + name for first in whole for cut in re.finditer("_", first)}
-        found.update(whole)
-    return found
+    """Metrics that a page names, in full: `simm_a_b`, `simm_a_b{label="x"}`, `simm_a_b 1`."""
+    return set(re.findall(r"`((?:simm|process)_[a-z0-9_]+)(?:\{[^`]*\})?(?: \d+)?`", page))
 
 
-def shown(text: Any) -> set[str]:
-    """Metrics in Prometheus text."""
-    return set(re.findall(r"^# TYPE (\w+) ", str(text), re.MULTILINE))
+def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
+    """HELP, type and labels of what a server shows stand there word for word; and nothing else does."""
+    made = metrics_page.page()
+    assert (DOCS / "metrics.md").read_text() == made, "python -m tests.support.metrics_page > docs/metrics.md"
 
 
-def test_every_metric_is_in_the_operators_page() -> None:
-    rdma = dict.fromkeys((key for _, _, _, key in _RDMA), 0) | {"ready": True, "why": ""}
-    row = Row(0, 0, {"evictions": {"own": 1}}, 0, rdma=rdma)
-    made = shown(metrics([row], joined=True, fenced=False, epoch=1).body)
+@pytest.mark.parametrize("path", [*DOCS.glob("*.md"), DOCS.parent / "README.md"], ids=lambda path: path.name)
+def test_pages_name_only_metrics_that_there_are(path: Path) -> None:
+    known = {metric.name for metric in (*pages.METRICS, *METRICS)}
+    assert {name for name in names_in(path.read_text()) if name.startswith("simm_")} - known == set()
+
+
+def test_mutation_a_metric_that_is_not_there() -> None:
+    text = '| `simm_a_b`, `simm_c_total{x="y"}` | `process_e 1` |\n| `_f`, simm_g `simm status` |'
+    assert names_in(text) == {"simm_a_b", "simm_c_total", "process_e"}
+
+
+def test_a_manager_shows_what_it_declares() -> None:
     manager = Manager(Loop())
     try:
-        made |= shown(manager.pages.metrics().body)
+        plain = manager.pages.metrics().text()
+        manager.pages.tls = SimpleNamespace(certificate_ends=lambda: 7.0)  # type: ignore[assignment]
+        text = manager.pages.metrics().text()
     finally:
         manager.loop.close()
-    made |= {f"simm_worker_{name}" for _, name, _ in pages._WORKER}
-    assert {"simm_entries", "simm_rdma_ready", "simm_evictions_total", "simm_manager_epoch"} <= made
-    assert "process_resident_memory_bytes" in made
-    missing = sorted(made - names_in(OPERATIONS))
-    assert not missing, f"docs/operations.md does not name {missing}"
+    assert f"\n{CERTIFICATE.name} 7" in text and f"\n{CERTIFICATE.name}" not in plain
+    declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert declared == [metric.name for metric in pages.METRICS]
+    empty = {metric.name for metric in pages._WORKER.values()}  # it has no data server
+    assert {name for name in declared if f"\n{name}" not in text} == empty
 
 
-def test_mutation_a_metric_that_the_page_does_not_name() -> None:
-    names = names_in("| `simm_a_b`, `_c_total{x}`, `_d` | `simm_e 1` |\n| `_f`, simm_g |")
-    assert {"simm_a_b", "simm_c_total", "simm_a_c_total", "simm_d", "simm_e"} <= names
-    assert not {"simm_f", "simm_a_f", "simm_g", "simm_x"} & names
+def test_a_data_server_shows_what_it_declares() -> None:
+    quotas = {"a": {"used_bytes": 1, "quota_bytes": 2}}
+    stats = {"evictions": {"own": 1}, "put_failures": {"no_room": 1}, "quotas": quotas}
+    rdma = dict.fromkeys(_RDMA, 0) | {"ready": True, "reason": ""}
+    totals = Totals()
+    totals.counters("a")[Word.HITS] += 1
+    totals.observe(GET, 5000)
+    row = Row(
+        0, 1, stats, rdma=rdma, restarts={"worker": 1}, usage={"worker": (1.0, 2, 3)}, counted={"shm": totals}
+    )
+    text = metrics("host-21", [row], joined=True, fenced=False, epoch=1, certificate_ends=7.0).text()
+    declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert declared == [metric.name for metric in METRICS]
+    assert {name for name in declared if f"\n{name}" not in text} == set()
+    assert 'simm_entries{server="host-21",worker="0",numa="1"} 0' in text
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +130,12 @@ def reported() -> Any:
         yield {"worker": own, "endpoint": endpoint.ready().stats()}
 
 
-@pytest.mark.parametrize("key", [key for _, _, _, key in _WORKER])
+@pytest.mark.parametrize("key", list(_WORKER))
 def test_every_metric_of_a_worker_is_reported_by_it(reported: Any, key: str) -> None:
     """The page shows 0 for a number that a worker does not report, so a misspelled key would go unnoticed."""
     assert key in reported["worker"]
 
 
-@pytest.mark.parametrize("key", [key for _, _, _, key in _RDMA if key != "restarts"])
+@pytest.mark.parametrize("key", list(_RDMA))
 def test_every_metric_of_an_endpoint_is_reported_by_it(reported: Any, key: str) -> None:
     assert key in reported["endpoint"]

@@ -12,21 +12,20 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-import simm
+from tests.support.sources import PACKAGE, parse, sources
 
-PACKAGE: Final = Path(simm.__file__).parent
 ARCHITECTURE: Final = PACKAGE.parent / "docs" / "architecture.md"
 
+LINES_MAX: Final = 600
 #: Rows from the bottom up; each row lists units that must not import each other. A unit is a set of top-level modules
 #: and packages that belong together. A module imports from its own unit and from lower rows.
 ROWS: Final = (
     ("errors constants",),
-    ("host shm", "config"),
+    ("host shm", "config", "schemes"),
     ("wire rpc",),
     ("arena slab table", "cluster"),
     ("net", "rdma verbs"),
@@ -34,7 +33,7 @@ ROWS: Final = (
     ("ipc",),
     ("sdk", "control", "server"),
     ("client", "manager", "dataserver"),
-    ("kv", "testing", "sim", "traces"),
+    ("kv", "testing", "sim", "traces", "connectors"),
     ("tools",),
     ("cli __main__",),
 )
@@ -45,8 +44,8 @@ PLACE: Final = {
 #: Violations that wait for their mend, word for word.
 KNOWN: Final[frozenset[str]] = frozenset()
 PACKAGES: Final = frozenset((
-    "arena", "cluster", "config", "control", "gpu", "host", "ipc", "net", "rdma", "sdk", "server", "sim", "tools",
-    "traces", "wire",
+    "arena", "cluster", "config", "connectors", "control", "gpu", "host", "ipc", "net", "rdma", "schemes", "sdk",
+    "server", "sim", "tools", "traces", "wire",
 ))  # fmt: skip
 FILES_PER_PACKAGE_MAX: Final = 16
 
@@ -58,7 +57,7 @@ SOCKET_ALSO: Final = frozenset(("config.settings",))
 NO_GPU: Final = frozenset(("ipc", "server"))
 
 #: Structures over a buffer, and the cluster's decisions: no I/O, no clock, no threads.
-PURE: Final = frozenset(("arena", "slab", "table", "cluster", "wire", "rpc"))
+PURE: Final = frozenset(("arena", "slab", "table", "cluster", "wire", "rpc", "schemes"))
 IMPURE: Final = frozenset((
     "asyncio", "io", "logging", "os", "pathlib", "select", "selectors", "signal", "socket", "subprocess", "tempfile",
     "threading", "time",
@@ -69,21 +68,14 @@ BANNED: Final = frozenset(
 )  # fmt: skip
 BANNED_CALLS: Final = frozenset(("eval", "exec", "compile", "__import__"))
 RUNTIME: Final = frozenset(("numpy", "psutil"))
-
-
-def sources() -> dict[str, str]:
-    """Return module -> text, by dotted name below ``simm``; a package goes by its own name, ``simm`` itself by ""."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return found
+#: What an engine loads imports that engine, and nothing else does.
+ENGINES: Final = {
+    "connectors.sglang": "sglang", "connectors.lmcache": "lmcache", "connectors.lmcache_server": "lmcache",
+    "connectors.vllm": "vllm",
+}  # fmt: skip
 
 
 SOURCES: Final = sources()
-
-
-parse = functools.cache(ast.parse)
 
 
 @functools.cache
@@ -193,7 +185,7 @@ def _foreign_imports(module: str, names: set[str]) -> Iterator[str]:
     yield from (f"{module} imports {name}, which is banned" for name in sorted(roots & BANNED))
     if "pyverbs" in roots and module != "verbs":
         yield f"{module} imports pyverbs: only verbs may"
-    unknown = roots - set(sys.stdlib_module_names) - RUNTIME - BANNED - {"pyverbs"}
+    unknown = roots - set(sys.stdlib_module_names) - RUNTIME - BANNED - {"pyverbs", ENGINES.get(module)}
     yield from (f"{module} imports {name}, which setup.cfg does not name" for name in sorted(unknown))
     if PLACE[unit(module)][0] < IO_ROW and module not in SOCKET_ALSO:
         yield from (f"{module} imports {name}: only from net/ on" for name in sorted(roots & {"socket", "selectors"}))
@@ -234,6 +226,18 @@ def test_every_package_is_known_and_says_what_it_is_for() -> None:
         assert len(ast.get_docstring(parse(SOURCES[package])) or "") > 30, f"{package}/__init__.py has no charter"
 
 
+def test_modules_are_short() -> None:
+    assert [name for name, text in SOURCES.items() if len(text.splitlines()) > LINES_MAX] == []
+
+
+def test_the_picture_has_all_rows() -> None:
+    """The rows in docs/architecture.md are those that the imports are checked against, from the top down."""
+    picture = ARCHITECTURE.read_text().partition("### Modules")[2].split("```")[1]
+    drawn = [re.split(r" {3,}", line)[0] for line in picture.strip().splitlines()]
+    rows = [{name for unit in units for name in unit.split()} - {"__main__"} for units in reversed(ROWS)]
+    assert [set(re.findall(r"\w+", line)) for line in drawn] == rows
+
+
 def test_the_module_map_is_the_tree() -> None:
     """The map in docs/architecture.md names each package and each of its modules, and nothing else."""
     lines = re.findall(r"^\| `simm/([a-z_/]*)` \|.*\| ([^|]*) \|$", ARCHITECTURE.read_text(), re.MULTILINE)
@@ -262,6 +266,10 @@ def test_the_module_map_is_the_tree() -> None:
         ("cluster.machine", "import typing\nif typing.TYPE_CHECKING:\n    import simm.arena.store", "sibling"),
         ("host.pages", "import simm.config.settings", "sibling"),
         ("sim.world", "from simm.tools.simulate import main", "higher row"),
+        ("schemes.vllm", "import simm.arena.hashing", "higher row"),
+        ("schemes.registry", "from ..config import settings", "sibling"),
+        ("schemes.vllm", "import pickle", "banned"),
+        ("schemes.lmcache", "import blake3", "setup.cfg does not name"),
         ("testing", "from . import kv", "sibling"),
         ("errors", "from . import constants, shm", "higher row"),
         ("", "from . import errors", "simm/__init__ imports"),
@@ -279,6 +287,9 @@ def test_the_module_map_is_the_tree() -> None:
         ("arena.store", "import pickle", "banned"),
         ("sdk.reads", "import torch", "banned"),
         ("net.loop", "import requests", "setup.cfg does not name"),
+        ("connectors.keyspace", "import sglang", "setup.cfg does not name"),
+        ("connectors.lmcache_values", "import lmcache", "setup.cfg does not name"),
+        ("kv", "from .connectors import keyspace", "sibling"),
         ("wire.messages", "eval('1')", "calls eval"),
         ("newcomer", "import os", "has no row"),
     ],

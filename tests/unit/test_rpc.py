@@ -26,6 +26,7 @@ from simm.rpc import (
     STRUCTURES,
     Codec,
     Connection,
+    Encoded,
     Flag,
     Frame,
     decode,
@@ -92,6 +93,8 @@ def test_round_trip(msg: Any, request_id: int, status: int, flags: int) -> None:
     (frame,) = frames(encode(msg, request_id, status=status, flags=flags))
     assert frame[:4] == (OPCODES[type(msg)], flags, status, request_id)
     assert decode(frame) == msg and type(decode(frame)) is type(msg)
+    once = Encoded(msg)
+    assert once.header(request_id, flags=flags) + once.body == encode(msg, request_id, flags=flags)
 
 
 @pytest.mark.parametrize("cls", TYPES, ids=name_of)

@@ -202,6 +202,46 @@ def test_check_sees_a_digest_twice_and_one_without_a_value(memory: mmap.mmap) ->
         check(table)
 
 
+def test_check_sees_a_wrong_tag_and_what_comes_of_it(memory: mmap.mmap) -> None:
+    """The positive control of tags: with a wrong one, the table does not find what it has."""
+    table = Table(memory, GEOMETRY, 1)
+    digest = keys_for_set(2, 1)[0]
+    done = table.publish(digest, DATA, 64, 0, 64, 0, 0, 1)
+    assert done is not None
+    table._tags[done[2]] ^= 1
+    with pytest.raises(CorruptionError, match="another tag"):
+        check(table)
+    again = table.publish(digest, DATA + 64, 64, 0, 64, 0, 0, 1)
+    assert again is not None and again[0] == -1
+    with pytest.raises(CorruptionError, match=r"tag|twice"):
+        check(table)
+    after = Table(memory, GEOMETRY, 2)
+    after.recover()
+    table._tags[:] = after._tags
+    with pytest.raises(CorruptionError, match="twice"):
+        check(table)
+
+
+def test_tags_of_a_successor_are_those_of_its_predecessor(memory: mmap.mmap) -> None:
+    rng = random.Random(2)
+    table = Table(memory, GEOMETRY, 1)
+    digests = [rng.randbytes(16) for _ in range(100)]
+    for digest in digests:
+        put(table, digest, rng)
+    for digest in digests[::3]:
+        if (slot := table.lookup(digest)) >= 0:
+            table.clear(slot)
+    after = Table(memory, GEOMETRY, 2)
+    assert after.recover() == []
+    check(after)
+    assert [after._tags[slot] for slot in after] == [table._tags[slot] for slot in table]
+    for digest in digests[1::3]:
+        if after.lookup(digest) >= 0:
+            done, _ = put(after, digest, rng)
+            assert done is not None and done[0] >= 0
+    check(after)
+
+
 def test_geometry_bounds_what_recovery_takes(memory: mmap.mmap) -> None:
     """The last chunk that fits is kept, one 64 bytes further is dropped."""
     table = Table(memory, GEOMETRY, 1)

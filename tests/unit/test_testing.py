@@ -16,8 +16,11 @@ import psutil
 import pytest
 
 import simm.testing
+from simm.constants import VALUE_BYTES_MAX
 from simm.errors import ConfigError, UsageError
+from simm.host.buffers import Span
 from simm.testing import FakeClient, FakeStore
+from simm.wire.status import Status
 from tests.support.child import ROOT
 from tests.support.client_values import JOIN_S, MIB, WAIT_S, forked
 from tests.support.waiting import wait_until
@@ -56,6 +59,15 @@ def test_a_fake_alone_has_a_store_of_its_own() -> None:
     assert FakeClient(store=empty).store is empty  # though it has no values
     with pytest.raises(UsageError, match="store is a FakeStore, not dict"):
         FakeClient(store={})  # type: ignore[arg-type]
+
+
+def test_issue_memory_above_the_value_limit_is_not_read() -> None:
+    """Adapters name memory by address. This one is not mapped: to read it is a segmentation fault."""
+    client = FakeClient()
+    sources = [Span(4096, VALUE_BYTES_MAX + 1), memoryview(b"v")]
+    digests = [client.digest("large"), client.digest("k")]
+    assert client.put_digests(digests, sources) == [Status.NO_SPACE, Status.OK]
+    assert client.get_many(["large", "k"]) == [None, b"v"]
 
 
 def test_local_is_a_store_with_so_much_room() -> None:
@@ -191,12 +203,16 @@ def test_each_call_counts_once() -> None:
         client.exists_many(list("abcd"))
         client.delete_many(list("ab"))
         asyncio.run(client.put_async("k", b"v"))
+        assert client.put_many(list("ab"), [b"v"] * 2) == [True] * 2
+        with client.pin(list("abc")) as pins:
+            assert pins.read([(0, 1, [bytearray(1) for _ in range(3)])]) == [1, 1, None]
         with pytest.raises(UsageError):
             client.put("", b"v")  # the call is refused before it counts
         assert [operation for operation, _ in seen] == [
             "put", "get", "get", "exists", "view", "delete", "put", "get", "get", "exists", "delete", "put",
+            "put", "pin", "get",
         ]  # fmt: skip
-        assert [keys for _, keys in seen] == [1, 1, 1, 1, 1, 1, 2, 3, 2, 4, 2, 1]
+        assert [keys for _, keys in seen] == [1, 1, 1, 1, 1, 1, 2, 3, 2, 4, 2, 1, 2, 3, 2]
         assert {operation for operation, _ in seen} == set(simm.testing.OPERATIONS)
 
 

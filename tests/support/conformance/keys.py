@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from simm.client import NoValue, sink_of, source_of
 from simm.errors import UsageError
 from simm.host.buffers import Span
 from simm.sdk.batch import View
+from simm.sdk.ops.prefix import Prefix
 from simm.testing import FakeClient, FakeStore
 from simm.wire.messages import Status
 from tests.support.client_values import pattern
@@ -293,17 +295,17 @@ def what_is_done_is_counted(world: World) -> None:
 @breaks(what_is_done_is_counted)
 class CountsNoViews(FakeClient):
     def view(self, key: str) -> View:
-        before = dict(self.counters)
+        before = dict(self._counters)
         view = super().view(key)
-        self.counters.update(before)
+        self._counters.update(before)
         return view
 
 
 #: What stats() has while the client is open, and each of its workers.
 STATS = {
     "hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved", "redirects",
-    "single_copies", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks", "epoch", "manager", "workers",
-    "last_put_failure",
+    "single_copies", "present", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks", "epoch", "manager",
+    "workers", "last_put_failure", "paths",
 }  # fmt: skip
 
 
@@ -317,10 +319,10 @@ def stats_have_one_form(world: World) -> None:
     assert type(stats["epoch"]) is int
     (worker,) = stats["workers"]
     assert [(name, type(value)) for name, value in worker.items()] == [
-        ("node", str), ("worker", int), ("path", str), ("why", str),
+        ("node", str), ("worker", int), ("path", str), ("reason", str),
     ]  # fmt: skip
     assert worker["path"] == "tcp"
-    assert {type(stats[name]) for name in STATS - {"manager", "workers", "last_put_failure"}} == {int}
+    assert {type(stats[name]) for name in STATS - {"manager", "workers", "last_put_failure", "paths"}} == {int}
     client.close()
     assert client.stats().keys() == STATS - {"epoch", "manager", "workers"}
 
@@ -345,6 +347,12 @@ def digests_are_keys(world: World) -> None:
     assert bytes(sinks[0]) == b"value"  # type: ignore[arg-type]
     assert client.get_digests(digests[:1], [sink_of(bytearray(4))]) == [NoValue.TOO_SMALL]
     assert client.exists_digests(digests) == [True, False]
+    first, second = digests
+    assert client.put_digest(first, source_of(b"another")) == Status.OK
+    assert client.get_digest(first, sink_of(bytearray(7))) == 7
+    assert client.get_digest(first, sink_of(bytearray(6))) == NoValue.TOO_SMALL
+    assert client.get_digest(second, sink_of(bytearray(7))) == NoValue.MISS
+    assert (client.exists_digest(first), client.exists_digest(second)) == (True, False)
     assert client.delete_digests(digests) == [Status.OK, Status.NOT_FOUND]
     assert client.exists("k") is False
 
@@ -353,3 +361,49 @@ def digests_are_keys(world: World) -> None:
 class SmallIsAMiss(FakeClient):
     def get_digests(self, digests: Sequence[bytes], sinks: Sequence[memoryview | Span]) -> list[int]:
         return [max(got, NoValue.MISS) for got in super().get_digests(digests, sinks)]
+
+
+@promise
+def a_load_has_an_expected_time(world: World) -> None:
+    client = world.client()
+    keys = [f"k{number}" for number in range(40)]
+    assert client.load_ms([]) == 0.0
+    assert client.load_ms(keys) == 0.0
+    assert client.put_many(keys, [b"v" * 5000] * 40) == [True] * 40
+    one, all_ = client.load_ms(["k0"]), client.load_ms(keys)
+    assert type(one) is float and type(all_) is float and 0.0 < one < all_
+    assert client.load_ms([*keys, "no"]) > one
+    assert asyncio.run(client.load_ms_async(["no"])) == 0.0
+    with pytest.raises(UsageError):
+        client.load_ms(["k0", ""])
+
+
+@breaks(a_load_has_an_expected_time)
+class CountsMisses(FakeClient):
+    def load_ms(self, keys: Sequence[str]) -> float:
+        return 0.001 * len(keys)
+
+
+@promise
+def a_prefix_ends_at_the_first_key_that_is_not_stored(world: World) -> None:
+    client = world.client()
+    keys = [f"k{number}" for number in range(40)]
+    assert client.prefix([]).keys == client.prefix(keys).keys == 0
+    assert client.put_many(keys, [b"v" * 5000] * 40) == [True] * 40
+    found = client.prefix(keys)
+    assert (found.keys, found.exact) == (40, True) and type(found.keys) is int
+    assert found.load_ms > client.prefix(keys[:1]).load_ms > 0.0
+    assert sum(found.by_host.values()) == 40
+    assert client.delete("k30") and client.delete("k17")
+    assert client.prefix(keys).keys == 17 and client.prefix(keys, group=2).keys == 16
+    assert client.prefix([*keys[:17], "no"], exact=False).keys == 17
+    assert asyncio.run(client.prefix_async(keys[18:30])).keys == 12
+    for wrong in ({"keys": "k1"}, {"keys": ["k1", 7]}, {"keys": keys, "group": 0}):
+        with pytest.raises(UsageError):
+            client.prefix(**wrong)
+
+
+@breaks(a_prefix_ends_at_the_first_key_that_is_not_stored)
+class CountsAllThatAreStored(FakeClient):
+    def prefix(self, keys: Sequence[str], *, group: int = 1, exact: bool = True) -> Prefix:
+        return super().prefix(keys, group=group, exact=exact)._replace(keys=sum(self.exists_many(keys)))

@@ -337,7 +337,7 @@ def an_outage_is_misses_and_never_raises(world: World) -> None:
     assert stats["outages"] - outages >= 90
     assert stats["last_put_failure"] != "", "a put that failed can be asked why"
     assert {worker["path"] for worker in stats["workers"]} == {"down"}
-    assert all(worker["why"] for worker in stats["workers"])
+    assert all(worker["reason"] for worker in stats["workers"])
     with pytest.raises(UsageError, match="key"):  # a caller's mistake still raises
         client.get("")
     assert bytes(view.data) == b"v"  # what was mapped stays mapped

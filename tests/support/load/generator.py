@@ -22,7 +22,7 @@ GET, PUT, DELETE = range(3)
 OK, MISS, FAILED, OUTAGE, WRONG, BACK, RAISED, LOST = range(8)
 OUTCOMES: Final = ("ok", "miss", "failed", "outage", "wrong", "back", "raised", "lost")
 #: What must not happen: the last four outcomes, a call that takes too long, and a write after a call has returned.
-FAULTS: Final = ("wrong", "back", "raised", "lost", "late", "written")
+FAULTS: Final = ("wrong", "back", "raised", "lost", "written")
 SIZES: Final = (2000, 4096, 5000, 16 << 10, 60_000, 200_000)
 #: Operation -> weight.
 MIX: Final[Mapping[str, float]] = {"get": 0.45, "put": 0.35, "put_many": 0.08, "get_into_many": 0.08, "delete": 0.04}
@@ -68,7 +68,6 @@ class Settings(NamedTuple):
         constant: each key has one value, which is put again and again.
         registered: get into memory that is registered with the client; single gets in turn with plain memory.
         watched: look for writes into that memory after the call.
-        late_s: the longest time that a call may take; None for no bound.
         pause_s: mean pause between two calls.
     """
 
@@ -86,7 +85,6 @@ class Settings(NamedTuple):
     constant: bool = False
     registered: bool = False
     watched: bool = False
-    late_s: float | None = None
     pause_s: float = 0.002
 
 
@@ -140,12 +138,10 @@ class Load:
             router = self.client._router
             self.rows.append((began, took, kind, outcome, number, router.epoch if router is not None else 0))
 
-    def took(self, began: float, what: str) -> float:
+    def took(self, began: float) -> float:
         """Return how long the call has taken, seconds."""
         took = time.monotonic() - began
         self.slowest_s = max(self.slowest_s, took)
-        if self.settings.late_s is not None and took > self.settings.late_s:
-            self.fault("late", f"{what} at {began:.3f} took {took:.1f} s")
         return took
 
     @property
@@ -212,7 +208,7 @@ class Load:
         count, value = self.next_value(number)
         began = time.monotonic()
         stored = self.client.put(key, value)
-        took = self.took(began, "put")
+        took = self.took(began)
         if stored:
             self.acknowledge(key, count)
         self.note(began, took, PUT, OK if stored else FAILED, number)
@@ -224,7 +220,7 @@ class Load:
         fresh = [self.next_value(number, self.settings.batch_sizes) for number in numbers]
         began = time.monotonic()
         stored = self.client.put_many(keys, [value for _, value in fresh])
-        took = self.took(began, "put_many")
+        took = self.took(began)
         for key, number, (count, _), done in zip(keys, numbers, fresh, stored):
             if done:
                 self.acknowledge(key, count)
@@ -238,7 +234,7 @@ class Load:
         self.stored.discard(key)
         began = time.monotonic()
         gone = self.client.delete(key)
-        took = self.took(began, "delete")
+        took = self.took(began)
         outcome = OK if gone else OUTAGE if self.client.counters["outages"] > outages else MISS
         if outcome != OUTAGE:
             self.floor[key] = self.count + 1  # what was there must not come back
@@ -251,7 +247,7 @@ class Load:
         misses = self.client.counters["misses"]
         began = time.monotonic()
         data = self.client.get(key)
-        took = self.took(began, "get")
+        took = self.took(began)
         if data is None:
             outcome = self.miss(key, self.client.counters["misses"] == misses)
         else:
@@ -267,12 +263,12 @@ class Load:
         misses = self.client.counters["misses"]
         began = time.monotonic()
         got = self.client.get_into(key, target)
-        took = self.took(began, "get_into")
+        took = self.took(began)
         if got is None:
             outcome = self.miss(key, self.client.counters["misses"] == misses)
         else:
             outcome = self.judge(key, memoryview(buffer.data)[:got])
-        self.give_back([buffer])
+        self.release([buffer])
         self.note(began, took, GET, outcome, number)
 
     def get_into_many(self) -> None:
@@ -283,7 +279,7 @@ class Load:
         outages = self.client.counters["outages"]
         began = time.monotonic()
         results = self.client.get_into_many(keys, [buffer.target for buffer in buffers])
-        took = self.took(began, "get_into_many")
+        took = self.took(began)
         failed = self.client.counters["outages"] - outages
         for key, (_, number), buffer, got in zip(keys, wanted, buffers, results):
             if got is None:
@@ -292,13 +288,13 @@ class Load:
             else:
                 outcome = self.judge(key, memoryview(buffer.data)[:got])
             self.note(began, took, GET, outcome, number)
-        self.give_back(buffers)
+        self.release(buffers)
 
     def exists_many(self) -> None:
         """Ask for a batch of keys. Any answer is right."""
         began = time.monotonic()
         self.client.exists_many([self.key(*self.any_key()) for _ in range(self.settings.batch)])
-        self.took(began, "exists_many")
+        self.took(began)
 
     def view(self) -> None:
         """Look at a value in place, and once more when a few other views have been taken."""
@@ -307,7 +303,7 @@ class Load:
         misses = self.client.counters["misses"]
         began = time.monotonic()
         view = self.client.view(key)
-        took = self.took(began, "view")
+        took = self.took(began)
         if not view:
             outcome = self.miss(key, self.client.counters["misses"] == misses)
         else:
@@ -332,7 +328,7 @@ class Load:
             self.look(buffer)
         return taken
 
-    def give_back(self, buffers: Sequence[Buffer]) -> None:
+    def release(self, buffers: Sequence[Buffer]) -> None:
         """From now on nothing may write into these."""
         for buffer in buffers:
             if self.settings.watched:

@@ -14,20 +14,22 @@ from simm.client import Client
 from simm.testing import FakeClient
 from tests.support.child import ROOT
 from tests.support.client_values import PATHS
-from tests.support.conformance import keys, lifetime, values
+from tests.support.conformance import if_absent, keys, lifetime, parts, pins, values
 from tests.support.conformance.world import APART, BROKEN, PROMISES, fake, real
 
 #: From 3.12 on CPython warns of every fork beside threads. Ours are the point of the tests.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 #: The modules that make the promises; importing them fills PROMISES, APART and BROKEN.
-MODULES = (values, keys, lifetime)
+MODULES = (values, keys, lifetime, parts, pins, if_absent)
 
 
 # --- the suite --------------------------------------------------------------------------------
 
 #: A real cluster keeps these in the quick run too.
-QUICK = ("values_come_back", "a_batch_answers_each_key")
+QUICK = (
+    "values_come_back", "a_batch_answers_each_key", "ranges_of_a_value_come_back", "pinned_values_stay_as_they_were",
+)  # fmt: skip
 
 
 def clients(names: Iterable[str]) -> list[Any]:
@@ -122,8 +124,9 @@ def test_another_signature_would_be_seen() -> None:
 def test_it_imports_no_module_of_simm_that_the_first_client_does_not() -> None:
     code = """if True:
         import sys, simm.client
-        from simm.ipc import put
+        from simm.ipc import put, tally
         from simm.sdk import reads, routing, writes
+        from simm.sdk.ops import counting, epochs, load_time, parts, pinner, prefix
         before = set(sys.modules)
         import simm.testing
         print(sorted(name for name in set(sys.modules) - before if name.startswith("simm")))

@@ -126,3 +126,26 @@ def test_a_removed_token_counts_no_more_and_comes_back(make_cluster: Any, tmp_pa
         wait_until(lambda: is_refused(cluster.manager, SECRETS["team"]), "the manager refuses it too")
         os.replace(token_file(tmp_path, "nodes", "ops", "engines", "team"), file)
         wait_until(lambda: team.get("k") == b"value" and team.put("m", b"value"), "it is let in again")
+
+
+def test_quotas_follow_the_token_file(make_cluster: Any, tmp_path: Path) -> None:
+    """A larger one, and the first one of a namespace that holds more: without a restart, and for open connections."""
+    file = token_file(tmp_path, *LINES)
+    cluster = make_cluster(memory="64M", environment={"SIMM_TOKEN_FILE": str(file)})
+    with (
+        Client(cluster.manager, token=SECRETS["team"], namespace="theirs", path="tcp") as team,
+        Client(cluster.manager, token=SECRETS["engines"], namespace="others", path="shm") as others,
+    ):
+        assert team.wait_ready() and others.wait_ready()
+        assert sum(team.put(f"{n}", bytes(MIB)) for n in range(6)) == 4
+        assert all(others.put(f"{n}", bytes(MIB)) for n in range(3))
+        file.with_name("new").write_text(file.read_text().replace("theirs=4M", "theirs=6M others=2M"))
+        file.with_name("new").chmod(0o600)
+        os.replace(file.with_name("new"), file)
+        wait_until(lambda: team.put("4", bytes(MIB)), "the larger quota holds")
+        wait_until(lambda: not others.put("more", bytes(MIB)), "what was there is counted")
+        quotas = cluster.worker_stats()["quotas"]
+        assert (quotas["theirs"]["quota_bytes"], quotas["others"]["quota_bytes"]) == (6 * MIB, 2 * MIB)
+        assert quotas["others"]["used_bytes"] >= 3 * MIB and others.get("0") == bytes(MIB), "its values stay"
+        assert team.put("5", bytes(MIB)) and not team.put("6", bytes(MIB))
+        assert all(others.delete(f"{n}") for n in range(3)) and others.put("again", bytes(MIB))

@@ -1,6 +1,6 @@
 """Very many connections, held by a few processes: ``python -m tests.system.faults.crowd '{"kind": "manager", ...}'``.
 
-    manager   TCP connections that subscribe to the map and read what is pushed
+    manager   TCP connections that subscribe to the map and read what is pushed; ``again``: once more when they break
     sessions  sessions with one worker over its UNIX socket, each with its mapping, its commit ring and a value put
     busy      clients, each with a thread that puts and gets a value of its own without end, half of them by TCP
     churn     connections to all of these, made and closed at once, ``rate`` a second
@@ -29,6 +29,7 @@ from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
 from simm.rpc import Connection, encode
 from simm.wire import messages as M
+from tests.support.seen_maps import SeenMaps
 
 WAIT_S = 60.0
 
@@ -41,20 +42,36 @@ class Subscribers:
         self.socks: dict[int, socket.socket] = {}
         self.conns: dict[int, Connection] = {}
         self.epochs: dict[int, int] = {}
+        self.maps = SeenMaps()
+        self.address = settings["host"], settings["port"]
+        #: Connections that are lost and not yet made again, and whether they are made again.
         self.lost = 0
+        self.again = settings.get("again", False)
         for number in range(settings["count"]):
-            sock = socket.create_connection((settings["host"], settings["port"]), WAIT_S)
-            sock.sendall(encode(M.MapGet(0, 1), 1))
-            sock.setblocking(False)
-            self.socks[sock.fileno()] = sock
-            self.conns[sock.fileno()] = Connection()
-            self.poller.register(sock, select.EPOLLIN)
+            self.connect()
             if number % 16 == 0:
                 self.read(0)
         self.await_epoch(1)
 
+    def connect(self) -> None:
+        """Make one connection, and subscribe."""
+        sock = socket.create_connection(self.address, WAIT_S)
+        sock.sendall(encode(M.MapGet(0, 1), 1))
+        sock.setblocking(False)
+        self.socks[sock.fileno()] = sock
+        self.conns[sock.fileno()] = Connection()
+        self.epochs[sock.fileno()] = 0
+        self.poller.register(sock, select.EPOLLIN)
+
+    def reconnect(self) -> None:
+        """Make some of the lost connections again, if the manager accepts them."""
+        with contextlib.suppress(OSError):
+            for _ in range(min(self.lost, 16)):
+                self.connect()
+                self.lost -= 1
+
     def read(self, timeout_s: float) -> None:
-        """Take what there is. Of a map only the epoch is looked at: its first field."""
+        """Take what there is: answers and pushes, all of them maps."""
         for fd, _ in self.poller.poll(timeout_s):
             try:
                 data = self.socks[fd].recv(1 << 20)
@@ -70,15 +87,20 @@ class Subscribers:
             conn = self.conns[fd]
             conn.receive_data(data)
             while (frame := conn.next_frame()) is not None:
-                self.epochs[fd] = int.from_bytes(frame.body[:8], "little")
+                self.epochs[fd] = self.maps.see(frame)
 
     def await_epoch(self, epoch: int) -> dict[str, Any]:
         """Until all have it."""
         until = time.monotonic() + WAIT_S
-        while any(self.epochs.get(fd, 0) < epoch for fd in self.socks) and time.monotonic() < until:
+        while (self.lost and self.again) or any(self.epochs[fd] < epoch for fd in self.socks):
+            if time.monotonic() > until:
+                break
             self.read(0.05)
-        late = sum(self.epochs.get(fd, 0) < epoch for fd in self.socks)
-        return {"at": time.monotonic(), "late": late, "lost": self.lost, "open": len(self.socks)}
+            if self.again:
+                self.reconnect()
+        late = sum(self.epochs[fd] < epoch for fd in self.socks)
+        seen = {"maps": self.maps.sums, "faults": self.maps.faults}
+        return {"at": time.monotonic(), "late": late, "lost": self.lost, "open": len(self.socks), **seen}
 
     def command(self, words: list[str]) -> dict[str, Any]:
         """See the module."""

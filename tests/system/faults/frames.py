@@ -9,6 +9,8 @@ no mistakes that a server could see. Prints a line of JSON: how many were sent, 
 
 With a ``token`` in the settings (and ``service`` and ``server``, whom it is shown to) the frame comes before any
 opening, or in its midst after AUTH, or after all of it. Whoever has not proven a token hears nothing but why, and PONG.
+
+The kind ``pages`` is a server's port for pages: what goes out are HTTP requests, damaged in the same ways.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, Final
 from simm.constants import FRAME_BYTES_MAX
 from simm.errors import RemoteProtocolError, SimmError
 from simm.rpc import HEADER, HEADER_BYTES, Connection, decode, encode
+from simm.wire import epoch_messages as E
 from simm.wire import messages as M
 from simm.wire.auth import Asker
 from tests.support.wire_samples import TYPES, sample
@@ -33,7 +36,7 @@ ANSWER_S: Final = 20.0
 _GREETING: Final = encode(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "frames", "", []), 1)
 _PINGS: Final = encode(M.Ping(1), 2) + encode(M.Ping(2), 3)
 #: Whole ones of these are taken at their word.
-_BELIEVED: Final = (M.Join, M.Leave, M.Moved, M.MapOffer, M.Drain, M.Heartbeat)
+_BELIEVED: Final = (M.Join, M.Leave, M.Moved, M.MapOffer, M.Drain, M.Heartbeat, E.Advance, E.Epochs, E.EpochLease)
 _EDGES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
 
 
@@ -116,6 +119,57 @@ def make(rng: random.Random) -> bytes:
     return frame
 
 
+_PATHS: Final = ("/", "/metrics", "/healthz", "/readyz", "/leader", "/none", "/..%2f", "*", "/" + "a" * 5000)
+_HEADERS: Final = (
+    "Host: localhost", "Host: evil.example", "Host:", "Authorization: Bearer ", "Authorization: Bearer \xe9",
+    "Content-Length: 18446744073709551616", "Transfer-Encoding: chunked", "Accept: application/openmetrics-text;q=x",
+    "Expect: 100-continue", ": no name", "No colon",
+)  # fmt: skip
+
+
+def make_request(rng: random.Random) -> bytes:
+    """An HTTP request, as often as not one that makes no sense."""
+    lines = [f"{rng.choice(('GET', 'GET', 'HEAD', 'POST', ''))} {rng.choice(_PATHS)} {rng.choice(('HTTP/1.1', 'x'))}"]
+    lines += rng.choices(_HEADERS, k=rng.choice((0, 1, 3, 300)))
+    data = bytearray("\r\n".join([*lines, "", ""]).encode("latin-1"))
+    for _ in range(rng.choice((0, 0, 1, 5))):
+        at = rng.randrange(len(data))
+        what = rng.randrange(4)
+        if what == 0:
+            data[at] = rng.randrange(256)
+        elif what == 1:
+            del data[at : at + rng.randrange(1, 20)]
+            data += b" "
+        elif what == 2:
+            data[at:at] = rng.choice((b"\0", b"\r\n", b"\n", b"%", rng.randbytes(50)))
+        else:
+            del data[at + 1 :]
+    return bytes(data) if rng.random() < 0.98 else rng.randbytes(rng.randrange(1, 1 << 15))
+
+
+def ask(address: Any, data: bytes) -> str:
+    """Send a request, and wait for the end; "" when that was orderly: nothing, or a status that is no fault of ours."""
+    said = b""
+    try:
+        with socket.create_connection(tuple(address), ANSWER_S) as sock:
+            try:
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # closed in the middle of more than it wanted to read
+            while piece := sock.recv(1 << 16):
+                said += piece
+    except ConnectionResetError:
+        pass  # what was sent beyond the mistake was not read
+    except TimeoutError:
+        return "no end"
+    except OSError as exc:
+        return f"no connection: {exc}"
+    if said and not said.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 4", b"HTTP/1.1 503 ")):
+        return f"a malformed answer: {said[:40]!r}"
+    return ""
+
+
 class Opening:
     """How a connection to a server with tokens begins, up to one of ``STAGES``, and what may be heard there."""
 
@@ -189,6 +243,13 @@ def main() -> int:
     wrong: Counter[str] = Counter()
     first: list[str] = []
     while sent < settings["count"]:
+        if settings["kind"] == "pages":
+            sent += 1
+            request = make_request(rng)
+            if said := ask(address, request):
+                wrong[said] += 1
+                first.append(f"{said}: {request[:300].hex()}")
+            continue
         frame = make(rng)
         if not harmless(frame):
             continue
@@ -208,7 +269,7 @@ def main() -> int:
             wrong[said] += 1
             if len(first) < 5:
                 first.append(f"{said}: {(before + frame)[:300].hex()}")
-    print(json.dumps({"sent": sent, "wrong": dict(wrong), "first": first}), flush=True)
+    print(json.dumps({"sent": sent, "wrong": dict(wrong), "first": first[:5]}), flush=True)
     return 0
 
 

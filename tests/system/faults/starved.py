@@ -10,11 +10,11 @@ def expect_room() -> None:
     from simm.host import memory
     from simm.shm import OwnedSegment
 
-    real, populate = memory.shm_free_bytes, OwnedSegment.populate
+    real, fault_in = memory.shm_free_bytes, OwnedSegment.fault_in
 
-    def late(segment: OwnedSegment, **more: Any) -> bool:
+    def late(segment: OwnedSegment, *pages: Any) -> None:
         memory.shm_free_bytes = real
-        return populate(segment, **more)
+        fault_in(segment, *pages)
 
     memory.shm_free_bytes = lambda _directory: 1 << 40
-    OwnedSegment.populate = late  # type: ignore[method-assign]
+    OwnedSegment.fault_in = late  # type: ignore[method-assign]

@@ -2,79 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
 from simm.wire import messages as M
-from tests.support.child import Child, module_command
+from tests.support.crowds import crowd, enough_files
 from tests.support.fleet import Fleet
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
+from tests.support.standing import descriptors
 from tests.support.waiting import wait_until
 
 CONNECTIONS, SESSIONS, CHURN_PER_S = 10_000, 2_000, 1_000
 MIB = 1 << 20
 #: What most systems allow a process before it asks for more.
 SOFT_LIMIT = 1024
-
-
-def descriptors(pid: int) -> int:
-    """How many files a process has open."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-class Crowd:
-    """Several crowd processes as one."""
-
-    def __init__(self, count: int, processes: int, **settings: Any) -> None:
-        each = count // processes
-        self.processes = [
-            Child(module_command("tests.system.faults.crowd", json.dumps(asked)), name="crowd", talks=True)
-            for asked in ({"count": each, "first": at * each, **settings} for at in range(processes))
-        ]
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One line of each."""
-        return [process.answer() for process in self.processes]
-
-    def command(self, words: str) -> list[dict[str, Any]]:
-        """Tell all, and hear them."""
-        for process in self.processes:
-            process.tell(words)
-        return self.answers()
-
-    def end(self, *, kill: bool = False) -> None:
-        """Of all of them."""
-        for process in self.processes:
-            if kill:
-                process.kill()
-            else:
-                process.rest()
-
-
-@contextlib.contextmanager
-def crowd(count: int, processes: int, **settings: Any) -> Iterator[Crowd]:
-    """A crowd that is gone at the end."""
-    made = Crowd(count, processes, **settings)
-    try:
-        yield made
-    finally:
-        made.end(kill=True)
-
-
-def enough_files(wanted: int) -> None:
-    """Skip where the machine does not let one process have so many."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard < wanted:
-        pytest.skip(f"the hard limit of open files is {hard}, {wanted} are wanted")
 
 
 @pytest.fixture
@@ -177,7 +123,7 @@ def churn(fleet: Fleet, seconds: float) -> None:
 
     def run(length: float) -> list[dict[str, Any]]:
         with crowd(2, 2, seconds=length, **settings) as many:
-            return many.answers()
+            return many.answers(length)
 
     run(1.0)  # what is allocated once
     time.sleep(0.5)

@@ -18,10 +18,11 @@ VALUE = bytes(64 << 10)
 
 
 def fill(fleet: Fleet, servers: int) -> None:
-    """Put until the servers that run are as full as they get, at least FULL."""
+    """Put until each server that runs is full: FULL, or so full that it evicts, as others hold the rest for puts."""
     with Client(fleet.manager.address, namespace="filling", deadline_s=PATIENT_S) as client:
         number = 0
-        while min(used(fleet, each) for each in range(servers)) < FULL:
+        before = [evicted(fleet, each) for each in range(servers)]
+        while any(used(fleet, each) < FULL and evicted(fleet, each) == before[each] for each in range(servers)):
             assert number < 1 << 14, [used(fleet, each) for each in range(servers)]
             assert all(client.put_many([f"{number + each}" for each in range(64)], [VALUE] * 64))
             number += 64
@@ -30,6 +31,10 @@ def fill(fleet: Fleet, servers: int) -> None:
 def used(fleet: Fleet, number: int) -> float:
     stats = fleet.servers[number].worker_stats()
     return 1.0 - float(stats["free_bytes"]) / float(stats["data_bytes"])
+
+
+def evicted(fleet: Fleet, number: int) -> int:
+    return sum(fleet.servers[number].worker_stats()["evictions"].values())
 
 
 def join_when_full(fleet: Fleet, seconds: float) -> None:

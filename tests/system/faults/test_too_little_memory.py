@@ -1,24 +1,31 @@
-"""Data servers without the memory that they want: each ends with one line that says what to change, or serves."""
+"""Data servers without the memory that they want: each ends with one line that says what to change, or serves.
+
+F23: one whose cgroup another process fills, so that the kernel kills. It serves on with its values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from simm.client import Client
 from simm.host.memory import huge_pages_allowed
-from tests.support.child import Child, Place, child_environment
-from tests.support.fleet import Fleet
+from tests.support.cgroup import oom_kills, own_cgroup, used_bytes
+from tests.support.child import THIS_HOST, Child, Place, child_environment
+from tests.support.fleet import Fleet, Server
 from tests.support.measures import measured
 from tests.support.processes import HERE, new_folder
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 #: What starts a program with a /dev/shm of its own, of so many bytes, of which so many are used.
@@ -30,31 +37,6 @@ OWN_SHM = (
 
 def in_own_shm(size: str, used: str) -> list[str]:
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", OWN_SHM, size, used]
-
-
-@contextlib.contextmanager
-def own_cgroup(limit: int) -> Iterator[Path | None]:
-    """A memory cgroup of version 1 or 2 below this process's; None where none can be made."""
-    base = Path("/sys/fs/cgroup")
-    made = None
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, where = line.split(":", 2)
-        folder = base / "memory" if controllers == "memory" else base
-        if controllers in ("memory", ""):
-            with contextlib.suppress(OSError):
-                at = folder / where.strip("/") / f"simm-{os.getpid()}"
-                at.mkdir()
-                bound = at / ("memory.limit_in_bytes" if controllers else "memory.max")
-                if bound.exists():
-                    bound.write_text(str(limit))
-                    made = at
-                    break
-                at.rmdir()
-    try:
-        yield made
-    finally:
-        if made is not None:
-            made.rmdir()
 
 
 SMALL = "but only 16.0 MiB are free in /dev/shm; mount -o remount,size="
@@ -138,3 +120,94 @@ def test_a_server_without_huge_pages_and_locked_memory_serves(nothing_is_left: P
             value = bytes(range(256)) * 4096
             assert client.put("k", value) and client.get("k") == value
         fleet.assert_no_traceback()
+
+
+# -- F23 -----------------------------------------------------------------------------------------------------
+
+#: Takes so many MiB of its cgroup for each line that it is told, and says so. "own" memory makes its process the
+#: greatest, which the kernel takes first. A file in memory that nobody maps is no process's.
+EATER = """if True:
+    import os, sys
+    eaten, file = [], os.memfd_create("eaten")
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            if sys.argv[1] == "own":
+                eaten.append(b"x" * (1 << 20))
+            else:
+                os.write(file, b"x" * (1 << 20))
+        print("eaten", flush=True)
+"""
+#: A worker has some tens of MiB, and a twentieth of this is added to its score. So it goes before a supervisor that may
+#: not lower its own.
+LIMIT = 384 * MIB
+
+
+class Group(Place):
+    """Here, in a cgroup."""
+
+    def __init__(self, group: Path) -> None:
+        self.group = group
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(self.group / "cgroup.procs"), *words]
+
+
+def eater(group: Path, kind: str) -> Child:
+    words = [sys.executable, "-S", "-E", "-c", EATER, kind]
+    return Child(words, name="an eater", place=Group(group), talks=True)
+
+
+def eaten(child: Child, mib: int = 1) -> bool:
+    """Whether it has taken so much more, and lives."""
+    child.tell(str(mib))
+    return child.read_line() == "eaten\n"
+
+
+def died(server: Server) -> list[str]:
+    """Which processes of a data server have died, in this order, by what its supervisor says."""
+    names = re.findall(r": (\S.*) \(process \d+\) died", server.log.read_text())
+    return ["stream" if "stream" in name else name.split()[0] for name in names]
+
+
+@pytest.mark.fault("F23", ci=1, whole=20)
+def test_the_kernel_kills_for_want_of_memory(nothing_is_left: Path, amount: int) -> None:
+    """First whoever takes the memory. Where that is no process, the stream, then the worker, never the supervisor.
+
+    The values stay: they are in the arena, which no process's end frees.
+    """
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(own_cgroup(LIMIT))
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        fleet = stack.enter_context(Fleet(new_folder(), 1, memory="32M", places=[THIS_HOST, Group(group)]))
+        server = fleet.servers[0]
+        with Client(fleet.manager.address, path="shm", deadline_s=20.0) as client:
+            values = {f"k{number}": f"v{number}".encode() * 5000 for number in range(60)}
+            assert all(client.put_many(list(values), list(values.values())))
+            for _ in range(amount):
+                starve(group, server, client, values)
+            assert server.child is not None and server.child.running, "the supervisor was never taken"
+        fleet.assert_no_traceback()
+
+
+def starve(group: Path, server: Server, client: Client, values: dict[str, bytes]) -> None:
+    before, kills = len(died(server)), oom_kills(group)
+    with eater(group, "own") as greedy:
+        assert not eaten(greedy, 2 * LIMIT // MIB), "the kernel has killed it"
+        assert greedy.wait() == -signal.SIGKILL
+    assert oom_kills(group) == kills + 1 and len(died(server)) == before, "and nobody else"
+
+    with eater(group, "a file") as hidden:
+        assert eaten(hidden, (LIMIT - used_bytes(group)) // MIB - 8)
+        while "worker" not in died(server)[before:]:
+            assert eaten(hidden), "a small process is not taken"
+            # One kill at a time, so that the log has them in the kernel's order.
+            killed = lambda: len(died(server)) - before >= oom_kills(group) - kills - 1  # noqa: E731
+            wait_until(killed, lambda: f"whom the kernel killed: {died(server)} {oom_kills(group)}")
+            for key, got in zip(values, client.get_many(list(values))):
+                assert got is None or got == values[key], f"{key} is wrong"
+    order = died(server)[before:]
+    measured("processes killed by the kernel until the worker was", len(order), "", order=" ".join(order))
+    assert order[0] == "stream", f"a stream costs least: {order}"
+    wait_until(lambda: client.get_many(list(values)) == list(values.values()), "all values are there")
+    wait_until(lambda: all(client.put_many(list(values), list(values.values()))), "it serves puts again")

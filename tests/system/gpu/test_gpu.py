@@ -31,7 +31,7 @@ from simm.ipc.grant_pool import return_idle
 from simm.ipc.put import DEVICE_KEYS
 from simm.ipc.session import WorkerSession
 from simm.kv import BlockView, deregister_mr, register_mr
-from simm.sdk import kv_memory
+from simm.sdk.ops import kv_memory
 from simm.sdk.reads import Gets
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda

@@ -12,7 +12,7 @@ import pytest
 from simm import kv
 from simm.config import settings
 from simm.kv import Store
-from simm.sdk import kv_memory
+from simm.sdk.ops import kv_memory
 from tests.support.kv_sizes import forget_clients
 from tests.support.kv_values import point_at
 

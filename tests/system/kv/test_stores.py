@@ -223,14 +223,14 @@ def test_after_a_cancellation_the_buffer_is_left_alone(store: Store, monkeypatch
     client = store._client
     assert client is not None
     entered, go_on = threading.Event(), threading.Event()
-    read = client.get_digests
+    read = client.get_digest
 
-    def slow(*arguments: Any) -> list[int]:
+    def slow(*arguments: Any) -> Any:
         entered.set()
         go_on.wait(WAIT_S)
         return read(*arguments)
 
-    monkeypatch.setattr(client, "get_digests", slow)
+    monkeypatch.setattr(client, "get_digest", slow)
     back = Block(5)
 
     async def body() -> None:

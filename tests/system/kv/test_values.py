@@ -25,7 +25,7 @@ from simm import kv
 from simm.constants import PAGE_BYTES, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, MrExt, Store, deregister_mr, register_mr, set_flag
-from simm.sdk import kv_memory
+from simm.sdk.ops import kv_memory
 from tests.support.kv_values import MIB, as_like, content, filled, point_at, run_python
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -198,6 +198,60 @@ def test_one_bad_key_or_view_fails_alone(store: Store) -> None:
             assert store.exists(key) is False
     assert store.stats()["rejected"] > 0
     assert all(type(code) is int for code in [*store.mput(keys, views), *store.mget(keys, views)])
+
+
+def test_a_single_call_answers_as_a_batch_of_one(store: Store) -> None:
+    """It takes a path of its own, so every kind of key and view is tried on both."""
+    registered = np.zeros(8, np.uint8)
+    mr = register_mr(registered)
+    assert mr is not None
+    views: list[Any] = [
+        filled(b"value"), filled(b"much longer"), filled(b"v"), BlockView.from_tensor(b"constant"),
+        BlockView.from_buffer(registered.ctypes.data, VALUE_BYTES_MAX + 1), BlockView.from_buffer(0, 10), None, "text",
+        BlockView.from_buffer(registered.ctypes.data, 8, mr), BlockView.from_tensor(np.zeros(100_000, np.uint8)),
+    ]  # fmt: skip
+    keys: list[Any] = ["a", "", "x" * 257, 5, None, "\ud800", b"bytes", ["a"], "absent", "a\0"]
+    codes = set()
+    for key in keys:
+        for view in views:
+            for single, many in ((store.put, store.mput), (store.get, store.mget)):
+                for _ in range(2):  # a value of another size is there at first, and dropped
+                    assert store.put("a", views[0]) == 0
+                    one = single(key, view)
+                    assert store.put("a", views[0]) == 0
+                    assert [one] == many([key], [view]) and type(one) is int, (key, view)
+                    codes.add(one)
+        assert [store.exists(key)] == store.mexists([key]) and type(store.exists(key)) is bool
+    assert {0, 5, int(Code.INVALID_ARGUMENT), int(Code.GET_FAILED)} <= codes
+
+
+def test_a_single_call_makes_no_batch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = filled(b"value")
+    assert store.put("k", view) == 0  # connected by now
+
+    def batch(*_: object) -> Any:
+        raise AssertionError("a batch of one")
+
+    for name in ("put_digests", "get_digests", "exists_digests"):
+        monkeypatch.setattr(store._client, name, batch)
+    for name in ("mput", "mget", "mexists"):
+        monkeypatch.setattr(store, name, batch)
+    assert store.put("k", view) == 0 and store.get("k", view) == 5
+    assert store.exists("k") is True and store.exists("l") is False
+    assert store.get("l", view) == Code.GET_FAILED
+
+
+def test_a_store_that_another_thread_closes_in_the_middle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, client = filled(b"value"), store._client
+
+    def closed(*_: object) -> Any:
+        raise UsageError("this client is closed")
+
+    for name in ("put_digest", "get_digest", "exists_digest"):
+        monkeypatch.setattr(client, name, closed)
+    bad = int(Code.INVALID_ARGUMENT)
+    assert store.put("k", view) == store.get("k", view) == bad and store.exists("k") is False
+    assert store.rejected == 3
 
 
 def test_batches_of_different_lengths_and_empty_ones(store: Store) -> None:

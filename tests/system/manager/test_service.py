@@ -344,10 +344,11 @@ def test_pages(run: Callable[..., Process]) -> None:
     with process.client() as client:
         client.join(1, "<b>&", workers())
         assert get(f"http://{process.http}/healthz") == (200, "ok\n")
+        assert get(f"http://{process.http}/readyz") == (200, "ready, leads\n")
         code, text = get(f"http://{process.http}/metrics?x=1")
         samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert code == 200 and samples['simm_manager_nodes{state="joining"}'] == "1"
-        assert samples['simm_worker_shards{node="<b>&",worker="0"}'] == str(SHARD_COUNT)
+        assert samples['simm_worker_shards{server="<b>&",worker="0"}'] == str(SHARD_COUNT)
         assert samples["simm_manager_joins_total"] == "1"
         names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
         assert len(names) == len(set(names)), "each metric stands together, declared once"
@@ -394,7 +395,7 @@ def test_client_has_a_deadline(run: Callable[..., Process]) -> None:
 
 
 def test_a_subscriber_hears_of_the_managers_end(run: Callable[..., Process]) -> None:
-    process = run()
+    process = run(None, "--heartbeat-ms", "20000")  # on a busy machine the node would be dead before the next map
     with process.client() as client:
         client.subscribe()
         process.ended(signal.SIGKILL)

@@ -10,6 +10,7 @@ from simm.arena.layout import Geometry
 from simm.arena.store import Store
 from simm.ipc.arena_files import OwnedArena
 from tests.support.consistency import check
+from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
 
 MIB = 1 << 20
@@ -38,7 +39,7 @@ def store(segment: OwnedArena) -> Iterator[Store]:
     tables = Geometry.plan(segment.size).data_offset
     segment.mm[:tables] = bytes(tables)
     made = Store.create(segment.mm)
-    made.set_shards(1, *owned(ALL_SHARDS, 1))
+    set_shards(made, 1, *owned(ALL_SHARDS, 1))
     made.open()
     yield made
     check(made)

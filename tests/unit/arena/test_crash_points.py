@@ -146,10 +146,10 @@ def unpin_detached(world: World) -> Operation:
     return lambda: world.unpin(player, pins)
 
 
-def give_back(world: World) -> Operation:
+def return_grants(world: World) -> Operation:
     player = world.join()
     numbers = world.grant(player, 4096, 3)
-    return lambda: world.give_back(player, numbers[:2])
+    return lambda: world.return_grants(player, numbers[:2])
 
 
 def evicting_grant(world: World) -> Operation:
@@ -239,7 +239,7 @@ def fill(world: World, size: int) -> Player:
 SCENES: list[Scene] = [
     grant, grant_large, new_commit, overwrite, overwrite_other_class, overwrite_pinned, overwrite_after_overwrite,
     batch_commit, commit_that_wants, refused_commit, delete, delete_pinned, delete_after_overwrite, pin, unpin,
-    unpin_detached, give_back, evicting_grant, evicting_commit, slab_reassigned, open_session, close_session,
+    unpin_detached, return_grants, evicting_grant, evicting_commit, slab_reassigned, open_session, close_session,
     close_session_with_holds, end_session, lose_shards, regain_shards,
 ]  # fmt: skip
 

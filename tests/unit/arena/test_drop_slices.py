@@ -21,6 +21,7 @@ from simm.wire.shard_set import FROZEN
 from tests.models.explorer import walk
 from tests.support.consistency import check
 from tests.support.dose import dose
+from tests.support.shards import set_shards
 from tests.support.store_moves import SHARDS, Map, Moves, Place
 from tests.support.store_world import ALL_SHARDS, World, digest_of, owned
 from tests.support.waiting import wait_until
@@ -140,7 +141,7 @@ def test_slices_come_to_what_one_turn_comes_to(
             world.put(player, digest_of(f"s{number}"), 512)
     for epoch in range(3, 9):
         told = some_map(rng, epoch)
-        whole.store.set_shards(*told)
+        set_shards(whole.store, *told)
         sliced.store.begin_shards(*told)
         turns = 0
         while sliced.store.drop_some(16):
@@ -250,7 +251,7 @@ def test_a_worker_that_dies_meanwhile_drops_the_rest(segments: list[OwnedArena])
     world.store.begin_shards(*only(6, {shard: (ShardRole.OWNER, 6)}))
     store = Store.recover(world.segment.mm, world.segment.name)
     assert store.table.entries == 0
-    store.set_shards(*only(6, {shard: (ShardRole.OWNER, 6)}))
+    set_shards(store, *only(6, {shard: (ShardRole.OWNER, 6)}))
     assert store.exists([key]) == [Status.NOT_FOUND]
 
 

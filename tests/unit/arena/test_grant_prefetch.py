@@ -15,7 +15,7 @@ from simm.arena.ledger import GRANT, PIN, Ledger
 from simm.arena.sessions import FAIR, PREPARED_ANSWER_MAX, Session
 from simm.arena.space import Space
 from simm.arena.store import Store
-from simm.constants import DEFAULT_POLICY, POLICY_NAMES
+from simm.constants import POLICY_NAMES
 from simm.errors import CorruptionError, UsageError
 from simm.ipc.arena_files import OwnedArena
 from simm.slab import SLAB_BYTES, Allocator
@@ -153,7 +153,8 @@ def made_space(slots: int = 600) -> Space:
     def evict(slot: int) -> None:
         space.release(space._offsets[slot])
 
-    space = Space(4 * SLAB_BYTES, slots, memoryview(bytearray(slots)), DEFAULT_POLICY, evict)
+    # FIFO: a victim that is asked for twice changes nothing, so one call for each chunk and one for all agree.
+    space = Space(4 * SLAB_BYTES, slots, memoryview(bytearray(slots)), "fifo", evict)
     return space
 
 

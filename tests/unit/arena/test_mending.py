@@ -19,6 +19,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.consistency import check
+from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, digest_of, owned
 
 KEYS = [digest_of(f"m{number}") for number in range(60)]
@@ -39,7 +40,7 @@ class Owner:
         self.said: list[tuple[int, str]] = []
         self.mender = self.new_mender()
         self.store.open()
-        self.store.set_shards(1, *owned(ALL_SHARDS, 1), 7)
+        set_shards(self.store, 1, *owned(ALL_SHARDS, 1), 7)
         self.session: Session = self.store.sessions.open(1, 2, "a name")
         assert self.put(KEYS) == {Status.OK}
 
@@ -70,7 +71,7 @@ class Owner:
 
     def mend(self) -> None:
         """Do what the worker does at its heartbeats, until nothing is left to do."""
-        self.mender.look()
+        self.mender.maintain()
         while self.due:
             self.due.pop()()
 
@@ -94,7 +95,7 @@ class Owner:
     def goes_on(self) -> None:
         """It takes values and gives room back."""
         check(self.store)
-        self.store.set_shards(2, *owned(ALL_SHARDS, 1), 7)
+        set_shards(self.store, 2, *owned(ALL_SHARDS, 1), 7)
         more = [digest_of(f"more {number}") for number in range(20)]
         assert self.put(more) == {Status.OK}
         assert self.store.delete(more) == [Status.OK] * 20
@@ -120,7 +121,7 @@ def test_header_and_shard_words_are_mended(owner: Owner) -> None:
     for _ in range(50):
         scribble(owner, rng, 0, HEADER_WORDS * 8, 3)
         scribble(owner, rng, HEADER_BYTES, HEADER_BYTES + SHARDS_BYTES, 20)
-        owner.mender.look()
+        owner.mender.maintain()
         assert owner.metadata()[: HEADER_WORDS * 8] == before[: HEADER_WORDS * 8]
         assert owner.metadata()[HEADER_BYTES:] == before[HEADER_BYTES:]
     assert owner.mender.mended > 50
@@ -134,21 +135,21 @@ def test_what_is_believed_of_shards_is_not_in_the_arena(owner: Owner) -> None:
     """No word that somebody stores lets a mutation in, or keeps one out."""
     store = owner.store
     shown = owner.buf[HEADER_BYTES : HEADER_BYTES + SHARDS_BYTES].cast("Q")
-    store.set_shards(2, bytes(8 * SHARD_COUNT), bytes([ShardRole.NONE]) * SHARD_COUNT, 7)
+    set_shards(store, 2, bytes(8 * SHARD_COUNT), bytes([ShardRole.NONE]) * SHARD_COUNT, 7)
     shown[:] = memoryview(bytes(b"\1\0\0\0\0\0\0\0" * SHARD_COUNT)).cast("Q")
     assert owner.put(KEYS[:3]) == {Status.WRONG_OWNER} and store.delete(KEYS[:1]) == [Status.WRONG_OWNER]
-    store.set_shards(3, *owned(ALL_SHARDS, 3), 7)
+    set_shards(store, 3, *owned(ALL_SHARDS, 3), 7)
     shown[:] = memoryview(bytes(SHARDS_BYTES)).cast("Q")
     assert owner.put(KEYS[:3]) == {Status.OK}
     shown[:] = memoryview(b"\xff" * SHARDS_BYTES).cast("Q")
     assert owner.put(KEYS[3:5]) == {Status.OK} and not store.shard_words.frozen
-    owner.mender.look()
+    owner.mender.maintain()
     assert set(shown) == {3}
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_slots_are_mended_while_the_worker_serves(owner: Owner, seed: int) -> None:
-    """Only the digest, the value's bytes, checksum, flags and times of a slot are its word alone."""
+    """Only the digest, but for its tag, and the value's bytes, checksum, flags and times are its word alone."""
     rng = random.Random(seed)
     geometry = owner.store.geometry
     for _ in range(rng.choice((1, 10, 300))):
@@ -240,7 +241,7 @@ def test_a_suspended_arena_is_complete(owner: Owner, kind: str) -> None:
     """What the vault had is in the arena when the server ends, and in the next one's vault."""
     since, roles = owned(ALL_SHARDS, 1)
     if kind == "moving":
-        owner.store.set_shards(2, since, bytes([ShardRole.INCOMING]) + roles[1:], 7)
+        set_shards(owner.store, 2, since, bytes([ShardRole.INCOMING]) + roles[1:], 7)
         owner.store.shard_words._store(0, 1 | MOVING)
     else:
         owner.store.freeze(2, [0])
@@ -277,6 +278,6 @@ def test_namespaces_are_shown_again(owner: Owner) -> None:
     line = bytes(owner.buf[at : at + 14])
     assert line[8:] == b"a name"
     owner.buf[at : at + 14] = b"\xff" * 14
-    owner.mender.look()
+    owner.mender.maintain()
     assert owner.said == [(1, "words")]
     assert bytes(owner.buf[at : at + 14]) == line

@@ -17,6 +17,7 @@ from simm.arena.store import Store
 from simm.errors import CapacityError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
+from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, owned, remove_segment
 from tests.support.trace_replay import Tape
 
@@ -53,7 +54,7 @@ def arena() -> Iterator[OwnedArena]:
 @pytest.fixture
 def store(arena: OwnedArena) -> Iterator[Store]:
     made = Store.create(arena.mm, slots=SLOTS)
-    made.set_shards(1, *owned(ALL_SHARDS, 1))
+    set_shards(made, 1, *owned(ALL_SHARDS, 1))
     yield made
     made.release()
 
@@ -134,7 +135,7 @@ def churn(store: Store, arena: OwnedArena, rng: random.Random, steps: int) -> tu
         if rng.random() < 0.01:
             store.release()
             store.__dict__.update(Store.recover(arena.mm, arena.name).__dict__)
-            store.set_shards(1, *owned(ALL_SHARDS, 1))
+            set_shards(store, 1, *owned(ALL_SHARDS, 1))
             sweep = None
             by_name = {name: store.sessions.by_id[each.session] for name, each in sessions.items()}
             sessions = by_name
@@ -316,17 +317,17 @@ def test_the_sweeper_runs_when_lines_are_rare_and_in_turns(store: Store) -> None
             count += 1
         return count
 
-    sweeper.look()
+    sweeper.maintain()
     assert not turns, "there are free lines"
     for number in range(NAMESPACES - FREE_LINES_MIN + 1):
         store.ledger.namespaces.number(f"n{number}")
-    sweeper.look(), sweeper.look()
+    sweeper.maintain(), sweeper.maintain()
     assert len(turns) == 1 and run() == SLOTS >> 15, "a block in each turn, if the turn has no time for two"
     assert sweeper.freed == NAMESPACES - FREE_LINES_MIN + 1
     for number in range(NAMESPACES):
         store.ledger.namespaces.number(f"m{number}")
-    sweeper.look()
+    sweeper.maintain()
     assert not turns, "not twice within a second"
     now[0] = 2.0
-    sweeper.look()
+    sweeper.maintain()
     assert run() and not store.ledger.namespaces.names

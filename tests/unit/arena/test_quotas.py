@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from simm.arena import quotas as quotas_module
 from simm.arena.hashing import shard_of
-from simm.arena.quotas import Quotas
+from simm.arena.layout import NAMESPACES
+from simm.arena.namespaces import Sweep
+from simm.arena.quotas import QuotaChanges, Quotas
 from simm.arena.sessions import Session
 from simm.arena.store import OVER_QUOTA, Store
 from simm.constants import SHARD_COUNT
 from simm.slab import chunk_bytes_for
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import bitmap_of
+from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, digest_of, new_segment, owned, remove_segment
 
 KIB = 1 << 10
@@ -94,7 +100,7 @@ def test_a_successor_counts_the_same() -> None:
     segment = new_segment(8 << 20)
     try:
         first = Store.create(segment.mm)
-        first.set_shards(1, *owned(ALL_SHARDS, 1))
+        set_shards(first, 1, *owned(ALL_SHARDS, 1))
         first.set_quotas({"a": 900_000, "b": 2_000_000})
         churn(first, 3)
         before = {name: used(first, name) for name in "ab"}
@@ -103,12 +109,12 @@ def test_a_successor_counts_the_same() -> None:
         again = Store.recover(segment.mm, segment.name)
         again.set_quotas({"a": 1, "b": 2_000_000})
         assert {name: used(again, name) for name in "ab"} == before
-        again.set_shards(2, *owned(ALL_SHARDS, 2))
+        set_shards(again, 2, *owned(ALL_SHARDS, 2))
         assert put(again, opened(again, "a"), "more", 1) == Status.OVER_QUOTA
         lost = {shard_of(digest_of(f"{n}")) for n in range(75)}
-        again.set_shards(3, *owned(bitmap_of(set(range(SHARD_COUNT)) - lost), 3))
+        set_shards(again, 3, *owned(bitmap_of(set(range(SHARD_COUNT)) - lost), 3))
         assert {name: used(again, name) for name in "ab"} == {name: held(again, name) for name in "ab"} != before
-        again.set_shards(4, *owned(bitmap_of([]), 4))
+        set_shards(again, 4, *owned(bitmap_of([]), 4))
         assert used(again, "a") == used(again, "b") == 0
         again.release()
     finally:
@@ -140,6 +146,128 @@ def test_a_stream_commits_for_several_namespaces(store: Store) -> None:
     assert put(store, relay, "o", 64, foreign) == Status.OK and put(store, relay, "o", 65, foreign) == Status.OK
     assert put(store, plain, "o", 64) == Status.OK, "one that is not bound replaces it"
     assert used(store, "theirs") == held(store, "theirs") == 2 * chunk_bytes_for(4096)
+
+
+# -- quotas that change while the store serves --------------------------------------------------------
+
+
+class Turns:
+    """A loop whose turns a test takes itself. Each is over after one block of slots."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def clock(self) -> float:
+        """Stand still."""
+        return 0.0
+
+    def call_later(self, _delay: float, callback: Callable[[], None]) -> None:
+        """Keep what is due."""
+        self.due.append(callback)
+
+    def take(self) -> bool:
+        """Take a turn; return False if none is due."""
+        if self.due:
+            self.due.pop(0)()
+        return bool(self.due)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    monkeypatch.setattr(quotas_module, "_BLOCK_SLOTS", 256)
+    return Turns()
+
+
+def test_other_limits_hold_at_once(store: Store, turns: Turns) -> None:
+    store.set_quotas({"a": 8 * KIB, "b": 4 * KIB})
+    a, b, c = (opened(store, name) for name in "abc")
+    changes = QuotaChanges(store, turns, 0.0)
+    assert [put(store, a, f"a{n}", 4096) for n in range(3)] == [Status.OK] * 2 + [Status.OVER_QUOTA]
+    assert put(store, b, "b", 4096) == Status.OK and put(store, c, "c", 4096) == Status.OK
+    changes.change({"a": 16 * KIB, "b": 0})
+    assert changes._at is None and not turns.due, "both are counted already"
+    assert [put(store, a, f"a{n}", 4096) for n in range(2, 5)] == [Status.OK] * 2 + [Status.OVER_QUOTA]
+    assert put(store, b, "b2", 4096) == Status.OVER_QUOTA and used(store, "b") == 4096, "its values stay"
+    changes.change({"a": 16 * KIB})
+    assert put(store, b, "b2", 4096) == Status.OK, "it has no quota any more"
+    changes.change({"a": 16 * KIB, "b": 12 * KIB})
+    assert used(store, "b") == held(store, "b") == 8 * KIB, "and was counted all the same"
+    changes.change({})
+    assert store.quotas is None and put(store, a, "a9", 4096) == Status.OK
+
+
+def counted_in_turns(store: Store, turns: Turns, seed: int) -> int:
+    """Give two namespaces with values a quota while others are put, replaced and dropped. Return the turns taken."""
+    rng = random.Random(seed)
+    sessions = [opened(store, name) for name in ("a", "b", "free")]
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            if rng.random() < 0.3:
+                store.delete([digest_of(f"{rng.randrange(400)}")])
+            else:
+                put(store, rng.choice(sessions), f"{rng.randrange(400)}", rng.choice((100, 4096, 60_000)))
+
+    work(500)
+    changes = QuotaChanges(store, turns, 0.0)
+    for limits in ({"a": 1 << 30}, {"b": 1 << 30, "free": 1 << 40}, {}, {"a": 1 << 30, "b": 1 << 30}):
+        changes.change(limits)
+        work(rng.randrange(20))
+        for _ in range(rng.randrange(4)):  # the next change may come while these are counted
+            turns.take()
+            work(rng.randrange(5))
+    taken = 1
+    while turns.take():
+        taken += 1
+        work(3)
+    assert changes._at is None
+    for name in "ab":
+        assert used(store, name) == held(store, name) > 0
+    store.delete([digest_of(f"{n}") for n in range(400)])
+    store.apply_pending()
+    assert [used(store, name) for name in "ab"] == [0, 0]
+    return taken
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_first_quotas_of_namespaces_with_values(store: Store, turns: Turns, seed: int) -> None:
+    assert counted_in_turns(store, turns, seed) > 3
+
+
+def twice(_: Quotas, slots: Any, namespaces: Any) -> list[tuple[int, int]]:
+    """Without a look at what each slot counts for."""
+    return list(zip(slots.tolist(), namespaces.tolist()))
+
+
+@pytest.mark.parametrize("broken", [{"count": lambda *_: None}, {"uncounted": twice}], ids=["not", "twice"])
+def test_the_control_of_that(
+    store: Store, turns: Turns, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]
+) -> None:
+    for name, function in broken.items():
+        monkeypatch.setattr(Quotas, name, function)
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(6):
+            counted_in_turns(store, turns, seed)
+
+
+def test_names_that_are_not_bound_any_more_go(store: Store, turns: Turns) -> None:
+    """A token file that names new namespaces again and again must not use up the ledger's lines."""
+    namespaces, changes = store.ledger.namespaces, QuotaChanges(store, turns, 0.0)
+    for number in range(3 * NAMESPACES):
+        assert not namespaces.keep([f"n{number}", "always"])
+        changes.change({f"n{number}": 100 * KIB, "always": 100 * KIB})
+        while turns.take():
+            pass
+        session = opened(store, f"n{number}")
+        assert put(store, session, "k", 100) == Status.OK and used(store, f"n{number}") == held(store, f"n{number}") > 0
+        store.sessions.close(session)
+        store.sessions.end(session)
+        if namespaces.short:
+            sweep = Sweep(namespaces, store.table, [])
+            while sweep.step():
+                pass
+    assert "always" in namespaces.names.values() and "n0" not in namespaces.names.values()
+    assert store.quotas is not None and len(store.quotas._most) <= NAMESPACES and len(store.quotas._used) <= NAMESPACES
 
 
 def test_names_in_use_come_before_others(store: Store) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from simm.arena.hashing import Hasher, sets_of
-from simm.arena.layout import SLOT_WORDS
+from simm.arena.layout import ENTRY_BOUND, SLOT_WORDS, Word
 from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled
 from simm.arena.store import Store
+from simm.sdk.ops.prefix import stored_length, stored_many
 from simm.table import Table
 from simm.wire.shard_set import FROZEN
 from tests.support.store_world import new_segment, remove_segment
@@ -79,6 +80,49 @@ def test_a_batch_finds_what_single_calls_find(arena: tuple[Store, ArenaReader], 
             assert hit == (digest in inside and 0 < word < FROZEN)
 
 
+def lengths(reader: ArenaReader, digests: list[bytes]) -> list[int]:
+    """What is stored for certain: the batch's answers, which are those of single calls. Nothing is marked as used."""
+    before = bytes(reader.visited)
+    found = [stored_length(reader, digest) for digest in digests]
+    assert stored_many(reader, digests).tolist() == found
+    assert bytes(reader.visited) == before
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_stored_for_certain(arena: tuple[Store, ArenaReader], seed: int) -> None:
+    """Entries in a write, of shards that are not owned, and of clients bound to another namespace do not count."""
+    store, reader = arena
+    rng = random.Random(f"certain {seed}")
+    table, words = store.table, store.shards
+    for shard in range(len(words)):
+        words[shard] = rng.choice([0, 1, FROZEN - 1, FROZEN | 7, 5, 5, 5])
+    reader.namespace = 3
+    digests = [digest_of(f"certain {seed}.{number}") for number in range(900)]
+    expected = {}
+    for number, digest in enumerate(digests):
+        kind = rng.choice(["absent", "plain", "bound", "own", "writing"])
+        word = words[int.from_bytes(digest[:2], "little") & len(words) - 1]
+        owned = 0 < word < FROZEN
+        length = number % 4096 + 1
+        if kind != "absent":
+            flags = ENTRY_BOUND if kind in ("bound", "own") else 0
+            namespace = 3 if kind == "own" else 4
+            offset = store.geometry.data_offset + 4096 * number
+            assert table.publish(digest, offset, length, 0, 4096, namespace, flags, 1) is not None
+        if kind == "writing":
+            table._words[table.lookup(digest) * SLOT_WORDS] |= 1
+        expected[digest] = length if owned and kind in ("plain", "own") else 0
+    for _ in range(10):
+        batch = rng.choices(digests, k=rng.choice([1, VECTOR_KEYS, 400]))
+        assert lengths(reader, batch) == [expected[digest] for digest in batch]
+    writing = [each for each in digests if table.lookup(each) >= 0 and not expected[each] and reader.contains(each)]
+    assert writing, "contains() says of an entry in a write that it is there"
+    store.header[Word.CLUSTER] = 9
+    reader._clusters = frozenset((8,))
+    assert not any(lengths(reader, digests))
+
+
 def test_half_a_digest_is_no_digest(arena: tuple[Store, ArenaReader]) -> None:
     """Entries that share one of the two words, in either set, and words of other fields that look like one."""
     store, reader = arena
@@ -100,6 +144,27 @@ def test_half_a_digest_is_no_digest(arena: tuple[Store, ArenaReader]) -> None:
     view[empty * SLOT_WORDS + 3] = view[slot * SLOT_WORDS + 1]
     assert reader.slots_of_many(asked)[0] == slot
     view.release()
+
+
+def test_entries_that_share_a_low_word_do_not_hide_each_other(arena: tuple[Store, ArenaReader]) -> None:
+    """No two hashes do, but a client that knows one can make up another, which then came before it in its set."""
+    store, reader = arena
+    table = store.table
+    store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+    rng = random.Random(5)
+    groups = [[digest_of(f"hidden {number}")] for number in range(40)]
+    for group in groups:
+        group += [group[0][:8] + rng.randbytes(8) for _ in range(rng.randrange(1, 11))]
+        rng.shuffle(group)
+    offset = store.geometry.data_offset
+    inside = {each for group in groups for each in group if put(table, each, offset)}
+    everything = [each for group in groups for each in group]
+    absent = [group[0][:8] + rng.randbytes(8) for group in groups]
+    for _ in range(5):
+        batch = rng.sample(everything + absent, 200)
+        slots, there = agree(reader, batch)
+        assert [slot >= 0 for slot in slots] == there == [each in inside for each in batch]
+    assert len(inside) > 200
 
 
 def test_a_batch_of_strangers_finds_nothing(arena: tuple[Store, ArenaReader]) -> None:

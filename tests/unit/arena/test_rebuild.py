@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
 
-from simm.arena.eviction import Policy, make_policy
+from simm.arena.eviction import make_policy
 from simm.arena.layout import Word
+from simm.arena.ledger import Ledger
+from simm.arena.queues import Policy
 from simm.arena.rebuild import groups_of
 from simm.arena.space import Space
 from simm.arena.store import Store
-from simm.constants import DEFAULT_POLICY, POLICY_NAMES
+from simm.constants import DEFAULT_POLICY, POLICY_NAMES, SHARD_COUNT
 from simm.errors import CorruptionError
+from simm.host import beats
 from simm.ipc.arena_files import OwnedArena
 from simm.slab import SLAB_BYTES, class_of
+from simm.table import Table
 from tests.support.consistency import check
 from tests.support.store_world import World, digest_of
+from tests.support.waiting import wait_until
 
 REGION = 12 * SLAB_BYTES + 3 * 4096
 SIZES = (64, 4096, 4096, 5120, 100_352, 131_072, 135_168, 3 << 20)
@@ -155,3 +161,71 @@ def test_issue_the_heartbeat_goes_on(segment: OwnedArena, monkeypatch: pytest.Mo
         store = Store.recover(segment.mm, segment.name)
         assert store.header[Word.HEARTBEAT] >= before + 2 * blocks
         assert store.table.entries == 500 * (not lost)
+
+
+def entries_of(world: World, count: int) -> None:
+    """Publish so many entries of 64 bytes in slots of their own; no chunk is granted for them."""
+    table, data = world.store.table, world.geometry.data_offset
+    for number in range(count):
+        assert table.publish(digest_of(f"e{number}"), data + 64 * number, 60, 0, 64, 0, 0, number + 1) is not None
+
+
+@pytest.mark.parametrize("step", ["restore", "entries", "ledger"])
+def test_issue_the_heartbeat_goes_on_in_each_step_for_all_entries(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A step of numpy that takes all entries at once waits here until the heartbeat has moved. It stood still."""
+    world = World(segment, slots=1000)
+    entries_of(world, 300)
+    holder, name = {
+        "restore": (Space, "restore"), "entries": (Table, "live"), "ledger": (Ledger, "recover"),
+    }[step]  # fmt: skip
+    real = getattr(holder, name)
+    moved: list[int] = []
+
+    def slow(self: object, *arguments: object) -> object:
+        start = world.store.header[Word.HEARTBEAT]
+        wait_until(lambda: world.store.header[Word.HEARTBEAT] - start >= 3, "the heartbeat moves", 20)
+        moved.append(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(holder, name, slow)
+    store = Store.recover(segment.mm, segment.name)
+    assert moved and store.table.entries == 300
+    still = [store.header[Word.HEARTBEAT]]
+    assert not [each for each in threading.enumerate() if each.name == "simm-beat"], "it beats no longer"
+    assert store.header[Word.HEARTBEAT] == still[0]
+
+
+def test_a_recovery_that_hangs_stops_beating(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "BEATS_S_MAX", 0.0)
+    monkeypatch.setattr(beats, "BEAT_S", 0.001)
+    counted: list[int] = []
+    with beats.beating(lambda: counted.append(1)):
+        wait_until(
+            lambda: not [each for each in threading.enumerate() if each.name == "simm-beat"], "it has ended"
+        )
+    assert not counted
+
+
+def test_entries_of_lost_shards_are_cleared_a_few_at_a_time(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two heartbeats at most ``CLEARS`` entries are cleared, however large a block of slots is."""
+    monkeypatch.setattr("simm.table.CLEARS", 20)
+    world = World(segment, slots=1000)
+    entries_of(world, 300)
+    real, cleared, most = Table.clear, [0], [0]
+
+    def clear(self: Table, slot: int) -> None:
+        cleared[0] += 1
+        most[0] = max(most[0], cleared[0])
+        real(self, slot)
+
+    monkeypatch.setattr(Table, "clear", clear)
+
+    def beat() -> None:
+        cleared[0] = 0
+
+    count = world.store.table.clear_shards(np.ones(SHARD_COUNT, bool), beat)
+    assert count == 300 and 0 < most[0] <= 20

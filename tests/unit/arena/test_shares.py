@@ -98,6 +98,42 @@ def test_pins_of_one_session_leave_lines_for_others(store: Store) -> None:
     assert store.sessions.grant(late, 64, 5)
 
 
+def test_pins_take_half_of_the_data_at_most_and_leave_bytes_for_others(store: Store) -> None:
+    """test_issue: views were bounded in number alone, so 64 of them pinned a whole arena of large values."""
+    hog, late, last = join(store, 3)
+    size, keys = 300_000, []
+    while store.space.free_bytes > 8 << 20:
+        ((grant, *_),) = store.sessions.grant(hog, size, 1)
+        keys.append(digest_of(f"k{len(keys)}"))
+        assert store.commit(hog, [(keys[-1], grant, size, 0, 0, 0)]) == [Status.OK]
+        store.apply_pending()
+    half = store.geometry.data_bytes // 2
+
+    def pin(session: Session) -> int:
+        return sum(entry[0] == Status.OK for entry in store.locate(session, keys)) * chunk_bytes_for(size)
+
+    assert half * 0.75 < pin(hog) <= half * FAIR / (FAIR + 1)
+    left = half - store.sessions.pinned_bytes
+    assert left * 0.75 - size < pin(late) and pin(last) > 0  # who comes late finds a part free
+    assert store.sessions.pinned_bytes <= half
+    assert store.sessions.grant(last, size, 5)  # and puts find something to evict
+    store.sessions.end(hog)
+    assert pin(last) > half * 0.5
+    check(store)
+
+
+def test_a_lone_value_may_be_pinned_whatever_its_size(store: Store) -> None:
+    first, second = join(store, 2)
+    size = store.sessions.pinned_bytes_max - (1 << 20)
+    assert size > store.sessions.pinned_bytes_max * FAIR / (FAIR + 1)
+    store.sessions.granted_bytes_max = store.geometry.data_bytes
+    ((grant, *_),) = store.sessions.grant(first, size, 1)
+    assert store.commit(first, [(digest_of("k"), grant, size, 0, 0, 0)]) == [Status.OK]
+    assert store.locate(first, [digest_of("k")])[0][0] == Status.OK
+    assert store.locate(first, [digest_of("k")])[0][0] == Status.NO_SPACE
+    assert store.locate(second, [digest_of("k")])[0][0] == Status.NO_SPACE
+
+
 def test_no_grant_is_for_more_than_a_value_may_have(store: Store) -> None:
     (session,) = join(store, 1)
     for size in (0, -1, VALUE_BYTES_MAX + 1, 1 << 40):
@@ -145,7 +181,8 @@ def test_failed_puts_are_counted_by_cause(store: Store) -> None:
     assert store.commit(session, [(digest_of("a"), number, 64, 0, 0, 0)]) == [Status.WRONG_OWNER]
     assert store.sessions.grant(other, 1 << 30, 1) == []
     assert store.stats()["put_failures"] == {
-        "bad_request": 3, "stale_grant": 1, "wrong_owner": 1, "no_room": 1, "table_full": 0, "over_quota": 0
+        "bad_request": 3, "stale_grant": 1, "wrong_owner": 1, "no_room": 1, "table_full": 0, "over_quota": 0,
+        "old_epoch": 0,
     }  # fmt: skip
 
 

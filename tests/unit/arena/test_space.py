@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 
-from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, Space
+from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, TRIED_MAX, Space
 from simm.constants import DEFAULT_POLICY, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import CHUNK_SIZES, LARGE_GROUP, chunk_bytes_for, class_of
@@ -347,18 +347,19 @@ class _GivesUpEarly(Space):
 
 def _cold_corner(kind: type[Space]) -> Owner:
     """Large values only; each 2 MiB but the newest has a held one, and the oldest values lead to none but those."""
-    owner = Owner(16 * MIB, 9000, kind=kind)
-    offsets = [owner.grant(MIB) for _ in range(16)]
+    owner = Owner(80 * MIB, 9000, kind=kind)
+    offsets = [owner.grant(MIB) for _ in range(80)]
+    assert len(offsets) > TRIED_MAX
     for offset in offsets:
         owner.publish(offset)
-    for offset in offsets[1:14:2]:
+    for offset in offsets[1:78:2]:
         owner.hold(offset)
     return owner
 
 
 def test_what_no_victim_leads_to_is_found_by_the_last_resort() -> None:
     owner = _cold_corner(Space)
-    assert owner.grant(100_000) // SLAB_BYTES * SLAB_BYTES == 14 * MIB
+    assert owner.grant(100_000) // SLAB_BYTES * SLAB_BYTES == 78 * MIB
     assert owner.space.evictions == {**dict.fromkeys(owner.space.evictions, 0), LAST_RESORT: 2}
     owner.compare()
     with pytest.raises(AssertionError):

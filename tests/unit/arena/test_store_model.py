@@ -26,6 +26,7 @@ from simm.wire.messages import Status
 from tests.models.explorer import walk
 from tests.support.consistency import check
 from tests.support.dose import dose
+from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, new_segment, owned, remove_segment
 
 MIB = 1 << 20
@@ -68,7 +69,7 @@ def step(world: World, rng: random.Random) -> None:
         number, grant = rng.choice(list(player.grants.items()))
         world.commit(player, number, digest, rng.choice([0, grant.chunk + 1]))
     elif what < 0.66 and player.grants:
-        world.give_back(player, [*rng.sample(sorted(player.grants), 1), 12345])
+        world.return_grants(player, [*rng.sample(sorted(player.grants), 1), 12345])
     elif what < 0.72:
         world.delete(digest)
     elif what < 0.82:
@@ -159,9 +160,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.commit_many(player, items)
 
     @rule(number=st.integers(0, 7))
-    def give_back(self, number: int) -> None:
+    def return_grants(self, number: int) -> None:
         player = self.player(number)
-        self.world.give_back(player, sorted(player.grants)[:1])
+        self.world.return_grants(player, sorted(player.grants)[:1])
 
     @rule(digest=st.sampled_from(KEYS[:24]))
     def delete(self, digest: bytes) -> None:
@@ -240,6 +241,19 @@ def test_a_grant_id_is_spent_by_every_status(segment: OwnedArena) -> None:
     world.wind_up()
 
 
+def test_of_one_prompt_the_last_pages_go_first(segment: OwnedArena) -> None:
+    world = World(segment)
+    player = world.join()
+    keys = [digest for digest in KEYS if world.owns(digest)][:4]
+    numbers = world.grant(player, 4096, 4)
+    commits = [(digest, number, 10, 0, 0, 0) for digest, number in zip(keys, numbers)]
+    assert world.store.commit(player.session, commits) == [Status.OK] * 4
+    world.store.apply_pending()
+    slots = [world.store.table.lookup(digest) for digest in keys]
+    policy = world.store.space._policy
+    assert list(policy.slots(policy.group_of(slots[0]))) == slots[::-1]
+
+
 def test_a_grant_is_its_sessions_alone(segment: OwnedArena) -> None:
     world = World(segment)
     first, second = world.join(), world.join()
@@ -282,6 +296,7 @@ def test_everything_pinned_a_put_fails_and_pins_hold(segment: OwnedArena) -> Non
     for digest in KEYS:
         if not world.put(player, digest, MIB) or world.evicted:
             break
+    world.store.sessions.pinned_bytes_max = 10 * world.store.geometry.data_bytes  # else half is left to evict
     for digest in list(world.values):
         assert world.pin(player, digest)
     while world.grant(player, MIB):
@@ -342,7 +357,7 @@ def test_a_shard_that_comes_back_comes_back_empty(segment: OwnedArena) -> None:
     assert all(world.read(digest) is None for digest in lost)
     world.check()
     with pytest.raises(UsageError, match="epoch"):
-        world.store.set_shards(0, *owned(ALL_SHARDS, 1))
+        set_shards(world.store, 0, *owned(ALL_SHARDS, 1))
 
 
 def test_sessions_and_namespaces_run_out_with_an_error(segment: OwnedArena) -> None:

@@ -19,6 +19,7 @@ from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.consistency import check, finished
 from tests.support.dose import dose
 from tests.support.move_scripts import A, B, S, late_mover, message, old_map, put, run_out, unheard_owner
+from tests.support.shards import set_shards
 from tests.support.store_moves import KEYS, SHARDS, Moves, play
 from tests.support.store_world import World, digest_of
 from tests.support.trace_replay import Tape
@@ -193,7 +194,7 @@ OWNER = dict.fromkeys(PARTS, (ShardRole.OWNER, 5))
 
 def waiting(store: Store) -> None:
     """The three shards wait for their mover."""
-    store.set_shards(*message(5, INCOMING))
+    set_shards(store, *message(5, INCOMING))
 
 
 def moving(store: Store) -> None:
@@ -204,7 +205,7 @@ def moving(store: Store) -> None:
 
 def taken(store: Store, parts: dict[int, tuple[int, int]]) -> Callable[[], object]:
     """A map with these roles comes."""
-    return lambda: store.set_shards(*message(5, parts))
+    return lambda: set_shards(store, *message(5, parts))
 
 
 #: name -> (what is done first, the operation, the words it may leave behind besides those before it)
@@ -276,7 +277,7 @@ def test_death_at_every_point_of_a_change_of_cluster(segments: list[OwnedArena],
     words = [world.store.shards[shard] & ~MOVING for shard in range(SHARD_COUNT)]
     same = {shard: (ShardRole.OWNER, words[shard] & 0xFFFF or 1) for shard in range(SHARD_COUNT)}
     tape = Tape.of(world, every=100)  # all states would be gigabytes
-    tape.record(lambda: world.store.set_shards(*message(9, same), 99))
+    tape.record(lambda: set_shards(world.store, *message(9, same), 99))
     assert tape.steps > SHARD_COUNT
     table = world.store.table
     assert world.store.header[Word.CLUSTER] == 99 and table.lookup(X) < 0 and table.entries == 0
@@ -291,7 +292,7 @@ def test_death_at_every_point_of_a_change_of_cluster(segments: list[OwnedArena],
         seen.add(cluster)
         if cluster == 99:
             assert store.table.entries == 0
-        store.set_shards(*message(9, same), 99)
+        set_shards(store, *message(9, same), 99)
         assert store.table.entries == 0 and store.exists([X, Y, ZZ]) == [Status.NOT_FOUND] * 3
         check(store)
     assert seen == {0, 99}
@@ -301,7 +302,7 @@ def test_mutation_the_same_cluster_keeps_them(segments: list[OwnedArena]) -> Non
     world = World(segments[0], slots=64)
     world.put(world.join(), X, 4096)
     since = world.store.shards[shard_of(X)]
-    world.store.set_shards(*message(9, dict.fromkeys(range(SHARD_COUNT), (ShardRole.OWNER, since))), 0)
+    set_shards(world.store, *message(9, dict.fromkeys(range(SHARD_COUNT), (ShardRole.OWNER, since))), 0)
     assert world.store.table.lookup(X) >= 0
 
 
@@ -311,7 +312,7 @@ def test_a_mover_of_another_cluster_copies_nothing(segments: list[OwnedArena]) -
     moving(world.store)
     session = world.store.sessions.open(1, 1, "mover")
     session.copies = 500
-    world.store.set_shards(*message(5, INCOMING), 99)
+    set_shards(world.store, *message(5, INCOMING), 99)
     world.store.shard_words.adopt(5, PARTS, PARTS)
     ((number, _, _),) = world.store.sessions.grant(session, 100, 1)
     assert world.store.commit(session, [(X, number, 100, 0, 0, ABSENT)]) == [Status.PRESENT]

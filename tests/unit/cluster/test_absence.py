@@ -317,7 +317,7 @@ def test_a_manager_that_has_lost_its_state_while_the_server_was_away(stage: str)
     newest, since = old.map_reply(), sinces(old)
     cluster = attentive(5, 0.0, ALL)
     if stage == "dead":
-        cluster.noticed(0.0, newest.epoch)  # a client is there first
+        cluster.note_epoch(0.0, newest.epoch)  # a client is there first
         run(cluster, 0.0, 30.0)
     assert rejoin(cluster, 30.0, "a", newest.epoch).wants_map == 1
     cluster.offer(30.1, offer(newest))

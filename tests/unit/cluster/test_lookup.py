@@ -16,7 +16,9 @@ import pytest
 from simm.cluster import lookup
 from simm.cluster.lookup import ASK_OWNER, HOPS, Unresolved
 from simm.errors import TransportError
-from simm.sdk.batch import MISS, Patience
+from simm.ipc.counts import USED
+from simm.ipc.patience import Patience
+from simm.sdk.batch import MISS
 from simm.sdk.reads import Gets
 from simm.server.stream import Stream
 from simm.sim.client import Ask, Found
@@ -129,6 +131,7 @@ def by_the_client(case: Case) -> Outcome:
         def __init__(self, name: str) -> None:
             self.name = name
             self.data_offset = 0
+            self.counts = [0] * USED
 
         def locate(self, _digest: bytes) -> Any:
             there = self.name in case.there and (self.name != "N" or did.asked)

@@ -42,6 +42,7 @@ from tests.support.machine import (
     states,
     tell,
 )
+from tests.support.shards import shards_held
 
 # --- whose shards -----------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ def test_workers_are_marked_with_their_node_and_instance() -> None:
     cluster = attentive(1, 0.0)
     cluster.join(0.0, join("a", 7, GIB, 3 * GIB))
     assert [(info.node, info.instance, info.worker) for info in cluster.live_workers()] == [("a", 7, 0), ("a", 7, 1)]
-    assert cluster.shards_held() == {("a", 0): SHARD_COUNT // 4, ("a", 1): SHARD_COUNT // 4 * 3}
+    assert shards_held(cluster) == {("a", 0): SHARD_COUNT // 4, ("a", 1): SHARD_COUNT // 4 * 3}
 
 
 def test_joining_up_suspect_dead_and_back() -> None:
@@ -128,7 +129,7 @@ def test_joining_up_suspect_dead_and_back() -> None:
     assert status == Status.UNKNOWN_NODE and "join again" in message.text
     assert answer(cluster.leave(now, "a", 1))[0] == Status.UNKNOWN_NODE
     assert answer(cluster.join(now, join("a", 1)))[0] == Status.OK
-    assert cluster.shards_held()["a", 0] == SHARD_COUNT // 2
+    assert shards_held(cluster)["a", 0] == SHARD_COUNT // 2
     assert set(moving(cluster).values()) == {(("b", 0), ("a", 0))}, "what b has got meanwhile comes along"
     assert answer(cluster.heartbeat(now, "a", 1)) == (Status.OK, HeartbeatAck(cluster.epoch))
     assert states(cluster) == {"a": "running", "b": "running"}
@@ -252,8 +253,8 @@ def test_a_server_with_a_newer_epoch_is_asked_for_its_map_and_raises_ours() -> N
     assert map_epoch(cluster.heartbeat(0.2, "a", 1, epoch=501 + EPOCHS_AHEAD + 1)) is None
     assert cluster.epoch == 501 and cluster.nodes["a"].acked_epoch == 500, "no map that it could hold"
     assert answer(cluster.join(0.3, join("a", 1, epoch=501 + EPOCHS_AHEAD + 1)))[0] == Status.OTHER_CLUSTER
-    assert cluster.noticed(0.3, 501 + EPOCHS_AHEAD + 1, server=True) == cluster.noticed(0.3, 900) == []
-    assert map_epoch(cluster.noticed(0.3, 900, server=True)) == 901
+    assert cluster.note_epoch(0.3, 501 + EPOCHS_AHEAD + 1, server=True) == cluster.note_epoch(0.3, 900) == []
+    assert map_epoch(cluster.note_epoch(0.3, 900, server=True)) == 901
 
 
 def test_a_server_is_believed_after_millions_of_false_epochs() -> None:
@@ -356,7 +357,7 @@ def test_a_newcomer_is_filled_by_steps_and_each_shard_names_who_had_it() -> None
     assert tell(cluster, 0.1, ("b", 0), some) == 10 and tell(cluster, 0.1, ("b", 0), some) == 0
     assert len(moving(cluster)) == 1000 and not moving(cluster).keys() & set(some), "ten came, so ten more may go"
     assert arrive(cluster) == 9 and cluster.waiting == 0
-    assert cluster.shards_held() == {("a", 0): SHARD_COUNT // 2, ("b", 0): SHARD_COUNT // 2}
+    assert shards_held(cluster) == {("a", 0): SHARD_COUNT // 2, ("b", 0): SHARD_COUNT // 2}
     assert cluster.moves == SHARD_COUNT + SHARD_COUNT // 2
 
 
@@ -383,7 +384,7 @@ def test_drain_empties_a_node_by_steps_and_resume_fills_it() -> None:
         cluster.join(0.0, join(name, 1))
         arrive(cluster)
         cluster.heartbeat(0.0, name, 1)
-    held = cluster.shards_held()["c", 0]
+    held = shards_held(cluster)["c", 0]
     status, message = answer(actions := cluster.drain(0.5, "c", True))
     assert status == Status.OK and message == Done(held - 2000), "a thousand are on their way to each of the others"
     assert NodeChanged("c", NodeState.RUNNING, NodeState.DRAINING, "drain") in actions
@@ -397,7 +398,7 @@ def test_drain_empties_a_node_by_steps_and_resume_fills_it() -> None:
     assert cluster.status(0.5)["shards_waiting"] == held - 2000
     assert map_epoch(cluster.drain(0.5, "c", True)) is None, "said twice"
     steps = arrive(cluster)
-    assert steps == 3 and about("c")["drained"] and cluster.shards_held()["c", 0] == 0
+    assert steps == 3 and about("c")["drained"] and shards_held(cluster)["c", 0] == 0
     cluster.heartbeat(0.6, "c", 1)
     assert states(cluster)["c"] == "draining" and not about("a")["drained"]
     # It stays so when it comes back as another process, and when we do.
@@ -409,7 +410,7 @@ def test_drain_empties_a_node_by_steps_and_resume_fills_it() -> None:
         cluster.heartbeat(0.8, name, 1)
     assert answer(cluster.drain(0.9, "c", False)) == (Status.OK, Done(1000)) and states(cluster)["c"] == "running"
     arrive(cluster)
-    assert abs(cluster.shards_held()["c", 0] - SHARD_COUNT / 3) < 1
+    assert abs(shards_held(cluster)["c", 0] - SHARD_COUNT / 3) < 1
 
 
 def test_who_cannot_be_drained() -> None:

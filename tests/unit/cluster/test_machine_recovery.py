@@ -45,6 +45,7 @@ from tests.support.machine import (
     tell,
     veterans,
 )
+from tests.support.shards import shards_held
 
 # --- the state is lost --------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def test_the_newest_map_of_the_servers_is_adopted() -> None:
     assert answer(cluster.drain(0.5, "a", True))[0] == Status.BUSY
     assert tell(cluster, 0.5, ("d", 0), range(SHARD_COUNT)) == 0, "it will say it again"
     assert rejoin(cluster, 0.6, "e", 0).wants_map == 0, "a new one has nothing to tell, and waits with the others"
-    assert cluster.shards_held()["e", 0] == 0
+    assert shards_held(cluster)["e", 0] == 0
     actions = run(cluster, 0.6, 2.1)
     assert not cluster.rebuilding and map_epoch(actions) == cluster.epoch > newest.epoch + EPOCHS_RESERVED
     assert cluster.cluster == 77 and states(cluster) == dict.fromkeys("abcde", "joining")
@@ -75,7 +76,7 @@ def test_the_newest_map_of_the_servers_is_adopted() -> None:
             assert cluster.previous(shard) == old.previous(shard)
         else:
             assert cluster.previous(shard) == old.owner(shard) and cluster.since(shard) == cluster.epoch
-    assert cluster.shards_held()["e", 0] > 1000
+    assert shards_held(cluster)["e", 0] > 1000
     cluster.check()
     # d never came: it has the time of any other, and its moving shards are dealt without values then.
     run(cluster, 2.1, 8.0, lambda now: [cluster.heartbeat(now, name, 1, cluster.epoch) for name in "abce"])
@@ -188,9 +189,9 @@ def test_who_joined_while_we_listened_and_is_of_another_cluster_must_join_again(
 
 def test_a_client_with_a_map_makes_a_manager_without_state_listen() -> None:
     cluster = attentive(5, 0.0)
-    cluster.noticed(0.0, 0)
+    cluster.note_epoch(0.0, 0)
     assert not cluster.rebuilding
-    cluster.noticed(0.0, 40)
+    cluster.note_epoch(0.0, 40)
     assert cluster.rebuilding
     assert run(cluster, 0.0, 2.0) == [] and not cluster.rebuilding, "nobody came"
     assert rejoin(cluster, 2.0, "a", 50).wants_map == 1

@@ -90,10 +90,10 @@ class ReferenceModel:
     def run(self) -> ReferenceModel:
         shards = range(len(self.owners))
         workers = range(len(self.short))
-        orphans = [shard for shard in shards if self.stands(self.owners[shard]) is DEAD]
+        unowned = [shard for shard in shards if self.stands(self.owners[shard]) is DEAD]
         late = [shard for shard in shards if self.stands(self.owners[shard]) is OVERDUE]
         later = []
-        for shard in orphans:
+        for shard in unowned:
             wish = [self.previous[shard], self.homes[shard]]
             self.owners[shard] = self.previous[shard] = NOBODY
             takers = [w for w in wish if w != NOBODY and self.short[w] > 0 and self.fits(shard, w)]
@@ -256,7 +256,7 @@ def test_apportion_gives_rest_to_the_largest_remainders() -> None:
     assert target_counts([0, 0], [0, 0], 7) == [0, 0]
 
 
-def test_orphans_know_no_limit_and_have_no_previous_owner() -> None:
+def test_unowned_shards_know_no_limit_and_have_no_previous_owner() -> None:
     tables = tables_of([0] * 30)
     dealt = rebalance(tables, [0, 1], [DEAD, ACTIVE], 1)
     assert tables.owners.tolist() == [1] * 30 and len(dealt.changed) == 30 and dealt.waiting == 0
@@ -280,14 +280,14 @@ def test_a_moving_shard_stays_until_its_owner_is_gone() -> None:
     assert len(dealt.changed) == 8 and set(tables.owners.tolist()) == {0} and set(tables.previous.tolist()) == {NOBODY}
 
 
-def test_an_orphan_goes_to_who_had_it_before() -> None:
+def test_an_unowned_shard_goes_to_its_last_owner() -> None:
     tables = tables_of([2, 2, 0, 1], [2, 2, 0, 1], [1, 0, NOBODY, NOBODY])
     rebalance(tables, [1, 1, 0], [ACTIVE, ACTIVE, DEAD], 100)
     assert tables.owners.tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("away", [DEAD, OVERDUE])
-def test_an_orphan_does_not_move_on_with_what_its_previous_owner_has(away: Eligibility) -> None:
+def test_an_unowned_shard_does_not_move_on_with_what_its_previous_owner_has(away: Eligibility) -> None:
     """0 has died. 1 was the previous owner of its first shards, which 0 may have put other values into since. 2 has not
     heard of the last ones, so 1 is burdened with them, and has too many."""
     tables = tables_of([0] * 20, None, [1] * 10 + [NOBODY] * 10)
@@ -335,7 +335,7 @@ def test_who_is_kept_keeps_and_gets_nothing() -> None:
     assert tables.owners.tolist() == [0] * 6 + [1] * 4
 
 
-def test_with_nobody_to_take_them_orphans_are_nobodys() -> None:
+def test_without_an_eligible_worker_shards_stay_unowned() -> None:
     tables = tables_of([0] * 5)
     dealt = rebalance(tables, [0], [DEAD], 100)
     assert set(tables.owners.tolist()) == {NOBODY} and len(dealt.changed) == 5

@@ -26,11 +26,13 @@ SOURCES: dict[str, tuple[str, str, Any, Any]] = {
     "deadline_s": ("SIMM_DEADLINE_MS", "700ms", 0.7, 4.0),
     "checksum": ("SIMM_CHECKSUM", "yes", True, False),
     "copy_threads": ("SIMM_COPY_THREADS", "3", 3, 0),
+    "tcp_streams": ("SIMM_TCP_STREAMS", "2", 2, 8),
     "token": ("SIMM_TOKEN_FILE", "FILE", TOKEN, ""),
     "replicas": ("SIMM_REPLICAS", "2", 2, 1),
     "tls_ca": ("SIMM_TLS_CA", "/ca.pem", "/ca.pem", ""),
     "tls_name": ("SIMM_TLS_NAME", "simm", "simm", ""),
     "rdma_devices": ("SIMM_RDMA_DEVICES", "mlx5_0", "mlx5_0", ""),
+    "put_if_absent": ("SIMM_PUT_IF_ABSENT", "yes", True, False),
     "server_uids": ("SIMM_SERVER_UID", "1001,root", (1001, 0), ()),
 }
 
@@ -128,6 +130,9 @@ def test_with_everything_given_no_setting_is_read(monkeypatch: pytest.MonkeyPatc
         ({"copy_threads": -1}, "copy_threads is a whole number from 0 to 256, not -1"),
         ({"copy_threads": 1000}, "from 0 to 256"),
         ({"copy_threads": 1.5}, "from 0 to 256"),
+        ({"tcp_streams": 0}, "tcp_streams is a whole number from 1 to 8, not 0"),
+        ({"tcp_streams": 9}, "from 1 to 8"),
+        ({"tcp_streams": True}, "from 1 to 8"),
         ({"token": b"secret-secret-secret"}, "token is text"),
         ({"token": "secret-secret-secret\ud800"}, "token is text"),
         ({"replicas": 3}, "replicas is 1 or 2, not 3"),

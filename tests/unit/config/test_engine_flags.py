@@ -42,6 +42,7 @@ def manager() -> str:
      ("clnt_async_req_timeout_ms", "1000", True), ("clnt_syncreq_enable_retry", "true", True),
      ("clnt_syncreq_enable_retry", "maybe", False), ("clnt_syncreq_retry_count", "3", True),
      ("clnt_use_k8s", "false", True), ("clnt_use_k8s", "False", True), ("clnt_use_k8s", True, True),
+     ("clnt_put_if_absent", "true", True), ("clnt_put_if_absent", "perhaps", False),
      ("clnt_unheard_of", "1", False), ("", "", False), (None, "1", False), ("cm_rpc_inter_port", None, False),
      ([], {}, False)],
     ids=repr,
@@ -112,6 +113,13 @@ def test_other_refused_flags_change_nothing() -> None:
     assert set_flag("clnt_sync_req_timeout_ms", "700")
     assert not set_flag("clnt_sync_req_timeout_ms", "-1")
     assert engine_flags.load(3).deadline_ms == 700
+
+
+def test_puts_of_what_is_absent_are_an_option_of_the_client() -> None:
+    assert not ClientOptions.from_settings(engine_flags.load(3)).put_if_absent
+    for text, on in (("true", True), ("false", False)):
+        assert set_flag("clnt_put_if_absent", text)
+        assert ClientOptions.from_settings(engine_flags.load(3)).put_if_absent is on
 
 
 def test_two_ports_for_one_address() -> None:

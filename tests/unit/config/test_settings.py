@@ -243,6 +243,8 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"policy": "seive"}, {}, "did you mean 'sieve'"),
         ({"streams": "-1"}, {}, "from 0 to 256"),
         ({"streams": 1.0}, {}, "from 0 to 256"),
+        ({"workers": "0"}, {}, "from 1 to 64"),
+        ({}, {"SIMM_WORKERS": "2.5"}, r"workers \(from environment SIMM_WORKERS\)"),
         ({"name": "a b"}, {}, "is no name of a data server"),
         ({"namespace": "n" * 65}, {}, "64 bytes"),
         ({"namespace": "\udcff"}, {}, r"namespace \(from --namespace\): .* is not UTF-8"),

@@ -13,13 +13,13 @@ from simm.config.tokens import (
     TOKENS_MAX,
     Token,
     TokenRole,
-    old_tokens,
     parse_tokens,
     quotas_of,
     token_for,
     token_id,
 )
 from simm.errors import ConfigError
+from tests.support.tokens import old_tokens
 
 SECRET = "f00d" * 8
 OTHER = "beef" * 8

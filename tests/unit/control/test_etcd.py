@@ -16,7 +16,7 @@ import pytest
 from simm.config.parsers import parse_coordinator
 from simm.config.settings import Settings, load
 from simm.control.election import connect
-from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put
+from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
 from simm.errors import ConfigError
 from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
 from tests.support.ports import reserve_port
@@ -27,7 +27,6 @@ from tests.support.ports import reserve_port
 def test_what_is_asked_and_what_is_read() -> None:
     answers = {
         "/v3/kv/range": {**HEADER, "kvs": [ONE], "count": "1"},
-        "/v3/kv/put": HEADER,
         "/v3/kv/txn": {**HEADER, "succeeded": True, "responses": [{"response_put": {}}, {"response_range": {}}]},
         "/v3/lease/grant": {**HEADER, "ID": "123456789012345678", "TTL": "5"},
         "/v3/lease/keepalive": {"result": {**HEADER, "ID": "12", "TTL": "5"}},
@@ -36,22 +35,20 @@ def test_what_is_asked_and_what_is_read() -> None:
     with Fake(lambda peer, path, body: peer.sendall(of(answers[path]))) as fake:
         etcd = Etcd([fake.endpoint])
         assert etcd.get(b"k") == (b"k", b"v", 3, 5, 9)
-        assert etcd.put(b"k", b"v", 9) == 7
-        done = etcd.txn([created(b"k", 0), modified(b"k", 4)], [put(b"k", b"v"), get(b"k")], [delete(b"a", b"b")])
+        done = etcd.txn([created(b"k", 0), modified(b"k", 4)], [put(b"k", b"v", 9), get(b"k")], [delete(b"a", b"b")])
         assert done == (True, 7, [None])
         assert etcd.grant(5) == (123456789012345678, 5)
         assert etcd.keepalive(12) == 5
         etcd.revoke(12)
         asked = dict(fake.requests)
     assert asked["/v3/kv/range"] == {"key": "aw=="}
-    assert asked["/v3/kv/put"] == {"key": "aw==", "value": "dg==", "lease": "9"}
     assert asked["/v3/kv/txn"] == {
         "compare": [
             {"key": "aw==", "target": "CREATE", "result": "EQUAL", "create_revision": "0"},
             {"key": "aw==", "target": "MOD", "result": "EQUAL", "mod_revision": "4"},
         ],
         "success": [
-            {"request_put": {"key": "aw==", "value": "dg==", "lease": "0"}}, {"request_range": {"key": "aw=="}},
+            {"request_put": {"key": "aw==", "value": "dg==", "lease": "9"}}, {"request_range": {"key": "aw=="}},
         ],
         "failure": [{"request_delete_range": {"key": "YQ==", "range_end": "Yg=="}}],
     }  # fmt: skip
@@ -107,9 +104,9 @@ def test_a_malformed_answer_is_a_detour_where_there_is_another_endpoint(kind: st
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
-        (lambda etcd: etcd.put(b"k", b"v"), {}),
-        (lambda etcd: etcd.put(b"k", b"v"), {"header": {"revision": "0"}}),
-        (lambda etcd: etcd.put(b"k", b"v"), {"header": 5}),
+        (lambda etcd: etcd.txn([], []), {"succeeded": True, "responses": []}),
+        (lambda etcd: etcd.txn([], []), {"succeeded": True, "responses": [], "header": {"revision": "0"}}),
+        (lambda etcd: etcd.txn([], []), {"succeeded": True, "responses": [], "header": 5}),
         (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": True}),
         (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": True, "responses": [{"response_put": {}}]}),
         (lambda etcd: etcd.txn([], [get(b"k")]), {**HEADER, "succeeded": "yes"}),
@@ -330,3 +327,31 @@ def test_settings_of_the_coordinator(tmp_path: Path) -> None:
     login.write_text("simm\n")
     with pytest.raises(ConfigError, match="USER:PASSWORD"):
         connect(Settings(coordinator=url, coordinator_login=login))
+
+
+def test_a_login_leaves_this_host_by_tls_only(tmp_path: Path) -> None:
+    """Positive control: without a login, with TLS, and on loopback the same endpoints are taken."""
+    file = tmp_path / "login"
+    file.write_text("simm:secret\n")
+    file.chmod(0o600)
+    login = ("simm", "secret")
+    tls = tls_context()
+    for hosts in (
+        "10.0.0.7", "etcd.example", "[2001:db8::7]", "127.0.0.1,10.0.0.7", "10.0.0.7,localhost", "0.0.0.0",
+        "localhost.example",
+    ):  # fmt: skip
+        url = parse_coordinator(f"etcd://{hosts}/x")
+        with pytest.raises(ConfigError, match="etcds://") as caught:
+            connect(Settings(coordinator=url, coordinator_login=file))
+        assert "secret" not in str(caught.value)
+        with pytest.raises(ConfigError, match="etcds://"):
+            Etcd(url.endpoints, login=login)
+        Etcd(url.endpoints)
+        Etcd(url.endpoints, tls=tls, login=login)
+        assert connect(Settings(coordinator=url)).ttl_s == 5
+        encrypted = parse_coordinator(f"etcds://{hosts}/x")
+        assert connect(Settings(coordinator=encrypted, coordinator_login=file))._etcd._login == login
+    for hosts in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]", "localhost,127.0.0.1,[::1]"):
+        url = parse_coordinator(f"etcd://{hosts}/x")
+        assert Etcd(url.endpoints, login=login)._login == login
+        assert connect(Settings(coordinator=url, coordinator_login=file))._etcd._login == login

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from simm.control.links import ServerLinks
-from simm.net.loop import Peer
+from simm.net.peer import Peer
 
 
 def peer() -> Peer:

@@ -21,7 +21,7 @@ from simm.gpu.direct import Keys
 from simm.host.buffers import Span
 from simm.rdma import registration
 from simm.rdma.api import Access, FabricError
-from simm.sdk.kv_memory import BlockView, deregister_mr, register_mr
+from simm.sdk.ops.kv_memory import BlockView, deregister_mr, register_mr
 from tests.support.client_checks import forget
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_rdma_cluster import path_of

@@ -64,7 +64,7 @@ def test_a_mapping_that_is_read_only(fake: FakeCuda, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Driver, "attribute", lambda *_: 0)
     part = Pinned(cuda.load(), "ro", arena.data, arena.data_address, 0, writable=False)
     assert not part.register_some()
-    assert "read-only" in part.why
+    assert "read-only" in part.failure
     part.close()
 
 

@@ -25,6 +25,7 @@ from simm.host.buffers import (
     block_copy,
     view_of,
 )
+from simm.host.copy_pool import POOL
 
 ROOM = 9 << 20
 
@@ -110,7 +111,7 @@ def test_addresses_of_writable_and_of_read_only_memory() -> None:
     assert ctypes.string_at(address_of(memoryview(frozen)), 50) == frozen
 
 
-def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy() -> None:
+def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C within submit(), which has begun a job and returns none: it wrote into the chunk's next value."""
     copier = Copier(3)
     source, target = np.ones(ROOM, np.uint8), np.zeros(ROOM, np.uint8)
@@ -122,7 +123,7 @@ def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy() -> N
             pool.submit(*job)
             raise KeyboardInterrupt
 
-        copier._pool = SimpleNamespace(submit=interrupted, shutdown=lambda wait: None)  # type: ignore[assignment]
+        monkeypatch.setattr(POOL, "_helpers", lambda *_: SimpleNamespace(submit=interrupted))
         with pytest.raises(KeyboardInterrupt):
             copier.copy(address_of(view_of(target)), address_of(view_of(source)), SPLIT_BYTES)
         go.set()

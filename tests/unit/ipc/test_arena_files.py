@@ -18,6 +18,7 @@ from simm.ipc import segments as ipc_segments
 from simm.ipc.arena_files import OwnedArena, SealedData, move_bytes, new_generation
 from simm.shm import data_name
 from tests.support.left_arenas import MIB, files_of, fit, name_of, owner_of_all, put_some, values_in
+from tests.support.shards import set_shards
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def suspended(arena: OwnedArena, count: int = 100) -> dict[bytes, bytes]:
     """Fill an arena as a worker that stops with ``--warm`` leaves it; its values."""
     arena.populate(huge=False)
     store = Store.create(arena.mm, generation=new_generation())
-    store.set_shards(*owner_of_all(5), 7)
+    set_shards(store, *owner_of_all(5), 7)
     put_some(store, count)
     values = values_in(store)
     store.header[Word.STATE] = State.SUSPENDED

@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from simm.arena.hashing import Hasher
 from simm.errors import RemoteProtocolError, TransportError
-from simm.ipc.commit_ring import HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from simm.ipc import commit_ring
+from simm.ipc.answer_wait import AnswerWait
+from simm.ipc.commit_ring import BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from simm.ipc.grant_pool import return_idle
 from simm.ipc.session import WorkerSession
+from simm.ipc.steps import first_over
 from simm.net.channel import Refused
-from simm.rpc import decode, encode, reply
+from simm.rpc import Flag, decode, encode, reply
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
 from simm.wire.messages import Status
+from tests.support.client_values import forked
 from tests.support.consistency import check
+from tests.support.segments import expect_segv
+from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
 digest_of = Hasher("default")
@@ -397,3 +404,169 @@ def test_two_hellos_and_requests_before_hello_close(worker: WorkerThread) -> Non
     with pytest.raises(Refused, match="protocol"):
         channel.call(M.Hello(M.PROTOCOL_MAX + 1, M.PROTOCOL_MAX + 2, 0, 0, 0, "default", "", []))
     channel.close()
+
+
+# -- batches for several workers -----------------------------------------------------------------------
+
+
+def served(worker: WorkerThread, session: WorkerSession, number: int) -> bool:
+    """Make an exchange as one worker's part of a batch."""
+    ring = session.ring
+    assert ring is not None
+    with session.brief():
+        assert ring.words[BRIEF] == 1
+        msg = M.Exists([digest_of(str(number))])
+        ticket = session.submit(msg)
+        assert session.kick()
+        assert first_over([AnswerWait(session, ticket)])
+        assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
+    return bool(ring.words[SLEEPING])
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_nobody_polls_for_a_client_that_comes_briefly(brief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, each of many workers would poll for as long as the visits to all others take."""
+    if not brief:  # the control
+        monkeypatch.setattr(WorkerSession, "brief", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr("tests.unit.ipc.test_commit_ring.BRIEF", SLEEPING)
+    with WorkerThread(poll_us=60_000_000) as worker:
+        if not worker.worker.rings.poll_s:
+            pytest.skip("one CPU: a worker never polls")
+        session = worker.session()
+        ring = session.ring
+        assert ring is not None
+        assert served(worker, session, 0) == brief
+        assert put(session, "polled for", 4096) == Status.OK
+        assert ring.words[SLEEPING] == 0
+        if brief:
+            served(worker, session, 1)
+            with session.brief():  # a worker that polls anyway stops when it has nothing left to do
+                wait_until(lambda: bool(ring.words[SLEEPING]), "it sleeps")
+            assert put(session, "after", 4096) == Status.OK and ring.words[SLEEPING] == 0
+        session.close()
+
+
+def test_a_kick_that_nobody_waits_for_is_answered_once(worker: WorkerThread) -> None:
+    session = worker.session()
+    ring = session.ring
+    assert ring is not None
+    msg = M.Exists([digest_of("k")])
+    sent: list[object] = []
+    submit = session.channel.submit
+
+    def noted(msg: object, *, fds: tuple[int, ...] = ()) -> int:
+        sent.append(msg)
+        return submit(msg, fds=fds)
+
+    session.channel.submit = noted  # type: ignore[method-assign]
+    with worker.frozen():
+        first = session.submit(msg)
+        assert session.kick() and session.kick(), "the second one would change nothing"
+        second = session.submit(msg)
+        assert session.kick(), "nor does this one: it is served with the first"
+        assert sent == [M.Kick(1)]
+    wait_until(lambda: ring.words[HEAD] == 2, "both are served")
+    third = session.submit(msg)
+    assert session.kick() and sent == [M.Kick(1), M.Kick(3)]
+    assert all(session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND]) for ticket in (first, second, third))
+    assert not session._kicked and put(session, "k", 100) == Status.OK
+    assert not session.channel._early
+    session.close()
+
+
+def test_a_kick_waits_for_no_other_thread(worker: WorkerThread) -> None:
+    session = worker.session()
+    msg = M.Exists([digest_of("k")])
+    with worker.frozen():
+        ticket = session.submit(msg)
+        session.acquire()
+        assert not session.kick()
+        assert AnswerWait(session, ticket).descriptor() == -1, "the other one wakes the worker"
+        session.lock.release()
+    assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
+    session.close()
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_pushes_do_not_end_the_wait_for_an_answer(worker: WorkerThread, ring: bool) -> None:
+    session = worker.session(ring=ring)
+    msg = M.Exists([digest_of("k")])
+    with worker.frozen():
+        ticket = session.submit(msg)
+        wait = AnswerWait(session, ticket)
+        wait.descriptor()
+        peer = next(peer for peer in worker.loop.peers if peer.context.session is not None)
+        peer.sock.send(encode(M.Recall(5), 0, flags=Flag.PUSH))
+        wait_until(lambda: bool(session.channel.has_input(0)), "it has come")
+        wait.receive()
+        assert not wait.ready() and session.pool.recalled == 5
+    assert first_over([wait]) == [wait]
+    assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
+    session.close()
+
+
+def test_the_wait_for_a_broken_session_is_over(worker: WorkerThread) -> None:
+    session = worker.session()
+    msg = M.Exists([digest_of("k")])
+    with worker.frozen():
+        ticket = session.submit(msg)
+        session.channel.broken = "for a test"
+    assert AnswerWait(session, ticket).ready()
+    with pytest.raises(TransportError):
+        session.answer(msg, ticket)
+    session.close()
+
+
+# -- forks -----------------------------------------------------------------------------------------------------
+
+
+def scribbling_child(client: Ring) -> int:
+    """The exit code of a forked child that overwrites all of its parent's ring that it can reach."""
+
+    def overwrite() -> bool:
+        expect_segv()
+        for word in (TAIL, HEAD, SLEEPING, BRIEF):
+            client.words[word] = (1 << 64) - 1
+        client._map[:] = b"\xff" * RING_BYTES
+        return True
+
+    return forked(overwrite)
+
+
+def test_a_forked_child_does_not_reach_its_parents_ring(pair: tuple[Ring, Ring]) -> None:
+    """Neither by its words nor by its map: the child ends, the parent's next frames pass."""
+    client, server = pair
+    client.post(encode(M.Ping(1), 1))
+    before = bytes(server._map)
+    assert scribbling_child(client) == -signal.SIGSEGV
+    assert bytes(server._map) == bytes(client._map) == before
+    frame = server.next_request()
+    assert frame is not None and decode(frame) == M.Ping(1)
+    server.answer(reply(M.Pong(1), frame.request_id))
+    assert decode(client.reply(0)) == M.Pong(1)
+
+
+def test_control_a_ring_that_children_inherit_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_ring, "keep_from_forks", lambda _map: 0)
+    client, fd = Ring.create()
+    server = Ring.attach(fd)
+    os.close(fd)
+    try:
+        client.post(encode(M.Ping(1), 1))
+        assert scribbling_child(client) == 0
+        with pytest.raises(RemoteProtocolError):
+            server.next_request()
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_forked_child_does_not_reach_a_session_s_ring(worker: WorkerThread) -> None:
+    """The ring that a session makes is one of those."""
+    with contextlib.closing(worker.session()) as session:
+        assert session.ring is not None
+        assert scribbling_child(session.ring) == -signal.SIGSEGV
+        session.ask([(64, 1)])
+        number, offset, _ = session.pool.take(64) or (0, 0, 0)
+        worker.segment.buf[offset : offset + 64] = bytes(64)
+        assert session.commit_one(digest_of("k"), number, 64, 0, 0, 64, 0) == Status.OK

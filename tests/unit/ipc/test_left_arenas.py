@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from simm import shm
-from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, Geometry, State, Word
+from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, SLOTS_MIN, Geometry, State, Word
+from simm.arena.vault import Vault
 from simm.errors import ConfigError, SegmentError
 from simm.ipc import segments as ipc_segments
 from simm.ipc.segments import ArenaName, check_server_name, embedded_server_name
@@ -261,12 +262,12 @@ def test_other_sizes_are_set_aside(shm_dir: Path) -> None:
     name = name_of("gpu")
     make_suspended(name)
     slots = Geometry.plan(8 * MIB).slots
-    for arguments in ((1,), (1, 8 * MIB), (1, 0, slots), (1, 8 * MIB, slots)):
+    for arguments in ((1,), (1, 8 * MIB), (1, 0, lambda _: slots), (1, 8 * MIB, lambda _: slots)):
         assert set(fit("gpu", *arguments)[0]) == {0}, arguments
     assert "--memory asks for 16" in fit("gpu", 1, 16 * MIB)[1][name]
-    assert "--slots asks for 64" in fit("gpu", 1, 0, 64)[1][name]
-    assert "--slots asks for 64" in fit("gpu", 1, 0, 57)[1][name]
-    assert f"--slots asks for {1 << 30}" in fit("gpu", 1, 0, 1 << 30)[1][name]
+    assert "--slots or --value-size asks for 64" in fit("gpu", 1, 0, lambda _: 64)[1][name]
+    assert "--slots or --value-size asks for 64" in fit("gpu", 1, 0, lambda _: 57)[1][name]
+    assert f"--slots or --value-size asks for {1 << 30}" in fit("gpu", 1, 0, lambda _: 1 << 30)[1][name]
 
 
 def test_closing_what_is_damaged(shm_dir: Path) -> None:
@@ -335,5 +336,33 @@ def test_memory_that_another_cluster_has_is_named(shm_dir: Path) -> None:
     stock = ArenaStock(DataServerOptions("gpu", "", [0], memory=1 << 50), 99)
     assert stock.take_over(CLUSTER) == {}
     with pytest.raises(SegmentError, match=f"configure a smaller arena.*; .*{name}.* is kept for another cluster"):
-        stock.new(0, 0, stock.size())
+        stock.new(stock.size(), [0], lambda *_: True)
     assert sorted(os.listdir(shm_dir)) == files_of(name)
+
+
+def test_a_start_that_is_stopped_while_it_faults_in_leaves_nothing(shm_dir: Path) -> None:
+    stock = ArenaStock(DataServerOptions("gpu", "", [0, 0], memory=16 * MIB), 99)
+    assert stock.new(stock.size(), [0, 1], lambda *_: False) == {} and os.listdir(shm_dir) == []
+
+
+def test_a_table_for_values_of_a_size(shm_dir: Path) -> None:
+    """``--value-size`` counts as slots: for new arenas, and for whether one fits a warm start."""
+    by_size = {}
+    for value in (0, 1000, 4096, 1 << 20):
+        options = DataServerOptions("gpu", "", [0], memory=64 * MIB, value_bytes=value)
+        arena = ArenaStock(options, 99).new(options.memory, [0], lambda *_: True)[0]
+        store = ArenaStock(options, 99).store_in(arena, Vault())
+        by_size[value] = store.geometry.slots
+        store.release()
+        arena.unlink()
+        arena.close()
+    assert by_size[1000] > 3 * by_size[0] and by_size[1 << 20] == SLOTS_MIN
+    assert 0.9 * by_size[0] < by_size[4096] <= by_size[0]
+    name = name_of("gpu")
+    make_suspended(name)
+    for value, fits in ((0, True), (4096, False)):
+        options = DataServerOptions("gpu", "", [0], memory=8 * MIB, value_bytes=value, warm=True)
+        taken = ArenaStock(options, 99).take_over(CLUSTER)
+        assert bool(taken) == fits
+        for arena in taken.values():
+            arena.close()

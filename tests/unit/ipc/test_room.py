@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,11 +17,14 @@ from simm.errors import TransportError
 from simm.host.buffers import Copier
 from simm.ipc import grant_pool
 from simm.ipc import put as put_module
+from simm.ipc.grant_pool import GrantPool, Line
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
+from simm.slab import chunk_bytes_for
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worker_thread import WorkerThread
 
 MIB = 1 << 20
@@ -42,20 +48,174 @@ def put_all(session: WorkerSession, prefix: str, size: int, count: int, into: li
     into += [put.put_one(session, digest_of(f"{prefix} {number}"), value) for number in range(count)]
 
 
-def test_issue_threads_of_one_session_share_what_it_may_hold(worker: WorkerThread) -> None:
-    """Four threads put values of 4 MiB where all grants together are 7: 67 of 80 failed."""
-    session = worker.session()
+@pytest.mark.parametrize(("count", "size"), [(4, 4 * MIB), (16, 4 * MIB), (64, MIB)])
+def test_issue_threads_of_one_session_share_what_it_may_hold(worker: WorkerThread, count: int, size: int) -> None:
+    """Four threads put values of 4 MiB where all grants together are 7: 67 of 80 failed, and later half of them."""
+    session = worker.session(deadline_s=10 * WAIT_S)  # half of it is for the waits
     statuses: list[int] = []
     threads = [
-        threading.Thread(target=put_all, args=(session, f"t{at}", 4 * MIB, 20, statuses)) for at in range(4)
+        threading.Thread(target=put_all, args=(session, f"t{at}", size, 80 // count, statuses)) for at in range(count)
     ]  # fmt: skip
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert statuses == [Status.OK] * 80
+    assert statuses == [Status.OK] * (80 // count * count)
     with worker.frozen() as store:
         check(store)
+    session.close()
+
+
+class Grantor:
+    """Grants one chunk each time it is told to; notes who asks, and how many ask at the same time."""
+
+    def __init__(self) -> None:
+        self.pool: GrantPool[Any] = GrantPool()
+        self.open = threading.Semaphore(0)
+        self.asked: list[str] = []
+        self._asking = 0
+        self.most = 0
+
+    def ask(self, wants: Sequence[tuple[int, int]]) -> None:
+        self._asking += 1
+        self.most = max(self.most, self._asking)
+        self.asked.append(threading.current_thread().name)
+        if self.open.acquire(timeout=0.001):
+            self.pool.add([(1, 0, chunk_bytes_for(wants[0][0]))])
+        self._asking -= 1
+
+    def return_grants(self, numbers: Sequence[int]) -> None:
+        pytest.fail("there was no idle grant")
+
+
+def served(grantor: Grantor, count: int) -> list[str]:
+    """Let ``count`` threads wait, one after the other, then grant a chunk to each. Return who got one, in order."""
+    order: list[str] = []
+
+    def wait() -> None:
+        if grant_pool.obtain(grantor, 4096, room=grant_pool.RoomWait(WAIT_S)) is not None:
+            order.append(threading.current_thread().name)
+
+    threads = [threading.Thread(target=wait, name=f"{at:02d}") for at in range(count)]
+    for at, thread in enumerate(threads):
+        thread.start()
+        wait_until(lambda at=at: len(grantor.pool.line._places) > at, "it waits")  # type: ignore[misc]
+    for at in range(count):
+        grantor.open.release()
+        wait_until(lambda at=at: len(order) > at, "one has got a grant")  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    return order
+
+
+def test_who_waits_first_is_served_first_and_asks_alone() -> None:
+    grantor = Grantor()
+    order = served(grantor, 8)
+    assert order == sorted(order) and len(order) == 8
+    assert grantor.most == 1, "the others sleep"
+    assert set(grantor.asked[: grantor.asked.index("01")]) == {"00"}
+
+
+def test_mutation_a_line_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: everybody takes every moment for his turn."""
+    inner = Line.wait
+
+    def wait(self: Line, place: threading.Lock, seconds: float) -> bool:
+        inner(self, place, 0.0)
+        return True
+
+    monkeypatch.setattr(Line, "wait", wait)
+
+    def leave(self: Line, place: threading.Lock) -> None:
+        self._places.remove(next(each for each in self._places if each[0] is place))
+
+    monkeypatch.setattr(Line, "leave", leave)
+    grantor = Grantor()
+    served(grantor, 8)
+    before = grantor.asked[: grantor.asked.index("01")]
+    assert grantor.most > 1 or (len(set(grantor.asked)) > 1 and len(before) < len(grantor.asked))
+    assert grantor.asked != sorted(grantor.asked), "they ask in no order"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_is_a_queue(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leaves, from whatever place: the turn is the first one's, as in a list."""
+    monkeypatch.setattr(grant_pool, "PLACE_MORE_S", 1e9)
+    rng = random.Random(seed)
+    line, model = Line(), list[threading.Lock]()
+    for _ in range(200):
+        if rng.random() < 0.5:
+            place = threading.Lock()
+            mine = line.wait(place, 0.0)
+            assert mine == (not model)
+            model.append(place)
+        elif model:
+            place = model.pop(rng.choice((0, rng.randrange(len(model)))))
+            was_first = not model or (place not in model and line._places[0][0] is place)
+            line.leave(place)
+            line.leave(place)
+            if was_first and model:
+                assert model[0].acquire(blocking=False), "its turn has begun"
+        assert [each for each, _ in line._places] == model and bool(line) == bool(model)
+        assert all(each.locked() for each in model[1:]), "nobody else's turn has"
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, wherever its thread is."""
+
+
+def interrupt(name: str) -> Callable[..., None]:
+    """Return a profile function that raises as a method of Line begins."""
+
+    def look(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is getattr(Line, name).__code__:
+            sys.setprofile(None)
+            raise Interrupted
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("where", "more_s"), [("leave", 0.0), ("_call_first", 0.0), ("leave", 1e9)], ids=["enter", "call", "control"]
+)
+def test_issue_an_interrupt_in_leave_leaves_nobody_in_the_line(
+    where: str, more_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place ends by itself, and the next one's turn begins. The control is one that does not end."""
+    monkeypatch.setattr(grant_pool, "PLACE_MORE_S", more_s)
+    line, ghost, place = Line(), threading.Lock(), threading.Lock()
+    assert line.wait(ghost, 0.2)
+    turns: list[bool] = []
+    waiting = threading.Thread(target=lambda: turns.append(line.wait(place, 1.0 if more_s else WAIT_S)))
+    waiting.start()
+    wait_until(lambda: len(line._places) == 2, "it waits")
+    sys.setprofile(interrupt(where))
+    try:
+        with pytest.raises(Interrupted):
+            line.leave(ghost)
+    finally:
+        sys.setprofile(None)
+    waiting.join()
+    assert turns == [not more_s]
+    line.leave(place)
+    assert bool(line) == bool(more_s)
+
+
+def test_no_put_asks_ahead_while_others_wait(worker: WorkerThread) -> None:
+    """Or who has just put would be the first again. The control is the same put without a line."""
+    session = worker.session()
+    put, value = ShmPut(Copier(1), False), memoryview(bytes(MIB))
+    assert put.put_one(session, digest_of("a"), value) == Status.OK  # the next answer brings what this one asked for
+    session.ask([])
+    ahead = session.pool.count(MIB)
+    assert ahead > 0, "the control"
+    place = threading.Lock()
+    assert session.pool.line.wait(place, WAIT_S)
+    for number in range(ahead):
+        assert put.put_one(session, digest_of(f"b{number}"), value) == Status.OK
+    session.ask([])
+    assert session.pool.count(MIB) < ahead
+    session.pool.line.leave(place)
     session.close()
 
 

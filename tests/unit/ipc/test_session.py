@@ -408,11 +408,11 @@ def test_an_interrupted_batch_loses_no_grant(at: int, monkeypatch: pytest.Monkey
         copies: list[int] = []
         copy = path._copier.copy
 
-        def interrupted(target: int, source: int, size: int) -> None:
+        def interrupted(target: int, source: int, size: int, *node: int) -> None:
             if len(copies) == at:
                 raise KeyboardInterrupt
             copies.append(size)
-            copy(target, source, size)
+            copy(target, source, size, *node)
 
         monkeypatch.setattr(path._copier, "copy", interrupted)
         values = [memoryview(bytes([number]) * MIB) for number in range(20)]

@@ -15,7 +15,8 @@ from simm.net import loop as loop_module
 from simm.net.admission import HELLO_BYTES_MAX, HELLO_S, LINES_MAX, LINES_S, LogLimit, Strangers, origin_of
 from simm.net.http import Page, Web
 from simm.net.listeners import listen_tcp
-from simm.net.loop import OUT_LEAST_BYTES, STALL_S, Loop, Peer, Service
+from simm.net.loop import Loop
+from simm.net.peer import OUT_LEAST_BYTES, STALL_S, Peer, Service
 from simm.rpc import HEADER_BYTES, Connection, Frame, decode, encode
 from simm.wire import messages as M
 from simm.wire.hello import check_opening, client_hello

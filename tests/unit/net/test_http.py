@@ -1,18 +1,133 @@
-"""The small HTTP server when all its places are taken. What it answers is tested with the manager's pages."""
+"""The web server that shows a server's pages: requests, tokens, slow and broken readers, and all places taken."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
+from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
-from simm.net.http import CONNECTIONS_MAX, Page, Web, process_samples, prometheus
+from simm.config.parsers import parse_address
+from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Page, Route, Web
 from simm.net.loop import Loop
+from simm.net.metrics import Metric, Samples
+from tests.support.manager_process import WAIT_S
+from tests.support.tokens import old_tokens
 
 
-def test_a_newcomer_gets_the_place_of_the_oldest() -> None:
+@pytest.fixture
+def web() -> Iterator[Callable[..., tuple[Loop, Web, str]]]:
+    """A Web on a loop of this thread."""
+    opened: list[tuple[Loop, Web]] = []
+
+    def make(tokens: tuple[str, ...] = (), clock: Callable[[], float] = time.monotonic) -> tuple[Loop, Web, str]:
+        loop = Loop(clock)
+        listener = socket.create_server(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+
+        def broken() -> Page:
+            raise ZeroDivisionError
+
+        def metrics() -> Samples:
+            metric = Metric("m", "gauge", "About.")
+            samples = Samples([metric])
+            samples.add(metric, 1)
+            return samples
+
+        routes: dict[str, Route] = {
+            "/": lambda: Page("x" * 2_000_000), "/healthz": lambda: Page("ok"), "/broken": broken, "/metrics": metrics,
+        }  # fmt: skip
+        opened.append((loop, Web(loop, listener, routes, old_tokens(*tokens))))
+        return loop, opened[-1][1], f"{host}:{port}"
+
+    yield make
+    for loop, server in opened:
+        server.close()
+        loop.close()
+
+
+def ask(loop: Loop, address: str, request: bytes) -> bytes:
+    """The whole answer to a request, with the loop run in between."""
+    with contextlib.closing(socket.create_connection(parse_address(address), WAIT_S)) as sock:
+        sock.sendall(request)
+        sock.setblocking(False)
+        answer = b""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            loop.run_once(0.005)
+            try:
+                data = sock.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                return answer
+            if not data:
+                return answer
+            answer += data
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"200"), (b"HEAD / HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /?a=b HTTP/1.1\r\n\r\n", b"200"),
+        (b"\r\n\r\n", b"400"), (b"GET /\r\n\r\n", b"400"), (b"GET / FTP/1\r\n\r\n", b"400"),
+        (b"\xff\xfe\r\n\r\n", b"400"),
+        (b"DELETE / HTTP/1.1\r\n\r\n", b"405"), (b"GET /../etc HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET / HTTP/1.1\r\n" + b"a" * REQUEST_BYTES_MAX, b"431"), (b"GET /broken HTTP/1.1\r\n\r\n", b"500"),
+    ],
+)  # fmt: skip
+def test_web_answers(web: Callable[..., tuple[Loop, Web, str]], request_: bytes, status: bytes) -> None:
+    loop, server, address = web()
+    answer = ask(loop, address, request_)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == status
+    if request_.startswith(b"HEAD"):
+        assert body == b"" and b"Content-Length: 2000000" in head
+    elif status == b"200":
+        assert len(body) == 2_000_000
+    assert server.connections == 0
+
+
+def test_web_tokens(web: Callable[..., tuple[Loop, Web, str]]) -> None:
+    loop, _, address = web(("good-token",))
+    for header, status in [
+        (b"", b"401"), (b"Authorization: Bearer bad-token\r\n", b"401"),
+        (b"Authorization: Basic good-token\r\n", b"401"),
+        (b"authorization: bearer good-token\r\n", b"200"),
+    ]:  # fmt: skip
+        assert ask(loop, address, b"GET / HTTP/1.1\r\n" + header + b"\r\n").split(b" ")[1] == status
+    assert ask(loop, address, b"GET /healthz HTTP/1.1\r\n\r\n").split(b" ")[1] == b"200"
+    assert ask(loop, address, b"GET /readyz HTTP/1.1\r\n\r\n").split(b" ")[1] == b"404", "it needs no token either"
+
+
+def test_web_drops_the_slow(web: Callable[..., tuple[Loop, Web, str]]) -> None:
+    clock = [0.0]
+    loop, server, address = web((), lambda: clock[0])
+    with contextlib.closing(socket.create_connection(parse_address(address), WAIT_S)) as sock:
+        sock.sendall(b"GET")
+        while not server.connections:
+            loop.run_once(0.0)
+        for _ in range(12):
+            clock[0] += 1.0
+            loop.run_once(0.0)
+        assert server.connections == 0
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+
+
+def test_metrics_come_in_the_form_that_is_asked_for(web: Callable[..., tuple[Loop, Web, str]]) -> None:
+    loop, _, address = web()
+    plain = ask(loop, address, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert b"text/plain; version=0.0.4" in plain and plain.endswith(b"\r\n\r\n# HELP m About.\n# TYPE m gauge\nm 1\n")
+    other = ask(loop, address, b"GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text\r\n\r\n")
+    assert b"application/openmetrics-text; version=1.0.0" in other and other.endswith(b"m 1\n# EOF\n")
+
+
+def test_a_new_connection_gets_the_place_of_the_oldest() -> None:
     """Idle connections in all places do not keep a probe out, and what they held is closed."""
     loop = Loop()
     with contextlib.ExitStack() as stack:
@@ -44,24 +159,3 @@ def test_a_newcomer_gets_the_place_of_the_oldest() -> None:
         idle[1].setblocking(False)
         with contextlib.suppress(BlockingIOError):
             assert idle[1].recv(1), "the others stay"
-
-
-def test_the_process_is_reported_as_prometheus_expects() -> None:
-    found = {name: (kind, value) for name, kind, _, labels, value in process_samples() if not labels}
-    own = psutil.Process()
-    assert found["process_start_time_seconds"] == ("gauge", own.create_time())
-    assert found["process_resident_memory_bytes"][1] > 1 << 20
-    assert found["process_virtual_memory_bytes"][1] >= found["process_resident_memory_bytes"][1]
-    assert 0 < found["process_open_fds"][1] <= found["process_max_fds"][1]
-    assert found["process_cpu_seconds_total"][0] == "counter" and found["process_cpu_seconds_total"][1] > 0
-    assert found["process_threads"][1] >= 1
-    text = prometheus(process_samples())
-    assert text.count("# TYPE process_") == len(found) == 7
-
-
-def test_a_system_that_does_not_tell_costs_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(*_: object) -> None:
-        raise psutil.AccessDenied(1)
-
-    monkeypatch.setattr(psutil.Process, "num_fds", denied)
-    assert process_samples() == []

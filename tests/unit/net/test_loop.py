@@ -14,15 +14,14 @@ import pytest
 
 from simm.errors import CorruptionError, RemoteProtocolError
 from simm.net.listeners import listen_tcp
-from simm.net.loop import (
+from simm.net.loop import MAINTENANCE_S, Loop
+from simm.net.peer import (
     FRAMES_PER_TURN,
-    MAINTENANCE_S,
     OUT_CLOSE_BYTES,
     OUT_LEAST_BYTES,
     OUT_PAUSE_BYTES,
     STALL_S,
     TURN_S,
-    Loop,
     Peer,
     Service,
 )
@@ -266,7 +265,7 @@ def test_little_bytes_and_new_requests_are_no_progress(bench: Bench, taken: int)
 
 def test_many_that_do_not_read_share_one_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each below its own bound, together above theirs: who has something waiting is not read, the others are."""
-    monkeypatch.setattr("simm.net.loop.OUT_TOTAL_BYTES", 2 * MIB)
+    monkeypatch.setattr("simm.net.peer.OUT_TOTAL_BYTES", 2 * MIB)
     slow = [bench.connect() for _ in range(8)]
     good, _ = bench.connect()
     bench.service.on = lambda peer, frame: peer.send_message(M.StatsReply(bytes(300 << 10)), frame.request_id)

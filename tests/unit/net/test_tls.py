@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from simm.config import certificates
+from simm.config.certificates import validity
 from simm.config.parsers import TlsOptions
 from simm.errors import ConfigError, TransportError
 from simm.net import tls
@@ -21,7 +23,8 @@ from simm.net.admission import HELLO_BYTES_MAX, HELLO_S
 from simm.net.channel import Channel, check_tls
 from simm.net.http import Page, Web
 from simm.net.listeners import listen_tcp
-from simm.net.loop import LAG_S, Loop, Peer, Service
+from simm.net.loop import Loop
+from simm.net.peer import LAG_S, Peer, Service
 from simm.net.tls_peer import TLS_ONLY, ServerTls, TlsPeer, accepting, connecting
 from simm.rpc import Connection, Frame, decode, encode
 from simm.wire import messages as M
@@ -451,6 +454,30 @@ def test_a_new_certificate_is_used_without_a_restart(
     assert "what was read before stays in use" in caplog.text
     replace(used, Path(made.good).read_text())
     assert serial(server, made.ca) == first
+
+
+def test_the_end_of_the_certificate_that_is_shown(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "LOOK_S", 0.0)
+    used, lasting = tmp_path / "server.pem", made.authority.issue("lasting", days=9).read_text()
+    replace(used, Path(made.good).read_text())
+    server = ServerTls(TlsOptions(cert=str(used)))
+    first = server.certificate_ends()
+    assert first == validity(Path(made.good).read_text())[1]
+    replace(used, lasting)
+    assert server.certificate_ends() == validity(lasting)[1] > first + 6 * 86_400
+    for useless in ("half a certificate", Path(made.good).read_text().partition("-----BEGIN PRIVATE")[0]):
+        replace(used, useless)
+        assert server.certificate_ends() == validity(lasting)[1], "the old one is still shown"
+    assert caplog.text.count("what was read before stays in use") == 2
+
+    def odd(_pem: str) -> tuple[float, float]:
+        raise ValueError("a form that nobody knows")
+
+    monkeypatch.setattr(certificates, "validity", odd)
+    replace(used, Path(made.good).read_text())
+    assert server.certificate_ends() is None and "its end cannot be told" in caplog.text
 
 
 def test_clients_read_their_authorities_again(

@@ -263,7 +263,7 @@ def test_a_path_that_is_not_named_is_not_used(monkeypatch: pytest.MonkeyPatch) -
         only = cluster.client("tcp")
         assert only.get("k") is None
         worker = only.stats()["workers"][0]
-        assert (worker["path"], worker["why"]) == ("tcp", "path=tcp was asked for")
+        assert (worker["path"], worker["reason"]) == ("tcp", "path=tcp was asked for")
         assert [len(fabric.rails) for fabric in cluster.fabrics] == [1]  # opened by the one that needs it
 
 
@@ -273,14 +273,14 @@ def test_why_not_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
         client = cluster.client("rdma,tcp", rdma_devices="mlx9_9")
         assert client.put("k", b"value")
         assert client.get("k") == b"value"
-        wait_until(lambda: "buy one" in client.stats()["workers"][0]["why"], "the reason is told")
-        why = client.stats()["workers"][0]["why"]
+        wait_until(lambda: "buy one" in client.stats()["workers"][0]["reason"], "the reason is told")
+        why = client.stats()["workers"][0]["reason"]
         assert client.stats()["workers"][0]["path"] == "tcp"
         assert "no device mlx9_9: buy one" in why
         cluster.node.stream.stream.rdma_port = 0
         without = cluster.client("rdma,tcp")
         assert without.get("k") == b"value"
-        assert "RDMA: the server offers none" in without.stats()["workers"][0]["why"]
+        assert "RDMA: the server offers none" in without.stats()["workers"][0]["reason"]
 
 
 def test_kv_blocks_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:

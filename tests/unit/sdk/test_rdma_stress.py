@@ -37,6 +37,8 @@ KEYS: Final = 24
 SIZES: Final = (8, 64, 200, 1000, 4096, 20_000, 70_000)
 LARGE: Final = 1_200_000
 _FOUND: Final = (Status.OK, Status.NOT_FOUND)
+#: With which operations complete where a queue pair breaks.
+STATUSES: Final = ("RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR", "WR_FLUSH_ERR", "GENERAL_ERR")
 
 
 pytestmark = pytest.mark.usefixtures("nothing_retired")
@@ -183,7 +185,7 @@ class Weather:
     def step(self) -> None:
         """Break something for a while."""
         kinds: list[Callable[[], None]] = [
-            *[self.calm] * 4, self.drop, self.kill, self.kill, self.hold, self.worker, self.endpoint,
+            *[self.calm] * 4, self.drop, self.kill, self.kill, self.overrun, self.hold, self.worker, self.endpoint,
         ]  # fmt: skip
         kind = self.rng.choice(kinds)
         self.counts[kind.__name__] = self.counts.get(kind.__name__, 0) + 1
@@ -203,7 +205,15 @@ class Weather:
         with self.network.lock:
             queue_pairs = [qp for qp in self.network.queue_pairs.values() if qp.open and not qp.why]
             if queue_pairs:
-                self.network.kill(self.rng.choice(queue_pairs))
+                self.network.kill(self.rng.choice(queue_pairs), self.rng.choice(STATUSES))
+        time.sleep(self.rng.uniform(0.05, 0.2))
+
+    def overrun(self) -> None:
+        """Lose what the completion queues of some ends have to say."""
+        with self.network.lock:
+            for qp in self.network.queue_pairs.values():
+                if qp.open and not qp.why and self.rng.random() < 0.3:
+                    self.network.overrun(qp)
         time.sleep(self.rng.uniform(0.05, 0.2))
 
     def hold(self) -> None:

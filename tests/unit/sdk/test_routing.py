@@ -59,6 +59,13 @@ def seen(client: Client, key: str) -> set[bytes | None]:
     found.add(bytes(view) if view else None)
     if view:
         view.close()
+    size = max([len(value) for value in found if value], default=2)
+    half = size // 2
+    halves = [[bytearray(half), bytearray(size - half)] for _ in range(20)]
+    ranges = [[(half, size - half, second), (0, half, first)] for first, second in halves]
+    lengths = [client.get_ranges(key, ranges[0]), *client.get_ranges_many([key] * 19, ranges[1:])]
+    assert set(lengths) <= {size, None}
+    found.update(bytes(a + b) if length else None for length, (a, b) in zip(lengths, halves))
     there = {client.exists(key), *client.exists_many([key, key]), *client.exists_many([key] * 20)}
     assert there == {value is not None for value in found}
     return found
@@ -138,8 +145,8 @@ def test_a_checksum_is_of_the_value_and_not_of_its_copy(
     client = full(cluster, "shm", checksum=True)
     real = Copier.copy
 
-    def copy(self: Copier, target: int, source: int, length: int) -> None:
-        real(self, target, source, length)
+    def copy(self: Copier, target: int, source: int, length: int, node: int = -1) -> None:
+        real(self, target, source, length, node)
         ctypes.memset(target + length // 2, 0xEE, 1)
 
     keys = ["k0", "k1", "k2"]

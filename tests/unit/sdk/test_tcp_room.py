@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,27 @@ from typing import Any
 import pytest
 
 from simm.ipc.grant_pool import RoomWait
+from simm.ipc.steps import Steps, finish
 from simm.sdk import writes
 from simm.sdk.batch import PutBatch
 from simm.sdk.writes import Puts
 from simm.wire.messages import Status
 
 OK, FULL, REFUSED = Status.OK, Status.NO_SPACE, Status.WRONG_OWNER
+
+
+class Clock:
+    """Time that goes on while somebody sleeps, and a little with each look."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Tcp:
@@ -28,8 +42,9 @@ class Tcp:
         self.sent: list[list[bytes]] = []
         self._answers: Iterator[list[int]] = itertools.chain(answers, itertools.repeat(answers[-1]))
 
-    def store(self, entries: list[Any], until: float) -> list[int]:
-        assert not until or until > time.monotonic()
+    def store(self, entries: list[Any], until: float) -> Steps[list[int]]:
+        yield from ()
+        assert not until or until > writes.time.monotonic()  # the test's clock
         self.sent.append([digest for digest, _, _, _ in entries])
         return next(self._answers)
 
@@ -37,17 +52,17 @@ class Tcp:
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """``put(tcp, [digests])``: the statuses of one put of a value for each of the digests."""
-    monkeypatch.setattr(writes, "SEND_AGAIN_S", (0.0001, 0.001))
-    monkeypatch.setattr(writes, "ROOM_WAIT_S", 0.05)
+    clock = Clock()
+    monkeypatch.setattr(writes, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     options = SimpleNamespace(checksum=False, deadline_s=60.0)
-    routes = SimpleNamespace(call_tcp=lambda _target, _tcp, call, asked: call(asked))
+    routes = SimpleNamespace(call_tcp=lambda _target, _tcp, call: call)
     puts = Puts(routes, None, None, options, {})  # type: ignore[arg-type]
 
     def run(tcp: Any, digests: list[bytes], room: RoomWait | None = None) -> list[int]:
         sources = [memoryview(b"value")] * len(digests)
         batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), room or RoomWait(30.0))
         target: Any = SimpleNamespace(bulk=True)
-        puts._put_tcp(target, tcp, list(range(len(digests))), batch, sources, 0.0)
+        finish(puts._put_tcp(target, tcp, list(range(len(digests))), batch, sources, 0.0))
         return batch.statuses
 
     return run

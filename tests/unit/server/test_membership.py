@@ -13,15 +13,17 @@ import pytest
 
 from simm.cluster.assignment import DROP_ALL, FENCE, Member
 from simm.cluster.shard_map import ShardMap, pack_since
-from simm.config.tokens import old_tokens
 from simm.constants import SHARD_COUNT
 from simm.net.loop import Loop
 from simm.rpc import Connection, Flag, decode, encode, reply
 from simm.server import membership as membership_module
 from simm.server.membership import Membership
+from simm.wire import epoch_messages as E
 from simm.wire import messages as M
 from simm.wire.auth import Gate
+from simm.wire.epoch_messages import NamespaceEpoch
 from simm.wire.messages import MapReply, Status, WorkerInfo
+from tests.support.tokens import old_tokens
 
 INFO = WorkerInfo(0, 0, 1, 7, 1 << 30, "n", "", "127.0.0.1", 1)
 
@@ -102,6 +104,8 @@ class House:
         self.gave_up = ""
         self.frozen_by = 0
         self.reports: list[M.Moved] = []
+        self.known: list[NamespaceEpoch] = []
+        self.leases: list[int] = []
         self.resolved: dict[str, str] = {}
         self.membership = Membership(self.loop, self.member, self, managers, **arguments)
         if start:
@@ -121,6 +125,12 @@ class House:
 
     def frozen(self) -> int:
         return self.frozen_by
+
+    def epochs(self, cluster: int) -> list[NamespaceEpoch]:
+        return self.known
+
+    def on_lease(self) -> None:
+        self.leases.append(self.membership.lease.until(1000))
 
     def on_map(self) -> None:
         self.orders.append(self.member.order(0))
@@ -187,6 +197,55 @@ def test_joins_beats_and_takes_maps(manager: Manager, make_house: Callable[..., 
     manager.answers[M.MapGet] = (make_map(9), 0)
     manager.answers[M.Heartbeat] = (M.HeartbeatAck(9), 0)
     house.until(lambda: house.member.epoch == 9, "a newer epoch in the ack is asked for")
+
+
+def test_epochs_and_leases(manager: Manager, make_house: Callable[..., House]) -> None:
+    manager.answers[E.Epochs] = (M.Done(0), 0)
+    house = make_house(manager)
+    house.known = [NamespaceEpoch("n", 2)]
+    house.until(lambda: manager.of(E.Epochs) and manager.of(M.MapGet), "what it knows")
+    assert manager.of(E.Epochs) == [E.Epochs(0, 0, 0, house.known)] and manager.of(M.MapGet)[0].subscribe == 7
+    house.until(lambda: house.member.epoch == 3, "a map")
+    manager.answers[M.Heartbeat] = (M.HeartbeatAck(3), 0)
+    house.until(lambda: house.leases, "a lease: the manager has the same map")
+    manager.answers[M.Heartbeat] = (M.HeartbeatAck(2), 0)
+    house.until(lambda: len(manager.of(M.Heartbeat)) > 3, "heartbeats")
+    house.leases.clear()
+    seen = len(manager.of(M.Heartbeat))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > seen + 2, "answers with another map")
+    assert not house.leases
+    manager.answers[M.Heartbeat] = (E.LeaseAck(9, 3), 0)
+    house.until(lambda: house.leases, "a lease: no namespace has advanced since the map that is here")
+    manager.answers[M.Heartbeat] = (E.LeaseAck(9, 4), 0)
+    house.until(lambda: manager.of(M.MapGet)[1:], "a newer epoch in the ack is asked for")
+    seen = len(manager.of(M.Heartbeat))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > seen + 2, "an answer after the last that extended it")
+    house.leases.clear()
+    seen = len(manager.of(M.Heartbeat))
+    house.until(lambda: len(manager.of(M.Heartbeat)) > seen + 2, "answers that a namespace has advanced")
+    assert not house.leases
+    for epoch, cluster in ((5, 1), (4, 1), (2, 9)):
+        manager.push(E.Epochs(epoch, cluster, 1000, []))
+    house.until(lambda: house.member.epochs is not None and house.member.epochs.cluster == 9, "epochs")
+    house.member.abandon()
+    assert house.member.epochs is None
+
+
+def test_many_servers_do_not_beat_or_come_back_at_the_same_moment(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.membership.joined, "JOINED")
+    delays: list[float] = []
+    monkeypatch.setattr(house.loop, "call_later", lambda delay, _callback: delays.append(delay))
+    for _ in range(100):
+        house.membership._beat()
+    beat = house.membership.heartbeat_s
+    assert 0.8 * beat <= min(delays) < 0.9 * beat < max(delays) <= beat
+    delays.clear()
+    for _ in range(100):
+        house.membership._lost("its manager has gone")
+    assert min(delays) < 0.9 * membership_module.RECONNECT_S and max(delays) > 1.1 * membership_module.RECONNECT_S
 
 
 def test_waits_for_its_workers(manager: Manager, make_house: Callable[..., House]) -> None:
@@ -577,7 +636,7 @@ def test_an_epoch_that_freezes_a_shard_reaches_the_manager(manager: Manager, mak
     house.until(lambda: house.member.epoch == 3, "its map")
     assert {msg.known_epoch for msg in manager.of(M.MapGet)} <= {0, 3}
     house.frozen_by = 900
-    house.until(lambda: manager.of(M.MapGet)[-1] == M.MapGet(900, 1), "it says so")
+    house.until(lambda: manager.of(M.MapGet)[-1] == M.MapGet(900, 7), "it says so")
     manager.answers[M.MapGet] = (make_map(901), 0)
     house.until(lambda: house.member.epoch == 901, "a newer map")
     asked = len(manager.of(M.MapGet))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -53,6 +54,28 @@ def against(world: Pair, script: dict[type, Callable[[Any], bytes | None]]) -> L
     world.instead = liar.info
     world.move(SHARDS)
     return liar
+
+
+# --- it is nice ---------------------------------------------------------------------------------
+
+
+def test_copiers_give_way_and_freezers_do_not(world: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that copies is nicer than the process, by what it says of itself while it takes a group (F31)."""
+    nice: dict[str, set[int]] = {"_copy_group": set(), "_freeze": set()}
+    for name in nice:
+        real = getattr(mover_module.Mover, name)
+
+        def noted(self: Any, *arguments: Any, name: str = name, real: Any = real) -> Any:
+            nice[name].add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return real(self, *arguments)
+
+        monkeypatch.setattr(mover_module.Mover, name, noted)
+    values = fill(world)
+    world.move(SHARDS)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert world.mover().wait() is True and world.n.fetch(list(values)) == list(values.values())
+    assert nice == {"_copy_group": {min(19, own + mover_module.COPIER_NICE)}, "_freeze": {own}}
+    assert mover_module.COPIER_NICE >= 5, "less is hardly noticed by the scheduler"
 
 
 # --- it moves -----------------------------------------------------------------------------------
@@ -480,6 +503,7 @@ def test_our_worker_dies_and_comes_back(world: Pair) -> None:
 def test_no_room_is_counted_not_waited_for(world: Pair) -> None:
     """Everything at N is pinned: what there is no chunk for does not come along."""
     fill(world, 12)
+    world.n.worker.store.sessions.pinned_bytes_max = 1 << 40  # pins may fill the arena
     world.move([5000], previous=False)
     session = WorkerSession(world.n.worker.path, "default", WAIT_S, ring=False)
     for size in (100_000, *SIZES):
@@ -494,7 +518,7 @@ def test_no_room_is_counted_not_waited_for(world: Pair) -> None:
             entries = [(digest, grant[0], size, 0, 0, 0) for digest, grant in zip(digests, grants)]
             assert set(session.exchange(M.Commit(entries, [])).statuses) == {Status.OK}
             for digest in digests:
-                session.pin(digest)
+                assert session.pin(digest)[0] == Status.OK
     world.move(SHARDS)
     mover = world.mover()
     assert mover.wait() is True and world.moved() == SHARDS

@@ -10,10 +10,12 @@ import pytest
 
 from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import ENTRY_CRC
-from simm.arena.reader import ENTRIES_MAX, Located
+from simm.arena.reader import Located
 from simm.config.client_options import ClientOptions
 from simm.constants import SHARD_COUNT
 from simm.errors import RemoteProtocolError, TransportError
+from simm.ipc.arena_lister import ENTRIES_MAX
+from simm.ipc.steps import finish
 from simm.net.channel import Channel, Refused
 from simm.rpc import HEADER, Frame, decode, encode
 from simm.sdk.path import ClientContext
@@ -73,10 +75,8 @@ def fetch(stream: StreamThread, digests: list[bytes], *, previous: bool = False)
     """(status, length, crc) for each; the bytes are looked at."""
     path = TcpPath(ClientContext(ClientOptions(deadline_s=20.0)), *stream.address)
     rooms = [bytearray(100) for _ in digests]
-    got = path.fetch(
-        [(digest, 100, lambda length, at=at: memoryview(rooms[at])[:length]) for at, digest in enumerate(digests)],
-        previous=previous,
-    )
+    wants = [(digest, 100, lambda length, at=at: memoryview(rooms[at])[:length]) for at, digest in enumerate(digests)]
+    got = finish(path.fetch(wants, previous=previous))
     path.close()
     for digest, room, (status, *_) in zip(digests, rooms, got):
         assert status != Status.OK or bytes(room) == (digest * 7)[:100]

@@ -11,7 +11,8 @@ import pytest
 
 from simm.errors import CorruptionError
 from simm.ipc.commit_ring import TAIL, Ring
-from simm.net.loop import Loop, Peer
+from simm.net.loop import Loop
+from simm.net.peer import Peer
 from simm.rpc import encode, reply
 from simm.server import ring_poller
 from simm.server.ring_poller import RingPoller
@@ -138,3 +139,29 @@ def test_corruption_ends_the_poller(bench: Bench) -> None:
     with pytest.raises(CorruptionError):
         bench.poller.run()
     assert bench.rings[0][0].words[TAIL] == 1
+
+
+def test_polling_in_vain_is_counted_and_work_is_not(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_poller, "_ROUND_MAX_S", 3600.0)  # however slow this machine is
+    bench.poller.poll_s = 3600.0
+    turns = 0
+    real = bench.loop.run_once
+
+    def counted(timeout: float | None) -> int:
+        nonlocal turns
+        turns += 1
+        if turns == 50:
+            bench.loop.stop()
+        return real(timeout)
+
+    monkeypatch.setattr(bench.loop, "run_once", counted)
+    bench.react = lambda number: bench.post(number) if len(bench.served) < 500 else bench.loop.stop()
+    for number in range(3):
+        bench.post(number)
+    bench.poller.run()
+    assert len(bench.served) >= 500 and bench.poller.idle_s == 0.0  # no round without work: nothing says what one costs
+
+    turns, began = 0, bench.loop.clock()
+    bench.loop.running = True
+    bench.poller.run()
+    assert 0.0 < bench.poller.idle_s <= bench.loop.clock() - began

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from simm.arena.store import Store
+from simm.host import processes
 from simm.net.channel import Refused
 from simm.net.listeners import listen_unix
 from simm.net.loop import Loop
-from simm.server import worker as worker_module
 from simm.server.worker import Worker, WorkerSettings
 from simm.wire.messages import Status
 from tests.support.consistency import check
@@ -33,7 +33,7 @@ def no_stat(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(path: str, *_: Any) -> Any:
         raise OSError(code, os.strerror(code), path)
 
-    monkeypatch.setattr(worker_module, "open", fail, raising=False)
+    monkeypatch.setattr(processes, "open", fail, raising=False)
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_mutation_the_test_sees_a_session_made_by_the_loop(makers: list[str], mo
             test_a_worker_that_does_not_answer_holds_up_no_read(makers)
 
 
-def test_more_namespaces_than_places_come_one_after_the_other() -> None:
+def test_more_namespaces_than_places_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from streams and from sessions. Those with values keep their numbers; the others' places are used again."""
     with WorkerThread() as worker:
         keeper = WorkerSessionKeeper(worker.path)
@@ -162,12 +162,15 @@ def test_more_namespaces_than_places_come_one_after_the_other() -> None:
         assert kept.commit_one(DIGEST, grant[0], 64, 0, 0, 64, 0) == Status.OK
         number = kept.reader.namespace
         kept.close()
+        monkeypatch.setattr(worker_session, "NUMBERS_MAX", 2 * NAMESPACES)
         seen = {number_of(f"n{turn}") for turn in range(3 * NAMESPACES)}
         assert len(seen) == 3 * NAMESPACES, "no number twice"
+        assert len(keeper._numbers) <= 2 * NAMESPACES, "nor kept for ever"
         with worker.frozen() as store:
             slot = store.table.lookup(DIGEST)
             assert store.table.entry(slot).namespace == number and store.ledger.names[number] == "kept"
             assert worker.worker.stats()["namespaces_freed"] > NAMESPACES
+            assert keeper.names() == {name for name in store.ledger.names.values() if name}
         assert number_of("kept") == number
         assert keeper.reader is not None and not keeper.reader.has_namespace(first)
         assert (again_ := number_of("first")) not in {*seen, first}, "what the keeper has kept is asked for again"
@@ -184,4 +187,4 @@ def test_more_namespaces_than_places_come_one_after_the_other() -> None:
 def test_mutation_a_keeper_that_does_not_look_keeps_a_dead_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArenaReader, "has_namespace", lambda self, number: True)
     with pytest.raises(AssertionError):
-        test_more_namespaces_than_places_come_one_after_the_other()
+        test_more_namespaces_than_places_come_one_after_the_other(monkeypatch)

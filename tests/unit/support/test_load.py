@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_wrong_bytes_and_older_values_are_seen() -> None:
 
 def test_a_client_that_is_right_has_no_faults() -> None:
     mix = dict.fromkeys(ALL, 1.0)
-    load = load_of(FakeClient(), mix=mix, batch=4, registered=True, watched=True, complete=True, late_s=10.0)
+    load = load_of(FakeClient(), mix=mix, batch=4, registered=True, watched=True, complete=True)
     figures = run(load, 400)
     assert not any(figures[name] for name in FAULTS), load.said
     assert figures["ops"] == 400 and min(figures["stored"], figures["hits"], figures["deleted"]) > 20
@@ -94,7 +93,6 @@ def test_each_fault_is_seen() -> None:
     assert set(faults_of(lambda _, value: value[:-1] + b"?", mix=mix)) == {"wrong"}
     assert set(faults_of(lambda key, value: first.setdefault(key, value), mix=mix)) == {"back"}
     assert set(faults_of(lambda *_: 1 // 0, mix=mix)) == {"raised"}
-    assert set(faults_of(lambda *_: time.sleep(0.001), mix={"get": 1.0}, late_s=0.0005)) == {"late"}
 
 
 def test_a_deleted_value_that_comes_back_is_seen() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from simm.errors import UsageError
-from simm.traces.formats import Request, Trace, read_trace, write_plain
+from simm.traces.formats import Request, Trace, read_trace
 from simm.traces.generate import KINDS, generate
+from tests.support.plain_traces import write_plain
 
 GOOD = {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
 PLAIN = "# simm-trace 1\n# block-tokens 16\n# model small 1\n# model large 4\n"

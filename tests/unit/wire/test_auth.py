@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from simm.config.tokens import Token, TokenRole, old_tokens
+from simm.config.tokens import Token, TokenRole
 from simm.errors import RemoteProtocolError
 from simm.rpc import OPCODES, encode
 from simm.wire.auth import PROOF_BYTES, Asker, Gate
@@ -25,6 +25,7 @@ from simm.wire.messages import (
     Status,
     WorkerInfo,
 )
+from tests.support.tokens import old_tokens
 
 SECRETS = ("first-token-of-two", "second-tökén-of-two")
 TOKENS = old_tokens(*SECRETS)

@@ -27,7 +27,6 @@ KNOWN: Final = {
     ("config/tokens.py", "token.secret in seen"): "lines of one file, compared with each other",
     ("config/startup.py", "token in self._tokens"): "a token of the file before, with those of the file",
     ("config/startup.py", "tokens == self._tokens"): "the file before, with the file",
-    ("net/token_watch.py", "token not in tokens"): "a token of the file before, with those of the file",
     ("wire/auth.py", "token in self._tokens"): "the token that AUTH's id has named, with those of the file",
     ("wire/auth.py", "token.id == msg.token"): "an id is no secret",
 }
@@ -74,8 +73,13 @@ def compared(node: ast.AST) -> list[ast.expr]:
         sides = [node.func.value, *node.args]
     else:
         return []
-    # What is compared with a literal of the source is no secret.
-    return [] if any(isinstance(each, (ast.Constant, ast.Tuple)) for each in sides) else sides
+    # What is compared with a literal of the source, or with a length, is no secret.
+    return [] if any(isinstance(each, (ast.Constant, ast.Tuple)) or is_length(each) for each in sides) else sides
+
+
+def is_length(node: ast.expr) -> bool:
+    """Return True for ``len(...)``: the number of tokens of a page is compared with such."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
 def hasty(text: str) -> Iterator[str]:
@@ -131,6 +135,7 @@ def test_control_each_of_them_replaced_is_found(operator: type[ast.cmpop]) -> No
         ("return given.encode() != mine", True), ("return msg.proof[:4] == b[:4]", True),
         ("return token.secret in known", True), ("return known.index(secret)", True),
         ("return secret.startswith(other)", True), ("return len(secret) == SIZE", False),
+        ("return len(rows) != pages * page_tokens", False), ("return rows != page_tokens", True),
         ("return role == token.role", False), ("return token == 's'", False), ("return one == other", False),
     ],
 )  # fmt: skip

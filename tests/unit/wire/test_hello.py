@@ -6,13 +6,13 @@ import hmac
 
 import pytest
 
-from simm.config.tokens import old_tokens
 from simm.errors import RemoteProtocolError
 from simm.rpc import HEADER_BYTES, Connection, decode, encode
 from simm.wire import hello as hello_module
 from simm.wire.auth import Gate
 from simm.wire.hello import Refusal, accept, client_hello, negotiate, other_cluster, token_fits
 from simm.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, Role, Service, Status
+from tests.support.tokens import old_tokens
 
 PLAIN = client_hello(Role.CLIENT)
 FULL = client_hello(Role.MOVER, namespace="ns/ä", cluster=7, pid=42)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from simm.errors import TransportError
-from simm.net.loop import STALL_S
+from simm.net.peer import STALL_S
 from simm.rpc import encode
 from simm.server import rdma_endpoint as endpoint_module
 from simm.server.rdma_lease import QUEUE_PAIRS_MAX
@@ -45,7 +45,7 @@ def test_grants_are_bounded_for_a_connection_and_for_all(network: FakeNetwork) -
         #: Those that have most were asked for some.
         connections[0].channel.call(M.Ping(1))
         assert any(isinstance(push, M.Recall) and push.bytes > 0 for push in connections[0].pushes)
-        assert connections[0].give_back(*leased[0]) == len(leased[0])
+        assert connections[0].return_grants(*leased[0]) == len(leased[0])
         assert len(connections[5].grant(64 << 10, 3)) == 3, "room again"
         for mine in connections:
             mine.close()
@@ -60,7 +60,7 @@ def test_a_connection_at_its_bound_gets_no_more_for_what_others_do_not_use(netwo
                 (one,) = other.grant(4096)
                 other.write(one, b"1" * 4096)
                 for wants in ([(4096, 4)], []):  # leaves some in the endpoint's pool
-                    other.give_back(*other.commit((digest_of(str(turn)), one, 4096), wants=wants)[1])
+                    other.return_grants(*other.commit((digest_of(str(turn)), one, 4096), wants=wants)[1])
                 leased += mine.grant(64 << 10)
             assert sum(grant.chunk for grant in leased) <= total // endpoint_module.LEASE_SHARE
             session = server.endpoint.keeper.session
@@ -102,7 +102,7 @@ def test_idle_connections_are_asked_for_their_grants(server: EndpointThread, mon
         assert server.stats()["recalls"] == 1, "once"
         mine.channel.poll_pushes()
         assert mine.pushes == [M.Recall(4096)]
-        assert mine.give_back(two) == 1
+        assert mine.return_grants(two) == 1
 
 
 def test_what_is_kept_for_clients_goes_back_when_none_asks(

@@ -148,7 +148,7 @@ def test_by_chance_against_a_reference_model(worker: WorkerThread) -> None:
                 leased += mine.grant(chance.choice((64, 1000, 4096, 30_000)), chance.randrange(1, 4))
             elif what < 0.4:
                 back = [leased.pop(chance.randrange(len(leased))) for _ in range(chance.randrange(1, len(leased) + 1))]
-                assert mine.give_back(*back) == len(back)
+                assert mine.return_grants(*back) == len(back)
             else:
                 entries = []
                 for _ in range(chance.randrange(1, min(4, len(leased)) + 1)):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from simm.arena.layout import MAGIC
-from simm.config.tokens import old_tokens
 from simm.constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from simm.errors import TransportError
 from simm.wire import messages as M
@@ -21,6 +20,7 @@ from tests.support.endpoint_checks import (
 )
 from tests.support.endpoint_thread import EndpointThread, connection, refusal
 from tests.support.fake_fabric import FakeNetwork
+from tests.support.tokens import old_tokens
 from tests.support.worker_thread import StreamThread, WorkerThread
 
 # --- what it is told -------------------------------------------------------------------------------

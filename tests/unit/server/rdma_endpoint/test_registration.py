@@ -13,7 +13,7 @@ from simm.errors import TransportError
 from simm.net.channel import Refused
 from simm.rdma.api import Absence, Fabric, FabricError
 from simm.server import rdma_devices as devices_module
-from simm.server.rdma_devices import Registration, map_meta, pieces
+from simm.server.rdma_devices import ArenaRegions, map_meta, pieces
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.messages import Status
@@ -110,7 +110,7 @@ def test_no_windows_left(worker: WorkerThread) -> None:
         (third,) = mine.grant(64)
         mine.write(third, b"3" * 64)
         assert mine.commit((digest_of("3"), third, 64))[0] == [OK]
-        assert mine.give_back(*kept) == 2 and len(mine.grant(64, 3)) == 3, "they are used again"
+        assert mine.return_grants(*kept) == 2 and len(mine.grant(64, 3)) == 3, "they are used again"
     all_closed(network)
 
 
@@ -126,7 +126,7 @@ def test_idle_windows_of_one_link_are_not_kept_from_others(worker: WorkerThread)
             assert server.stats()["windows"] <= 8
         kept = one.grant(64, 6)
         assert two.grant(64, 3) == [] and len(two.grant(64, 2)) == 2, "those that are used stay where they are"
-        assert one.give_back(*kept) == 6
+        assert one.return_grants(*kept) == 6
     all_closed(network)
 
 
@@ -146,7 +146,7 @@ def test_there_is_no_device_and_then_there_is(
         channel = server.channel()
         refused_with = refusal(lambda: channel.call(R.RdmaOpen(0)))
         assert refused_with.status == Status.UNAVAILABLE
-        stats = server.until(lambda stats: "locked memory" in stats["why"], "the next try gets further")
+        stats = server.until(lambda stats: "locked memory" in stats["reason"], "the next try gets further")
         assert not stats["ready"] and stats["opens_failed"] >= 3
         assert "ulimit -l" in str(refusal(lambda: channel.call(R.RdmaOpen(0))))
         network.memlock = 1 << 50
@@ -201,7 +201,7 @@ def test_too_many_regions_are_refused(worker: WorkerThread, network: FakeNetwork
     with pytest.raises(FabricError, match="at a time"):
         limits = rails[0].limits
         rails[0].limits = limits._replace(region_bytes=100)
-        Registration(session.reader, rails, windows=True)
+        ArenaRegions(session.reader, rails, windows=True)
     rails[0].limits = limits
-    assert Registration(session.reader, rails, windows=True, piece_bytes=4096)._most[0] >= 4096
+    assert ArenaRegions(session.reader, rails, windows=True, piece_bytes=4096)._most[0] >= 4096
     session.close()

@@ -1,0 +1,98 @@
+"""The units under a real systemd: start, reload, a watchdog for each kind of hang, warm restarts with all values."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.systemd_box import PYTHON_ENVIRONMENT, SystemdBox, why_not
+from tests.support.waiting import wait_until
+
+SERVER = "simm-dataserver@main"
+PYTHON_ENV = "".join(f"{name}={value}\n" for name, value in PYTHON_ENVIRONMENT.items())
+MANAGER_ENV = f"""{PYTHON_ENV}
+SIMM_LISTEN=127.0.0.1:30001
+"""
+SERVER_ENV = f"""{PYTHON_ENV}
+SIMM_MANAGER=127.0.0.1:30001
+SIMM_MEMORY=32M
+SIMM_NUMA=0
+SIMM_HTTP=127.0.0.1:30081
+SIMM_LOG_FILE=/var/log/simm/main.log
+"""
+#: Shorter than that of the unit, for the test.
+WATCHDOG = "[Service]\nWatchdogSec=3\n"
+PUT = """
+from simm.client import Client
+with Client("127.0.0.1:30001", namespace="box") as client:
+    stored = [client.put(f"key {number}", bytes([number]) * 50_000) for number in range(100)]
+    print(sum(stored), client.stats()["workers"][0]["path"])
+"""
+GET = """
+from simm.client import Client
+with Client("127.0.0.1:30001", namespace="box") as client:
+    print(sum(client.get(f"key {number}") == bytes([number]) * 50_000 for number in range(100)))
+"""
+
+
+@pytest.fixture
+def box(nothing_is_left: Path) -> Iterator[SystemdBox]:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="b", dir=nothing_is_left))
+    with SystemdBox(folder) as made:
+        yield made
+    folder.rmdir()
+
+
+def test_the_units_live_up_to_what_they_say(box: SystemdBox) -> None:
+    box.write("/etc/simm/manager.env", MANAGER_ENV)
+    box.write("/etc/simm/dataserver-main.env", SERVER_ENV)
+    box.write(f"/run/units/{SERVER.partition('@')[0]}@.service.d/watchdog.conf", WATCHDOG)
+    box.run("systemctl", "daemon-reload")
+
+    box.run("systemctl", "start", "simm-manager", SERVER)
+    assert box.python(PUT) == "100 shm", "it serves when `start` returns"
+    assert re.match(r"serving \d+ values in ", box.shows(SERVER, "StatusText"))
+    assert box.shows("simm-manager", "StatusText").startswith("epoch ")
+    assert box.run("stat", "-c", "%U %a", "/run/simm-main", "/var/log/simm") == "simm 700\nsimm 750"
+
+    first = box.shows(SERVER, "MainPID")
+    box.run("systemctl", "restart", SERVER)
+    assert box.shows(SERVER, "MainPID") != first and box.python(GET) == "100", "a restart keeps all values"
+
+    box.run("mv", "/var/log/simm/main.log", "/var/log/simm/main.log.1")
+    box.run("systemctl", "reload", SERVER)
+    wait_until(lambda: "opened anew" in box.run("cat", "/var/log/simm/main.log", check=False), "the log was rotated")
+    assert box.shows(SERVER, "ActiveState") == "active"
+
+    supervisor = box.shows(SERVER, "MainPID")
+    log = box.run("cat", "/var/log/simm/main.log.1")
+    worker = re.findall(r"supervisor\[\d+\] simm.dataserver: worker 0 is process (\d+)", log)[-1]
+    box.run("kill", "-STOP", worker)
+    died = f"worker 0 (process {worker}) died"
+    wait_until(lambda: died in box.run("cat", "/var/log/simm/main.log", check=False), "it is replaced")
+    assert box.shows(SERVER, "MainPID") == supervisor and box.shows(SERVER, "NRestarts") == "0", "alone"
+    assert box.python(GET) == "100"
+
+    # A worker that is slow to end, as on a busy host: systemd waits for it before it kills the rest of the unit.
+    worker = re.findall(r"worker 0 is process (\d+)", box.run("cat", "/var/log/simm/main.log"))[-1]
+    box.run("kill", "-STOP", supervisor, worker)
+    wait_until(lambda: box.shows(SERVER, "SubState") == "stop-post", "the watchdog ends a supervisor that hangs")
+    box.run("kill", "-CONT", worker)
+    wait_until(lambda: box.shows(SERVER, "NRestarts") == "1", "systemd restarts the unit")
+    wait_until(lambda: box.shows(SERVER, "ActiveState") == "active", "it serves again")
+    assert box.python(GET) == "100", "its workers have kept their arenas"
+
+    box.run("systemctl", "stop", SERVER)
+    assert box.shows(SERVER, "Result") == "success"
+    assert "simm-" in box.run("ls", "/dev/shm"), "the values stay for the next start"
+    assert "Permission denied" not in log and "Traceback" not in log
+    box.write("/etc/simm/manager.env", MANAGER_ENV + "SIMM_HEARTBEAT_MS=much\n")
+    box.run("systemctl", "restart", "simm-manager", check=False)
+    wait_until(lambda: box.shows("simm-manager", "ActiveState") == "failed", "wrong settings are not tried again")
+    assert "heartbeat_ms" in box.shows("simm-manager", "StatusText"), "and `systemctl status` says what is wrong"

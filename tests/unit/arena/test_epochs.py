@@ -1,0 +1,410 @@
+"""Entries of namespaces with epochs: who finds which, over advances, leases and deaths of the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm.arena import reader as reader_module
+from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
+from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES
+from simm.arena.namespaces import FREE_LINES_MIN, line_of
+from simm.arena.reader import ArenaReader, EpochReader, guard
+from simm.arena.sessions import Session
+from simm.arena.store import Store
+from simm.arena.vault import Vault
+from simm.cluster.epochs import FOR_EVER
+from simm.constants import DEFAULT_NAMESPACE
+from simm.errors import CapacityError
+from simm.host.processes import boottime_ns
+from simm.ipc.arena_files import OwnedArena
+from simm.wire.messages import ABSENT, NAMESPACE_SHIFT, Status
+from simm.wire.shard_set import EPOCHS_AHEAD
+from tests.support.shards import set_shards
+from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
+
+SLOTS = 1 << 17
+NAME = "weights"
+KEYS = [f"key {number}" for number in range(300)]
+
+
+@pytest.fixture
+def arena() -> Iterator[OwnedArena]:
+    segment = new_segment(64 << 20, SLOTS)
+    yield segment
+    remove_segment(segment)
+
+
+class Bench:
+    """A store with one session, and a reader of it."""
+
+    def __init__(self, arena: OwnedArena) -> None:
+        self.arena = arena
+        self.vault = Vault()
+        self.store = Store.create(arena.mm, slots=SLOTS, vault=self.vault)
+        self._begin()
+        self.reader = ArenaReader(arena.name)
+
+    def _begin(self) -> None:
+        self.store.ledger.namespaces.clock = boottime_ns
+        set_shards(self.store, 1, *owned(ALL_SHARDS, 1))
+        self.store.open()
+        self.session = self.store.sessions.open(1, 1, NAME)
+
+    def succeed(self) -> None:
+        self.store = Store.recover(self.arena.mm, self.arena.name, vault=self.vault)
+        self._begin()
+
+    def put(self, digest: bytes, options: int = 0, session: Session | None = None) -> int:
+        by = session or self.session
+        ((number, _, _),) = self.store.sessions.grant(by, 64, 1)
+        (status,) = self.store.commit(by, [(digest, number, 64, 0, 0, options)])
+        self.store.apply_pending()
+        return status
+
+    def advance(self, epoch: int, name: str = NAME) -> None:
+        self.store.stale.take({name: epoch})
+        self.store.ledger.namespaces.extend_lease(FOR_EVER)
+
+    def sweep(self) -> None:
+        self.store.apply_pending()
+        while self.store.stale.due:
+            self.store.stale.step()
+
+    def found(self, digest: bytes) -> bool:
+        """Whether each way finds a value; they agree."""
+        reader, answers = self.reader, set()
+        located = reader.locate(digest)
+        answers.add(located is not None and reader.confirm(digest, *located[:2]) and reader.is_own(located))
+        answers.add(reader.current_many([digest])[0])
+        answers.add(self.store.exists([digest])[0] == Status.OK)
+        ((status, *_, pin),) = self.store.locate(self.session, [digest])
+        answers.add(status == Status.OK)
+        self.store.sessions.unpin(self.session, [pin] if pin else [])
+        answers.add(self.store.locate(None, [digest])[0][0] == Status.OK)
+        guarded = ArenaReader(self.arena.name)
+        guard(guarded)
+        answers.add(guarded.contains(digest))
+        answers.add(guarded.contains_previous(digest))
+        answers.add(guarded.contains_many([digest] * 20)[3])
+        assert type(guarded) is EpochReader and len(answers) == 1, answers
+        return answers.pop()
+
+
+@pytest.fixture
+def bench(arena: OwnedArena) -> Iterator[Bench]:
+    made = Bench(arena)
+    yield made
+    made.store.release()
+
+
+def digests(epoch: int) -> list[bytes]:
+    return (EpochHasher(NAME, epoch) if epoch else Hasher(NAME)).many(KEYS)
+
+
+def test_digests_end_with_their_epoch() -> None:
+    plain, old, new = Hasher(NAME).many(KEYS), digests(7), digests((1 << 40) + 8)
+    assert len({*plain, *old, *new}) == 900
+    for key, digest in zip(KEYS, old):
+        assert EpochHasher(NAME, 7)(key) == digest and digest[TAG_AT:] == tag_of(7) == b"\7\0\0\0"
+    assert [each[:TAG_AT] for each in plain] == [each[:TAG_AT] for each in old] == [each[:TAG_AT] for each in new]
+    assert tag_of((1 << 40) + 8) == tag_of(8)
+
+
+def test_an_advance_hides_all_older_values_at_once(bench: Bench) -> None:
+    bench.advance(5)
+    assert bench.store.stale.first, "there may be values without an epoch"
+    bench.sweep()
+    first, second = digests(5), digests(6)
+    assert [bench.put(each) for each in first] == [Status.OK] * 300 and all(map(bench.found, first[:9]))
+    entry = bench.store.table.entry(bench.store.table.lookup(first[0]))
+    assert entry.flags & ENTRY_EPOCH
+    bench.advance(6)
+    assert not bench.store.stale.first, "O(1): nothing must be dropped before"
+    assert not any(map(bench.found, first)) and bench.store.table.entries == 300
+    assert bench.put(second[0]) == Status.OK and bench.found(second[0])
+    bench.sweep()
+    assert bench.store.table.entries == 1 and bench.store.stale.dropped == 299 + 1
+    bench.advance(4)
+    assert bench.found(second[0]), "an older epoch changes nothing"
+
+
+def test_late_puts_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, old, new = digests(0)[0], digests(5)[0], digests(6)[0]
+    bench.advance(5)
+    assert bench.put(plain) == Status.OLD_EPOCH
+    bench.advance(6)
+    assert bench.put(old) == Status.OLD_EPOCH and bench.put(new) == Status.OK
+    monkeypatch.setattr(bench.store.shard_words, "may_copy", lambda *_: True)
+    assert bench.put(digests(5)[1], ABSENT) == Status.PRESENT, "a mover has nothing to do about it"
+    number = bench.session.namespace
+    stream = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
+    stream.relays = True
+    assert bench.put(old, (number + 1) << NAMESPACE_SHIFT, stream) == Status.OLD_EPOCH
+    assert bench.put(digests(6)[1], (number + 1) << NAMESPACE_SHIFT, stream) == Status.OK
+    assert bench.put(old, 0, stream) == Status.OK, "another namespace has no epoch"
+    assert bench.store.commit_failures["old_epoch"] == 4
+    assert bench.store.sessions.granted_bytes == 0
+
+
+def test_the_first_advance_drops_what_has_no_epoch(bench: Bench) -> None:
+    plain = digests(0)
+    for each in plain:
+        assert bench.put(each) == Status.OK
+    other = bench.store.sessions.open(1, 1, "other")
+    assert bench.put(Hasher("other")("kept"), session=other) == Status.OK
+    bench.advance(5)
+    assert bench.put(digests(5)[0]) == Status.OK
+    assert bench.reader.locate(plain[1]) is not None, "readers of such values look at nothing"
+    bench.sweep()
+    assert not bench.store.stale.first and bench.store.table.entries == 2
+    assert bench.found(digests(5)[0]) and bench.found(Hasher("other")("kept"))
+
+
+def test_a_successor_goes_on_with_the_first_advance(bench: Bench) -> None:
+    """The line has the epoch already, so nothing else tells that older entries may be left."""
+    for each in digests(0):
+        bench.put(each)
+    bench.advance(5)
+    bench.store.stale.step()
+    bench.succeed()
+    assert bench.store.ledger.namespaces.epochs() == {NAME: 5} and not bench.store.stale.first
+    bench.advance(5)
+    assert bench.store.stale.first and bench.store.table.entries > 200
+    bench.sweep()
+    assert bench.store.table.entries == 0
+    bench.succeed()
+    assert bench.put(digests(5)[0]) == Status.OK and bench.found(digests(5)[0])
+
+
+def test_a_lease_ends_by_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.advance(5)
+    bench.sweep()
+    digest = digests(5)[0]
+    bench.put(digest)
+    now = [boottime_ns()]
+    monkeypatch.setattr(reader_module, "boottime_ns", lambda: now[0])
+    bench.store.ledger.namespaces.clock = lambda: now[0]
+    bench.store.ledger.namespaces.extend_lease(now[0] + 10)
+    assert bench.found(digest)
+    now[0] += 10
+    assert not bench.found(digest)
+    bench.store.ledger.namespaces.extend_lease(now[0] + 1)
+    assert bench.found(digest)
+    bench.store.ledger.namespaces.extend_lease(0)
+    assert not bench.found(digest)
+
+
+def test_a_reader_looks_at_the_lease_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped between its looks; meanwhile the epoch and then a new lease come. The other order would read it."""
+    bench.advance(5)
+    bench.sweep()
+    digest = digests(5)[0]
+    bench.put(digest)
+    found = bench.reader.locate(digest)
+    assert found is not None
+    bench.store.ledger.namespaces.extend_lease(0)
+
+    def later() -> int:
+        bench.advance(6)
+        return boottime_ns()
+
+    monkeypatch.setattr(reader_module, "boottime_ns", later)
+    assert not bench.reader.is_current(found)
+
+
+@pytest.mark.parametrize("broken", ["reader", "worker", "flag", "sweep"])
+def test_each_check_is_needed(bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Positive control: without it an old value is found."""
+    spaces = bench.store.ledger.namespaces
+    if broken == "sweep":
+        bench.put(digests(0)[0])
+        bench.advance(5)
+        monkeypatch.setattr(bench.store.stale, "_drop", lambda _slot: None)
+        bench.sweep()
+        assert bench.reader.contains(digests(0)[0])
+        return
+    bench.advance(5)
+    bench.sweep()
+    old = digests(5)[0]
+    if broken == "flag":
+        spaces.tags.clear()
+        bench.put(old)
+        spaces.tags[bench.session.namespace] = tag_of(5)
+    else:
+        bench.put(old)
+    bench.advance(6)
+    if broken == "reader":
+        monkeypatch.setattr(ArenaReader, "is_current", lambda *_: True)
+    elif broken == "worker":
+        monkeypatch.setattr(spaces, "readable", lambda *_: True)
+    found: Any = bench.reader.locate(old)
+    by_reader = bench.reader.is_own(found)
+    by_worker = bench.store.exists([old]) == [Status.OK]
+    assert (by_reader, by_worker) == (broken != "worker", broken == "worker")
+
+
+def test_old_values_go_before_others_when_room_is_needed(bench: Bench) -> None:
+    other = bench.store.sessions.open(1, 1, "other")
+    kept = Hasher("other").many([f"kept {number}" for number in range(20)])
+    for each in kept:
+        assert put_large(bench, each, other)
+    bench.advance(5)
+    bench.sweep()
+    number = 0
+    while not sum(bench.store.space.evictions.values()):
+        assert put_large(bench, EpochHasher(NAME, 5)(f"large {number}"), bench.session)
+        number += 1
+        assert number < 200
+    left = [each for each in kept if bench.found(each)]
+    assert left and number > 20
+    bench.advance(6)
+    before = dict(bench.store.space.evictions)
+    for again in range(number - 2):
+        assert put_large(bench, EpochHasher(NAME, 6)(f"large {again}"), bench.session)
+    assert bench.store.space.evictions == before and all(map(bench.found, left))
+
+
+def put_large(bench: Bench, digest: bytes, session: Session) -> bool:
+    size = 1 << 20
+    grants = bench.store.sessions.grant(session, size, 1)
+    statuses = [bench.store.commit(session, [(digest, grant[0], size, 0, 0, 0)])[0] for grant in grants]
+    bench.store.apply_pending()
+    return statuses == [Status.OK]
+
+
+def test_lines_with_epochs_are_never_freed_and_outlive_their_names(bench: Bench) -> None:
+    spaces = bench.store.ledger.namespaces
+    bench.advance(5)
+    bench.sweep()
+    bench.advance(9, "not yet")
+    bench.store.sessions.end(bench.session)
+    spaces.begin_sweep([])
+    spaces.end_sweep()
+    assert spaces.epochs() == {NAME: 5, "not yet": 9}, "each has a line, as streams ask lines whether there are epochs"
+    number = spaces.number("not yet")
+    begin = bench.store.geometry.names_offset
+    words = memoryview(bench.arena.mm)[begin : begin + NAMESPACES * NAMESPACE_LINE_BYTES].cast("Q")
+    assert words[line_of(number) * 16 + 15] == 9 and words[line_of(number) * 16 + 14] == FOR_EVER
+    words.release()
+    spaces.forget_epochs()
+    assert not spaces.epochs() and not spaces.tags and not bench.reader.has_epochs
+
+
+def test_values_that_went_with_the_default_namespace_are_dropped_too(bench: Bench) -> None:
+    """Where there is no line for a name, a stream stores its values with the session's own."""
+    spaces = bench.store.ledger.namespaces
+    stream = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
+    with pytest.raises(CapacityError):
+        for number in range(NAMESPACES):
+            spaces.number(f"name {number}")
+    digest = Hasher("no room")("key")
+    assert bench.put(digest, session=stream) == Status.OK
+    bench.advance(5, "no room")
+    bench.sweep()
+    assert not bench.found(digest)
+    assert FREE_LINES_MIN > 0
+
+
+def test_another_cluster_has_other_epochs(bench: Bench) -> None:
+    bench.advance(5)
+    bench.sweep()
+    bench.put(digests(5)[0])
+    set_shards(bench.store, 1, *owned(ALL_SHARDS, 1), cluster=7)
+    assert not bench.store.ledger.namespaces.epochs() and not bench.store.stale.due
+    bench.session = bench.store.sessions.open(1, 1, NAME)
+    assert bench.put(digests(0)[0]) == Status.OK and bench.found(digests(0)[0])
+    bench.advance(2)
+    assert bench.store.stale.first
+
+
+def test_the_default_namespace_loses_its_values_at_a_first_advance_only(bench: Bench) -> None:
+    """Once there was no line for some name. But the one that advances has had one since its first advance."""
+    spaces = bench.store.ledger.namespaces
+    default = bench.store.sessions.open(1, 1, DEFAULT_NAMESPACE)
+    with pytest.raises(CapacityError):
+        for number in range(NAMESPACES):
+            spaces.number(f"name {number}")
+    spaces.begin_sweep([bench.session.namespace, default.namespace])
+    assert spaces.end_sweep() > 200
+    bench.advance(5, "late")
+    bench.sweep()
+    assert bench.put(Hasher(DEFAULT_NAMESPACE)("kept"), session=default) == Status.OK
+    for epoch in (6, 7):
+        bench.advance(epoch, "late")
+        bench.sweep()
+    bench.succeed()
+    bench.advance(8, "late")
+    bench.sweep()
+    assert bench.found(Hasher(DEFAULT_NAMESPACE)("kept"))
+
+
+def test_a_successor_shows_the_epoch_that_its_predecessor_had_stored(bench: Bench) -> None:
+    """It died between the vault and the arena. It acknowledges the epoch, and readers look at the arena."""
+    bench.advance(5)
+    bench.sweep()
+    old = digests(5)[0]
+    assert bench.put(old) == Status.OK
+    spaces = bench.store.ledger.namespaces
+    shown, spaces._shown = spaces._shown, None
+    bench.advance(6)
+    spaces._shown = shown
+    found = bench.reader.locate(old)
+    assert found is not None and bench.reader.is_current(found), "the arena has the epoch before"
+    bench.succeed()
+    bench.advance(6)
+    assert not bench.found(old)
+
+
+def test_values_without_an_epoch_are_not_looked_at(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.advance(5)
+    bench.sweep()
+    other = bench.store.sessions.open(1, 1, "other")
+    theirs, ours = Hasher("other").many(KEYS[:40]), digests(5)[:3]
+    for each in theirs:
+        assert bench.put(each, session=other) == Status.OK
+    for each in ours:
+        assert bench.put(each) == Status.OK
+    looked: list[bytes] = []
+    has_current = ArenaReader.has_current
+    monkeypatch.setattr(ArenaReader, "has_current", lambda self, each: looked.append(each) or has_current(self, each))
+    absent = Hasher("other")("absent")
+    assert bench.reader.current_many([*theirs, absent, *ours]) == [True] * 40 + [False] + [True] * 3
+    assert looked == ours
+    bench.store.ledger.namespaces.extend_lease(0)
+    assert bench.reader.current_many([*theirs, *ours]) == [True] * 40 + [False] * 3
+
+
+def test_a_client_says_nothing_that_the_worker_says(bench: Bench) -> None:
+    other = bench.store.sessions.open(1, 1, "other")
+    every = (1 << 16) - 1
+    for copies, left in ((0, every & ~(ENTRY_EPOCH | ENTRY_BOUND)), (1, every & ~ENTRY_EPOCH)):
+        other.copies = copies  # a mover copies what another worker has said
+        digest = Hasher("other")(f"key {copies}")
+        ((number, _, _),) = bench.store.sessions.grant(other, 64, 1)
+        assert bench.store.commit(other, [(digest, number, 64, 0, every, 0)]) == [Status.OK]
+        assert bench.store.table.entry(bench.store.table.lookup(digest)).flags == left
+
+
+def test_an_epoch_whose_digests_end_like_those_of_an_old_one(bench: Bench) -> None:
+    """A peer's false claim drives the epoch so far at once."""
+    bench.advance(5)
+    bench.sweep()
+    old = digests(5)[0]
+    other = bench.store.sessions.open(1, 1, "other")
+    kept = Hasher("other")("kept")
+    assert bench.put(old) == bench.put(kept, session=other) == Status.OK
+    bench.advance(5 + EPOCHS_AHEAD)
+    assert EpochHasher(NAME, 5 + EPOCHS_AHEAD)(KEYS[0]) == old
+    assert not bench.found(old) and bench.found(kept)
+    assert bench.put(old) == Status.OK and bench.found(old)
+
+
+def test_what_a_predecessor_left_means_nothing_in_another_cluster(bench: Bench) -> None:
+    bench.advance(5)
+    bench.store.stale.step()
+    bench.succeed()
+    set_shards(bench.store, 1, *owned(ALL_SHARDS, 1), cluster=7)
+    assert not bench.store.ledger.namespaces.take_epochs({})

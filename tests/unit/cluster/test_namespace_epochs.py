@@ -1,0 +1,154 @@
+"""Whom an advance waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from simm.cluster.epochs import DRIFT, FOR_EVER, LATE_S, Lease, NamespaceEpochs
+from simm.cluster.machine import Cluster
+from simm.cluster.nodes import Answer, Node, NodeState
+from simm.constants import DEFAULT_NAMESPACE
+from simm.wire.epoch_messages import Epochs, NamespaceEpoch
+from simm.wire.messages import Done, HeartbeatAck
+from tests.support.machine import answer, join
+
+LEASE_S = 30.0
+
+
+def node(name: str, state: NodeState, acked: int, *, released: bool = False) -> Node:
+    made = Node(name, 1, [], state, 0.0)
+    made.told_epoch, made.released, made.follows = acked, released, True
+    return made
+
+
+def waits(*nodes: Node, now: float = 1.0, lease_s: float = LEASE_S, settled: bool = True) -> str:
+    """Return what the advance to epoch 7, made at 0, waits for at ``now``."""
+    table = NamespaceEpochs()
+    table.advance("n", 3)
+    if settled:
+        assert not table.awaited("n", 3, [], 0.0, 0.0, -1e9, LEASE_S)
+    table.advance("n", 7)
+    return table.awaited("n", 7, nodes, now, 0.0, -1e9, lease_s)
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("state", [state for state in NodeState if state is not NodeState.LEFT])
+def test_a_server_that_was_given_up_may_still_serve(state: NodeState, released: bool) -> None:
+    """It was cut off from the manager, not from its clients: it loses its lease only later, and without one never."""
+    given_up = node("a", state, 6, released=released)
+    assert waits(given_up, node("b", NodeState.RUNNING, 7)).startswith("a must answer, or lose its lease")
+    assert not waits(given_up, now=LEASE_S * (1 + DRIFT) + LATE_S + 0.1)
+    assert "there are no leases" in waits(given_up, now=1e6, lease_s=0.0)
+    assert "first advance" in waits(given_up, now=1e6, settled=False)
+
+
+def test_one_that_said_goodbye_serves_nobody() -> None:
+    assert not waits(node("a", NodeState.LEFT, 0, released=True), settled=False)
+    assert waits(node("a", NodeState.LEFT, 0), settled=False), "with --warm it will be back"
+    assert not waits(node("a", NodeState.RUNNING, 7), settled=False)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_server_of_a_version_without_epochs_acknowledges_none(settled: bool) -> None:
+    """It takes the map without EPOCHS, and its readers look at no lease: no time makes up for that."""
+    old = node("a", NodeState.RUNNING, 7)
+    old.follows = False
+    assert "a must" in waits(old, now=1e6, settled=settled)
+    old.follows = None
+    assert "a must answer" in waits(old, settled=settled), "it has asked for no map yet"
+
+
+def cluster_of(*names: str) -> Cluster:
+    cluster = Cluster(5, 0.0)
+    for name in names:
+        cluster.join(0.0, join(name, 1))
+    return cluster
+
+
+def report(cluster: Cluster, name: str, epoch: int, of: int) -> int:
+    status, done = answer(cluster.report(0.0, Epochs(0, of, 0, [NamespaceEpoch("n", epoch)]), [name]))
+    assert isinstance(done, Done) and not status
+    return done.items
+
+
+def test_epochs_of_another_cluster_mean_nothing() -> None:
+    cluster = cluster_of("a")
+    before = cluster.epoch
+    assert report(cluster, "a", 3, 6) == report(cluster, "a", 3, 0) == 0
+    assert cluster.epoch == before and not cluster.namespaces
+    assert report(cluster, "a", 3, 5) == 1
+    assert cluster.namespaces.newest == cluster.epoch == before + 1
+
+
+@pytest.mark.parametrize("of", [5, 6])
+def test_what_is_reported_while_a_lost_map_is_collected_counts_if_it_is_of_that_cluster(of: int) -> None:
+    cluster = Cluster(5, 0.0)
+    cluster.note_epoch(0.0, 90)
+    assert cluster.rebuilding
+    cluster.join(0.0, join("a", 1, epoch=90))
+    assert report(cluster, "a", 80, of) == 0 and not cluster.namespaces
+    now = 0.0
+    while cluster.rebuilding:
+        cluster.heartbeat(now, "a", 1, 90)
+        cluster.maintain(now := now + 0.25)
+    assert bool(cluster.namespaces) == (of == 5)
+    assert of != 5 or cluster.namespaces.newest > 90
+
+
+def test_a_join_acknowledges_nothing_nor_does_a_map_of_an_earlier_life() -> None:
+    """A warm server names an epoch beyond the advance, which it has never heard of."""
+    cluster = cluster_of("b")
+    cluster.advance(0.0, "n")
+    epoch = cluster.epoch
+    cluster.join(0.0, join("a", 1, warm=True, epoch=epoch + 50))
+    table, nodes = cluster.namespaces, cluster.nodes.values()
+
+    def why() -> str:
+        return table.awaited("n", cluster.first_epoch(epoch), nodes, 1.0, 0.0, -1e9, LEASE_S)
+
+    assert cluster.nodes["a"].acked_epoch > epoch and why().startswith("a")
+    cluster.heartbeat(0.1, "a", 1, epoch + 50, (), True)
+    assert why().startswith("a") and cluster.first_epoch() > epoch + 50, "that map is of an earlier life"
+    for name in "ab":
+        cluster.heartbeat(0.2, name, 1, cluster.epoch, (), True)
+    assert not why()
+
+
+def test_maps_that_advance_nothing_end_no_lease() -> None:
+    cluster, lease = cluster_of("a"), Lease()
+
+    def beat(at: int, taken: int) -> bool:
+        number = lease.sent(at, taken)
+        (done, *_) = cluster.heartbeat(0.0, "a", 1, taken, (), True)
+        assert isinstance(done, Answer) and isinstance(done.message, HeartbeatAck)
+        return lease.answered(number, cluster.first_epoch())
+
+    cluster.advance(0.0, DEFAULT_NAMESPACE)
+    taken = cluster.epoch
+    for at in range(1, 10):
+        cluster.join(0.0, join(f"other-{at}", 1))
+        assert cluster.epoch >= taken + at
+        assert beat(at, taken), "its map is old, but no namespace has advanced since"
+    cluster.advance(0.0, "another")
+    assert not beat(20, cluster.epoch - 1), "its workers do not know the epoch"
+    assert beat(21, cluster.epoch)
+    assert lease.until(1) == 21 + 1_000_000
+
+
+def test_an_older_manager_extends_the_lease_by_its_own_map_only() -> None:
+    lease = Lease()
+    for at, (taken, named, extended) in enumerate([(5, 5, True), (5, 6, False), (6, 5, False), (7, 7, True)], 1):
+        assert lease.answered(lease.sent(at, taken), named, exactly=True) == extended
+    assert not lease.answered(lease.sent(9, 0), FOR_EVER)
+
+
+def test_a_stored_state_says_who_follows() -> None:
+    cluster = cluster_of("a", "b", "c")
+    cluster.heartbeat(0.0, "a", 1, 1, (), True)
+    cluster.heartbeat(0.0, "b", 1, 1, (), False)
+    again = Cluster.from_state(cluster.to_state(), 0.0)
+    assert [again.nodes[name].follows for name in "abc"] == [True, False, None]
+    state = cluster.to_state()
+    for row in state["nodes"]:
+        del row["follows"]  # of an older manager
+    assert Cluster.from_state(state, 0.0).nodes["a"].follows is None

@@ -1,0 +1,112 @@
+"""Ranges and pieces of values in GPU memory, mixed with host memory, by each path, on a driver in software."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm.client import Client
+from simm.gpu import copy
+from simm.ipc import session
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_rdma_cluster import FakeRdmaCluster
+from tests.support.gpu import MIB, Array, Tensor, noise
+
+pytestmark = pytest.mark.usefixtures("nothing_retired")
+
+
+@pytest.fixture
+def nothing_retired() -> Iterator[None]:
+    session._RETIRED.clear()
+    yield
+    copy.staging.close()
+    session._RETIRED.clear()
+
+
+def there_and_back(handle: Any, client: Client, size: int, rng: random.Random) -> None:
+    value = noise(size, size)
+    cuts = sorted({0, size, *(rng.randrange(size) for _ in range(4))})
+    pieces: list[Any] = []
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+        part = value[start:end]
+        if number % 2:
+            pieces.append(part)
+            continue
+        address = handle.alloc(number % 2, len(part))
+        handle.poke(address, part)
+        pieces.append(Tensor(address, len(part)))
+    assert client.put_gather("k", pieces) and client.get("k") == value
+    rooms = [handle.alloc(number % 2, size + 8) for number in range(2)]
+    host = bytearray(size)
+    half = size // 2 or 1
+    ranges = [(size - half, half, Array(rooms[0], size + 8)), (0, size, host), (0, half, Tensor(rooms[1], size))]
+    assert client.get_ranges("k", ranges) == size
+    assert handle.peek(rooms[0], size) == value[-half:] + bytes(size - half)
+    assert handle.peek(rooms[1], size) == value[:half] + bytes(size - half)
+    assert host == value
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp", "rdma"])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_there_and_back(both: Any, monkeypatch: pytest.MonkeyPatch, path: str, checksum: bool) -> None:
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB) as cluster:
+        more = {"checksum": checksum, "deadline_s": 60.0}
+        client = cluster.rdma(**more) if path == "rdma" else cluster.client(path, **more)
+        for size in (1, 5000, 100_000, 3 * MIB + 5):
+            there_and_back(both, client, size, random.Random(size))
+        batch = [[(0, 3, Array(both.alloc(0, 3), 3)), (1, 1, bytearray(1))] for _ in range(20)]
+        assert client.get_ranges_many(["k"] * 20, batch) == [3 * MIB + 5] * 20
+        if path == "rdma" and not checksum:
+            assert client.counters["rdma_fallbacks"] == 0
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp", "rdma"])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_pinned_values_go_to_devices(both: Any, monkeypatch: pytest.MonkeyPatch, path: str, checksum: bool) -> None:
+    with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB) as cluster:
+        more = {"checksum": checksum, "deadline_s": 60.0}
+        client = cluster.rdma(**more) if path == "rdma" else cluster.client(path, **more)
+        sizes = (1, 5000, 100_000, 3 * MIB + 5)
+        keys = [f"k{size}" for size in sizes]
+        values = [noise(size, size) for size in sizes]
+        assert all(client.put_many(keys, values))
+        with client.pin([*keys, "no"]) as pins:
+            for size, key, value in zip(sizes, keys, values):
+                room, host = both.alloc(1, size + 8), bytearray(size)
+                half = size // 2 or 1
+                assert pins.get_ranges(key, [(size - half, half, Array(room, size + 8)), (0, size, host)]) == size
+                assert both.peek(room, size) == value[-half:] + bytes(size - half) and host == value
+            rooms = [both.alloc(0, 8) for _ in range(5)]
+            rows: list[Any] = [Tensor(room, 8) for room in rooms]
+            rows[2] = bytearray(8)
+            assert pins.read([(0, 1, rows)]) == pins.lengths == [*sizes, None]
+            assert [both.peek(rooms[at], 2) for at in (0, 1, 3)] == [values[at][:1] + b"\0" for at in (0, 1, 3)]
+            assert rows[2] == values[2][:1] + bytes(7)
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp", "rdma"])
+def test_a_driver_that_fails_is_an_outage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        client = cluster.rdma() if path == "rdma" else cluster.client(path)
+        assert client.put("k", bytes(5000))
+        room = fake.alloc(0, 5000)
+        ranges = [(0, 10, bytearray(10)), (5, 4000, Array(room, 5000))]
+        assert client.get_ranges("k", ranges) == 5000
+        pins = client.pin(["k"])
+        for failing in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
+            fake.failing[failing] = [1] * 20
+        assert client.get_ranges("k", ranges) is None
+        assert client.get_ranges_many(["k"], [ranges]) == [None]
+        assert pins.get_ranges(0, ranges) is None
+        assert client.put_gather("k", [b"x", Array(room, 5000)]) is False
+        assert client.stats()["outages"] >= 2
+        fake.failing.clear()
+        assert pins.get_ranges(0, ranges) == 5000
+        assert client.get("k") == bytes(5000)
+        assert client.get_ranges("k", ranges) == 5000
+        assert client.put_gather("k", [b"x", Array(room, 5000)]) is True
+        assert client.stats()["workers"][0]["path"] == path

@@ -1,0 +1,113 @@
+"""Copies between a value and the pieces of memory that its parts lie in, against slices of bytes."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simm.errors import UsageError
+from simm.host.buffers import RELEASE_BYTES, Copier, Pieces, Ranges, Span, address_of, fits, host_view
+from simm.host.parts import checksum, cut, extents, gather, host_pieces, scatter, section, views_of
+
+LARGE = RELEASE_BYTES + 3
+
+
+def part_of(offset: int, target: bytearray, *, by_address: bool) -> tuple[int, int, int, Any]:
+    view = memoryview(target)
+    return offset, len(target), address_of(view) if by_address else 0, view
+
+
+def ranges_at(offsets: list[tuple[int, int]], rng: random.Random) -> tuple[Ranges, list[bytearray]]:
+    """Return ranges into new memory, and that memory."""
+    targets = [bytearray(length) for _, length in offsets]
+    parts = [
+        part_of(offset, target, by_address=len(target) >= RELEASE_BYTES or rng.random() < 0.5)
+        for (offset, _), target in zip(offsets, targets)
+    ]
+    return Ranges(parts, max(offset + length for offset, length in offsets), sum(map(len, targets))), targets
+
+
+RANGE = st.tuples(st.integers(0, 200), st.integers(1, 60))
+
+
+@given(st.lists(RANGE, min_size=1, max_size=8), st.integers(0, 400), st.integers(1, 400), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_ranges_and_sections_of_them(offsets: list[tuple[int, int]], start: int, size: int, rng: Any) -> None:
+    value = random.Random(1).randbytes(300)
+    ranges, targets = ranges_at(offsets, rng)
+    data = memoryview(b"before" + value)
+    scatter(ranges, data, address_of(data), 6, Copier(1))
+    whole = b"".join(value[offset : offset + length] for offset, length in offsets)
+    assert b"".join(targets) == whole
+    wanted = whole[start : start + size]
+    assert b"".join(value[offset : offset + length] for offset, length in extents(ranges, start, size)) == wanted
+    for target in targets:
+        target[:] = bytes(len(target))
+    if wanted:
+        block = memoryview(bytearray(wanted))
+        scatter(section(ranges, start, size), block, address_of(block), 0, Copier(1))
+    untouched = bytearray(len(whole))
+    untouched[start : start + size] = wanted
+    assert b"".join(targets) == untouched[: len(whole)]
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, LARGE, 7], [LARGE, LARGE], [100_000, 1, 100_000]])
+def test_large_and_small_parts(lengths: list[int]) -> None:
+    rng = random.Random(len(lengths))
+    value = rng.randbytes(300_000)
+    ranges, targets = ranges_at([(rng.randrange(300_000 - length), length) for length in lengths], rng)
+    scatter(ranges, memoryview(value), address_of(memoryview(value)), 0, Copier(1))
+    assert all(value[part[0] : part[0] + part[1]] == target for part, target in zip(ranges.parts, targets))
+    pieces: list[memoryview | Span] = [memoryview(value)[:length] for length in lengths]
+    held = bytearray(value[: lengths[-1]])
+    pieces[-1] = Span(address_of(memoryview(held)), lengths[-1], keep=held)
+    made = Pieces(pieces)
+    room = bytearray(made.size + 9)
+    view = memoryview(room)
+    gather(made.parts, view, address_of(view), 4, Copier(1))
+    joined = b"".join(value[:length] for length in lengths)
+    assert room == bytes(4) + joined + bytes(5)
+    assert bytes(host_view(made)) == joined == b"".join(host_pieces(made))
+    assert checksum(host_pieces(made)) == zlib.crc32(joined)
+    assert len(made) == len(joined)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=6), st.integers(0, 40), st.integers(0, 40))
+@settings(max_examples=200, deadline=None)
+def test_cuts_of_pieces(parts: list[bytes], start: int, size: int) -> None:
+    held = [bytearray(part) for part in parts]
+    views: list[memoryview | Span] = [
+        Span(address_of(memoryview(part)), len(part), keep=part) if number % 2 else memoryview(part)
+        for number, part in enumerate(held)
+    ]
+    got = b"".join(bytes(host_view(piece)) for piece in cut(views, start, size))
+    assert got == b"".join(parts)[start : start + size]
+
+
+def test_ranges_land_in_their_memory() -> None:
+    ranges, targets = ranges_at([(0, 5), (7, LARGE)], random.Random(1))
+    for number, view in enumerate(views_of(ranges)):
+        view[:] = bytes([number + 1]) * len(view)
+    assert [set(target) for target in targets] == [{1}, {2}]
+
+
+def test_ranges_fit_what_is_long_enough() -> None:
+    """No length passes for the ranges' own: a path that compares it with a value's takes the value as fitting."""
+    ranges, _ = ranges_at([(50, 10), (5, 10)], random.Random(1))
+    assert len(ranges) == ranges.least == 60 and ranges.total == 20
+    assert [fits(length, ranges) for length in (20, 59, 60, 61, 1 << 25)] == [False, False, True, True, True]
+
+
+def test_they_are_no_single_piece_of_memory() -> None:
+    ranges, _ = ranges_at([(0, 5)], random.Random(1))
+    pieces = Pieces([memoryview(b"abc")])
+    for each in (ranges, pieces):
+        with pytest.raises(AttributeError):
+            _ = each.address
+    with pytest.raises(UsageError):
+        ranges.view()

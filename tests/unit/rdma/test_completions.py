@@ -1,0 +1,152 @@
+"""What a queue pair makes of its completions: errors, those that never come, and a queue that fails itself.
+
+Every failure is a FabricError, which ends the connection and no more: an error of pyverbs would go to the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from simm.rdma.api import READ, FabricError, Timeout
+from simm.rdma.work_requests import _STATUSES
+from simm.verbs import VerbsQueuePair
+from tests.support.scripted_verbs import Error, ScriptedRail
+
+OPS = [(READ, 4096, 1, 8, 8192, 2)]
+DONE, FLUSHED, RNR = 0, 5, 13
+ERRORS = [number for number in range(len(_STATUSES)) if number]
+
+
+@pytest.fixture
+def rail() -> Iterator[ScriptedRail]:
+    made = ScriptedRail()
+    yield made
+    for qp in list(made.queue_pairs):
+        qp.close()
+
+
+@pytest.fixture
+def qp(rail: ScriptedRail) -> Iterator[VerbsQueuePair]:
+    made = rail.queue_pair()
+    yield made
+    made.close()
+    assert rail.closed == ["into the error state", "Queues", "CompletionQueue", "CompletionChannel"], "once, in order"
+
+
+def soon() -> float:
+    """A moment from now."""
+    return time.monotonic() + 0.01
+
+
+def is_over(qp: VerbsQueuePair, rail: ScriptedRail, status: str, text: str) -> None:
+    """It says why whatever it is asked, and posts nothing any more. Only what was done stays so."""
+    posted = next(each for each in rail.made if hasattr(each, "posted")).posted
+    waits = [lambda: qp.wait(qp._done + 1, soon())] if qp._done < qp._ticket else []
+    for act in (lambda: qp.post(OPS), qp.poll, qp.address, *waits):
+        with pytest.raises(FabricError, match=text) as caught:
+            act()
+        assert caught.value.status == status and not isinstance(caught.value, Timeout)
+    assert text in qp.broken and next(each for each in rail.made if hasattr(each, "posted")).posted == posted
+
+
+@pytest.mark.fault("F09", ci="each status", whole="the same")
+@pytest.mark.parametrize("number", ERRORS)
+def test_an_error_is_final_and_has_its_name(number: int, qp: VerbsQueuePair, rail: ScriptedRail) -> None:
+    name, meaning = _STATUSES[number]
+    ticket = qp.post(OPS)
+    rail.queue.script.append([number])
+    with pytest.raises(FabricError) as caught:
+        qp.wait(ticket, soon())
+    assert caught.value.status == name and meaning in str(caught.value) and name in str(caught.value)
+    is_over(qp, rail, name, meaning.split(":")[0].split("(")[0])
+
+
+def test_a_status_that_nobody_knows(qp: VerbsQueuePair, rail: ScriptedRail) -> None:
+    rail.queue.script.append([4711])
+    with pytest.raises(FabricError, match="the device failed"):
+        qp.wait(qp.post(OPS), soon())
+    is_over(qp, rail, "4711", "the device failed")
+
+
+def test_the_first_error_has_the_reason(qp: VerbsQueuePair, rail: ScriptedRail) -> None:
+    """What was done before stays done, and what is flushed behind it says nothing new."""
+    first, second, third = (qp.post(OPS) for _ in range(3))
+    rail.queue.script.append([DONE, RNR, FLUSHED])
+    qp.wait(first, soon())
+    for ticket in (second, third):
+        with pytest.raises(FabricError) as caught:
+            qp.wait(ticket, soon())
+        assert caught.value.status == "RNR_RETRY_EXC_ERR"
+    is_over(qp, rail, "RNR_RETRY_EXC_ERR", "the peer is not ready")
+
+
+def by_poll(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    rail.queue.script.append(error)
+    qp.poll()
+
+
+def by_looking(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    rail.queue.script.append(error)
+    qp.wait(1, soon())
+
+
+def asleep(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    qp._looks = 0.0
+    rail.queue.script.append(error)
+    qp.wait(1, soon())
+
+
+def asking_for_an_event(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    qp._looks = 0.0
+    rail.queue.error = error
+    qp.wait(1, soon())
+
+
+def at_an_event(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    qp._looks = 0.0
+    rail.queue.channel.error = error
+    rail.queue.channel.ring()
+    qp.wait(1, time.monotonic() + 30)
+
+
+def making_room(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
+    for _ in range(qp.depth - 1):
+        qp.post(OPS)
+    rail.queue.script.append(error)
+    qp.post(OPS)
+
+
+@pytest.mark.fault("F09", ci="each call of a queue", whole="the same")
+@pytest.mark.parametrize("act", [by_poll, by_looking, asleep, asking_for_an_event, at_an_event, making_room])
+def test_a_queue_that_fails_breaks_the_queue_pair(
+    act: Callable[[VerbsQueuePair, ScriptedRail, Error], None], qp: VerbsQueuePair, rail: ScriptedRail
+) -> None:
+    """As when it overruns, or its device goes. Completions may be lost, so nothing is known of what is in flight."""
+    qp.post(OPS)
+    with pytest.raises(FabricError, match="the completion queue failed: Input/output error") as caught:
+        act(qp, rail, Error("Failed to poll CQ"))
+    assert caught.value.status == "EIO" and not isinstance(caught.value, Timeout)
+    rail.queue.error = rail.queue.channel.error = None
+    rail.queue.script.append([DONE])
+    is_over(qp, rail, "EIO", "the completion queue failed")
+
+
+def test_completions_that_never_come_end_by_the_deadline(qp: VerbsQueuePair, rail: ScriptedRail) -> None:
+    """An overrun that the library does not report: the caller closes the queue pair, see rdma/api.py."""
+    ticket = qp.post(OPS)
+    with pytest.raises(Timeout):
+        qp.wait(ticket, soon())
+    assert not qp.broken and qp.poll() == 0
+    rail.queue.script.append([DONE])
+    assert qp.poll() == ticket
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_completions_of_nothing(extra: int, qp: VerbsQueuePair, rail: ScriptedRail) -> None:
+    ticket = qp.post(OPS)
+    rail.queue.script.append([DONE] * (1 + extra))
+    qp.wait(ticket, soon())
+    is_over(qp, rail, "", "completed what nobody had posted")

@@ -1,0 +1,222 @@
+"""How a client holds pinned values: by pins, by versions, at previous owners, at second copies; what releases them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm.arena.reader import ArenaReader
+from simm.client import Client
+from simm.sdk.ops.pins import ArenaPins, Pins
+from simm.server.worker_session import Leased, Leases
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.cluster_clients import KEYS, full, published, value_of
+from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.waiting import wait_until
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("nothing_retired")
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(2) as made:
+        yield made
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def read(pins: Pins) -> list[bytes | None]:
+    """Return the values as they come, from their ends to their beginnings."""
+    rooms = [bytearray(length or 1) for length in pins.lengths]
+    parts = [[(len(room) // 2, len(room) - len(room) // 2, memoryview(room)[len(room) // 2 :]),
+              (0, len(room) // 2 or 1, memoryview(room)[: len(room) // 2 or 1])][: 2 if len(room) > 1 else 1]
+             for room in rooms]  # fmt: skip
+    got = pins.get_ranges_many(range(len(pins)), parts)
+    return [None if length is None else bytes(room) for room, length in zip(rooms, got)]
+
+
+def pinned(cluster: FakeCluster, number: int = 0) -> int:
+    """Return the number of pins at a node."""
+    with cluster.nodes[number].worker.frozen() as store:
+        return int(store.stats()["pins"])
+
+
+def scarce(cluster: FakeCluster) -> None:
+    """Leave room for few pins."""
+    for node in cluster.nodes:
+        with node.worker.frozen() as store:
+            store.sessions.pinned_bytes_max = 10 * 1024
+
+
+def reuse_chunks(client: Client) -> None:
+    """Store values of the same sizes, until all chunks of the old ones are others'."""
+    for turn in range(40):
+        client.put_many([f"other {turn} {number}" for number in range(60)], [value_of("zz", turn)] * 60)
+        client.delete_many([f"other {turn} {number}" for number in range(60)])
+
+
+VALUES = [value_of(key) for key in KEYS]
+
+
+def test_what_finds_no_room_is_held_by_its_version(cluster: FakeCluster, path: str) -> None:
+    client = full(cluster, path)
+    scarce(cluster)
+    with client.pin([*KEYS, "no"]) as pins:
+        assert 0 < pinned(cluster) < len(KEYS)
+        assert read(pins) == [*VALUES, None]
+        assert client.put_many(KEYS, [value_of(key, 1) for key in KEYS]) == [True] * len(KEYS)
+        got = read(pins)
+        assert all(value in (None, old) for value, old in zip(got, VALUES))
+        assert 0 < got.count(None) - 1 < len(KEYS), "those with a pin stay, the others are gone"
+        assert read(pins) == got
+    wait_until(lambda: pinned(cluster) == 0, "the pins are released")
+
+
+def test_mutation_without_the_second_look_other_bytes_come(
+    cluster: FakeCluster, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ArenaReader, "confirm_previous", lambda *_: True)
+    client = full(cluster, path)
+    scarce(cluster)
+    with client.pin(KEYS) as pins:
+        assert client.delete_many(KEYS) == [True] * len(KEYS)
+        reuse_chunks(client)
+        assert any(value not in (None, old) for value, old in zip(read(pins), VALUES))
+
+
+def test_mutation_without_pins_other_bytes_come(
+    cluster: FakeCluster, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is the pins that keep the bytes, and the tests would see it if they did not."""
+
+    def pins_nothing(self: Any, session: Any, numbers: list[int]) -> None:
+        for number in numbers:
+            session.unpin_later(number)
+        session.flush_unpins(at_least=1)
+        session.end_copy()
+
+    monkeypatch.setattr(ArenaPins, "take_pins", pins_nothing)
+    monkeypatch.setattr(Leases, "_pin", lambda *_: None)
+    monkeypatch.setattr(Leased, "is_whole", lambda _: True)
+    client = full(cluster, path)
+    with client.pin(KEYS) as pins:
+        assert client.delete_many(KEYS) == [True] * len(KEYS)
+        reuse_chunks(client)
+        assert any(value not in (None, old) for value, old in zip(read(pins), VALUES))
+
+
+def test_pins_keep_the_bytes(cluster: FakeCluster, path: str) -> None:
+    client = full(cluster, path)
+    with client.pin(KEYS) as pins:
+        assert client.delete_many(KEYS) == [True] * len(KEYS)
+        reuse_chunks(client)
+        assert read(pins) == VALUES
+    wait_until(lambda: pinned(cluster) == 0, "the pins are released")
+
+
+def test_while_shards_move_values_are_held_where_they_are(cluster: FakeCluster, path: str) -> None:
+    client = full(cluster, path)
+    with client.pin(KEYS) as before:
+        cluster.own({1: ALL}, previous=0)
+        cluster.instruct()
+        cluster.nodes[1].adopt(cluster.epoch, ALL)
+        published(cluster, client)
+        assert client.put("k0", value_of("k0", 1)) and client.delete("k1")
+        wanted = [value_of("k0", 1), None, *VALUES[2:]]
+        with client.pin(KEYS) as during:
+            assert read(during) == wanted
+            assert pinned(cluster, 0) == 2 * len(KEYS) - 2 and pinned(cluster, 1) == 1
+            cluster.nodes[1].finish(cluster.epoch, ALL)
+            cluster.forget_previous()
+            cluster.instruct()
+            published(cluster, client)
+            assert read(before) == VALUES and read(during) == wanted
+            with client.pin(KEYS[:2]) as after:
+                assert read(after) == wanted[:2]
+    for number in range(2):
+        wait_until(lambda: pinned(cluster, number) == 0, "the pins are released")  # noqa: B023
+
+
+def test_with_an_old_map_values_are_found_at_the_new_owner(cluster: FakeCluster, path: str) -> None:
+    client = full(cluster, path)
+    new = cluster.client(path)
+    cluster.own({1: ALL})
+    cluster.instruct()
+    assert client.pin(KEYS[:3]).lengths == [None] * 3, "the client does not know the new owner"
+    published(cluster, client)
+    published(cluster, new)
+    assert new.put("k0", value_of("k0", 2))
+    with client.pin(["k0"]) as pins:
+        assert read(pins) == [value_of("k0", 2)]
+
+
+def test_a_second_copy_is_held_when_the_first_is_away(cluster: FakeCluster, path: str) -> None:
+    cluster.settled({0: ALL[::2], 1: ALL[1::2]})
+    client = cluster.client(path, replicas=2)
+    assert client.put_many(KEYS, VALUES) == [True] * len(KEYS)
+    cluster.nodes[0].die()
+    wanted = client.get_many(KEYS)
+    assert wanted.count(None) < 10, "some have no candidate for a second copy at the other node"
+    with client.pin([*KEYS, "no"]) as pins:
+        assert read(pins) == [*wanted, None]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_value_with_a_wrong_checksum_is_a_miss(cluster: FakeCluster, path: str, checksum: bool) -> None:
+    client = full(cluster, path, checksum=True)
+    reader = cluster.client(path, checksum=checksum)
+    arena = ArenaReader(cluster.nodes[0].worker.segment.name)
+    found = arena.locate(client.digest("k1"))
+    assert found is not None
+    arena.data[found.offset - arena.data_offset] ^= 1
+    with reader.pin(["k0", "k1"]) as pins:
+        got = read(pins)
+        assert got[0] == VALUES[0] and (got[1] is None) == checksum
+    scarce(cluster)
+    with reader.pin(KEYS) as pins:
+        got = read(pins)
+        assert got[2:] == VALUES[2:] and (got[1] is None) == checksum
+
+
+def test_an_entry_with_a_flag_of_later_versions_is_not_pinned(cluster: FakeCluster, path: str) -> None:
+    """Nobody here knows what it means, and a pin would outlast it."""
+    client = full(cluster, path)
+    session = cluster.nodes[0].worker.session(ring=False)
+    (grant, *_), *_ = session.exchange(M.Grant([(9, 1)])).grants
+    digest = client.digest("k0")
+    assert session.exchange(M.Commit([(digest, grant, 9, 0, 1 << 9, 0)], [])).statuses == [Status.OK]
+    session.close()
+    with client.pin(["k0", "k1"]) as pins:
+        assert pins.lengths == [None, len(VALUES[1])]
+
+
+def test_what_nothing_refers_to_is_released(cluster: FakeCluster, path: str) -> None:
+    client = full(cluster, path)
+    pins = client.pin(KEYS)
+    assert read(pins) == VALUES and pinned(cluster) == len(KEYS)
+    del pins
+    gc.collect()
+    wait_until(lambda: pinned(cluster) == 0, "the pins are released")
+    with client.pin(KEYS):
+        client.close()
+        wait_until(lambda: pinned(cluster) == 0, "the pins end with the client")
+
+
+def test_a_lease_connection_is_used_again(cluster: FakeCluster) -> None:
+    client = full(cluster, "tcp")
+    stream = cluster.nodes[0].stream
+    before = len(stream.loop.peers)
+    for _ in range(20):
+        with client.pin(KEYS) as pins:
+            assert read(pins) == VALUES
+    assert len(stream.loop.peers) <= before + 1
+    assert stream.stream.leases.keys == stream.stream.leases.bytes == 0

@@ -1,0 +1,171 @@
+"""Pinned values by RDMA, against a real worker, stream and endpoint, on a network in software."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simm.client import Client
+from simm.host.buffers import Span
+from simm.sdk.ops.rdma_ranges import VersionReading
+from simm.sdk.path import PathState
+from tests.support.client_checks import check_staging
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
+from tests.support.invariants import InvariantViolation
+from tests.support.rdma_script import KEYS, SIZE, Writer, finds_harm, value_of, version_in
+from tests.support.waiting import wait_until
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("nothing_retired")
+
+
+def held(buffer: Any) -> bytes:
+    return bytes(buffer.view() if isinstance(buffer, Span) else buffer)
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+def test_pinned_values_of_all_sizes(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
+    names = [f"r{number}" for number in range(rails)]
+    with FakeRdmaCluster(monkeypatch, rails=names, mine=names, size=64 * MIB) as cluster:
+        client, writer = cluster.rdma(deadline_s=60.0), cluster.client("shm")
+        rng = random.Random(rails)
+        values = [rng.randbytes(size) for size in (1, 100, 5000, 70_000, 3 * MIB + 5) for _ in range(4)]
+        keys = [f"k{number}" for number in range(len(values))]
+        assert client.put_many(keys, values) == [True] * len(keys)
+        with client.pin([*keys, "no"]) as pins:
+            assert pins.lengths == [*map(len, values), None]
+            for turn in range(3):
+                gets = client.counters["rdma_gets"]
+                lists: list[list[tuple[int, int, Any]]] = []
+                for value in values:
+                    mine = []
+                    for _ in range(rng.choice((1, 3))):
+                        offset = rng.randrange(len(value))
+                        length = rng.randint(1, len(value) - offset)
+                        room = bytearray(length) if rng.random() < 0.5 else client.register(np.zeros(length, np.uint8))
+                        mine.append((offset, length, room))
+                    lists.append(mine)
+                got = pins.get_ranges_many([*keys, "no"], [*lists, [(0, 1, bytearray(1))]])
+                assert got == pins.lengths
+                for value, ranges in zip(values, lists):
+                    for offset, length, room in ranges:
+                        assert held(room) == value[offset : offset + length]
+                replaced = 3 * turn  # by then: those come by TCP
+                assert client.counters["rdma_gets"] - gets == len(keys) - replaced
+                for key in keys[3 * turn : 3 * turn + 3]:
+                    assert writer.put(key, b"another") if turn else writer.delete(key)
+            rows = np.zeros((len(keys) + 1, 1), np.uint8)
+            assert pins.read([(0, 1, rows)]) == pins.lengths
+            assert rows[:-1].tobytes() == bytes(value[0] for value in values)
+        check_staging(path_of(client).staging)
+        wait_until(lambda: cluster.node.worker.store.stats()["pins"] == 0, "the pins are released")
+
+
+def storm(monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1) -> int:
+    """Read pinned values while a writer works between any two steps; return the number of hits."""
+    names = [f"r{number}" for number in range(rails)]
+    with FakeRdmaCluster(monkeypatch, seed=seed, rails=names, mine=names, pieces=12) as cluster:
+        client = cluster.rdma(deadline_s=20.0)
+        path_of(client).maintain = lambda now: None  # type: ignore[method-assign]
+        writer = Writer(cluster, seed, list(KEYS), 0.03, SIZE)
+        sinks = [client.register(bytearray(SIZE)) if seed % 2 else bytearray(SIZE) for _ in KEYS]
+        hits = 0
+        for _ in range(8):
+            cluster.network.between = None
+            pins = client.pin(KEYS)
+            versions = [writer.version[key] if writer.client.exists(key) else 0 for key in KEYS]
+            assert [length or 0 for length in pins.lengths] == [SIZE if version else 0 for version in versions]
+            cluster.network.between = writer.between
+            for _ in range(4):
+                got = pins.read([(SIZE // 2, SIZE - SIZE // 2, [sink_part(sink, SIZE // 2, SIZE) for sink in sinks]),
+                                 (0, SIZE // 2, [sink_part(sink, 0, SIZE // 2) for sink in sinks])])  # fmt: skip
+                for key, sink, version, size in zip(KEYS, sinks, versions, got):
+                    if bool(size) != bool(version):
+                        raise InvariantViolation(f"{key}: {size} bytes of version {version}")
+                    if size and version_in(key, held(sink)) != version:
+                        raise InvariantViolation(f"{key}: not the version that was pinned")
+                    hits += bool(size)
+            pins.release()
+        cluster.network.between = None
+        return hits
+
+
+def sink_part(sink: Any, start: int, end: int) -> Any:
+    return sink.part(start, end - start) if isinstance(sink, Span) else memoryview(sink)[start:end]
+
+
+@pytest.mark.parametrize("rails", [1, 2])
+def test_a_writer_between_all_steps(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
+    assert sum(storm(monkeypatch, seed, rails) for seed in range(4)) > 100
+
+
+def test_mutation_any_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VersionReading, "_is_wanted", lambda *_: True)
+    finds_harm(storm)
+
+
+def filled(cluster: FakeRdmaCluster, path: str, **more: Any) -> Client:
+    client = cluster.client(path, **more)
+    wait_until(lambda: client.put("k", value_of("k", 1, SIZE)), "the client puts")
+    return client
+
+
+def read(pins: Any) -> int | None:
+    """Return the version that comes, or None."""
+    sink = bytearray(SIZE)
+    got = pins.get_ranges("k", [(0, SIZE, sink)])
+    return None if got is None else version_in("k", bytes(sink))
+
+
+def test_by_rdma_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TCP for values a version is there as long as its slot has it."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client, writer = filled(cluster, "rdma"), cluster.client("shm")
+        with client.pin(["k"]) as pins:
+            assert read(pins) == 1
+            assert writer.put("k", value_of("k", 2, SIZE))
+            assert read(pins) is None
+            assert client.counters["rdma_gets"] == 1
+
+
+def test_without_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is gone, and RDMA reads what the slot still has."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client, writer = cluster.rdma(), filled(cluster, "shm")
+        with client.pin(["k"]) as pins:
+            path_of(client).maintain = lambda now: None  # type: ignore[method-assign]
+            cluster.node.restart_stream()
+            assert read(pins) == 1 and client.counters["rdma_gets"] == 1
+            assert writer.put("k", value_of("k", 2, SIZE))
+            assert read(pins) is None
+            assert read(pins) is None
+
+
+def test_without_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        filled(cluster, "shm")
+        client = cluster.rdma()
+        with client.pin(["k"]) as pins:
+            path = path_of(client)
+            cluster.node.endpoint.stop()
+            try:
+                wait_until(lambda: read(pins) == 1 and path.state is not PathState.UP, "RDMA is down, and TCP is not")
+                assert read(pins) == 1
+            finally:
+                cluster.node.endpoint.start()
+
+
+def test_with_checksums_each_read_sees_the_whole_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = filled(cluster, "rdma,tcp", checksum=True)
+        with client.pin(["k"]) as pins:
+            assert read(pins) == 1
+            with cluster.node.worker.frozen() as store:
+                start = store.table.entry(store.table.lookup(client.digest("k"))).offset
+                cluster.node.worker.segment.mm[start + SIZE - 1] ^= 1
+            assert pins.get_ranges("k", [(0, 8, bytearray(8))]) is None
+            assert client.counters["crc_errors"] == 1

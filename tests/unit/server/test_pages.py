@@ -1,0 +1,83 @@
+"""When a data server is ready, and the line that a service manager shows of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.ipc.counts import Word
+from simm.ipc.tally import Totals
+from simm.net.loop import Loop
+from simm.server.pages import DataServerPages, Row, metrics
+
+
+class FakeServer:
+    """What the pages read of a data server with one worker."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.trouble = ""
+        self.worker = SimpleNamespace(last_seen=self.loop.clock())
+        self.stats: dict[str, Any] = {"free_bytes": 1 << 29, "entries": 1234}
+        self.slot = SimpleNamespace(
+            number=0, ready=True, worker=self.worker, streams=[], stats=self.stats, data_bytes=1 << 30,
+            words=lambda: b"",
+        )  # fmt: skip
+        self.member = SimpleNamespace(
+            name="a", fenced=False, epoch=3, workers=(0,), owned=lambda _: 16384, moving=lambda *_: []
+        )
+        self.membership = SimpleNamespace(joined=True)
+        parts: list[Any] = [self.loop, [self.slot], self.member, self.membership, None, lambda: self.trouble]
+        self.pages = DataServerPages(*parts)
+
+
+@pytest.fixture
+def server() -> Any:
+    made = FakeServer()
+    yield made
+    made.loop.close()
+
+
+def test_a_server_is_ready_when_it_takes_part(server: FakeServer) -> None:
+    assert server.pages.readyz() == ("ready\n", server.pages.readyz().content_type, 200)
+    server.trouble = "starting: READY has not been said"
+    assert server.pages.readyz().status == 503 and server.pages.readyz().body == f"{server.trouble}\n"
+    server.trouble, server.slot.ready = "", False
+    assert server.pages.readyz().status == 503 and "restarting" in server.pages.readyz().body
+    server.slot.ready, server.member.fenced = True, True
+    assert server.pages.readyz().status == 503 and "no puts" in server.pages.readyz().body
+    assert server.pages.healthz().status == 200, "a restart would not help"
+
+
+def test_a_server_stays_ready_without_a_manager(server: FakeServer) -> None:
+    server.membership.joined = False
+    assert server.pages.readyz().status == 200
+
+
+def test_the_line_for_a_service_manager(server: FakeServer) -> None:
+    assert server.pages.status() == "serving 1,234 values in 0.50 of 1.00 GiB, 16,384 shards, workers: 1"
+    server.member.moving = lambda *_: [1, 2]
+    assert server.pages.status().endswith(", 2 shards still moving in")
+    server.membership.joined = False
+    assert server.pages.status() == "serving, no manager"
+    server.member.fenced = True
+    assert server.pages.status() == "serving, the manager does not know us: no puts until it does"
+    server.slot.ready = False
+    assert server.pages.status() == "workers [0] are restarting"
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_page_names_no_namespace_to_tenants(server: Any, bound: bool) -> None:
+    """A tenant that knows another one's namespace can ask for its keys. Counts of quotas name theirs."""
+    totals = Totals()
+    for name, count in (("open", 1), ("secret-a", 2), ("secret-b", 3)):
+        totals.counters(name)[Word.HITS] += count
+    row = Row(0, 0, {"quotas": {"open": dict.fromkeys(("used_bytes", "quota_bytes"), 0)}}, counted={"tcp": totals})
+    row.names_all = not bound
+    text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
+    hits = {line.split('namespace="')[1].split('"')[0]: line.split()[-1] for line in text.splitlines()
+            if line.startswith("simm_hits_total{")}  # fmt: skip
+    assert hits == ({"open": "1", "(others)": "5"} if bound else {"open": "1", "secret-a": "2", "secret-b": "3"})
+    assert ("secret" in text) == (not bound), "the control"

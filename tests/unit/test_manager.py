@@ -1,0 +1,91 @@
+"""The manager in this process: what it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm import manager as manager_module
+from simm.manager import Manager
+from simm.net.loop import Loop
+from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
+from simm.wire import messages as M
+from simm.wire.messages import WorkerInfo
+from tests.support.manager_client import joining
+
+INFO = WorkerInfo(0, 0, 1, 0, 1 << 30, "", "", "127.0.0.1", 1)
+
+
+class Talk:
+    """One connection to a manager on a loop."""
+
+    def __init__(self, loop: Loop, manager: Manager) -> None:
+        self.loop = loop
+        self.sock, other = socket.socketpair()
+        self.sock.setblocking(False)
+        self.conn = Connection()
+        loop.adopt(other, manager, "here")
+
+    def ask(self, msg: Any, number: int) -> None:
+        """Send a request."""
+        self.sock.sendall(encode(msg, number))
+
+    def hear(self) -> Frame:
+        """Run the loop until a frame has come."""
+        while (frame := self.conn.next_frame()) is None:
+            self.loop.run_once(0.01)
+            with contextlib.suppress(BlockingIOError):
+                self.conn.receive_data(self.sock.recv(1 << 16))
+        return frame
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    with contextlib.closing(made):
+        yield made
+
+
+def test_a_map_is_encoded_once_for_all_who_ask(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand servers that join ask at the same time, and a map of theirs takes milliseconds to encode."""
+    encoded: list[Any] = []
+
+    class Counted(Encoded):
+        def __init__(self, msg: Any) -> None:
+            encoded.append(msg)
+            super().__init__(msg)
+
+    monkeypatch.setattr(manager_module, "Encoded", Counted)
+    manager = Manager(loop)
+    talks = [Talk(loop, manager) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for talk in talks:
+            stack.enter_context(talk.sock)
+        for number in range(1, 5):
+            for talk in talks:
+                talk.ask(M.MapGet(0, 0), number)
+            for talk in talks:
+                assert talk.hear() == frame_of(reply(manager.cluster.map_reply(), number))
+        assert len(encoded) == 1
+
+        talks[0].ask(joining(7, "a", [INFO]), 9)
+        assert isinstance(decode(talks[0].hear()), M.Joined)
+        for talk in talks:
+            talk.ask(M.MapGet(0, 1), 10)
+        for talk in talks:
+            found = decode(talk.hear())
+            assert found.epoch == manager.cluster.epoch and [info.node for info in found.workers] == ["a"]
+        assert len(encoded) == 2
+
+
+def frame_of(data: bytes) -> Frame:
+    """The frame in some bytes."""
+    conn = Connection()
+    conn.receive_data(data)
+    frame = conn.next_frame()
+    assert frame is not None
+    return frame
