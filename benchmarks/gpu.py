@@ -271,14 +271,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             began = time.monotonic()
             arena = pinning.pinned_for(reader, driver, options.device)
-            while arena.ready < arena.size and not arena.why and time.monotonic() < began + REGISTER_S:
+            while arena.ready < arena.size and not arena.failure and time.monotonic() < began + REGISTER_S:
                 time.sleep(0.01)
             took = time.monotonic() - began
             del reader, target
             print(f"SiMM {__version__}, Python {platform.python_version()}, GPU {options.device}: {name}")
             if arena.ready < arena.size:
                 print(
-                    f"{arena.ready >> 20} of {arena.size >> 20} MiB of the arena are registered: {arena.why or 'slow'}"
+                    f"{arena.ready >> 20} of {arena.size >> 20} MiB of the arena are registered: {arena.failure or 'slow'}"
                 )
             else:
                 print(f"the arena's {arena.size >> 20} MiB were registered in {took:.2f} s")

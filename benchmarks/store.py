@@ -49,7 +49,7 @@ class Bench:
         self.messages, self.encode, self.decode, self.connection = M, encode, decode, Connection
         self.store = Store.create(mmap.mmap(-1, memory))
         since = (1).to_bytes(8, sys.byteorder) * SHARD_COUNT
-        self.store.set_shards(1, since, bytes([M.ShardRole.OWNER]) * SHARD_COUNT)
+        self.store.begin_shards(1, since, bytes([M.ShardRole.OWNER]) * SHARD_COUNT)
         self.worker = Worker(self.store, WorkerSettings("store", -1), Loop())
         self.peer: Any = SimpleNamespace(context=ConnectionState(os.getpid(), os.geteuid(), M.Role.CLIENT))
         self.session = self.peer.context.session = self.store.sessions.open(os.getpid(), 1, "store")

@@ -432,14 +432,16 @@ class SessionTable:
         return known
 
     def unpin_for(self, session: Session, pins: Sequence[int]) -> int:
-        """Release pins of a session, or of others of its process, whose pins outlast them. Return how many are known.
+        """Release pins of a session, or of closed ones of its process, which they outlast. Return how many are known.
 
+        The pins of a session that lives are released by it alone: one process may be the relay of many clients.
         O(pins), and O(sessions) if one is not the session's own.
         """
         known = self.unpin(session, pins)
         if known < len(pins):
-            mine = [each for each in self.by_id.values() if each.pid == session.pid and each.started == session.started]
-            known += sum(self.unpin(each, pins) for each in mine if each.pins)
+            process = session.pid, session.started
+            ended = [each for each in self.by_id.values() if each.closed and (each.pid, each.started) == process]
+            known += sum(self.unpin(each, pins) for each in ended if each.pins)
         return known
 
 

@@ -34,6 +34,7 @@ from simm.wire import messages as M
 from tests.support.cluster_clients import full, value_of
 from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.machine import DEFAULT, arrive, attentive, join, run, states
+from tests.support.shards import shards_held
 from tests.support.standing import descriptors
 from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worker_thread import WorkerThread
@@ -263,6 +264,6 @@ def test_f31_an_empty_server_gets_its_share(checked: bool, monkeypatch: pytest.M
         monkeypatch.setattr(placement, "_move", lambda *_: 0)
     cluster.join(1.0, join("new", 1))
     arrive(cluster, 1.0)
-    held = cluster.shards_held()
+    held = shards_held(cluster)
     assert sum(held.values()) == SHARD_COUNT
     assert (held["new", 0] > 0.5 * max(held["a", 0], held["b", 0])) == checked

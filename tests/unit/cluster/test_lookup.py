@@ -281,7 +281,7 @@ def by_the_stream(case: tuple[Any, ...]) -> tuple[int, int, bool]:
         shard_word=lambda _digest: word, touch=lambda _slot: None,
     )  # fmt: skip
     stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
-    status, epoch, found = Stream._look(stream, reader, [DIGEST], previous)[0]
+    status, epoch, found = Stream._lookup(stream, reader, [DIGEST], previous)[0]
     return status, epoch, found is not None
 
 
