@@ -296,8 +296,8 @@ class Table:
             self._undo_words[0] = 0
         else:
             used[first] = mask | 1 << way
-            tags[slot] = tag
             self.entries += 1
+        tags[slot] = tag  # of an overwritten slot too: its digest may be one that somebody else has put there
         return old, offset, slot
 
     def clear(self, slot: int) -> None:

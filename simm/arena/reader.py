@@ -377,11 +377,14 @@ class ArenaReader:
 
     def current_many(self, digests: Sequence[bytes]) -> list[bool]:
         """Do :meth:`contains_many`, and find nothing of an old epoch. Values without an epoch cost nothing more."""
+        if not digests or not self.has_epochs:
+            return self.contains_many(digests)
+        # The flags come first. An entry that is gone by the time of the second look-up is not found there; the other
+        # way round, its slot could have another entry's flags.
+        flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + _FLAGS_WORD)
         hits = self.contains_many(digests)
-        if digests and self.has_epochs:
-            flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + _FLAGS_WORD)
-            for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
-                hits[at] = hits[at] and self.has_current(digests[at])
+        for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
+            hits[at] = hits[at] and self.has_current(digests[at])
         return hits
 
     def has_current(self, digest: bytes) -> bool:

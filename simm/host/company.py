@@ -30,7 +30,7 @@ LOOKS: Final = 10
 class Company:
     """What other threads of this process do. Any thread may call it."""
 
-    __slots__ = ("__weakref__", "_left", "_looked_at", "_used", "held_bytes")
+    __slots__ = ("__weakref__", "_left", "_looked_at", "_survivor", "_used", "held_bytes")
 
     def __init__(self) -> None:
         #: Copies of host memory below this size keep the GIL.
@@ -39,6 +39,8 @@ class Company:
         self._used: dict[int, int] = {}
         self._looked_at = 0.0
         self._left = 0
+        #: In a child of a fork: its first thread and that thread's number, as Python goes on with the parent's.
+        self._survivor: tuple[threading.Thread, int] | None = None
         fork.in_child(self._after_fork)
 
     def look(self) -> None:
@@ -51,6 +53,8 @@ class Company:
         working = 0
         for thread in threading.enumerate():
             number = thread.native_id
+            if self._survivor is not None and thread is self._survivor[0]:
+                number = self._survivor[1]
             if number is None or _is_own(thread.name):
                 continue
             try:
@@ -64,6 +68,7 @@ class Company:
         self.held_bytes = 0 if self._left else RELEASE_BYTES
 
     def _after_fork(self) -> None:
+        self._survivor = threading.current_thread(), threading.get_native_id()
         self._used = {}
         self._looked_at = 0.0
         self._left = 0

@@ -157,7 +157,8 @@ class Line:
                 place.acquire()
             self._places.append((place, until + PLACE_MORE_S))
         while True:
-            first = self._places[0][1] if self._places else 0.0  # another thread may end it in between
+            with self._lock:
+                first = self._places[0][1] if self._places else 0.0  # another thread may end it in between
             now = time.monotonic()
             if place.acquire(timeout=max(0.0, min(until, first) - now)):
                 return True

@@ -485,8 +485,12 @@ class WorkerSession:
             with contextlib.suppress(IndexError):
                 while len(pins) < 1000:
                     pins.append(queue.popleft())
-            if pins:
-                self.exchange(M.Unpin(pins))
+            try:
+                if pins:
+                    self.exchange(M.Unpin(pins))
+            except BaseException:
+                queue.extend(pins)  # another session may release them; a pin that is released already is ignored
+                raise
 
     # -- maintenance and end -------------------------------------------------------------------------
 

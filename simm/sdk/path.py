@@ -104,7 +104,14 @@ class Path:
             thread.start()
         except RuntimeError as exc:  # no more threads, or the interpreter is ending
             self.connecting = False
-            self._set_down(f"cannot connect: {exc}")
+            self._no_thread(f"cannot connect: {exc}")
+
+    def _no_thread(self, reason: str) -> None:
+        """Note that an attempt could not begin. A path that is up keeps its connection. The lock is held."""
+        if self.state is PathState.UP:
+            self.backoff.failed(self._context.clock())
+        else:
+            self._set_down(reason)
 
     def _attempt(self) -> None:
         """Body of the connecting thread. It ends with ``connecting`` False."""

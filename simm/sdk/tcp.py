@@ -93,7 +93,7 @@ class TcpPath(Path):
         self.no_wait_until = 0.0
         #: From the most recent connection.
         self.welcome: M.Welcome | None = None
-        #: Connections that are open, lent or idle; how many large batches want; when to make more, monotonic seconds.
+        #: Connections that are open, lent or idle, without those taken out; how many large batches want; when to make more, monotonic seconds.
         self._open = 0
         self._wanted = 1
         self._further_at = 0.0
@@ -148,6 +148,19 @@ class TcpPath(Path):
                 return
         self._end(channel)
 
+    def take_out(self, until: float) -> Channel:
+        """Take a connection that is used for one thing only until :meth:`put_back`. It may also just be dropped."""
+        channel = self.take(until)
+        with self._lock:
+            self._open -= 1
+        return channel
+
+    def put_back(self, channel: Channel) -> None:
+        """Return a connection of :meth:`take_out`."""
+        with self._lock:
+            self._open += 1
+        self.give(channel)
+
     def _end(self, connection: Channel) -> None:
         connection.close()
         with self._lock:
@@ -165,11 +178,9 @@ class TcpPath(Path):
         wanted = min(self._context.options.tcp_streams, keys, size // STREAM_BYTES)
         lent: list[Channel] = []
         if wanted > 1:
-            with self._lock:
-                spare = min(wanted, len(self._idle)) - 1
-                if spare > 0:
-                    lent = self._idle[-spare:]
-                    del self._idle[-spare:]
+            with contextlib.suppress(IndexError):  # take() holds no lock
+                while len(lent) < wanted - 1 and len(self._idle) > 1:
+                    lent.append(self._idle.pop())
             if len(lent) < wanted - 1:
                 self._make_further(wanted)
         try:
@@ -183,6 +194,10 @@ class TcpPath(Path):
         self._wanted = wanted = min(wanted, POOL_MAX)
         if self._open < wanted and time.monotonic() >= self._further_at:
             self.connect_soon()
+
+    def _no_thread(self, reason: str) -> None:
+        log.debug("no further connection to %s:%d: %s", self.host, self.port, reason)
+        self._further_at = time.monotonic() + FURTHER_AGAIN_S
 
     def _attempt(self) -> None:
         try:

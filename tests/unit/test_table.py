@@ -222,6 +222,24 @@ def test_check_sees_a_wrong_tag_and_what_comes_of_it(memory: mmap.mmap) -> None:
         check(table)
 
 
+def test_an_overwrite_gives_the_slot_the_tag_of_its_digest(memory: mmap.mmap) -> None:
+    """Somebody else has put the digest there: the slot's tag is another one's until then."""
+    table = Table(memory, GEOMETRY, 1)
+    first, stray, *others = keys_for_set(2, 2000)
+    beside = next(each for each in others if each[7] == stray[7])  # so that the table looks at the digests
+    assert first[7] != stray[7]
+    for digest in (first, beside):
+        assert table.publish(digest, DATA, 64, 0, 64, 0, 0, 1) is not None
+    slot = table.lookup(first)
+    start = GEOMETRY.slots_offset + slot * SLOT_BYTES + 8
+    memory[start : start + 16] = stray
+    done = table.publish(stray, DATA + 64, 64, 0, 64, 0, 0, 1)
+    assert done is not None and done[2] == slot
+    again = table.publish(stray, DATA + 128, 64, 0, 64, 0, 0, 1)
+    assert again == (DATA + 64, DATA + 128, slot)
+    check(table)
+
+
 def test_tags_of_a_successor_are_those_of_its_predecessor(memory: mmap.mmap) -> None:
     rng = random.Random(2)
     table = Table(memory, GEOMETRY, 1)

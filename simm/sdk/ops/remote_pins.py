@@ -71,7 +71,7 @@ class RemotePins:
         if path is None:
             return None
         try:
-            channel = path.take(time.monotonic() + allowed(path.deadline_s))
+            channel = path.take_out(time.monotonic() + allowed(path.deadline_s))
         except PeerError as exc:
             target.tcp_lost(path, str(exc))
             routes.wake()
@@ -236,4 +236,5 @@ class RemotePins:
         except BaseException:
             self._close("interrupted")
             raise
-        self._path.give(channel)
+        finally:
+            self._path.put_back(channel)

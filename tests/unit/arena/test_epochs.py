@@ -377,6 +377,34 @@ def test_values_without_an_epoch_are_not_looked_at(bench: Bench, monkeypatch: py
     assert bench.reader.current_many([*theirs, *ours]) == [True] * 40 + [False] * 3
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_an_old_entry_that_gives_way_between_two_looks_is_not_found(
+    bench: Bench, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot has the flags of another entry by then, which has no epoch."""
+    bench.advance(5)
+    old = digests(5)[0]
+    assert bench.put(old) == Status.OK
+    bench.advance(6)
+    table = bench.store.table
+    slot = table.lookup(old)
+    entry = table.entry(slot)
+    other = old[:8] + bytes(each ^ 0xFF for each in old[8:])
+    candidates = ArenaReader.candidates
+
+    def then_it_goes(self: ArenaReader, wanted: list[bytes]) -> Any:
+        found = candidates(self, wanted)
+        if table.lookup(old) >= 0:
+            table.clear(slot)
+            done = table.publish(other, entry.offset, entry.length, 0, entry.chunk, 0, 0, entry.stored)
+            assert done is not None and done[2] == slot
+        return found
+
+    monkeypatch.setattr(ArenaReader, "candidates", then_it_goes)
+    assert bench.reader.current_many([old] * count) == [False] * count
+    assert table.lookup(other) == slot
+
+
 def test_a_client_says_nothing_that_the_worker_says(bench: Bench) -> None:
     other = bench.store.sessions.open(1, 1, "other")
     every = (1 << 16) - 1

@@ -14,9 +14,10 @@ import pytest
 from simm.arena.reader import Located
 from simm.host import company as company_module
 from simm.host.buffers import RELEASE_BYTES, Copier
-from simm.host.company import LOOKS, WORK_NS, Company
+from simm.host.company import LOOK_S, LOOKS, WORK_NS, Company
 from simm.ipc import get as get_module
 from simm.ipc.get import ShmGet
+from tests.support.client_values import forked
 from tests.support.waiting import wait_until
 
 WAIT_S = 30
@@ -75,6 +76,36 @@ def test_two_working_threads_release_it_and_for_a_while_after(threads: Threads, 
     for _ in range(LOOKS - 1):
         assert threads.work(company, "main") == 0
     assert threads.work(company, "main") == RELEASE_BYTES
+
+
+def test_the_first_thread_of_a_child_is_counted() -> None:
+    """Python gives it the number that its parent's has."""
+
+    def body() -> bool:
+        company = Company()
+        company._after_fork()  # as the client's own, which were there before
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.wait(LOOK_S):
+                burn()
+
+        other = threading.Thread(target=work)
+        other.start()
+        deadline = time.monotonic() + WAIT_S
+        while company.held_bytes and time.monotonic() < deadline:
+            burn()
+            time.sleep(LOOK_S)
+            company.look()
+        done.set()
+        return company.held_bytes == 0
+
+    def burn() -> None:
+        until = time.thread_time_ns() + 2 * WORK_NS
+        while time.thread_time_ns() < until:
+            pass
+
+    assert forked(body) == 0
 
 
 def test_looks_are_not_made_too_often(threads: Threads) -> None:

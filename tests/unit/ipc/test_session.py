@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -208,6 +209,35 @@ def test_sessions_of_other_processes_and_arenas_are_not_released(worker: WorkerT
     with worker.frozen() as store:
         assert first.session in store.sessions.by_id
     assert second.exchange(M.ReleaseSessions([second.session, 12345])) == M.Done(0)  # not itself, nor what is not there
+    second.close()
+
+
+def test_pins_whose_release_failed_are_released_by_the_next_session(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = worker.session()
+    put(first, "k", b"k" * 4096)
+    first.begin_copy()
+    ((status, *_, pin),) = first.pin_many([digest_of("k")])
+    assert status == M.Status.OK
+    first.unpin_later(pin)
+    second = worker.session()
+    first.close(clean=False)  # a copy of it goes on
+
+    def lost(_msg: Any, _keys: int = 1) -> Any:
+        raise TransportError("the connection was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "exchange", lost)
+        with pytest.raises(TransportError):
+            second.release_retired()
+    with worker.frozen() as store:
+        assert store.sessions.pinned_bytes
+    second.release_retired()
+    with worker.frozen() as store:
+        assert not store.sessions.pinned_bytes
+    first.end_copy()
+    second.maintain()
     second.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import socket
 import threading
@@ -17,6 +18,7 @@ from simm.ipc.steps import Steps, finish, side_by_side
 from simm.net.channel import Channel, ChannelWait
 from simm.net.peer import Peer
 from simm.sdk import tcp as tcp_module
+from simm.sdk.path import PathState
 from simm.sdk.tcp import POOL_MAX, TcpPath, _by_bytes
 from simm.server.stream import Stream
 from simm.wire import messages as M
@@ -175,6 +177,49 @@ def test_a_batch_that_finds_no_further_connection_takes_what_there_is(
     assert all(get_all(client)) and len(seen) == 2
     assert len(tried) == 1, "the next attempt comes later"
     assert idle(path) == 1
+
+
+def test_without_threads_the_connections_that_there_are_stay(
+    connected: Callable[..., tuple[Client, TcpPath]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, path = connected()
+    first = path._idle[0]
+    for each in path._idle[1:]:
+        path._end(each)
+    path._idle = [first]
+    start = threading.Thread.start
+
+    def none_left(self: threading.Thread) -> None:
+        if self.name == path.thread_name:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        assert all(get_all(client))
+    assert path.state is PathState.UP and path.down_reason is None and idle(path) == 1
+    assert all(get_all(client)) and idle(path) == 1, "the next attempt comes later"
+    path._further_at = 0.0
+    assert all(get_all(client))
+    wait_until(lambda: idle(path) == STREAMS, "all connections are made")
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_connections_that_pins_hold_do_not_count(
+    connected: Callable[..., tuple[Client, TcpPath]], released: bool
+) -> None:
+    client, path = connected()
+    pins = client.pin(KEYS)
+    wait_until(lambda: not path.connecting, "no attempt is in progress")
+    assert path._open == STREAMS - 1
+    if released:
+        pins.release()
+        assert idle(path) == STREAMS
+        return
+    del pins  # as when a caller forgets them
+    gc.collect()
+    assert all(get_all(client))
+    wait_until(lambda: idle(path) == STREAMS, "another one is made for it")
 
 
 def test_many_threads_open_no_more_than_the_pool_keeps(connected: Callable[..., tuple[Client, TcpPath]]) -> None:
