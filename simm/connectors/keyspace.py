@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from ..client import Client, NoValue, sink_of, source_of
 from ..errors import SimmError
+from ..host.buffers import Span
 from ..wire.status import Status
 
 log = logging.getLogger("simm.connectors")
@@ -114,9 +115,7 @@ class Keyspace:
         return self._store(new)
 
     def _store(self, generation: int) -> bool:
-        if self._client._options.replicas > 1:  # such a namespace keeps what is stored
-            self._client.delete_digests([self._key])
-        return self._client.put_digest(self._key, source_of(_GENERATION.pack(generation))) == Status.OK
+        return replace(self._client, [self._key], [source_of(_GENERATION.pack(generation))]) == [Status.OK]
 
     def names(self, generation: str, keys: Sequence[str]) -> list[str]:
         """Return keys of a generation as the client takes them. O(bytes)."""
@@ -126,6 +125,13 @@ class Keyspace:
     def digests(self, generation: str, keys: Sequence[str]) -> list[bytes]:
         """Return the digests of :meth:`names`. O(bytes)."""
         return list(map(self._client.digest, self.names(generation, keys)))
+
+
+def replace(client: Client, digests: Sequence[bytes], sources: Sequence[memoryview | Span]) -> list[int]:
+    """Store values in place of those that are there, whatever the client's settings say; return a Status for each."""
+    if client._options.replicas > 1:  # such a namespace keeps what is stored
+        client.delete_digests(digests)
+    return client.put_digests(digests, sources, False)
 
 
 def connect(manager: str = "", **options: Any) -> Client:

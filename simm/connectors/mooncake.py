@@ -38,6 +38,7 @@ from ..host.buffers import Pieces, Ranges, Span
 from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
 from .keyspace import Keyspace, short_key
+from .keyspace import replace as replaced
 from .mooncake_types import (
     FAILED,
     INVALID_PARAMS,
@@ -301,7 +302,8 @@ class MooncakeDistributedStore:
             codes[at] = OK if known else codes[at]
         todo = [each for each, known in zip(todo, there) if not known]
         if todo:
-            statuses = client.put_digests([digest for _, digest, _ in todo], [source for _, _, source in todo])
+            digests, values = [digest for _, digest, _ in todo], [source for _, _, source in todo]
+            statuses = replaced(client, digests, values) if replace else client.put_digests(digests, values)
             for (at, _, _), status in zip(todo, statuses):
                 codes[at] = _put_code(status)
         return codes

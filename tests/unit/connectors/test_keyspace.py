@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -64,8 +65,13 @@ def test_a_flush_hides_what_was_stored_and_every_keyspace_follows(client: FakeCl
     assert has(Keyspace(client, "a"), client, "k"), "one that starts later follows too"
 
 
-def test_a_flush_works_where_values_are_put_once() -> None:
-    with FakeClient(replicas=2) as client:
+#: Clients whose puts leave a stored value alone.
+PUT_ONCE: list[dict[str, Any]] = [{"replicas": 2}, {"put_if_absent": True}]
+
+
+@pytest.mark.parametrize("options", PUT_ONCE)
+def test_a_flush_works_where_values_are_put_once(options: dict[str, Any]) -> None:
+    with FakeClient(**options) as client:
         one, other = Keyspace(client, "a"), Keyspace(client, "a")
         assert put(one, client, "k") and has(other, client, "k")
         assert one.flush() and not has(one, client, "k") and not has(other, client, "k")

@@ -53,6 +53,16 @@ def other(shared: FakeStore, namespace: str = "default", tenant: str = "default"
     return made
 
 
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"put_if_absent": True}])
+def test_an_upsert_replaces_where_values_are_put_once(options: dict[str, Any]) -> None:
+    made = MooncakeDistributedStore()
+    made.use(FakeClient(**options))
+    assert made.put("k", b"first") == made.put("k", b"other") == 0 and made.get("k") == b"first"
+    assert made.upsert("k", b"third") == 0 and made.get("k") == b"third"
+    assert made.remove_all() == 0 and made.get("k") == b""
+    made.close()
+
+
 Call = Callable[[MooncakeDistributedStore, int], Any]
 #: Calls in their order, with what Mooncake returned. ``at`` is the memory's address.
 SCRIPT: list[tuple[Call, Any]] = [
