@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=200, help="bursts of each operation in each (default: 200)")
     parser.add_argument("--only", default="", help="this operation")
     options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error("--pairs: at least 2, as quartiles are of several")
     sides: list[Side] = []
     try:
         sides = [Side(options.before), Side(options.after)]

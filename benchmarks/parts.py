@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--path", default="shm", choices=("shm", "tcp"))
     parser.add_argument("--pairs", type=int, default=60)
     given = parser.parse_args()
+    if given.pairs < 2:
+        parser.error("--pairs: at least 2, as quartiles are of several")
     with Client.local(MEMORY_BYTES, path=given.path) as client:
         rng = np.random.default_rng(1)
         value = rng.integers(0, 256, VALUE_BYTES, dtype=np.uint8)

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=15)
     given = parser.parse_args()
+    if given.pairs < 2:
+        parser.error("--pairs: at least 2, as quartiles are of several")
     size = given.page_kib << 10
     layer = size // given.layers
     total = given.pages * size

@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--memory", type=int, default=512, help="MiB of each arena (default: 512)")
     parser.add_argument("--only", default="", help="this kind, for example full32")
     options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error("--pairs: at least 2, as quartiles are of several")
     sides: list[Side] = []
     try:
         sides = [Side(options.before, options.memory << 20), Side(options.after, options.memory << 20)]
