@@ -277,9 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             del reader, target
             print(f"SiMM {__version__}, Python {platform.python_version()}, GPU {options.device}: {name}")
             if arena.ready < arena.size:
-                print(
-                    f"{arena.ready >> 20} of {arena.size >> 20} MiB of the arena are registered: {arena.failure or 'slow'}"
-                )
+                why = arena.failure or "slow"
+                print(f"{arena.ready >> 20} of {arena.size >> 20} MiB of the arena are registered: {why}")
             else:
                 print(f"the arena's {arena.size >> 20} MiB were registered in {took:.2f} s")
             for size in (parse_bytes(text) for text in options.sizes.split(",")):
