@@ -89,7 +89,7 @@ MOVER_PAUSE_S: Final = 0.2
 UNRECOVERED: Final = 3
 UNRECOVERED_MAX: Final = 3
 #: A worker gives the kernel so long to end a supervisor whose connection has closed.
-ORPHAN_S: Final = 2.0
+ORPHAN_S: Final = 30.0
 #: What a step of a start or a stop may take, and further for each byte of the arenas that it touches.
 ALLOW_S: Final = 60.0
 ALLOW_BYTES_PER_S: Final = 128 << 20

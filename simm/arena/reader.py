@@ -377,10 +377,9 @@ class ArenaReader:
 
     def current_many(self, digests: Sequence[bytes]) -> list[bool]:
         """Do :meth:`contains_many`, and find nothing of an old epoch. Values without an epoch cost nothing more."""
-        if not digests or not self.has_epochs:
+        if not (digests and self.has_epochs):
             return self.contains_many(digests)
-        # The flags come first. An entry that is gone by the time of the second look-up is not found there; the other
-        # way round, its slot could have another entry's flags.
+        # The flags come first: an entry that has gone by the second look-up is not found at all.
         flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + _FLAGS_WORD)
         hits = self.contains_many(digests)
         for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
@@ -390,8 +389,7 @@ class ArenaReader:
     def has_current(self, digest: bytes) -> bool:
         """Return True if the digest is in the table, and its entry not of an old epoch."""
         with contextlib.suppress(Unsettled):
-            found = self.locate(digest)
-            if found is not None and self.is_current(found):
+            if (found := self.locate(digest)) is not None and self.is_current(found):
                 return self.words[self._slot_word + found.slot * SLOT_WORDS] == found.seq
         return False
 
@@ -505,7 +503,6 @@ class ArenaReader:
         low = digest_words[:, 0]
         slots = self._find_many(low, digest_words[:, 1])
         words = self._np_shards.take((low & np.uint64(SHARD_MASK)).astype(np.intp))
-        # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False

@@ -341,7 +341,9 @@ def remove_old(names: Collection[str]) -> list[str]:
 def _remove(wanted: Callable[[str], bool], before: Callable[[str], None] = lambda name: None) -> list[str]:
     """Remove the leftover arenas with a wanted name, their data first. Return their names.
 
-    Readers that still map one find it closed. ``before`` gets the name of each file.
+    Readers that still map one find it closed. ``before`` gets the name of each file. The metadata stays as long as the
+    data: the kernel releases the locks of a process that ends one after the other, and data without metadata would
+    stay until the next start.
     """
 
     def end_data(name: str) -> None:
@@ -359,16 +361,19 @@ def _remove(wanted: Callable[[str], bool], before: Callable[[str], None] = lambd
         return name.endswith(_DATA) and wanted(metadata) and not shm.is_locked(metadata)
 
     found = remove_leftovers(_PREFIX, only=is_data, before_unlink=end_data)
-    removed = remove_leftovers(
-        _PREFIX, only=lambda name: not name.endswith(_DATA) and wanted(name), before_unlink=end
-    )
+
+    def is_last(name: str) -> bool:
+        return not name.endswith(_DATA) and wanted(name) and not os.path.exists(f"{shm.SHM_DIR}/{data_name(name)}")
+
+    removed = remove_leftovers(_PREFIX, only=is_last, before_unlink=end)
     return sorted({*removed, *(metadata_of(name) for name in found)})
 
 
 def remove_if_left(name: str, wait_s: float = 0.0) -> None:
     """Remove an arena without owner and writer. Wait ``wait_s`` seconds at most until its owner has ended."""
     until = time.monotonic() + wait_s
-    while not _remove(name.__eq__):
+    while True:
+        _remove(name.__eq__)
         if time.monotonic() >= until or not os.path.exists(f"{shm.SHM_DIR}/{name}"):
             return
         time.sleep(0.005)

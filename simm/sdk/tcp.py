@@ -93,7 +93,8 @@ class TcpPath(Path):
         self.no_wait_until = 0.0
         #: From the most recent connection.
         self.welcome: M.Welcome | None = None
-        #: Connections that are open, lent or idle, without those taken out; how many large batches want; when to make more, monotonic seconds.
+        #: Connections that are open, lent or idle, without those taken out; how many large batches want; when to make
+        #: more, monotonic seconds.
         self._open = 0
         self._wanted = 1
         self._further_at = 0.0

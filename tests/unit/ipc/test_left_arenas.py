@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_live_ones_and_those_of_others_stay(shm_dir: Path, monkeypatch: pytest.M
         (shm_dir / name_of("gpu")).write_bytes(b"of the other uid by its name, and ours by its owner")
         assert clean("gpu") == []
     assert set(ipc_segments.remove_old(names)) == names
+
+
+def test_the_metadata_stays_as_long_as_the_data(shm_dir: Path) -> None:
+    """The locks of a process that ends are released one after the other. Between them nothing is removed."""
+    name = name_of("gpu")
+    arena = make_arena(name)
+    arena.meta.unlock()
+    assert ipc_segments.remove_old([name]) == []
+    assert sorted(os.listdir(shm_dir)) == [name, shm.data_name(name)]
+    releasing = threading.Timer(0.02, arena.data.unlock)
+    releasing.start()
+    try:
+        ipc_segments.remove_if_left(name, 30.0)
+        assert os.listdir(shm_dir) == []
+    finally:
+        releasing.join()
+        arena.close()
 
 
 # -- warm starts: what is fit for one -------------------------------------------------------------------
