@@ -12,6 +12,8 @@ CACHE_LINE_BYTES = 64
 #: Keys are 1 to 256 bytes of UTF-8, values 1 byte to 64 MiB less 20 KiB: the limits engines know.
 KEY_BYTES_MAX = 256
 VALUE_BYTES_MAX = 67_088_384
+#: A longer value is stored in parts (sdk/large), up to this.
+LARGE_BYTES_MAX = 64 << 30
 NAMESPACE_BYTES_MAX = 64
 DEFAULT_NAMESPACE = "default"
 
@@ -32,6 +34,9 @@ NO_SLOT = 0xFFFF_FFFF
 SLAB_BYTES = 2 << 20
 #: The smallest arena has four slabs.
 ARENA_BYTES_MIN = 4 * SLAB_BYTES
+#: Bytes of a ring of events, of 32 bytes each.
+EVENTS_BYTES_MIN = 1 << 20
+EVENTS_BYTES_MAX = 1 << 32
 #: Larger values get extents. slab.py explains the share.
 SLAB_CHUNK_BYTES_MAX = SLAB_BYTES // 16
 CHUNK_ALIGN_BYTES = 64
@@ -41,6 +46,8 @@ FRAME_BYTES_MAX = 1 << 20
 BATCH_KEYS_MAX = 4096
 #: Ranges of one value in one get, pieces of one value in one put.
 RANGES_MAX = 4096
+#: Keys of a group.
+GROUP_KEYS_MAX = 64
 #: Words in which a client counts what it does (ipc/counts.py): a commit ring's header page has so many to spare.
 COUNT_WORDS = 448
 
@@ -55,3 +62,22 @@ POLICY_NAMES = ("lru", "reuse", "fifo", "sieve")
 #: The default policy of settings, data servers and stores.
 DEFAULT_POLICY = "lru"
 assert DEFAULT_POLICY in POLICY_NAMES
+
+#: Classes in which an entry is kept, and the longest time, seconds: 30 days.
+KEEP_SOFT = 1
+KEEP_HARD = 2
+#: The class of near copies, which nobody asks for by KEEP: evicted first, and dropped after so many seconds.
+NEAR = 3
+NEAR_S = 300
+KEEP_S_MAX = 30 * 24 * 3600
+#: What hard kept entries may take of a worker's data, percent: in all, and those of one namespace.
+KEEP_SHARES = (50, 25)
+#: More is not allowed to be given them: others find no room then.
+KEEP_SHARE_MAX = 90
+#: Bit beside the class: the entry may be the manifest of a value in parts, as its parts are kept by the same request.
+KEEP_PARTS = 0x80
+
+#: In a folder for traces: what `simm trace start` asks of all clients that use it.
+TRACE_CONTROL = "control.json"
+#: What an operator asks clients to trace ends by itself after this long at most, seconds: nobody traces for ever.
+TRACE_S_MAX = 86_400

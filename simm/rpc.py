@@ -10,6 +10,8 @@ Failure modes of a binary protocol, and the mitigations:
   against the field names at import.
 * *A wrong length.* The body length is checked against a cap before any byte of the body is kept. Each string and list
   is checked against the bytes left. A body must be consumed to its last byte.
+* *Too much work.* A frame has room for 65,000 keys, which would hold a worker for a quarter of a second. Each list has
+  ``BATCH_KEYS_MAX`` items at most, unless its message says how many. Senders split longer ones (:func:`batches`).
 * *Another program or version.* Every header starts with a magic and the framing version. HELLO and WELCOME settle the
   protocol version.
 * *A number that changes its meaning.* Opcodes and statuses are never reused.
@@ -21,11 +23,11 @@ closes it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any, Final, NamedTuple, TypeVar
 
-from .constants import FRAME_BYTES_MAX
+from .constants import BATCH_KEYS_MAX, FRAME_BYTES_MAX
 from .errors import LocalProtocolError, RemoteProtocolError
 
 # --- codecs: one format string packs and unpacks a message ------------------------------------
@@ -36,11 +38,14 @@ from .errors import LocalProtocolError, RemoteProtocolError
 #   *CODES        u32 count, then that many fixed records (tuples; plain values for a single code)
 #   [Name]        u16 count, then that many of the structure Name
 #
+# A list, of either kind, has no more items than its codec allows.
+#
 # All little-endian, without padding.
 
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 
+_Item = TypeVar("_Item")
 _Message = TypeVar("_Message", bound=type)
 _Writer = Callable[[Any], bytes]
 _Reader = Callable[[bytes, int], tuple[Any, int]]
@@ -139,25 +144,49 @@ def _fixed(code: str) -> tuple[_Writer, _Reader]:
     return field.pack, read
 
 
+def _list(token: str, name: str, most: int) -> tuple[_Writer, _Reader]:
+    """A list of at most ``most`` items. ``name``: what it is called in an error."""
+    inner_write, inner_read = _records(token[1:]) if token[0] == "*" else _structures(token[1:-1])
+    length = _U32 if token[0] == "*" else _U16
+
+    def write(value: Any) -> bytes:
+        if len(value) > most:
+            raise LocalProtocolError(f"{name} has {len(value)} items, at most {most} are allowed")
+        return inner_write(value)
+
+    def read(body: bytes, at: int) -> tuple[Any, int]:
+        (count,) = length.unpack_from(body, at)
+        if count > most:
+            raise RemoteProtocolError(f"{name} has {count} items, at most {most} are allowed")
+        return inner_read(body, at)
+
+    return write, read
+
+
 def _field(token: str) -> tuple[_Writer, _Reader]:
     if token == "s":
         return _write_text, _read_text
     if token == "b":
         return _write_bytes, _read_bytes
-    if token[0] == "*":
-        return _records(token[1:])
-    if token[0] == "[":
-        return _structures(token[1:-1])
     return _fixed(token)
 
 
 class Codec:
-    """Pack and unpack one message type by its format string."""
+    """Pack and unpack one message type by its format string.
 
-    def __init__(self, cls: Any, layout: str) -> None:
+    ``most``: items of a list, by the name of its field; others have ``BATCH_KEYS_MAX`` at most.
+    """
+
+    def __init__(self, cls: Any, layout: str, **most: int) -> None:
         tokens = layout.split()
         if len(tokens) != len(cls._fields):
             raise LocalProtocolError(f"{cls.__name__}: {len(tokens)} codes for {len(cls._fields)} fields")
+        #: The most items of each list, by the name of its field.
+        self.most = {
+            name: most.get(name, BATCH_KEYS_MAX) for name, token in zip(cls._fields, tokens) if token[0] in "*["
+        }
+        if not most.keys() <= self.most.keys():
+            raise LocalProtocolError(f"{cls.__name__} has no list {sorted(most.keys() - self.most.keys())}")
         fixed = 0
         while fixed < len(tokens) and tokens[fixed][0] not in "sb*[":
             fixed += 1
@@ -165,7 +194,10 @@ class Codec:
         self.layout = layout
         self._head = struct.Struct("<" + "".join(tokens[:fixed]))
         self._head_fields = fixed
-        self._tail = [_field(token) for token in tokens[fixed:]]
+        self._tail = [
+            _list(token, f"{cls.__name__}.{name}", self.most[name]) if name in self.most else _field(token)
+            for name, token in zip(cls._fields[fixed:], tokens[fixed:])
+        ]
 
     def write(self, message: Any) -> bytes:
         """Return the message's body. Raise LocalProtocolError for values that do not fit."""
@@ -204,14 +236,14 @@ OPCODES: dict[type, int] = {}
 STRUCTURES: dict[str, Codec] = {}
 
 
-def message(opcode: int, layout: str) -> Callable[[_Message], _Message]:
-    """Register a NamedTuple as the message with this opcode (class decorator)."""
+def message(opcode: int, layout: str, **most: int) -> Callable[[_Message], _Message]:
+    """Register a NamedTuple as the message with this opcode (class decorator). ``most`` as in :class:`Codec`."""
 
     def register(cls: _Message) -> _Message:
         if opcode in CODECS:
             raise LocalProtocolError(f"opcode {opcode:#x} is taken by {CODECS[opcode].cls.__name__}")
         OPCODES[cls] = opcode
-        CODECS[opcode] = Codec(cls, layout)
+        CODECS[opcode] = Codec(cls, layout, **most)
         return cls
 
     return register
@@ -225,6 +257,12 @@ def structure(layout: str) -> Callable[[_Message], _Message]:
         return cls
 
     return register
+
+
+def batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    """Yield the items of a list, in their order, in parts that fit a message each."""
+    for start in range(0, len(items), BATCH_KEYS_MAX):
+        yield list(items[start : start + BATCH_KEYS_MAX])
 
 
 # --- frames -----------------------------------------------------------------------------------

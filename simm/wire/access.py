@@ -17,24 +17,31 @@ from typing import Final
 
 from ..config.tokens import TokenRole
 from ..rpc import CODECS, OPCODES
+from . import admin_messages as A
 from . import epoch_messages as E
+from . import group_messages as G
+from . import keep_messages as K
 from . import messages as M
 from . import rdma_messages as R
+from . import report_messages as P
+from . import trace_messages as T
 
 _TAKES: Final[dict[TokenRole, tuple[type, ...]]] = {
     TokenRole.CLIENT: (
         M.Hello, M.Ping, M.Auth, M.Prove,
-        M.Commit, M.Grant, M.ReturnGrants, M.Delete, M.DeleteSized, M.Locate, M.Unpin, M.ReleaseSessions,
+        M.Commit, M.Grant, M.ReturnGrants, M.Delete, M.DeleteSized, G.Group, M.Locate, M.Unpin,
+        M.ReleaseSessions,
         M.DataAttach, M.RingAttach, M.Kick, M.Wake, M.Stats,
         M.Fetch, M.FetchPrevious, M.FetchRanges, M.FetchPinned, M.Pin, M.Store, M.Exists,
         R.RdmaOpen, R.RdmaConnect, R.RdmaDisconnect,
-        M.MapGet, M.ClusterStatus, E.Advance,
+        M.MapGet, M.ClusterStatus, E.Advance, K.Keep, T.Traced,
     ),
     TokenRole.SERVER: (
         M.Shards, M.Freeze, M.Adopt, M.Finish, M.Namespace, M.List,
-        M.Join, M.Heartbeat, M.Leave, M.Moved, M.MapOffer, E.Epochs, E.EpochLease,
+        M.Join, M.Heartbeat, M.Leave, M.Moved, M.MapOffer, E.Epochs, E.EpochLease, P.Report,
+        A.SettingsDone, K.Marks,
     ),
-    TokenRole.ADMIN: (M.Drain,),
+    TokenRole.ADMIN: (M.Drain, A.AskSettings, A.AskNodeSettings, T.AskTrace),
 }  # fmt: skip
 
 #: The least role that may send a request, by opcode.

@@ -7,11 +7,10 @@ Opcodes and statuses are never reused or renumbered.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ..constants import FRAME_BYTES_MAX
+from ..constants import BATCH_KEYS_MAX, SHARD_COUNT
 from ..rpc import OPCODES, message, structure
 from .status import STATUS_NAMES as STATUS_NAMES
 from .status import PathBit as PathBit
@@ -24,6 +23,8 @@ from .status import status_name as status_name
 #: Oldest and newest protocol version of this build. HELLO offers the range.
 PROTOCOL_MIN: Final = 2
 PROTOCOL_MAX: Final = 2
+#: Grants in one answer: what was asked for, and what earlier requests had asked for.
+GRANTS_MAX: Final = 2 * BATCH_KEYS_MAX
 
 
 # --- sessions ---------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Commit(NamedTuple):
     wants: list[tuple[int, int]]
 
 
-@message(0x11, "*B *QQI")
+@message(0x11, "*B *QQI", grants=GRANTS_MAX)
 class Committed(NamedTuple):
     """A status per entry, and fresh grants: (grant id, offset in the segment, chunk bytes)."""
 
@@ -146,7 +147,7 @@ class Grant(NamedTuple):
     wants: list[tuple[int, int]]
 
 
-@message(0x13, "*QQI")
+@message(0x13, "*QQI", grants=GRANTS_MAX)
 class Granted(NamedTuple):
     """Grants as in COMMITTED, in the order requested; fewer if room or the session's cap ran out."""
 
@@ -535,7 +536,7 @@ class MapGet(NamedTuple):
     subscribe: int
 
 
-@message(0x67, "Q Q [WorkerInfo] b *HH b")
+@message(0x67, "Q Q [WorkerInfo] b *HH b", previous=SHARD_COUNT)
 class MapReply(NamedTuple):
     """The map. ``owners``: SHARD_COUNT u16 positions in ``workers`` (0xFFFF: none).
 
@@ -550,7 +551,7 @@ class MapReply(NamedTuple):
     since: bytes = b""
 
 
-@message(0x68, "Q Q [WorkerInfo] b *HH b")
+@message(0x68, "Q Q [WorkerInfo] b *HH b", previous=SHARD_COUNT)
 class MapOffer(NamedTuple):
     """A data server's newest map, for a manager that asked for it. Fields as in MAP_REPLY. Answer: DONE."""
 
@@ -583,11 +584,8 @@ ABSENT: Final = 1
 BOUND: Final = 2
 #: From this bit on: the id of the value's namespace, plus 1; 0 for the session's.
 NAMESPACE_SHIFT: Final = 4
-#: A LOCATE has so many keys at most, so that LOCATED fits a frame.
-LOCATE_KEYS_MAX: Final = 32_768
 #: An ERROR's text has so many characters at most: what a peer sent may be part of it.
 TEXT_MAX: Final = 2000
-assert LOCATE_KEYS_MAX * struct.calcsize("<BHIIQQ") < FRAME_BYTES_MAX
 #: LOCATE's bits.
 LOCATE_PIN: Final = 1
 LOCATE_PREVIOUS: Final = 2

@@ -1,15 +1,15 @@
 """The ranges of FETCH_RANGES and FETCH_PINNED: what a stream checks before it believes them.
 
-A frame has room for 130,000 ranges, and a range may be named many times. So there are bounds: on the ranges of a frame,
-which the server looks at in one turn of its loop, and on the bytes that it sends for one key, which are those of the
-largest value. The rest of the work is done as the client takes the bytes.
+A range may be named many times. So there is a bound on the bytes that the server sends for one key, which are those of
+the largest value, as there is on the ranges of a frame (``rpc.py``), which it looks at in one turn of its loop. The
+rest of the work is done as the client takes the bytes.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-from ..constants import BATCH_KEYS_MAX, RANGES_MAX, VALUE_BYTES_MAX
+from ..constants import VALUE_BYTES_MAX
 from ..errors import RemoteProtocolError
 from .messages import FetchPinned, FetchRanges
 
@@ -17,10 +17,6 @@ from .messages import FetchPinned, FetchRanges
 def ranges_by_key(msg: FetchRanges | FetchPinned) -> list[list[tuple[int, int]]]:
     """Return the ranges of each key. Raises RemoteProtocolError for what no client may send. O(ranges)."""
     name = "FETCH_RANGES" if isinstance(msg, FetchRanges) else "FETCH_PINNED"
-    if len(msg.keys) > BATCH_KEYS_MAX:
-        raise RemoteProtocolError(f"{len(msg.keys)} keys in a {name}, at most {BATCH_KEYS_MAX}")
-    if len(msg.ranges) > RANGES_MAX:
-        raise RemoteProtocolError(f"{len(msg.ranges)} ranges in a {name}, at most {RANGES_MAX}")
     if isinstance(msg, FetchRanges) and msg.previous > 1:
         raise RemoteProtocolError(f"FETCH_RANGES with previous={msg.previous}")
     if sum(count for _, count in msg.keys) != len(msg.ranges):

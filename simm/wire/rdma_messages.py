@@ -36,6 +36,8 @@ class RdmaRegion(NamedTuple):
     rkey: int
 
 
+#: Keys in one RDMA_GRANTED: those of the grants of one answer, by each link.
+RDMA_KEYS_MAX: Final = 1 << 16
 #: Bit of RdmaRegion.flags: ``rkey`` allows WRITEs.
 REGION_WRITABLE: Final = 1
 #: Bit of RdmaOpened.flags: the client writes each chunk with the rkey that came with its grant.
@@ -93,7 +95,7 @@ class RdmaDisconnect(NamedTuple):
     link: int
 
 
-@message(0x55, "*B *QQI *I")
+@message(0x55, "*B *QQI *I", keys=RDMA_KEYS_MAX)
 class RdmaGranted(NamedTuple):
     """Answer to COMMIT and GRANT: as COMMITTED, and with :data:`RDMA_WINDOWS` one rkey per grant and link."""
 

@@ -82,3 +82,5 @@ class PathBit:
     SHM: Final = 1
     TCP: Final = 2
     RDMA: Final = 4
+    #: Not a path: the server takes TRACED.
+    TRACE: Final = 8
