@@ -74,6 +74,11 @@ def data_name(name: str) -> str:
     return f"{name}.data"
 
 
+def events_name(name: str) -> str:
+    """Return the name of the file with an arena's ring of events, by that of its metadata."""
+    return f"{name}.events"
+
+
 def _user(uid: int) -> str:
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"

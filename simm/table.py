@@ -72,9 +72,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .arena.events.ring import REMOVED, EventRing
 from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
 from .arena.layout import (
     ENTRY_EPOCH,
+    MARKS_WORD,
     SEQ_BITS,
     SEQ_MASK,
     SLOT,
@@ -176,6 +178,9 @@ class Table:
             undo = whole[geometry.ledger_offset : geometry.ledger_offset + UNDO_BYTES]
         self._undo_words = undo.cast("Q")
         self._undo_image = undo[8 : 8 + SLOT_BYTES]
+        self._rows = rows
+        #: Where others are told what comes and goes (``arena/events/ring.py``); None: nobody is.
+        self.events: EventRing | None = None
         self._pack_body = SLOT_BODY.pack_into
         #: Mask of used ways by set: private, rebuilt by recover().
         self._used = bytearray(geometry.sets)
@@ -222,6 +227,15 @@ class Table:
         """Return the time at which the slot was written, in ms."""
         word: int = self._words[slot * SLOT_WORDS + 6]
         return word
+
+    def marks(self, slot: int) -> int:
+        """Return the slot's marks: until when it is kept in the lower half, its group in the upper one."""
+        word: int = self._words[slot * SLOT_WORDS + MARKS_WORD]
+        return word
+
+    def set_marks(self, slot: int, marks: int) -> None:
+        """Store a live slot's marks. Readers take no notice: they are no part of the value, and the seq stays."""
+        self._words[slot * SLOT_WORDS + MARKS_WORD] = marks
 
     def key_words(self) -> KeyWords:
         """Return where the upper half of each slot's digest is. Others may store there: it is a hint, and no more."""
@@ -290,7 +304,9 @@ class Table:
         seq = words[word]
         words[word] = seq | 1  # (b)
         at = word * 8 + 8
-        self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, 0)  # (c)
+        # The marks are the key's, and stay: an engine that puts a kept page again does not know that it is kept.
+        marks = 0 if old < 0 else words[word + MARKS_WORD]
+        self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, marks)  # (c)
         words[word] = self._high | (seq + 2) & SEQ_MASK  # (d)
         if old >= 0:
             self._undo_words[0] = 0
@@ -298,15 +314,24 @@ class Table:
             used[first] = mask | 1 << way
             self.entries += 1
         tags[slot] = tag  # of an overwritten slot too: its digest may be one that somebody else has put there
+        if self.events is not None:
+            self.events.put_by.append(slot)
         return old, offset, slot
+
+    def tell(self) -> None:
+        """Tell others what was published since the last call, as far as it is still there. O(that), by numpy."""
+        if self.events is not None:
+            self.events.tell(self._rows)
 
     def clear(self, slot: int) -> None:
         """Empty a slot. Its chunk may be reused only after the return."""
         words = self._words
         at = slot * SLOT_WORDS
         seq = words[at]
-        words[at] = seq | 1
         start = slot * SLOT_BYTES + 8
+        if self.events is not None:
+            self.events.append(REMOVED, 0, 0, bytes(self._slots[start : start + DIGEST_BYTES]))
+        words[at] = seq | 1
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
         words[at] = self._high | (seq + 2) & SEQ_MASK
         bit = 1 << (slot & _WAY_MASK)
@@ -331,6 +356,8 @@ class Table:
         at = np.array(slots)
         if self._offsets[at].tolist() != offsets:
             raise CorruptionError(f"slots {slots} name other chunks than their own")
+        if self.events is not None:
+            self.events.removed(self._rows.take(at, axis=0))
         seqs = self._seqs[at]
         self._seqs[at] = seqs | _ODD
         self._bodies[at] = _NO_BODY
@@ -442,6 +469,8 @@ class Table:
         """Empty a slot, of which nothing is believed. Its chunk may be reused only after the return."""
         self.clear(slot)
         self._restore(slot, _EMPTY_BODY)
+        if self.events is not None:
+            self.events.anew()  # the digest that was there is not known
 
     def live(self) -> LiveSlots:
         """Return all live slots in order, with the fields that recovery needs. O(slots), by numpy."""
@@ -450,6 +479,14 @@ class Table:
         return LiveSlots(
             slots, fields["offset"][slots], fields["chunk"][slots], fields["stored"][slots], fields["namespace"][slots]
         )  # fmt: skip
+
+    def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the live slots that have marks, their digests' lower words, and their marks. O(slots), by numpy."""
+        slots = np.flatnonzero(np.unpackbits(np.frombuffer(self._used, np.uint8), bitorder="little"))
+        rows = np.frombuffer(self._words, np.uint64).reshape(-1, SLOT_WORDS)
+        marks = rows[slots, MARKS_WORD]
+        found = np.flatnonzero(marks)
+        return slots[found], rows[slots[found], 1], marks[found]
 
     def of_shards(self, lost: NDArray[np.bool_], start: int) -> tuple[list[int], int]:
         """Return the live slots from ``start`` on whose shards ``lost`` marks, and where the next block starts.
@@ -531,7 +568,7 @@ class Table:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
-        del self._seqs, self._offsets, self._bodies
+        del self._seqs, self._offsets, self._bodies, self._rows
         for view in (self._words, self._slots, self._undo_words, self._undo_image, self._buf):
             view.release()
         del self._find

@@ -7,10 +7,12 @@ the rule and its limits.
 
 All ages grow with the clock, so a slab is described by its *since*: the clock reading at which its age was 0. A use or
 a new entry moves it forwards; only a loss of entries moves it backwards. So a since found once is a lower bound from
-then on. A heap per class orders the slabs by these bounds, and the caller remembers the lowest bound of all other
-classes. If its victim is younger than that, the slab is examined: it gets a new bound and sinks in the heap, or it is
-really colder and is evicted. Examining takes a sample of the entries and notes their visits (`Policy.look`), so a class
-that is not written to any more does not keep its room forever because its entries were once read.
+then on. (A change of the policy changes ages too, by a factor of `TENURE` at most. A bound that is too late then makes
+that its slab is examined later, once.) A heap per class orders the slabs by these bounds, and the caller remembers the
+lowest bound of all other classes. If its victim is younger than that, the slab is examined: it gets a new bound and
+sinks in the heap, or it is really colder and is evicted. Examining takes a sample of the entries and notes their visits
+(`Policy.look`), so a class that is not written to any more does not keep its room forever because its entries were once
+read.
 
 The remembered bound treats other slabs as a sixteenth younger than they may be (`coarse`): otherwise two classes of
 nearly equal ages would examine each other's slabs at every put.
@@ -295,6 +297,19 @@ class Windows:
             if start + need <= end
         ]
         return min(costs)[1] if costs else -1
+
+    def first(self, need: int) -> list[Span] | None:
+        """Return the spans in use of the first window of ``need`` bytes by address, None without one. O(spans)."""
+        begin = 0
+        for span in self._allocator.walk():
+            end = span.offset + span.size
+            if not self._evictable(span):
+                begin = end
+                continue
+            start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
+            if start + window_bytes(need) <= end:
+                return self.spans(begin, start, need)
+        return None
 
     def spans(self, boundary: int, start: int, need: int) -> list[Span]:
         """Return every span in use that overlaps the window at ``start``. ``boundary`` is one of a span before it."""

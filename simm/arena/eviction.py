@@ -25,15 +25,17 @@ oldest entry has been in probation. The small queue then grows, and with it the 
 shrinks again. Ages are divided by TENURE in the main queue, as `victim` weighs the two queues.
 
 All operations are O(1); `victim` amortised, as a reader stored each byte that it clears. One call clears at most
-`CLEARED_MAX` bytes, so that a group of a million hot entries does not stop the worker for a tenth of a second.
+`CLEARED_MAX` bytes, so that a group of a million hot entries does not stop the worker for a tenth of a second. And it
+passes over as many fresh entries; after that, for a quarter of a period, over `FRESH_AGAIN`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
+
+import numpy as np
 
 from simm.errors import UsageError
 
@@ -54,11 +56,15 @@ MEMORY_BITS_MIN: Final = 20
 class Fifo(Policy):
     """First in, first out. Hits have no effect; a new value makes an entry new."""
 
+    name = "fifo"
+    HEEDS_USES = False
+
     def victim(self, group: int, rejected: Rejected) -> int:
-        oldest = self._prev[self._slots + group]
+        queue = group * self.QUEUES
+        oldest = self._prev[self._slots + queue]
         if self.sparing and oldest < self._slots and self.is_fresh(oldest):
             return -1  # as are all others, which were put later
-        return self._sweep(group, rejected, REJECTED_MAX, 0)
+        return self._sweep(queue, rejected, REJECTED_MAX, 0)
 
 
 class Lru(Policy):
@@ -68,32 +74,39 @@ class Lru(Policy):
     discovered. A rejected entry is in use, and moves as well.
     """
 
+    name = "lru"
+
     def victim(self, group: int, rejected: Rejected) -> int:
-        oldest = self._slots + group
-        budget = min(REJECTED_MAX, self._sizes[group])
-        clearings = CLEARED_MAX
+        queue = group * self.QUEUES
+        oldest = self._slots + queue
+        budget = min(REJECTED_MAX, self._sizes[queue])
+        clearings, fresh = CLEARED_MAX, self._fresh_most(group)
         while budget > 0:
             slot = self._prev[oldest]
             if clearings > 0 and self._visited[slot]:
                 clearings -= 1
                 self._visited[slot] = 0
+                if self.on_use is not None:
+                    self.on_use(slot)
                 self._stamp[slot] = self.clock
             elif self.sparing and self.clock - self._stamp[slot] < self._fresh_span and self.is_fresh(slot):
-                if clearings == 0:
+                if fresh == 0:
+                    self._give_up(group)
                     return -1
-                clearings -= 1
+                fresh -= 1
                 self._stamp[slot] = self.clock
             elif rejected(slot):
                 budget -= 1
                 self._stamp[slot] = self.clock
             else:
                 return slot
-            self._to_head(slot, group)
+            self._to_head(slot, queue)
         return -1
 
     def take_victims(self, group: int, rejected: Rejected, most: int, latest: int) -> list[int]:
         slots, newer, older, visited, stamps = self._slots, self._prev, self._next, self._visited, self._stamp
-        queues, oldest = self._queue, self._slots + group
+        queues, queue = self._queue, group * self.QUEUES
+        oldest = slots + queue
         surely = min(latest, self.clock - self._fresh_span) if self.sparing else latest
         taken: list[int] = []
         while True:
@@ -108,7 +121,7 @@ class Lru(Policy):
                 slot = newer[slot]
             newer[oldest] = slot
             older[slot] = oldest
-            self._sizes[group] -= len(taken) - before
+            self._sizes[queue] -= len(taken) - before
             if len(taken) == most:
                 return taken
             slot = self.victim(group, rejected)
@@ -123,6 +136,8 @@ class Lru(Policy):
     def look(self, slot: int) -> int:
         if self._visited[slot]:
             self._visited[slot] = 0
+            if self.on_use is not None:
+                self.on_use(slot)
             self._stamp[slot] = self.clock
             self._to_head(slot, self._queue[slot])
         return self._stamp[slot]
@@ -131,14 +146,15 @@ class Lru(Policy):
 class SieveProbation(Policy):
     """SIEVE behind a probation queue of a tenth of the group's entries: see the module's docstring."""
 
-    QUEUES = 2
+    name = "sieve"
+    USED = 2
 
     def replaced(self, slot: int, weight: int = 1) -> None:
         self._restamp(slot, weight)
         self._visited[slot] = 1
 
     def victim(self, group: int, rejected: Rejected) -> int:
-        probation = group * 2
+        probation = group * self.QUEUES
         main = probation + 1
         sizes = self._sizes
         total = sizes[probation] + sizes[main]
@@ -153,6 +169,8 @@ class SieveProbation(Policy):
             if clearings > 0 and self._visited[slot]:
                 clearings -= 1
                 self._visited[slot] = 0
+                if self.on_use is not None:
+                    self.on_use(slot)
                 self._stamp[slot] = self.clock
                 self._hands[probation] = slot
                 self._to_head(slot, main)
@@ -186,6 +204,8 @@ class SieveProbation(Policy):
             node = self._prev[sentinel]
         if self._visited[node]:
             self._visited[node] = 0
+            if self.on_use is not None:
+                self.on_use(node)
             self._stamp[node] = self.clock
             self._hands[main] = self._prev[node]
             return -1
@@ -203,6 +223,8 @@ class SieveProbation(Policy):
     def look(self, slot: int) -> int:
         if self._visited[slot]:
             self._visited[slot] = 0
+            if self.on_use is not None:
+                self.on_use(slot)
             self._stamp[slot] = self.clock
             self._to_head(slot, self._queue[slot] | 1)
         return self.since(slot)
@@ -217,13 +239,13 @@ class Reuse(Policy):
     are halved for what was ever used; they must not depend on what is learned, as they may only grow with the clock.
     """
 
-    QUEUES = 8
+    name = "reuse"
+    USED = 8
 
-    def __init__(
-        self, slots: int, groups: int, visited: memoryview, period: int = 0, keys: KeyWords | None = None
-    ) -> None:
-        super().__init__(slots, groups, visited, period, keys)
-        self._pause: Final = max(1, period // 2)
+    def _begin(self) -> None:
+        super()._begin()
+        groups = self._groups
+        self._pause = max(1, self.period // 2)
         #: The queue whose turn it is, by group, and until when.
         self._turns = [0] * groups
         self._until = [0] * groups
@@ -236,7 +258,9 @@ class Reuse(Policy):
         self._learns_at = 0
         self._offered = -1
         #: 12 bits of a key, and how often it was used: 1 for the put alone. By a hash of the key; the last key wins.
-        self._memory = array("H", [0]) * (1 << max(MEMORY_BITS_MIN, slots.bit_length())) if keys else None
+        if self._keys is not None:
+            # The kernel gives its pages one by one, as they are used: an array would be filled at once.
+            self._memory = np.zeros(1 << max(MEMORY_BITS_MIN, self._slots.bit_length()), np.uint16).data
 
     def _past_uses(self, slot: int) -> int:
         memory, keys = self._memory, self._keys
@@ -257,7 +281,7 @@ class Reuse(Policy):
         self._hits[uses - 1] += 1
         return uses
 
-    def _past_uses_of(self, slots: Sequence[int], memory: array[int], keys: KeyWords) -> list[int]:
+    def _past_uses_of(self, slots: Sequence[int], memory: memoryview, keys: KeyWords) -> list[int]:
         """Do `_past_uses` for many: most keys are new, and not looked at twice."""
         words, stride, at = keys
         mask = len(memory) - 1
@@ -293,6 +317,8 @@ class Reuse(Policy):
     def _used(self, slot: int) -> None:
         """Note a use of an entry: it becomes the newest one of its group's next queue."""
         self._visited[slot] = 0
+        if self.on_use is not None:
+            self.on_use(slot)
         self._stamp[slot] = self.clock
         queue = self._queue[slot]
         self._hits[queue % self.QUEUES] += 2
@@ -310,7 +336,7 @@ class Reuse(Policy):
 
     def victim(self, group: int, rejected: Rejected) -> int:
         slots, oldest, visited, stamps = self._slots, self._prev, self._visited, self._stamp
-        budget, clearings = REJECTED_MAX, CLEARED_MAX
+        budget, clearings, fresh = REJECTED_MAX, CLEARED_MAX, self._fresh_most(group)
         clock, sparing = self.clock, self.sparing
         while budget > 0:
             queue = self._turns[group]
@@ -325,9 +351,10 @@ class Reuse(Policy):
                 clearings -= 1
                 self._used(slot)
             elif sparing and clock - stamps[slot] < self._fresh_span and self.is_fresh(slot):
-                if clearings == 0:
+                if fresh == 0:
+                    self._give_up(group)
                     break
-                clearings -= 1
+                fresh -= 1
                 if queue % self.QUEUES == 0:
                     self._until[group] = 0  # all others in it are fresh as well
                 else:
@@ -384,7 +411,64 @@ class Reuse(Policy):
         return self.since(slot)
 
 
-_POLICIES: Final[dict[str, type[Policy]]] = {"lru": Lru, "reuse": Reuse, "fifo": Fifo, "sieve": SieveProbation}
+class _Settling(Policy):
+    """Before a policy that has taken over from one with more queues: it finds what is left in those.
+
+    What is there was used again since its put. It counts as used when it is moved, oldest first, so it goes after what
+    was not used again.
+    """
+
+    #: The policy alone, for the time when nothing is left.
+    SETTLED: type[Policy]
+
+    def settle(self, most: int) -> bool:
+        for queue, size in enumerate(self._sizes):
+            if size and queue % self.QUEUES >= self.USED:
+                most -= self._move_some(queue, most)
+                if most <= 0:
+                    return True
+        self.__class__ = self.SETTLED  # type: ignore[assignment]
+        return False
+
+    def _move_some(self, queue: int, most: int) -> int:
+        """Move up to ``most`` entries to their group's first queue. Return how many."""
+        sentinel, first = self._slots + queue, queue - queue % self.QUEUES
+        count = min(most, self._sizes[queue])
+        for _ in range(count):
+            slot = self._prev[sentinel]
+            self._stamp[slot] = self.clock
+            self._to_head(slot, first)
+        return count
+
+    def victim(self, group: int, rejected: Rejected) -> int:
+        slot = super().victim(group, rejected)  # type: ignore[safe-super]
+        if slot >= 0:
+            return slot
+        begin = group * self.QUEUES
+        left = sum(self._move_some(queue, REJECTED_MAX) for queue in range(begin + self.USED, begin + self.QUEUES))
+        return super().victim(group, rejected) if left else -1  # type: ignore[safe-super]
+
+    def take_victims(self, group: int, rejected: Rejected, most: int, latest: int) -> list[int]:
+        return Policy.take_victims(self, group, rejected, most, latest)
+
+
+class _SettlingLru(_Settling, Lru):
+    SETTLED = Lru
+
+
+class _SettlingFifo(_Settling, Fifo):
+    SETTLED = Fifo
+
+
+class _SettlingSieve(_Settling, SieveProbation):
+    SETTLED = SieveProbation
+
+
+_POLICIES: Final[dict[str, type[Policy]]] = {kind.name: kind for kind in (Lru, Reuse, Fifo, SieveProbation)}
+#: What a policy becomes at first. `Reuse` has a use for all queues.
+_CHANGED: Final[dict[str, type[Policy]]] = {
+    **_POLICIES, "lru": _SettlingLru, "fifo": _SettlingFifo, "sieve": _SettlingSieve,
+}  # fmt: skip
 assert tuple(_POLICIES) == POLICY_NAMES
 
 
@@ -396,7 +480,19 @@ def make_policy(
     ``period``: how far the clock advances in a 64th of the region; 0: nothing is ever fresh. Without ``keys`` no key of
     an evicted entry is remembered. `UsageError` for an unknown name or impossible sizes.
     """
-    kind = _POLICIES.get(name)
-    if kind is None:
+    return _kind(name, _POLICIES)(slots, groups, visited, period, keys)
+
+
+def change(policy: Policy, name: str) -> None:
+    """Let a policy go on as another one, in place. Call its `settle` until that returns False. O(queues).
+
+    Everything may be called meanwhile. The first queue of each group stays in the order that it has: what is evicted
+    first by the new policy is what was to go first by the old one. `UsageError` for an unknown name.
+    """
+    policy.become(_kind(name, _CHANGED))
+
+
+def _kind(name: str, kinds: dict[str, type[Policy]]) -> type[Policy]:
+    if name not in kinds:
         raise UsageError(f"no eviction policy {name!r}; there are {', '.join(POLICY_NAMES)}")
-    return kind(slots, groups, visited, period, keys)
+    return kinds[name]

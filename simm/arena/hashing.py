@@ -1,14 +1,18 @@
-"""Key -> digest -> shard and candidate sets.
+"""Key -> digest -> shard and candidate sets, and the slots of a batch's digests there.
 
 The digest is BLAKE2b with 16 bytes of output, personalised with the namespace's own 16-byte BLAKE2b: a raw name would
 be padded with zeros, or too long. Two different keys, or equal keys of two namespaces, share a digest with probability
 2^-128 (2^-96 in a namespace with epochs), so SiMM treats digests as names. ``hash()`` is unusable: it differs between
 processes.
 
-    digest bits   0..13    shard (of 16,384)
+    digest bits   0..13    shard (of 16,384): the key's own, or that of its hash tag
                  14..63    first candidate set
                  64..127   second candidate set (the next one if it equals the first)
                  96..127   the namespace's epoch if it has one (cluster/epochs.py): the hash is 12 bytes then
+
+A key may name its shard by a *hash tag*, as in Redis Cluster: the text between its first "{" and the first "}" after
+it, if there is any. Its shard is then that of the tag, taken as a key; all other bits are of the whole key. So keys
+with one tag are on one worker, as the members of a group must be (docs/groups.md).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ..constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
+from ..constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +34,13 @@ _WORDS: Final = struct.Struct("<QQ")
 split: Final = _WORDS.unpack
 SHARD_MASK: Final = SHARD_COUNT - 1
 SHARD_BITS: Final = SHARD_MASK.bit_length()
+#: The shard's bits in the second byte of a digest.
+_HIGH_MASK: Final = SHARD_MASK >> 8
 
+_SLOT_WORDS: Final = SLOT_BYTES // 8
+_SET_WORDS: Final = SET_BYTES // 8
+#: Positions in a set of the low words of its slots' digests.
+_LOW_WORDS: Final = np.arange(1, _SET_WORDS, _SLOT_WORDS, dtype=np.intp)
 
 #: Where the epoch begins in a digest that has one.
 TAG_AT: Final = 12
@@ -62,7 +72,17 @@ class Hasher:
         state = self._copy()
         state.update(raw)
         digest: bytes = state.digest()
-        return digest
+        return digest if "{" not in key else self._tagged(key, digest)
+
+    def _tagged(self, key: str, digest: bytes) -> bytes:
+        """Return the digest with the shard of the key's hash tag, if it has one."""
+        tag = hash_tag(key)
+        if not tag:
+            return digest
+        state = self._copy()
+        state.update(tag.encode())
+        own: bytes = state.digest()
+        return bytes((own[0], own[1] & _HIGH_MASK | digest[1] & ~_HIGH_MASK)) + digest[2:]
 
     def many(self, keys: Sequence[str]) -> list[bytes]:
         """Return the digests of many keys, in less time than one by one. Raise UsageError as for one key.
@@ -83,6 +103,8 @@ class Hasher:
             state = copy()
             state.update(raw)
             digests.append(state.digest())
+        if "{" in "".join(keys):  # less than looking at each
+            return [digest if "{" not in key else self._tagged(key, digest) for key, digest in zip(keys, digests)]
         return digests
 
 
@@ -104,6 +126,12 @@ class EpochHasher(Hasher):
         return [digest[:TAG_AT] + tag for digest in super().many(keys)]
 
 
+def hash_tag(key: str) -> str:
+    """Return the text between the key's first "{" and the first "}" after it; empty if there is none."""
+    begin = key.find("{") + 1
+    return key[begin : max(begin, key.find("}", begin))] if begin else ""
+
+
 def bad_key(key: object) -> UsageError:
     """Return the UsageError that describes a bad key."""
     if not isinstance(key, str):
@@ -121,7 +149,10 @@ def check_namespace(namespace: str) -> bytes:
     """Return the name's UTF-8. Raise UsageError if it is empty or too long."""
     if not isinstance(namespace, str):
         raise UsageError(f"a namespace is a str, not {type(namespace).__name__}")
-    raw = namespace.encode()
+    try:
+        raw = namespace.encode()
+    except UnicodeEncodeError:
+        raise UsageError("a namespace must be encodable as UTF-8; this one has a lone surrogate") from None
     if not 0 < len(raw) <= NAMESPACE_BYTES_MAX:
         raise UsageError(f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes of UTF-8, this one {len(raw)}")
     return raw
@@ -140,6 +171,11 @@ def sets_of(digest: bytes, sets: int) -> tuple[int, int]:
     return (first, second) if first != second else (first, (second + 1) % sets)
 
 
+def words_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """Return the words of digests, two each."""
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+
+
 def sets_of_words(
     low: NDArray[np.uint64], high: NDArray[np.uint64], sets: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -148,3 +184,59 @@ def sets_of_words(
     second = high % np.uint64(sets)
     second = np.where(first == second, (second + np.uint64(1)) % np.uint64(sets), second)
     return first, second
+
+
+def find_slots(
+    words: NDArray[np.uint64], base: Any, sets: Any, low: NDArray[np.uint64], high: NDArray[np.uint64]
+) -> NDArray[np.intp]:
+    """Return the slots of digests given as columns of their two words, -1 for misses.
+
+    ``base``: where the slots begin in ``words``. ``sets``: their number. Both are for all digests, or have an item for
+    each.
+
+    Of a digest's sixteen possible slots, one word each is gathered and compared, then both words of the one that fits.
+    Gathering both words of all slots takes more than twice as long, as only plain ``take`` is fast in numpy. It is done
+    for the digests that were not found where a low word fits: no two hashes share one, but a client can make up such a
+    digest, which would hide the other one.
+    """
+    first = (low >> np.uint64(SHARD_BITS)) % sets
+    at, fits, hits = _find_in(words, base, first, low, high)
+    missing = np.flatnonzero(~hits)
+    if missing.size:
+        low, high, first = low[missing], high[missing], first[missing]
+        if base.ndim:
+            base, sets = base[missing], sets[missing]
+        second = high % sets
+        second = np.where(second == first, (second + np.uint64(1)) % sets, second)
+        at[missing], more, hits[missing] = _find_in(words, base, second, low, high)
+        if fits.tobytes().count(1) + more.tobytes().count(1) != hits.tobytes().count(1):  # faster than numpy's count
+            for which in (first, second):
+                _find_hidden(words, base, which, low, high, missing, at, hits)
+    return np.where(hits, at // _SLOT_WORDS, -1)
+
+
+def _find_in(
+    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64]
+) -> tuple[NDArray[np.intp], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return, per digest, the first word of the first slot in its set whose low word fits, if it does, and if both do.
+
+    The word counts from ``base``.
+    """
+    take = words.take
+    at = which.astype(np.intp) * _SET_WORDS + base
+    at += (take(at[:, None] + _LOW_WORDS) == low[:, None]).argmax(axis=1) * _SLOT_WORDS
+    fits = take(at + 1) == low
+    return at - base, fits, fits & (take(at + 2) == high)
+
+
+def _find_hidden(
+    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64],
+    missing: NDArray[np.intp], at: NDArray[np.intp], hits: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Do :func:`_find_in` by both words for what ``missing`` names and has no hit; put it into ``at`` and ``hits``."""
+    rest = np.flatnonzero(~hits[missing])
+    begins = which[rest].astype(np.intp) * _SET_WORDS
+    slots = (begins + (base[rest] if base.ndim else base))[:, None] + _LOW_WORDS
+    both = (words.take(slots) == low[rest][:, None]) & (words.take(slots + 1) == high[rest][:, None])
+    at[missing[rest]] = begins + both.argmax(axis=1) * _SLOT_WORDS
+    hits[missing[rest]] = both.any(axis=1)

@@ -26,7 +26,8 @@ instruction, and never torn.
      44    2 namespace  id in the ledger's table
      46    2 flags      see ENTRY_CRC
      48    8 stored     wall clock, ms
-     56    8 reserved
+     56    4 kept       until when it is kept, and how (arena/marks); 0: until it is evicted
+     60    4 group      what is evicted with it (arena/marks); 0: nothing
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from ..constants import ARENA_BYTES_MIN, PAGE_BYTES, SET_BYTES, SHARD_COUNT, SLA
 from ..errors import SegmentError, UsageError
 
 MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
-LAYOUT_VERSION: Final = 4
+LAYOUT_VERSION: Final = 5
 
 HEADER_BYTES: Final = PAGE_BYTES
 SHARDS_BYTES: Final = SHARD_COUNT * 8
 
 SLOT: Final = struct.Struct("@Q16sQIIIHHQQ")
+#: ``kept`` and ``group`` are one word here, the slot's marks: a worker stores them together, and alone.
+MARKS_WORD: Final = 7
 #: The slot after its seq word: the part that is stored while the seq is odd.
 SLOT_BODY: Final = struct.Struct("@16sQIIIHHQQ")
 SLOT_WORDS: Final = SLOT_BYTES // 8
@@ -55,7 +58,8 @@ assert SLOT.size == SLOT_BYTES and SLOT_BODY.size == SLOT_BYTES - 8
 SLOT_FIELDS: Final = np.dtype(
     [
         ("seq", "u8"), ("low", "<u8"), ("high", "<u8"), ("offset", "u8"), ("length", "u4"), ("crc", "u4"),
-        ("chunk", "u4"), ("namespace", "u2"), ("flags", "u2"), ("stored", "u8"), ("reserved", "u8"),
+        ("chunk", "u4"), ("namespace", "u2"), ("flags", "u2"), ("stored", "u8"), ("kept", "u4"),
+        ("group", "u4"),
     ]
 )  # fmt: skip
 assert SLOT_FIELDS.itemsize == SLOT_BYTES
@@ -120,6 +124,9 @@ ENTRY_CRC: Final = 1
 ENTRY_BOUND: Final = 2
 #: Its digest ends with an epoch of its namespace: readers compare it with the namespace's line (cluster/epochs.py).
 ENTRY_EPOCH: Final = 4
+#: It is no value but the manifest of one that is stored in parts (sdk/large). Only who asks for manifests gets it.
+ENTRY_LARGE: Final = 8
+# 16 is COMMIT_NEAR of arena/marks/near.py, which no slot has.
 #: Entries with other flags are never pinned: a pin outlasts all that a flag may say of who may read a value, and when.
 #: What these say is looked at when a value is pinned, by the worker or, without a pin, by who holds its version.
 PINNED_FLAGS: Final = ENTRY_CRC | ENTRY_BOUND | ENTRY_EPOCH

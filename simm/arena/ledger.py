@@ -107,6 +107,11 @@ class Ledger:
         self._session_words[line * SESSION_LINE_BYTES // 8] = 0
         self._free_sessions.append(line)
 
+    @property
+    def free_sessions(self) -> int:
+        """Return the number of free session lines."""
+        return len(self._free_sessions)
+
     # -- holds ------------------------------------------------------------------------------
 
     @property

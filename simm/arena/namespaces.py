@@ -34,6 +34,7 @@ import numpy as np
 
 from ..constants import DEFAULT_NAMESPACE
 from ..errors import CapacityError
+from .events.ring import NAMESPACE, EventRing
 from .hashing import TAG_AT, tag_of
 from .layout import ENTRY_EPOCH, EPOCH_WORD, LEASE_WORD, NAMESPACE_LINE_BYTES, NAMESPACES
 
@@ -109,6 +110,8 @@ class NamespaceTable:
         self._unswept: set[int] = set()
         #: There may have been no line for some name: values of its clients by TCP are the default namespace's then.
         self._crowded = False
+        #: Where others are told which namespaces advance (``arena/events/ring.py``); None: nobody is.
+        self.events: EventRing | None = None
 
     def number(self, name: str) -> int:
         """Return the namespace's number, a new one for a new name. Raise CapacityError if no line is free."""
@@ -216,6 +219,8 @@ class NamespaceTable:
     def _store_epoch(self, number: int, epoch: int) -> None:
         """Store a number's epoch in its line. The lease follows: a reader looks at it first."""
         at = line_of(number) * _LINE_WORDS
+        if self.events is not None:
+            self.events.append(NAMESPACE, number)
         for word, value in ((EPOCH_WORD, epoch), (LEASE_WORD, self._until_ns if epoch else 0)):
             self._words[at + word] = value
             if self._shown is not None:

@@ -35,6 +35,8 @@ from simm.errors import CorruptionError, UsageError
 REJECTED_MAX: Final = 64
 #: Visited entries that one victim() call spares before it takes the next one anyway.
 CLEARED_MAX: Final = 512
+#: Fresh entries that one victim() call passes over after another one has found little else in that group.
+FRESH_AGAIN: Final = 8
 #: An entry is fresh in the period of its put and in so many after it. A region has twice as many.
 FRESH_PERIODS: Final = 32
 
@@ -60,8 +62,14 @@ class Policy(ABC):
     the oldest entry.
     """
 
-    #: Queues of each group.
-    QUEUES = 1
+    #: Queues of each group. All policies have as many, so that one becomes another in place (`become`).
+    QUEUES: Final = 8
+    #: The first so many of them are in use.
+    USED = 1
+    #: As in settings.
+    name = ""
+    #: False if a use of an entry means nothing to it.
+    HEEDS_USES = True
 
     def __init__(
         self, slots: int, groups: int, visited: memoryview, period: int = 0, keys: KeyWords | None = None
@@ -82,10 +90,14 @@ class Policy(ABC):
         self._stamp = array("Q", [0]) * slots
         self._queue = array("H", [_NOWHERE]) * slots
         self._sizes = [0] * queues
-        self._hands = list(range(slots, slots + queues))
+        self._hands = array("I", range(slots, slots + queues))
         #: The weights of all insertions so far, in all groups.
         self.clock = 0
         self._keys = keys
+        #: Told of each entry whose visited byte a search has found and cleared; None: nobody asks.
+        self.on_use: Callable[[int], None] | None = None
+        #: By group: until then the fresh entries in front are many, as a search has found.
+        self._crowded = [0] * groups
         #: How far the clock advances in a period; 0: nothing is ever fresh.
         self.period = period
         #: What was put longer ago on the clock is surely not fresh.
@@ -97,6 +109,7 @@ class Policy(ABC):
         self._now = 1
         self._periods = 0
         self._period_ends = period if period else 1 << 63
+        self._begin()
 
     def insert(self, slot: int, group: int, weight: int = 1) -> None:
         """Add an entry in ``slot``, and clear its visited byte. The clock advances by ``weight``. O(1)."""
@@ -121,6 +134,24 @@ class Policy(ABC):
         links = self._prev
         links[slot] = sentinel
         links[head] = slot
+
+    def become(self, kind: type[Policy]) -> None:
+        """Go on as another policy, with all entries and their order. O(queues).
+
+        Entries in queues that it does not use stay there: `simm.arena.eviction.change` has what moves them.
+        """
+        self._hands = array("I", range(self._slots, self._slots + len(self._sizes)))  # some policies do not mind them
+        self.__class__ = kind
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what only this policy has, and drop what only another one had."""
+        #: What it remembers of keys.
+        self._memory: memoryview | None = None
+
+    def settle(self, most: int) -> bool:
+        """Move up to ``most`` entries to queues that are in use. Return whether there may be more. O(most + queues)."""
+        return False
 
     def _past_uses(self, slot: int) -> int:
         """Return the queue of its group in which a new entry begins. O(1)."""
@@ -214,6 +245,19 @@ class Policy(ABC):
         put_in = self._put_in[slot]
         return put_in > 0 and (self._now - put_in) % 255 <= FRESH_PERIODS
 
+    def _fresh_most(self, group: int) -> int:
+        """Return how many fresh entries a search of a group passes over before it gives up.
+
+        Else a group that has little but fresh ones, as when all values have just changed to its size, would be searched
+        in vain for each value that needs room: up to a second for 512 values.
+        """
+        return CLEARED_MAX if self.clock >= self._crowded[group] else FRESH_AGAIN
+
+    def _give_up(self, group: int) -> None:
+        """Note that a search has passed over as many fresh entries as it may."""
+        if self.clock >= self._crowded[group]:
+            self._crowded[group] = self.clock + self.period // 4
+
     def fresh_until(self, slots: NDArray[np.int64]) -> int:
         """Return the clock from which on none of these entries is fresh, 0 for now. Unchecked. O(n), by numpy."""
         put_in = np.frombuffer(self._put_in, np.uint8)[slots].astype(np.int16)
@@ -238,6 +282,16 @@ class Policy(ABC):
         """Note a new value of the same group in ``slot``, which counts as its newest use. O(1)."""
         self._restamp(slot, weight)
         self._to_head(slot, self._queue[slot])
+
+    def move(self, slot: int, group: int) -> None:
+        """Move an entry to another group, as if it had just been used. `CorruptionError` if it is in none. O(1)."""
+        queue = self._queue[slot]
+        self._to_head(slot, group * self.QUEUES + queue % self.QUEUES)
+        self._stamp[slot] = self.clock
+
+    def spare_no_more(self, slot: int) -> None:
+        """Let an entry count as put long ago. Unchecked. O(1)."""
+        self._put_in[slot] = 0
 
     def _to_head(self, slot: int, queue: int) -> None:
         """Move an entry to the new end of ``queue``, which may be another queue."""
@@ -287,6 +341,8 @@ class Policy(ABC):
             if clearings > 0 and visited[node]:
                 clearings -= 1
                 visited[node] = 0
+                if self.on_use is not None:
+                    self.on_use(node)
                 self._stamp[node] = self.clock
             elif (self.sparing and self.is_fresh(node)) or rejected(node):
                 budget -= 1

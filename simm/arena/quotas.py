@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .layout import NAMESPACES
+
 if TYPE_CHECKING:
     from ..table import LiveSlots, Table
 
@@ -116,11 +118,16 @@ class Quotas:
         self._used[namespace] += chunk
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Return, by name, the bytes used and the quota of each namespace that has one."""
+        """Return, by name, the bytes used and the quota of each namespace that has one.
+
+        A token file may have more than an arena has places. Of those without a place only as many are shown as there
+        are places in all, so that what a worker tells fits a frame.
+        """
         numbers = {name: number for number, name in self._names.items()}
+        shown = sorted(self._limits, key=lambda name: (name not in numbers, name))[:NAMESPACES]
         return {
-            name: {"used_bytes": self._used.get(numbers.get(name, -1), 0), "quota_bytes": most}
-            for name, most in sorted(self._limits.items())
+            name: {"used_bytes": self._used.get(numbers.get(name, -1), 0), "quota_bytes": self._limits[name]}
+            for name in sorted(shown)
         }
 
 

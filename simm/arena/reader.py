@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import platform
+import struct
 import sys
 from collections.abc import Container, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,14 +18,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import COUNT_WORDS, SET_BYTES, SHARD_COUNT
+from ..constants import COUNT_WORDS, SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from ..errors import SegmentError
 from ..host.pages import populate_read
 from ..host.processes import boottime_ns
 from ..host.users import NOT_TRUSTED, trusts
 from ..shm import AttachedSegment, data_name
 from ..wire.shard_set import FROZEN
-from .hashing import SHARD_BITS, SHARD_MASK, split
+from .hashing import SHARD_BITS, SHARD_MASK, find_slots, split, words_of
 from .layout import (
     ENTRY_BOUND,
     ENTRY_CRC,
@@ -34,6 +35,7 @@ from .layout import (
     LEASE_WORD,
     NAMESPACE_LINE_BYTES,
     NAMESPACES,
+    SHARDS_BYTES,
     SLOT_BODY,
     SLOT_WORDS,
     Geometry,
@@ -51,6 +53,8 @@ ATTEMPTS: Final = 3
 EACH_ATTEMPT: Final = tuple(range(ATTEMPTS))
 #: From this many keys on, numpy finds a batch's slots faster than one call per key.
 VECTOR_KEYS: Final = 16
+#: And than one loop over them, which only asks whether they are there.
+EACH_KEYS: Final = 40
 #: From this many on, it copies them by column faster than one after the other.
 COLUMN_KEYS: Final = 24
 
@@ -58,7 +62,10 @@ _POPULATE_STEP_BYTES: Final = 64 << 20
 _POPULATE_BYTES_MAX: Final = 64 << 30
 
 _unpack_body = SLOT_BODY.unpack_from
-_SET_WORDS: Final = SET_BYTES // 8
+#: What a look for a value needs of a slot, its seq first: fields are loaded in this order, one after the other.
+_SEEN: Final = struct.Struct("@Q16sQII6xH16x")
+assert _SEEN.size == SLOT_BYTES
+_unpack_seen = _SEEN.unpack_from
 #: The word of a slot that has the length in its lower half.
 _LENGTH_WORD: Final = 4
 _OFFSET_WORD: Final = 3
@@ -66,10 +73,13 @@ _LENGTH_BITS: Final = np.uint64(0xFFFF_FFFF)
 #: The word that has the flags as its upper 16 bits, and what it is below without others than ENTRY_CRC.
 _FLAGS_WORD: Final = 5
 _FLAGS_ABOVE: Final = np.uint64((ENTRY_CRC + 1) << 48)
+_CLUSTER: Final = int(Word.CLUSTER)
 _EVEN: Final = np.uint64(~1 & (1 << 64) - 1)
 assert ENTRY_CRC == 1
-#: Positions in a set of the low words of its slots' digests.
-_LOW_WORDS: Final = np.arange(1, _SET_WORDS, SLOT_WORDS, dtype=np.intp)
+#: The bits of a position within a slot, and where its digest is. Slots begin at multiples of their size.
+_IN_SLOT: Final = SLOT_BYTES - 1
+_DIGEST_AT: Final = 8
+assert not SLOT_BYTES & _IN_SLOT and not (HEADER_BYTES + SHARDS_BYTES) & _IN_SLOT
 
 
 class Located(NamedTuple):
@@ -131,6 +141,8 @@ class ArenaReader:
         self.name = name
         #: Cluster ids that the header may have. An arena has 0 before its first map.
         self._clusters: Container[int] = frozenset((0, cluster)) if cluster else _ALL
+        #: The one that it nearly always has: comparing takes less time than looking into a set.
+        self._cluster = cluster
         with contextlib.ExitStack() as files:
             metadata = files.enter_context(AttachedSegment.open(name))
             if data_fd is None:
@@ -262,36 +274,36 @@ class ArenaReader:
         for _ in EACH_ATTEMPT:
             start = base + first * SET_BYTES
             at = find(digest, start, start + SET_BYTES)
-            if at < 0 or (at - base) & 63 != 8:
-                at = self._find_slow(digest, first, high % sets)
+            if at & _IN_SLOT != _DIGEST_AT:  # as is -1, for none
+                at = self._find_slow(digest, at, first, high % sets)
                 if at < 0:
                     return None
-            slot = (at - base) >> 6
-            word = (at - 8) >> 3
-            seq = words[word]
-            if seq & 1:
-                continue
-            found, offset, length, crc, _chunk, _ns, flags, _stored, _ = _unpack_body(self._meta, at)
-            if words[word] != seq:
+            seq, found, offset, length, crc, flags = _unpack_seen(self._meta, at - _DIGEST_AT)
+            if seq & 1 or words[(at - _DIGEST_AT) >> 3] != seq:
                 continue
             if found != digest or not self.data_offset <= offset <= self.data_end - length:
                 continue  # replaced between find and seq; or no value, as after a stray write: the worker decides
-            return _located(Located, (slot, seq, offset, length, crc, flags))  # half the time of Located(...)
+            # Half the time of Located(...).
+            return _located(Located, ((at - base) >> 6, seq, offset, length, crc, flags))
         raise Unsettled
 
-    def _find_slow(self, digest: bytes, first: int, second: int) -> int:
-        """Return the position of the digest in either set, -1 for none. Skip matches at other positions of a slot."""
+    def _find_slow(self, digest: bytes, at: int, first: int, second: int) -> int:
+        """Return the position of the digest in either set, -1 for none. Skip matches at other positions of a slot.
+
+        ``at``: the first match in the first set.
+        """
         if second == first:
             second = (second + 1) % self._sets
-        base = self._slots_offset
-        for which in (first, second):
-            start = base + which * SET_BYTES
-            at = self._find(digest, start, start + SET_BYTES)
-            while at >= 0:
-                if (at - base) & 63 == 8:
-                    return at
-                at = self._find(digest, at + 1, start + SET_BYTES)
-        return -1
+        start = self._slots_offset + first * SET_BYTES
+        while at >= 0:
+            if at & _IN_SLOT == _DIGEST_AT:
+                return at
+            at = self._find(digest, at + 1, start + SET_BYTES)
+        start = self._slots_offset + second * SET_BYTES
+        at = self._find(digest, start, start + SET_BYTES)
+        while at >= 0 and at & _IN_SLOT != _DIGEST_AT:
+            at = self._find(digest, at + 1, start + SET_BYTES)
+        return at
 
     def confirm(self, digest: bytes, slot: int, seq: int) -> bool:
         """Do steps 5 and 6: return True if the bytes copied since ``locate`` are the value.
@@ -303,7 +315,7 @@ class ArenaReader:
         return (
             words[self._slot_word + slot * SLOT_WORDS] == seq
             and 0 < owned < FROZEN
-            and words[Word.CLUSTER] in self._clusters
+            and (words[_CLUSTER] == self._cluster or self.of_cluster)
         )
 
     def confirm_previous(self, digest: bytes, slot: int, seq: int) -> bool:
@@ -313,7 +325,7 @@ class ArenaReader:
         """
         words = self.words
         kept = words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
-        return words[self._slot_word + slot * SLOT_WORDS] == seq and kept != 0 and words[Word.CLUSTER] in self._clusters
+        return words[self._slot_word + slot * SLOT_WORDS] == seq and kept != 0 and self.of_cluster
 
     def shard_word(self, digest: bytes) -> int:
         """Return the word of the digest's shard: see ``arena/shard_words.py``."""
@@ -408,29 +420,27 @@ class ArenaReader:
         """
         low, high = split(digest)
         first = (low >> SHARD_BITS) % self._sets
-        base = self._slots_offset
-        start = base + first * SET_BYTES
+        start = self._slots_offset + first * SET_BYTES
         at = self._find(digest, start, start + SET_BYTES)
-        if at < 0 or (at - base) & 63 != 8:
-            at = self._find_slow(digest, first, high % self._sets)
+        if at & _IN_SLOT != _DIGEST_AT:
+            at = self._find_slow(digest, at, first, high % self._sets)
             if at < 0:
                 return False
         words = self.words
-        if not 0 < words[self._shard_word + (low & SHARD_MASK)] < below or words[Word.CLUSTER] not in self._clusters:
-            return False  # of_cluster, without the call
-        self.visited[(at - base) >> 6] = 1
-        return True
-
-    def _find_many(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.intp]:
-        return find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), low, high)
+        if 0 < words[self._shard_word + (low & SHARD_MASK)] < below and (
+            words[_CLUSTER] == self._cluster or self.of_cluster
+        ):
+            self.visited[(at - self._slots_offset) >> 6] = 1
+            return True
+        return False
 
     def candidates(self, digests: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
         """Return the words of a batch's digests, two each, and its slots, -1 for misses; unchecked."""
         keys = words_of(digests)
-        return keys, self._find_many(keys[:, 0], keys[:, 1])
+        return keys, find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), keys[:, 0], keys[:, 1])
 
     def slots_of_many(self, digests: Sequence[bytes]) -> list[int]:
-        """Return the slots of a batch, -1 for misses: unchecked candidates for :meth:`locate_at`."""
+        """Return the slots of a batch, -1 for misses: unchecked."""
         result: list[int] = self.candidates(digests)[1].tolist()
         return result
 
@@ -441,20 +451,8 @@ class ArenaReader:
         result: list[int] = np.where(slots < 0, 0, words).tolist()
         return result
 
-    def locate_at(self, digest: bytes, slot: int) -> Located | None:
-        """Do :meth:`locate` with a slot from :meth:`slots_of_many`. Search if the slot has changed."""
-        word = self._slot_word + slot * SLOT_WORDS
-        words = self.words
-        seq = words[word]
-        if not seq & 1:
-            found, offset, length, crc, _chunk, _ns, flags, _stored, _ = _unpack_body(self._meta, word * 8 + 8)
-            inside = self.data_offset <= offset <= self.data_end - length
-            if words[word] == seq and found == digest and inside:
-                return Located(slot, seq, offset, length, crc, flags)
-        return self.locate(digest)
-
     def locate_many(self, keys: NDArray[np.uint64], slots: NDArray[np.intp]) -> LocatedMany:
-        """Do :meth:`locate_at` once for a batch, by column, without searching again for what has changed.
+        """Do :meth:`locate` for a batch, by column, without searching again for what has changed.
 
         ``keys`` and ``slots`` are of :meth:`candidates`. The steps are those of one key, each done for all of them: the
         seqs (step 1), whole slots (2), the seqs again (3). x86 keeps the order of these loads, as in
@@ -497,28 +495,47 @@ class ArenaReader:
 
     def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
         """Do :meth:`contains` for a batch."""
-        if len(digests) < VECTOR_KEYS:
-            return [self.contains(digest) for digest in digests]
-        digest_words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-        low = digest_words[:, 0]
-        slots = self._find_many(low, digest_words[:, 1])
+        if len(digests) < EACH_KEYS:
+            return self._contains_each(digests)
+        hits: list[bool] = self.contain(digests)[0].tolist()
+        return hits
+
+    def contain(self, digests: Sequence[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """Do :meth:`contains` for a batch by column; return with it the words of the digests' shards. O(digests)."""
+        keys, slots = self.candidates(digests)
+        low = keys[:, 0]
         words = self._np_shards.take((low & np.uint64(SHARD_MASK)).astype(np.intp))
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False
         self._np_visited[slots[hits]] = 1
-        result: list[bool] = hits.tolist()
-        return result
+        return hits, words
+
+    def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:
+        """Do :meth:`contains` for a batch, a key at a time, without what is the same for all of them."""
+        find, base, sets = self._find, self._slots_offset, self._sets
+        words, visited, shard_word = self.words, self.visited, self._shard_word
+        hits, slots = [], []
+        for digest, low in zip(digests, memoryview(b"".join(digests)).cast("Q").tolist()[::2]):
+            start = base + (low >> SHARD_BITS) % sets * SET_BYTES
+            at = find(digest, start, start + SET_BYTES)
+            if at & _IN_SLOT != _DIGEST_AT:
+                at = self._find_slow(digest, at, (low >> SHARD_BITS) % sets, split(digest)[1] % sets)
+            if at >= 0 and 0 < words[shard_word + (low & SHARD_MASK)] < FROZEN:
+                slots.append((at - base) >> 6)
+                hits.append(True)
+            else:
+                hits.append(False)
+        if not self.of_cluster:
+            return [False] * len(hits)
+        for slot in slots:
+            visited[slot] = 1
+        return hits
 
     def value(self, found: Located) -> memoryview:
         """Return the bytes of a located value in place. They may change until confirmed."""
         start = found.offset - self.data_offset
         return self.data[start : start + found.length]
-
-
-def words_of(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    """Return the words of a batch's digests, two each."""
-    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
 
 
 class EpochReader(ArenaReader):
@@ -530,8 +547,14 @@ class EpochReader(ArenaReader):
     def contains(self, digest: bytes, below: int = FROZEN) -> bool:
         return super().contains(digest, below) and self.has_current(digest)
 
-    def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
+    def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:
         return [self.contains(digest) for digest in digests]
+
+    def contain(self, digests: Sequence[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        hits, words = super().contain(digests)
+        for at in np.flatnonzero(hits).tolist():
+            hits[at] = self.has_current(digests[at])
+        return hits, words
 
 
 def guard(reader: ArenaReader) -> None:
@@ -539,62 +562,5 @@ def guard(reader: ArenaReader) -> None:
     reader.__class__ = EpochReader
 
 
-def find_slots(
-    words: NDArray[np.uint64], base: Any, sets: Any, low: NDArray[np.uint64], high: NDArray[np.uint64]
-) -> NDArray[np.intp]:
-    """Return the slots of digests given as columns of their two words, -1 for misses.
-
-    ``base``: where the slots begin in ``words``. ``sets``: their number. Both are for all digests, or have an item for
-    each.
-
-    Of a digest's sixteen possible slots, one word each is gathered and compared, then both words of the one that fits.
-    Gathering both words of all slots takes more than twice as long, as only plain ``take`` is fast in numpy. It is done
-    for the digests that were not found where a low word fits: no two hashes share one, but a client can make up such a
-    digest, which would hide the other one.
-    """
-    first = (low >> np.uint64(SHARD_BITS)) % sets
-    at, fits, hits = _find_in(words, base, first, low, high)
-    missing = np.flatnonzero(~hits)
-    if missing.size:
-        low, high, first = low[missing], high[missing], first[missing]
-        if base.ndim:
-            base, sets = base[missing], sets[missing]
-        second = high % sets
-        second = np.where(second == first, (second + np.uint64(1)) % sets, second)
-        at[missing], more, hits[missing] = _find_in(words, base, second, low, high)
-        if fits.tobytes().count(1) + more.tobytes().count(1) != hits.tobytes().count(1):  # faster than numpy's count
-            for which in (first, second):
-                _find_hidden(words, base, which, low, high, missing, at, hits)
-    return np.where(hits, at // SLOT_WORDS, -1)
-
-
-def _find_in(
-    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64]
-) -> tuple[NDArray[np.intp], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return, per digest, the first word of the first slot in its set whose low word fits, if it does, and if both do.
-
-    The word counts from ``base``.
-    """
-    take = words.take
-    at = which.astype(np.intp) * _SET_WORDS + base
-    at += (take(at[:, None] + _LOW_WORDS) == low[:, None]).argmax(axis=1) * SLOT_WORDS
-    fits = take(at + 1) == low
-    return at - base, fits, fits & (take(at + 2) == high)
-
-
-def _find_hidden(
-    words: NDArray[np.uint64], base: Any, which: NDArray[np.uint64], low: NDArray[np.uint64], high: NDArray[np.uint64],
-    missing: NDArray[np.intp], at: NDArray[np.intp], hits: NDArray[np.bool_],
-) -> None:  # fmt: skip
-    """Do :func:`_find_in` by both words for what ``missing`` names and has no hit; put it into ``at`` and ``hits``."""
-    rest = np.flatnonzero(~hits[missing])
-    begins = which[rest].astype(np.intp) * _SET_WORDS
-    slots = (begins + (base[rest] if base.ndim else base))[:, None] + _LOW_WORDS
-    both = (words.take(slots) == low[rest][:, None]) & (words.take(slots + 1) == high[rest][:, None])
-    at[missing[rest]] = begins + both.argmax(axis=1) * SLOT_WORDS
-    hits[missing[rest]] = both.any(axis=1)
-
-
 def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])

@@ -7,7 +7,7 @@ tells what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -85,3 +85,11 @@ def inside(offsets: NDArray[np.uint64], chunks: NDArray[np.uint32], start: int, 
         & (chunks.astype(np.uint64) <= end - offsets)  # wraps only where the line above is False
     )
     return mask
+
+
+def owned(entries: NDArray[np.int64], offsets: Iterable[int]) -> set[int]:
+    """Return those of the offsets at which an entry's chunk begins. ``entries``: by slot, -1 without one. By numpy."""
+    # A damaged line of the ledger may name any offset.
+    wanted = np.array([*sorted(offset for offset in offsets if 0 <= offset < 1 << 62), 1 << 62], np.int64)
+    found: list[int] = entries[wanted[np.searchsorted(wanted, entries)] == entries].tolist()
+    return set(found) - {-1}

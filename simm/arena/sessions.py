@@ -16,6 +16,9 @@ comes late always finds a part free. A session without any grant gets one whatev
 That does not hold while its process has an eighth of the data region already: one process with many sessions would
 have it all.
 
+The ledger's lines for sessions are shared by process in the same way, and the last LINES_KEPT of them are for the
+server's own processes. So no client, however often it connects, keeps streams, endpoints and movers from the arena.
+
 Pins have a bound in bytes too: all together half the data region, of which each session has a share by the same rule.
 So no client can pin the whole arena, and puts always find something to evict. A value may be pinned whatever its size
 if nothing else is.
@@ -32,10 +35,11 @@ from itertools import repeat
 from typing import Final
 
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
-from ..errors import CorruptionError, RemoteProtocolError
+from ..errors import CapacityError, CorruptionError, RemoteProtocolError
 from ..slab import chunk_bytes_for
 from .layout import ENTRY_BOUND, ENTRY_EPOCH, SEQ_BITS, Geometry
 from .ledger import GRANT, PIN, Ledger
+from .rebuild import owned
 from .space import Space
 
 #: Ids of sessions and holds: the incarnation above, a counter below. An id is never used twice.
@@ -46,6 +50,8 @@ GRANTED_SHARE: Final = 8
 PINNED_SHARE: Final = 2
 #: A session may hold this many times what is left for other sessions; see above.
 FAIR: Final = 4
+#: Session lines that clients never get: a stream or two, an endpoint and movers, each of them perhaps twice.
+LINES_KEPT: Final = 32
 #: A session is asked for idle grants at most so often, ms. Clients look for recalls about as often.
 RECALL_AGAIN_MS: Final = 100
 #: Most prepared grants in one answer: 10 KiB of a commit ring's slot of 32.
@@ -99,7 +105,7 @@ class Session:
 def check_wants(wants: list[tuple[int, int]]) -> None:
     """Bound a request's work and its answer's size. Raise RemoteProtocolError."""
     count = sum(count for _, count in wants)
-    if count > BATCH_KEYS_MAX or len(wants) > BATCH_KEYS_MAX:
+    if count > BATCH_KEYS_MAX:
         raise RemoteProtocolError(f"{count} grants in one request, {BATCH_KEYS_MAX} are allowed")
     for size, _ in wants:
         if not 0 < size <= VALUE_BYTES_MAX:
@@ -121,7 +127,7 @@ class SessionTable:
         self._ledger = ledger
         self._space = space
         self._apply_pending = apply_pending
-        self._data = geometry.data_offset
+        self._data, self._slots = geometry.data_offset, geometry.slots
         self._next_id = incarnation << ID_BITS
         self.by_id: dict[int, Session] = {}
         #: Grants requested with commits and not made yet: (session, value bytes, count).
@@ -137,8 +143,14 @@ class SessionTable:
 
     # -- sessions -----------------------------------------------------------------------------
 
-    def open(self, pid: int, started: int, namespace: str) -> Session:
-        """Return a new session. Raise CapacityError if the ledger has no free line."""
+    def open(self, pid: int, started: int, namespace: str, serves: bool = False) -> Session:
+        """Return a new session, of a process of the server if it ``serves``. O(sessions) for others.
+
+        Raise CapacityError if the ledger has no line for it.
+        """
+        left = self._ledger.free_sessions - LINES_KEPT
+        if not serves and sum(each.pid == pid for each in self.by_id.values()) >= FAIR * left:
+            raise CapacityError("the arena has no more sessions for clients, or not for this process: too many clients")
         number = self._ledger.namespaces.number(namespace)
         session = self._allocate_id()
         line = self._ledger.add_session(session, pid, started, number)
@@ -189,7 +201,7 @@ class SessionTable:
         held: list[int] = []
         reserved: set[int] = set()
         holds = list(ledger.holds())
-        live = space.owned([hold.offset - data for _, hold in holds])
+        live = owned(space.offsets(0, self._slots), [hold.offset - data for _, hold in holds])
         for line, hold in holds:
             owner = self.by_id.get(hold.session)
             offset = hold.offset - data

@@ -68,6 +68,7 @@ from ..constants import SHARD_COUNT
 from ..errors import CorruptionError, UsageError
 from ..wire.messages import ShardRole, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING, epoch_limit
+from .events.ring import CLOSED, SHARD, EventRing
 from .hashing import shard_of
 
 if TYPE_CHECKING:
@@ -109,11 +110,15 @@ class ShardWords:
         self.clearing: dict[int, int] = {}
         #: The shards that the last :meth:`retire` took away.
         self._gone: list[int] = []
+        #: Where others are told which shards can be read no more (``arena/events/ring.py``); None: nobody is.
+        self.events: EventRing | None = None
 
     def _array(self) -> NDArray[np.uint64]:
         return np.frombuffer(self.words, np.uint64)
 
     def _store(self, shard: int, word: int) -> None:
+        if self.events is not None and 0 < self.words[shard] < FROZEN and not 0 < word < FROZEN:
+            self.events.append(SHARD, shard)
         self.words[shard] = word
         if self._shown is not None:
             self._shown[shard] = word
@@ -130,6 +135,8 @@ class ShardWords:
 
     def clear(self) -> None:
         """Zero all words, before the arena is closed."""
+        if self.events is not None:
+            self.events.append(CLOSED)
         for shard in range(SHARD_COUNT):
             self._store(shard, 0)
 

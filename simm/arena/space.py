@@ -5,8 +5,8 @@ An allocated chunk is in one of four states. *Published*: it belongs to a slot o
 view, or bytes on their way into a socket), or a dead client may still write into it. *Detached*: its slot is gone while
 it is held; the last unhold frees it. Only a published chunk that is not held is ever evicted.
 
-`Space.allocate` asks the allocator first. If that has no room, it evicts entries synchronously, through the owner's
-callback:
+`Space.allocate` asks the allocator first. If that has no room, it evicts through the owner's callback, without locks:
+near copies of the size class (`simm.arena.marks`), and else
 
 1. *The coldest*: the group's own next victim or what another group can give, whichever is older
    (`simm.arena.coldest`). Another group gives a whole slab or, for a large value, a window.
@@ -17,15 +17,15 @@ callback:
 3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced.
 4. *Any window.* If pins and grants fence all those, all of the group's entries are searched, then all of the region in
    address order, which costs O(chunks of the region). A failure is remembered until something is published, released
-   or unheld. So a PUT fails only if its value is larger than the region, or what it needs is held or granted.
+   or unheld. So a PUT fails only if its value is larger than the region, or what it needs is held, granted or hard
+   kept. What is soft kept goes only here (`simm.arena.marks`).
 
 The first three spare what was just put (`simm.arena.queues`), so that a prompt just put is whole. If all that is older
 is fenced in, by pins, grants or by what is fresh, they are done again without sparing anything; and for a 256th of the
 region the search that spares is not repeated, as it would be in vain at every put.
 
-Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. The
-own victims of a batch go together instead, and their chunks are granted again without having been free. All of this is
-private to the worker and has no locks.
+Evicting a slab takes one callback per entry, 512 for 4 KiB. The callback re-enters `release`, and nothing else. The own
+victims of a batch go together instead, and their chunks are granted again without having been free.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import NEVER, Coldest, Windows, coarse, window_bytes
-from simm.arena.eviction import make_policy
+from simm.arena.coldest import NEVER, Coldest, Windows, coarse
+from simm.arena.eviction import change, make_policy
+from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
 from simm.arena.rebuild import groups_of, whole_slabs
-from simm.constants import NO_SLOT, SLAB_BYTES
-from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
+from simm.constants import KEEP_SHARES, NO_SLOT, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
 from simm.slab import (
     ALIGN_SHIFT,
@@ -70,7 +70,7 @@ _WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
 _NOTHING_HELD: Final = frozenset[int]().__contains__
 
 #: Reasons of evictions: the keys of Space.evictions.
-OWN, REASSIGNED, WINDOW, LAST_RESORT = "own", "reassigned", "window", "last_resort"
+OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR = "own", "reassigned", "window", "last_resort", "near"
 
 
 class Space:
@@ -83,21 +83,17 @@ class Space:
     """
 
     def __init__(
-        self,
-        size: int,
-        slots: int,
-        visited: memoryview,
-        policy_name: str,
-        evict: Callable[[int], None],
-        keys: KeyWords | None = None,
-        evict_many: Callable[[list[int], list[int]], None] | None = None,
-    ) -> None:
+        self, size: int, slots: int, visited: memoryview, policy_name: str, evict: Callable[[int], None],
+        keys: KeyWords | None = None, evict_many: Callable[[list[int], list[int]], None] | None = None,
+        shares: Shares = KEEP_SHARES,
+    ) -> None:  # fmt: skip
         if slots > SLOTS_MAX:
             raise UsageError(f"{slots} slots are more than {SLOTS_MAX}")
         self._allocator = Allocator(size)
         #: A 64th of the region, on the policy's clock, which counts what is put in units of 64 bytes.
         self._period: Final = size // (2 * FRESH_PERIODS) >> ALIGN_SHIFT
-        self._policy: Policy = make_policy(policy_name, slots, GROUPS, visited, self._period, keys)
+        self._policy: Policy = make_policy(policy_name, slots, KEPT_GROUPS, visited, self._period, keys)
+        self.policy_name = policy_name
         #: Until this clock no search spares what is fresh, as one found nothing.
         self._crowded_until = 0
         self._evict = evict
@@ -108,9 +104,8 @@ class Space:
         self._holds: dict[int, int] = {}
         #: Held chunks without a slot, freed at their last unhold.
         self._detached: set[int] = set()
-        self._coldest = Coldest(
-            self._allocator, self._policy, lambda base: self._evictable(self._allocator.span_at(base))
-        )
+        evictable = lambda base: self._evictable(self._allocator.span_at(base))  # noqa: E731
+        self._coldest = Coldest(self._allocator, self._policy, evictable)
         self._windows = Windows(self._allocator, self._policy, self._coldest, lambda span: self._evictable(span))
         #: Per slab class: an own victim with this since, or an earlier one, is no younger than what other groups give.
         self._bounds = [-1] * GROUPS
@@ -124,12 +119,17 @@ class Space:
         self._large_bound = 0
         #: True while the `evict` callback runs.
         self._evicting = False
-        #: Chunk sizes for which the last search found nothing; cleared when room may have appeared.
+        #: Chunk sizes for which the last search found nothing; cleared when there may be room.
         self._known_full: set[int] = set()
+        room = self._known_full.clear
+        self.kept = KeptEntries(self._allocator, self._policy, self._offsets, self._is_held, room, shares)
         #: Drops entries that are of no use, and returns whether there were any; None as long as there are none.
         self.spare: Callable[[], bool] | None = None
+        #: Tells whether an entry is used by way of others, and is passed over; None: none is.
+        self._is_used: Callable[[int], bool] | None = None
+        self._heeded: tuple[Callable[[int], bool], Callable[[int], None]] | None = None
         #: Entries evicted so far, by reason.
-        self.evictions = {OWN: 0, REASSIGNED: 0, WINDOW: 0, LAST_RESORT: 0}
+        self.evictions = {OWN: 0, REASSIGNED: 0, WINDOW: 0, LAST_RESORT: 0, NEAR: 0}
 
     # ---- a chunk's life
 
@@ -147,8 +147,10 @@ class Space:
                 self.spare = None
             elif (offset := self._allocator.alloc(n)) >= 0:
                 return offset
+        if self.kept.near and (offset := self.kept.instead_of_near(n, self._evict_slot)) >= 0:
+            return offset
         # The usual case in a full region: evict the class's own victim, and reuse its chunk.
-        if n <= _SMALL_MAX:
+        if n <= SLAB_CHUNK_BYTES_MAX:
             group = class_of(n)
             slot = self._policy.victim(group, self._is_held)
             if slot >= 0 and self._policy.since(slot) <= self._bounds[group] and self._policy.clock < self._wakes:
@@ -164,7 +166,7 @@ class Space:
             offset = self.allocate(n) if count == 1 else -1
             return [offset] if offset >= 0 else []
         offsets = self._allocator.alloc_many(n, count)
-        if len(offsets) < count and n <= _SMALL_MAX and self.spare is None:
+        if len(offsets) < count and n <= SLAB_CHUNK_BYTES_MAX and not self.spare and class_of(n) not in self.kept.near:
             self._reuse_own(n, offsets, count)
         while len(offsets) < count:
             offset = self.allocate(n)
@@ -178,7 +180,7 @@ class Space:
         group, policy, chunks = class_of(n), self._policy, self._offsets
         if self._evict_many is None or policy.clock >= self._wakes:
             return
-        rejected = self._is_held if self._holds else _NOTHING_HELD
+        rejected = self._is_held if self._holds or self._is_used else _NOTHING_HELD
         slots = policy.take_victims(group, rejected, count - len(offsets), self._bounds[group])
         if not slots:
             return
@@ -245,6 +247,8 @@ class Space:
         else:
             policy.remove(slot)
             policy.insert(slot, group, weight)
+        if slot in self.kept.entries:
+            self.kept.replaced(slot)
         if old in self._holds:
             self._free_or_detach(old)
             return
@@ -266,6 +270,8 @@ class Space:
             if self._known_full:
                 self._known_full.clear()
         if slot != NO_SLOT:
+            if slot in self.kept.entries:
+                self.kept.gone(slot)
             self._offsets[slot] = -1
             self._policy.remove(slot)
 
@@ -378,14 +384,6 @@ class Space:
         """Return the bytes of the allocated chunk at ``offset``. O(1). `CorruptionError` if there is none."""
         return self._allocator.chunk_bytes(offset)
 
-    def owned(self, offsets: Iterable[int]) -> set[int]:
-        """Return those of the offsets at which an entry's chunk begins. O(slots), by numpy."""
-        # A damaged line of the ledger may name any offset.
-        wanted = np.array([*sorted(offset for offset in offsets if 0 <= offset < 1 << 62), 1 << 62], np.int64)
-        entries = np.frombuffer(self._offsets, np.int64)
-        found: list[int] = entries[wanted[np.searchsorted(wanted, entries)] == entries].tolist()
-        return set(found) - {-1}
-
     def is_held(self, offset: int) -> bool:
         """Return True if the chunk at ``offset`` is held. O(1)."""
         return offset in self._holds
@@ -421,14 +419,31 @@ class Space:
         finally:
             policy.sparing = True
 
+    def heed(self, is_used: Callable[[int], bool], on_use: Callable[[int], None]) -> None:
+        """Pass over entries that are used by way of others from now on; tell ``on_use`` of each use that is found.
+        Nothing of it while the policy is one to which uses mean nothing.
+        """
+        self._heeded = is_used, on_use
+        self._is_used, self._policy.on_use = self._heeded if self._policy.HEEDS_USES else (None, None)
+
+    def change_policy(self, name: str) -> Callable[[int], bool]:
+        """Evict by another policy from now on. Return its `settle`, to be called until it returns False. O(groups)."""
+        change(self._policy, name)
+        self.policy_name = name
+        if self._heeded is not None:
+            self.heed(*self._heeded)
+        self._large_bound = 0
+        self._forget_bounds()
+        return self._policy.settle
+
     def _weight(self, slot: int) -> int:
         """Return the size of the slot's chunk, on the policy's clock."""
         return self._allocator.chunk_bytes(self._offsets[slot]) >> ALIGN_SHIFT
 
     def _is_held(self, slot: int) -> bool:
-        return self._offsets[slot] in self._holds
+        return self._offsets[slot] in self._holds or (self._is_used is not None and self._is_used(slot))
 
-    def _evict_slot(self, slot: int, reason: str) -> None:
+    def _evict_slot(self, slot: int, reason: str = NEAR) -> None:
         self.evictions[reason] += 1
         self._evicting = True
         self._evict(slot)
@@ -503,7 +518,7 @@ class Space:
     def _evict_around_any(self, need: int) -> bool:
         """Evict the cheapest window around a victim of any group, the oldest victim first."""
         policy = self._policy
-        victims = [(policy.victim(group, self._is_held), group) for group in policy.groups()]
+        victims = [(policy.victim(group, self._is_held), group) for group in policy.groups() if group < GROUPS]
         for _, group in sorted((policy.since(slot), group) for slot, group in victims if slot >= 0):
             _, window, _ = self._coldest_window(group, need, NEVER)
             if window:
@@ -550,26 +565,25 @@ class Space:
     def _evict_anywhere(self, group: int, need: int) -> bool:
         """Evict any entry of the same slab class, or else the first window in the region: the last resort."""
         if group != LARGE_GROUP:
-            for slot in self._policy.slots(group):
-                if not self._is_held(slot):
-                    self._evict_slot(slot, LAST_RESORT)
-                    return True
-        begin = 0
-        for span in self._allocator.walk():
-            end = span.offset + span.size
-            if not self._evictable(span):
-                begin = end
-                continue
-            start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
-            if start + window_bytes(need) <= end:
-                self._evict_spans(self._windows.spans(begin, start, need), LAST_RESORT)
+            slot = next((slot for slot in self._policy.slots(group) if not self._is_held(slot)), -1)
+            if slot >= 0 or (slot := self.kept.victim(group, self._is_held)) >= 0:
+                self._evict_slot(slot, LAST_RESORT)
                 return True
-        return False
+        window = self._windows.first(need)
+        if window is None:
+            with self.kept.soft_too() as any_more:
+                window = self._windows.first(need) if any_more else None
+                self._evict_spans(window or (), LAST_RESORT)
+        else:
+            self._evict_spans(window, LAST_RESORT)
+        return window is not None
 
     def _evictable(self, span: Span) -> bool:
         """Return True if everything in ``span`` is free, or published, neither held nor fresh."""
         if span.kind == FREE:
             return True
+        if self.kept.fences(span):
+            return False
         holds, policy = self._holds, self._policy
         if span.kind == LARGE:
             if span.detail == NO_SLOT or span.offset in holds:

@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..constants import DEFAULT_POLICY
+from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import CorruptionError
 from ..host.beats import beating
 from ..table import ZERO_DIGEST, Entry, Table
@@ -41,6 +42,10 @@ from ..wire.shard_set import EPOCH_MASK, FROZEN
 from .hashing import SHARD_MASK, TAG_AT, shard_of
 from .layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
 from .ledger import Ledger
+from .marks.groups import Groups
+from .marks.keeping import Keeping
+from .marks.kept import Shares
+from .marks.near import COMMIT_NEAR, NearCopies
 from .namespaces import StaleEntries
 from .quotas import Quotas
 from .rebuild import inside, overlapping
@@ -61,7 +66,7 @@ class Store:
     """
 
     def __init__(
-        self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str, vault: Vault | None = None
+        self, mm: mmap.mmap, geometry: Geometry, incarnation: int, policy: str, vault: Vault | None, shares: Shares
     ) -> None:
         self.vault = vault
         self.geometry = geometry
@@ -79,10 +84,9 @@ class Store:
         self.visited = whole[geometry.visited_offset : geometry.visited_offset + geometry.slots]
         self.table = Table(mm, geometry, incarnation, vault.undo if vault else None)
         self.ledger = Ledger(mm, geometry, vault.ledger if vault else None)
-        self.policy_name = policy
         keys = self.table.key_words()
         evict = self._drop_entry, keys, self._drop_entries
-        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, *evict)
+        self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, *evict, shares)
         self.stale = StaleEntries(self.ledger.namespaces, self.table, self.space, self._drop_entry)
         self.sessions = SessionTable(
             geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
@@ -90,13 +94,16 @@ class Store:
         self._data = geometry.data_offset
         #: Commits with deferred bookkeeping: (replaced chunk or -1, chunk, slot). See apply_pending().
         self._pending: list[tuple[int, int, int]] = []
+        self.keeping = Keeping(self.space.kept, self.table, self.shard_words, self.ledger.namespaces)
+        self.near = NearCopies(
+            self.keeping, self.table, self.commit, partial(self._refuse, cause=OVER_QUOTA, status=Status.OVER_QUOTA),
+            self._apply_entries, self._drop_entry, self.space.evictions,
+        )  # fmt: skip
         self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
-        #: None as long as no namespace has a quota.
-        self.quotas: Quotas | None = None
-        # Counters, for STATS and /metrics.
-        self.puts = 0
-        self.overwrites = 0
-        self.deletes = 0
+        readable = self.ledger.namespaces.readable
+        self.groups = Groups(self.table, self.space, self.visited, self.shard_words, readable, self._drop_entry)
+        self.quotas: Quotas | None = None  # as long as no namespace has one
+        self.puts = self.overwrites = self.deletes = 0
         self.set_evictions = 0
         #: Commits refused, by cause. The worker's ``put_failures`` has the other causes too.
         self.commit_failures = dict.fromkeys((BAD_REQUEST, WRONG_OWNER, TABLE_FULL, OVER_QUOTA, OLD_EPOCH), 0)
@@ -108,7 +115,7 @@ class Store:
     @classmethod
     def create(
         cls, mm: mmap.mmap, *, slots: int = 0, policy: str = DEFAULT_POLICY, incarnation: int = 1, generation: int = 1,
-        vault: Vault | None = None,
+        vault: Vault | None = None, shares: Shares = KEEP_SHARES,
     ) -> Store:  # fmt: skip
         """Lay out a fresh, zeroed arena. The caller holds its writer lock and has faulted its pages in.
 
@@ -123,7 +130,7 @@ class Store:
         words[Word.GENERATION] = generation
         words[Word.INCARNATION] = incarnation
         words[Word.STATE] = State.STARTING
-        store = cls(mm, geometry, incarnation, policy, vault)
+        store = cls(mm, geometry, incarnation, policy, vault, shares)
         if vault is not None:
             vault.fill(words, geometry)
         publish(words)
@@ -131,21 +138,24 @@ class Store:
         return store
 
     @classmethod
-    def recover(cls, mm: mmap.mmap, name: str, *, policy: str = DEFAULT_POLICY, vault: Vault | None = None) -> Store:
+    def recover(
+        cls, mm: mmap.mmap, name: str, *, policy: str = DEFAULT_POLICY, vault: Vault | None = None,
+        shares: Shares = KEEP_SHARES,
+    ) -> Store:  # fmt: skip
         """Take over a dead worker's arena. The caller holds its writer lock.
 
         ``vault``: what a predecessor has left in it outranks the arena; an empty one takes over what the arena says.
         Raise SegmentError for a foreign or closed arena. O(slots + ledger lines).
         """
         geometry, incarnation = take_over(mm, name, vault)
-        store = cls(mm, geometry, incarnation, policy, vault)
+        store = cls(mm, geometry, incarnation, policy, vault, shares)
         try:
             store._rebuild()
         except Exception as exc:
             if vault is None or isinstance(exc, MemoryError):
                 raise
             # What the slots say may change while they are read. Without them nothing is left that can be wrong.
-            store = cls(mm, geometry, incarnation, policy, vault)
+            store = cls(mm, geometry, incarnation, policy, vault, shares)
             store._rebuild(keep=False)
             store.notes.append(f"all entries dropped: {exc!r}")
         return store
@@ -168,6 +178,7 @@ class Store:
         with beating(self.beat):
             self._take_entries()
             self.notes += self.sessions.restore()
+            self.notes += self.groups.restore()
 
     def _take_entries(self) -> None:
         """Give the live slots their chunks, oldest first for the queues. Read a slot once: others may store there."""
@@ -183,6 +194,8 @@ class Store:
         for slot, reason in self.space.restore(found.slots[order], offsets, found.chunks[order].astype(np.int64)):
             self.notes.append(f"slot {slot} dropped: {reason}")
             self.table.clear(slot)
+        slots, _, marks = self.table.marked()
+        self.keeping.recover(slots.tolist(), marks.tolist())
 
     def beat(self) -> None:
         """Show readers that a worker is there."""
@@ -299,7 +312,11 @@ class Store:
                 if not 0 < shards[(digest[0] | digest[1] << 8) & SHARD_MASK] < FROZEN:
                     statuses.append(self._refuse(session, grant, WRONG_OWNER, Status.WRONG_OWNER))
                     continue
-                namespace, flags = own, flags if flags < ENTRY_BOUND else session.flags(flags)
+                namespace = own
+                if flags >= ENTRY_BOUND and (flags := session.flags(flags)) & COMMIT_NEAR:
+                    plain = digest, number, length, crc, flags ^ COMMIT_NEAR, options
+                    statuses.append(self.near.commit(session, plain, grant))
+                    continue
                 if options:
                     refused, namespace = self._take_options(session, digest, options)
                     if refused:
@@ -368,6 +385,8 @@ class Store:
             self._apply_entries()
         if self.sessions.wanted:
             self.sessions.prepare_wanted()
+        if self.groups.orphans:
+            self.groups.drop_orphans()
 
     def _apply_entries(self) -> None:
         """Assign the chunks to their entries, and free the replaced ones."""
@@ -388,6 +407,8 @@ class Store:
                 self._assign(todo)
         except Exception as exc:  # of any kind: the entries are published, and their bookkeeping is lost
             raise CorruptionError(f"the bookkeeping of {len(todo)} commits failed: {exc!r}") from exc
+        if self.keeping.awaited.marks:
+            self.keeping.arrived(slot for _, _, slot in todo)
 
     def _assign(self, todo: list[tuple[int, int, int]]) -> None:
         """Do :meth:`_apply_entries` for several commits. Of one prompt the last pages go first, as they need others."""
@@ -434,7 +455,13 @@ class Store:
                 statuses.append(Status.NOT_FOUND)
                 continue
             statuses.append(Status.OK)
+        self.groups.drop_orphans()
         return statuses
+
+    def keep(self, digests: Sequence[bytes], how: int, seconds: int, now_s: int, mover: int = 0) -> list[int]:
+        """Keep entries from eviction, and return the statuses: see :meth:`Keeping.keep`."""
+        self.apply_pending()
+        return self.keeping.keep(digests, how, seconds, now_s, mover)
 
     def locate(
         self, session: Session | None, digests: Sequence[bytes], how: int = 0
@@ -498,6 +525,8 @@ class Store:
 
     def _drop_entry(self, slot: int) -> None:
         """Remove an entry from the table, then free its chunk."""
+        if self.groups.used:
+            self.groups.leave(slot)
         if self.shard_words.moving:
             self.shard_words.note_dropped(self.table.entry(slot).digest)
         offset = self.space.offset(slot)
@@ -510,6 +539,7 @@ class Store:
 
     def _drop_entries(self, slots: list[int], offsets: list[int]) -> None:
         """Remove entries from the table, whose chunks at these offsets of the region are granted next."""
+        self.groups.leave_many(slots)
         if self.shard_words.moving:
             for slot in slots:
                 self.shard_words.note_dropped(self.table.entry(slot).digest)
@@ -521,6 +551,7 @@ class Store:
     def drop_spoilt(self, slot: int) -> None:
         """Empty a slot in which others have stored something, and free its own chunk. Nothing is pending."""
         self.shard_words.end_fallbacks()  # the value's owner is unknown
+        self.groups.leave_many([slot])
         offset = self.space.offset(slot)
         self.table.empty(slot)
         if offset >= 0:
@@ -535,21 +566,16 @@ class Store:
             raise CorruptionError(f"slot {slot} names other bytes than those of its chunk at {offset}")
 
     def _evict_from_sets(self, digest: bytes) -> bool:
-        """Evict the coldest entry without pins from the digest's full sets. Return False if all are pinned."""
+        """Evict the coldest entry from the digest's full sets. Return False if all are pinned or hard kept."""
         self._apply_entries()  # but make no grants, which may evict
-        table, space, visited = self.table, self.space, self.visited
-        best, best_rank = -1, (True, 1 << 64)
-        for slot in table.candidates(digest):
-            if space.is_held(table.offset(slot) - self._data):
-                continue
-            rank = (visited[slot] > 0, table.stored(slot))  # readers may write any value to the byte
-            if rank < best_rank:
-                best, best_rank = slot, rank
+        kept, table = self.space.kept, self.table
+        best = kept.first_to_go(table.candidates(digest), self.space.is_held, self.visited, table.stored)
         if best < 0:
             return False
         self._drop_entry(best)
         self.set_evictions += 1
-        visited[best] = 0
+        self.visited[best] = 0
+        self.groups.drop_orphans()
         return True
 
     # -- inspection ---------------------------------------------------------------------------
@@ -561,12 +587,11 @@ class Store:
             "entries": self.table.entries, "slots": self.geometry.slots, "data_bytes": self.geometry.data_bytes,
             "free_bytes": self.space.free_bytes, **self.sessions.stats(), "puts": self.puts,
             "overwrites": self.overwrites, "deletes": self.deletes, "evictions": dict(self.space.evictions),
-            "set_evictions": self.set_evictions, "stale_drops": self.stale.dropped,
+            "set_evictions": self.set_evictions, **self.groups.stats(), "stale_drops": self.stale.dropped,
             "cluster": self.cluster, "epochs": self.ledger.namespaces.epochs(),
-            "put_failures": {
-                **self.commit_failures, STALE_GRANT: self.stale_commits, NO_ROOM: self.sessions.refused,
-            },
+            "put_failures": {**self.commit_failures, STALE_GRANT: self.stale_commits, NO_ROOM: self.sessions.refused},
             "stale_commits": self.stale_commits, **self.shard_words.stats(), "copies": self.copies,
-            "incarnation": self.incarnation, "policy": self.policy_name,
+            "incarnation": self.incarnation, "policy": self.space.policy_name,
             "quotas": self.quotas.stats() if self.quotas is not None else {},
+            "kept": self.keeping.stats(self.ledger.names), "near": self.near.counts,
         }  # fmt: skip

@@ -1,0 +1,73 @@
+"""What an arena has, by numpy, beside its worker: copies of slots, and the entries that anybody can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...constants import SHARD_COUNT, SLOT_BYTES
+from ...wire.shard_set import FROZEN
+from ..hashing import SHARD_MASK
+from ..layout import ENTRY_EPOCH, EPOCH_WORD, HEADER_BYTES, NAMESPACE_LINE_BYTES, NAMESPACES, SLOT_FIELDS, Geometry
+
+#: Slots that are copied at a time: 4 MiB.
+PAGE_SLOTS: Final = 1 << 16
+
+#: An entry: its digest as two words, the bytes of its value, the number of its namespace.
+ENTRY_FIELDS: Final = np.dtype([("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2")])
+
+
+class Mapped(Protocol):
+    """What is mapped of an arena, from its start: all words up to the names of namespaces."""
+
+    geometry: Geometry
+    words: memoryview
+
+
+def at_rest(reader: Mapped, start: int, stop: int) -> NDArray[np.void]:
+    """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros.
+
+    The seqs, whole slots, the seqs again: x86 keeps that order. A slot whose seq was even and the same both times was
+    copied as it was.
+    """
+    live = np.frombuffer(reader.words, SLOT_FIELDS, stop - start, reader.geometry.slots_offset + start * SLOT_BYTES)
+    before = live["seq"].copy()
+    rows: NDArray[np.void] = live.copy()
+    after = live["seq"].copy()
+    rows[(before != after) | (before & np.uint64(1) != 0)] = np.zeros(1, SLOT_FIELDS)
+    return rows
+
+
+def entries(reader: Mapped, beat: Callable[[], None] = lambda: None) -> NDArray[np.void]:
+    """Return the entries that this worker answers for and that can be read, as ``ENTRY_FIELDS``. O(slots).
+
+    They are not of one moment: each was there at some time during the call. ``beat`` is called between pages. A lease
+    that has ended (``cluster/epochs.py``) hides values for a time only, so it is not looked at.
+    """
+    pages = list(_pages(reader, beat))
+    return np.concatenate(pages) if pages else np.zeros(0, ENTRY_FIELDS)
+
+
+def _pages(reader: Mapped, beat: Callable[[], None]) -> Iterator[NDArray[np.void]]:
+    words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES)
+    lines = np.frombuffer(
+        reader.words, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, reader.geometry.names_offset
+    ).reshape(NAMESPACES, -1)
+    slots = reader.geometry.slots
+    for start in range(0, slots, PAGE_SLOTS):
+        rows = at_rest(reader, start, min(start + PAGE_SLOTS, slots))
+        rows = rows[rows["offset"] != 0]
+        # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
+        mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)
+        epochs = lines[rows["namespace"] % NAMESPACES, EPOCH_WORD]
+        tagged = (rows["flags"] & ENTRY_EPOCH) != 0
+        now = rows["high"] >> np.uint64(32) == epochs & np.uint64(0xFFFF_FFFF)
+        rows = rows[mine & np.where(epochs != 0, tagged & now, ~tagged)]
+        page = np.empty(len(rows), ENTRY_FIELDS)
+        for name, column in (("low", "low"), ("high", "high"), ("size", "length"), ("namespace", "namespace")):
+            page[name] = rows[column]
+        yield page
+        beat()

@@ -1,0 +1,327 @@
+"""Which entries are kept: by class, until when, and whose bytes.
+
+A *hard* kept entry is not evicted before its time. It is in a queue of the policy that nobody asks for victims, so it
+costs the others nothing. A *soft* one is in a queue of its size class that is asked last. A slab or a large chunk with
+a kept entry in it is no part of a window either.
+
+A *near* copy is the opposite: its own queue is asked first, and it is in nobody's way (`simm.arena.marks.near`).
+
+Hard kept bytes are bounded, by namespace and in all, so that others find room. An overwrite keeps an entry's mark. If
+the new value is larger than what the bounds allow, the entry is soft kept from then on. If it is in parts, it is not
+kept any more.
+
+All methods are O(1), or say otherwise. Expiries are in a heap of (time, slot). An item whose slot has another time by
+now is outdated, and skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
+
+from ...constants import KEEP_HARD, KEEP_SHARES, KEEP_SOFT, SLAB_BYTES
+from ...constants import NEAR as NEAR_CLASS
+from ...errors import CorruptionError
+from ...slab import FREE, GROUPS, LARGE, Allocator, Span, class_of
+from ..queues import Policy, Rejected
+
+SOFT: Final = KEEP_SOFT
+HARD: Final = KEEP_HARD
+NEAR: Final = NEAR_CLASS
+#: By class: in which order entries go that lie in one full set. What is hard kept does not.
+HARD_RANK: Final = 3
+RANKS: Final = (1, 2, HARD_RANK, 0)
+#: What hard kept entries may take of the region, percent: in all, and those of one namespace.
+Shares = tuple[int, int]
+#: Bits of the time in a slot's word; the class is above them. 2^30 s are 34 years since the host's start.
+UNTIL_BITS: Final = 30
+UNTIL_MASK: Final = (1 << UNTIL_BITS) - 1
+#: The lower half of a slot's marks.
+KEPT_MASK: Final = (1 << 32) - 1
+#: Near copies are at most 1 / NEAR_SHARE of the data.
+NEAR_SHARE: Final = 10
+#: Near copies that one allocation evicts at most: of large values several make room for one.
+NEAR_EVICTED_MAX: Final = 8
+#: Allocations in a row that pass copies by.
+NEAR_OWED_MAX: Final = 64
+
+#: Groups of the policy: those of the size classes, one for all hard kept entries, those of soft kept ones, of copies.
+HARD_GROUP: Final = GROUPS
+SOFT_GROUPS: Final = GROUPS + 1
+NEAR_GROUPS: Final = 2 * GROUPS + 1
+KEPT_GROUPS: Final = 3 * GROUPS + 1
+
+
+def pack(how: int, until: int) -> int:
+    """Return the word of an entry that is kept until a time, seconds of CLOCK_BOOTTIME."""
+    return how << UNTIL_BITS | min(until, UNTIL_MASK)
+
+
+def unpack(word: int) -> tuple[int, int]:
+    """Return (class, time) of a slot's word, (0, 0) for one that is not kept."""
+    return (word >> UNTIL_BITS & 3, word & UNTIL_MASK) if word & KEPT_MASK else (0, 0)
+
+
+class KeptEntry(NamedTuple):
+    """One kept entry. ``slab``: where its slab begins, -1 for a large value."""
+
+    how: int
+    until: int
+    namespace: int
+    bytes: int
+    slab: int
+
+
+class KeptEntries:
+    """The kept entries of one region.
+
+    Args:
+        allocator, policy, offsets: the region's; the last is the offset of each slot's chunk, -1 without one.
+        in_use: tells whether a slot's entry may not be evicted, as its chunk is in use.
+        changed: called when something may be evicted that could not be before.
+        shares: bounds of what is hard kept.
+    """
+
+    def __init__(
+        self, allocator: Allocator, policy: Policy, offsets: Sequence[int], in_use: Rejected,
+        changed: Callable[[], None], shares: Shares = KEEP_SHARES,
+    ) -> None:  # fmt: skip
+        self._in_use = in_use
+        self._allocator = allocator
+        self._policy = policy
+        self._offsets = offsets
+        self._changed = changed
+        self.hard_max = self.namespace_max = 0
+        self.bound_by(shares)
+        #: By slot. Others look into it, at every put: a call would cost more than the look.
+        self.entries: dict[int, KeptEntry] = {}
+        self._due: list[tuple[int, int]] = []
+        #: Bytes by (namespace, class).
+        self.bytes: dict[tuple[int, int], int] = {}
+        self.hard_bytes = 0
+        self.near_max: Final = allocator.size // NEAR_SHARE
+        self.near_bytes = 0
+        #: By group: the number of near copies in each that has some.
+        self.near: dict[int, int] = {}
+        #: By group: copies that were made in place of others, each of which one allocation is to make good for.
+        self.owed: dict[int, int] = {}
+        #: By class: the number of kept entries in each slab that has some.
+        self._slabs: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+        #: False while soft kept entries may be evicted too.
+        self.sparing = True
+        #: Entries that an overwrite has made soft; and what is called with each of them.
+        self.softened = 0
+        self.softened_one: Callable[[int, KeptEntry], None] = lambda _slot, _kept: None
+        #: Returns True if an overwrite ends the keeping of a slot's entry, which was kept like that.
+        self.outdated: Callable[[int, int], bool] = lambda _slot, _how: False
+
+    def bound_by(self, shares: Shares) -> None:
+        """Take other bounds of what is hard kept. What is beyond them stays kept until its time; more is refused."""
+        self.hard_max, self.namespace_max = (self._allocator.size * share // 100 for share in shares)
+
+    def __len__(self) -> int:
+        """Return the number of kept entries."""
+        return len(self.entries)
+
+    def how(self, slot: int) -> int:
+        """Return how the entry in a slot is kept, 0 if it is not."""
+        kept = self.entries.get(slot)
+        return 0 if kept is None else kept.how
+
+    def get(self, slot: int) -> KeptEntry | None:
+        """Return what is known of the kept entry in a slot."""
+        return self.entries.get(slot)
+
+    def items(self) -> list[tuple[int, KeptEntry]]:
+        """Return all kept entries with their slots. O(kept)."""
+        return list(self.entries.items())
+
+    # ---- keeping
+
+    def keep(self, slot: int, how: int, until: int, namespace: int) -> bool:
+        """Keep a published entry, or keep it otherwise. Return False, with nothing changed, if that is over a quota."""
+        size, slab = self._place(slot)
+        before = self.entries.get(slot)
+        if how == HARD:
+            mine = before is not None and before.how == HARD
+            more = size - (before.bytes if before is not None and mine else 0)
+            own = size - (before.bytes if before is not None and mine and before.namespace == namespace else 0)
+            if not self._admits(namespace, more, own):
+                return False
+        if before is not None:
+            self._forget(slot, before)
+        self._note(slot, KeptEntry(how, until, namespace, size, slab))
+        self._enqueue(slot, how, size)
+        if before is not None and before.how == HARD != how:
+            self._changed()
+        return True
+
+    def end(self, slot: int) -> None:
+        """End the keeping of an entry, which is from now on as if it had just been used. Nothing if it is not kept."""
+        kept = self.entries.get(slot)
+        if kept is not None:
+            self._forget(slot, kept)
+            self._policy.move(slot, class_of(kept.bytes))
+            self._changed()
+
+    def gone(self, slot: int) -> None:
+        """Forget an entry that has been removed from the policy."""
+        kept = self.entries.get(slot)
+        if kept is not None:
+            self._forget(slot, kept)
+
+    def replaced(self, slot: int) -> None:
+        """Take in the new chunk of a kept entry, which the policy has in its size class's group."""
+        kept = self.entries[slot]
+        size, slab = self._place(slot)
+        self._forget(slot, kept)
+        if self.outdated(slot, kept.how):
+            self._changed()
+            return
+        now = kept._replace(bytes=size, slab=slab)
+        if kept.how == HARD and size > kept.bytes and not self._admits(kept.namespace, size, size):
+            now = now._replace(how=SOFT)
+            self.softened += 1
+            self.softened_one(slot, now)
+        self._note(slot, now, due=False)
+        self._enqueue(slot, now.how, size)
+
+    def due(self, now: int, most: int) -> list[int]:
+        """Return at most ``most`` slots whose time has come; each is still kept. O(log kept) each."""
+        found: list[int] = []
+        due = self._due
+        while due and due[0][0] <= now and len(found) < most:
+            until, slot = heappop(due)
+            kept = self.entries.get(slot)
+            if kept is not None and kept.until == until and slot not in found[-1:]:
+                found.append(slot)
+        return found
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """Return the bytes of an entry's chunk, and its slab, -1 for a large value."""
+        offset = self._offsets[slot]
+        if offset < 0:
+            raise CorruptionError(f"slot {slot} is kept, but has no chunk")
+        allocator = self._allocator
+        slab = offset & -SLAB_BYTES if allocator.class_of_slab(offset) >= 0 else -1
+        return allocator.chunk_bytes(offset), slab
+
+    def _admits(self, namespace: int, more: int, own: int) -> bool:
+        """Return whether so many bytes more may be hard kept, ``own`` of them more of this namespace."""
+        used = self.bytes.get((namespace, HARD), 0)
+        return self.hard_bytes + more <= self.hard_max and used + own <= self.namespace_max
+
+    def _enqueue(self, slot: int, how: int, size: int) -> None:
+        if how == NEAR:
+            self._policy.move(slot, NEAR_GROUPS + class_of(size))
+            self._policy.spare_no_more(slot)
+            return
+        self._policy.move(slot, HARD_GROUP if how == HARD else SOFT_GROUPS + class_of(size))
+
+    def _note(self, slot: int, kept: KeptEntry, *, due: bool = True) -> None:
+        self.entries[slot] = kept
+        key = kept.namespace, kept.how
+        self.bytes[key] = self.bytes.get(key, 0) + kept.bytes
+        if kept.how == HARD:
+            self.hard_bytes += kept.bytes
+        elif kept.how == NEAR:
+            group = class_of(kept.bytes)
+            self.near_bytes += kept.bytes
+            self.near[group] = self.near.get(group, 0) + 1
+        if kept.slab >= 0:
+            slabs = self._slabs[kept.how]
+            slabs[kept.slab] = slabs.get(kept.slab, 0) + 1
+        if due:
+            heappush(self._due, (kept.until, slot))
+            if len(self._due) > 64 + 2 * len(self.entries):
+                self._due = [(each.until, number) for number, each in self.entries.items()]
+                heapify(self._due)
+
+    def _forget(self, slot: int, kept: KeptEntry) -> None:
+        del self.entries[slot]
+        key = kept.namespace, kept.how
+        self.bytes[key] -= kept.bytes
+        if not self.bytes[key]:
+            del self.bytes[key]
+        if kept.how == HARD:
+            self.hard_bytes -= kept.bytes
+        elif kept.how == NEAR:
+            group = class_of(kept.bytes)
+            self.near_bytes -= kept.bytes
+            self.near[group] -= 1
+            if not self.near[group]:
+                del self.near[group]
+        if kept.slab >= 0:
+            slabs = self._slabs[kept.how]
+            slabs[kept.slab] -= 1
+            if not slabs[kept.slab]:
+                del slabs[kept.slab]
+
+    # ---- making room
+
+    def fences(self, span: Span) -> bool:
+        """Return True if a span has a kept entry that may not be evicted now."""
+        if not self.entries or span.kind == FREE:
+            return False
+        if span.kind == LARGE:
+            how = self.how(span.detail)
+            return how == HARD or (how == SOFT and self.sparing)
+        return span.offset in self._slabs[HARD] or (self.sparing and span.offset in self._slabs[SOFT])
+
+    def victim(self, group: int, rejected: Rejected) -> int:
+        """Return the near copy or else the soft kept entry of a size class that goes first, -1 without one."""
+        if (slot := self._near_victim(group)) >= 0:
+            return slot
+        return self._policy.victim(SOFT_GROUPS + group, rejected) if self._slabs[SOFT] else -1
+
+    def _near_victim(self, group: int) -> int:
+        """Return the near copy of a size class that goes first, -1 without one."""
+        return self._policy.victim(NEAR_GROUPS + group, self._in_use) if group in self.near else -1
+
+    def instead_of_near(self, n: int, evict: Callable[[int], None]) -> int:
+        """Evict near copies of the size class of ``n`` bytes until there is room. Return its offset, -1 without any."""
+        group = class_of(n)
+        if self.owed.get(group, 0):
+            self.owed[group] -= 1
+            return -1
+        for _ in range(NEAR_EVICTED_MAX):
+            if (slot := self._near_victim(group)) < 0:
+                break
+            evict(slot)
+            if (offset := self._allocator.alloc(n)) >= 0:
+                return offset
+        return -1
+
+    def owe(self, n: int) -> None:
+        """Let one allocation of the size class of ``n`` bytes pass copies by. O(1)."""
+        group = class_of(n)
+        self.owed[group] = min(self.owed.get(group, 0) + 1, NEAR_OWED_MAX)
+
+    def oldest_near(self) -> int:
+        """Return the near copy of all size classes that goes first, -1 without one. O(classes with copies)."""
+        slots = [self._near_victim(group) for group in self.near]
+        return min((slot for slot in slots if slot >= 0), key=self._policy.since, default=-1)
+
+    def first_to_go(
+        self, slots: Iterable[int], held: Callable[[int], bool], visited: Sequence[int], stored: Callable[[int], int]
+    ) -> int:
+        """Return that one of some entries that goes first, -1 if all are hard kept or held. O(slots)."""
+        best, best_rank = -1, (HARD_RANK, True, 0)
+        for slot in slots:
+            if (rank := RANKS[self.how(slot)]) == HARD_RANK or held(self._offsets[slot]):
+                continue
+            full_rank = (rank, visited[slot] > 0, stored(slot))  # readers may write any value to the byte
+            if full_rank < best_rank:
+                best, best_rank = slot, full_rank
+        return best
+
+    @contextmanager
+    def soft_too(self) -> Iterator[bool]:
+        """Let soft kept entries be evicted as any other, inside the block. Yield whether there are some."""
+        self.sparing = False
+        try:
+            yield any(how == SOFT for _, how in self.bytes)
+        finally:
+            self.sparing = True

@@ -1,0 +1,96 @@
+"""Near copies in a worker's arena: copies of values that other hosts own, made for readers on this one.
+
+A copy is an ordinary entry: readers find and check it as any other, `advance` ends it, a dead namespace takes it along.
+Three things are its own (`simm.sdk.near.promotion` says what copies are for):
+
+* *Room.* All copies take a tenth of the arena's data at most: a new one evicts the oldest of them. An allocation takes
+  the place of a copy of its size class before it evicts anything else. What was just put is spared for a while; a copy
+  never is. The chunk of a copy is granted like any other, before anybody knows what for. In a full arena it would be
+  that of the copy before, and there would only ever be one. So a copy that is made while there are evictions lets one
+  later allocation pass the copies by: each copy costs the arena one other value, and each value that is put one copy.
+* *Time.* It is dropped after ``NEAR_S``, used or not. So a reader that was not told of a delete, or of a value that
+  changed although that was ruled out, is wrong for no longer.
+* *Place.* It does not move with its shard.
+
+The mark in the slot's word says that an entry is a copy. A worker that dies between the publication and the mark leaves
+an ordinary entry that nobody looks for once its shard has moved; until then it is found, and evicted in its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ...wire.messages import Status
+from .kept import NEAR
+
+if TYPE_CHECKING:
+    from ...table import Table
+    from ..sessions import Session
+    from .keeping import Keeping
+
+#: Bit of a commit's flags: the value is a near copy. No slot has it, which has a mark instead.
+COMMIT_NEAR: Final = 16
+#: An entry of a commit: digest, grant id, length, crc, flags, options.
+Entry = tuple[bytes, int, int, int, int, int]
+#: Offset, chunk bytes, hold line.
+Grant = tuple[int, int, int]
+
+
+class NearCopies:
+    """The near copies of one store.
+
+    Args:
+        keeping, table: the store's.
+        commit: publishes values. refuse: spends a grant whose value finds no room, and returns the status.
+        settle: does the bookkeeping that commits have deferred. drop: drops the entry of a slot.
+        evictions: the space's, by reason.
+    """
+
+    def __init__(
+        self, keeping: Keeping, table: Table, commit: Callable[[Session, Sequence[Entry]], list[int]],
+        refuse: Callable[[Session, Grant], int], settle: Callable[[], None], drop: Callable[[int], None],
+        evictions: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        self._keeping: Final = keeping
+        self._table: Final = table
+        self._commit: Final = commit
+        self._refuse: Final = refuse
+        self._settle: Final = settle
+        self._drop: Final = drop
+        self._evictions: Final = evictions
+        self._evicted = 0
+        #: What became of copies: made; refused, as there was no room; evicted for another copy; and expired.
+        self.counts = dict.fromkeys(("made", "refused", "replaced", "expired"), 0)
+        keeping.drop_near = self._expire
+
+    def commit(self, session: Session, entry: Entry, grant: Grant) -> int:
+        """Publish a copy in the chunk of a grant, and spend it; return the status. O(log kept) for each evicted one."""
+        self._settle()
+        kept, chunk, full = self._keeping.kept, grant[1], sum(self._evictions.values()) != self._evicted
+        while kept.near_bytes + chunk > kept.near_max:
+            slot = kept.oldest_near() if chunk <= kept.near_max else -1
+            if slot < 0:
+                self.counts["refused"] += 1
+                return self._refuse(session, grant)
+            self._drop(slot)
+            self.counts["replaced"] += 1
+            full = False  # the next allocation has that chunk
+        session.grants[entry[1]] = grant
+        (status,) = self._commit(session, (entry,))
+        if status == Status.OK:
+            self._settle()
+            slot = self._table.lookup(entry[0])
+            if slot >= 0:
+                self._keeping.take_near(slot)
+                self.counts["made"] += 1
+                if full:
+                    kept.owe(chunk)
+                self._evicted = sum(self._evictions.values())
+        return status
+
+    def _expire(self, slot: int) -> None:
+        self._settle()
+        if self._keeping.kept.how(slot) == NEAR:  # else a value was put over it that nobody had counted yet
+            self._drop(slot)
+            self.counts["expired"] += 1
