@@ -39,6 +39,16 @@ def of_my_cgroup() -> set[int]:
     raise FileNotFoundError("no control group of this process in /sys/fs/cgroup")
 
 
+def program_of(pid: int) -> str:
+    """Return the name of a process; empty for one that has ended, or is not to be seen from here.
+
+    Not by psutil, whose name() takes a long one from the command line.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
+        return file.read().strip()
+    return ""
+
+
 def boottime_ns() -> int:
     """Return CLOCK_BOOTTIME in ns. A host has one, which runs while processes are stopped and the host sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -1,0 +1,374 @@
+"""A folder through which the processes of a user on one host trace together.
+
+    control.json      what `simm trace start` asks of all of them; its end is in it
+    PID-START.spans   what one process has recorded: a JSON object a line, the newest last
+    PID-START.old     what it recorded before that
+
+Whoever can write here can make this user's clients trace, and nothing else. So the folder has the mode 0700, and it and
+each file in it must belong to this user (or root); links are not followed. Whoever can write to the folder *around* it
+could put a link to any folder in its place, in which files would then be written and removed. So that must be this
+user's or root's too: without settings it is in /tmp, where anybody can make the name first.
+
+**Bounds.** A process keeps two files of ``FILE_BYTES_MAX``. A folder keeps the files of ``PROCESSES_MAX`` processes: a
+process that begins removes the oldest beyond that. A thread writes, so a disk that hangs delays no call, and what does
+not fit the memory of the recorder meanwhile is counted and left out. A process that is killed loses a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..constants import TRACE_CONTROL, TRACE_S_MAX
+from ..errors import ConfigError, UsageError
+from ..host import fork
+from .perfetto import LINE_BYTES_MAX, Event, events_of, read_lines
+from .spans import Recorder, ratio_of
+
+log = logging.getLogger("simm.tracing")
+
+FILE_BYTES_MAX: Final = 8 << 20
+PROCESSES_MAX: Final = 64
+WRITE_S: Final = 0.5
+_CONTROL_BYTES_MAX: Final = 4096
+_NEWEST, _OLDER = ".spans", ".old"
+
+
+def open_folder(folder: Path) -> Path:
+    """Make the folder, or check it, and return it. Raises ConfigError if others could write there, or replace it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except OSError as exc:
+        raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
+    check_folder(folder)
+    if folder.lstat().st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def check_folder(folder: Path) -> bool:
+    """Return whether there is a folder for traces. Raises ConfigError if it is another user's, or could be replaced."""
+    try:
+        around, about = folder.parent.lstat(), folder.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as exc:
+        raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise ConfigError(f"{folder} is no folder of uid {os.geteuid()}; name another by --trace-dir")
+    if around.st_uid not in (os.geteuid(), 0) or around.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+        raise ConfigError(f"other users can replace what is in {folder.parent}; name another folder by --trace-dir")
+    return True
+
+
+def _own(fd: int) -> bool:
+    about = os.fstat(fd)
+    return stat.S_ISREG(about.st_mode) and about.st_uid in (os.geteuid(), 0)
+
+
+# -- what all processes of the host are asked for -----------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What `simm trace start` asks for. ``until``: seconds since 1970."""
+
+    ratio: float
+    slow_ms: int
+    until: float
+
+
+def share_of(ratio: str) -> float:
+    """Return the share of operations that is to be traced. Raises UsageError."""
+    share = ratio_of(ratio)
+    if share is None:
+        raise UsageError("simm trace stop ends it; start takes a share of operations from 0 to 1")
+    return share
+
+
+def checked_seconds(seconds: float) -> float:
+    """Return how long to trace. Raises UsageError."""
+    if not 0 < seconds <= TRACE_S_MAX:
+        raise UsageError(f"tracing is for more than 0 s and at most {TRACE_S_MAX} s (a day), not {seconds:g}")
+    return seconds
+
+
+def ask(folder: Path, ratio: str, slow_ms: int, seconds: float) -> Asked:
+    """Ask all clients that use this folder to trace for so many seconds. Raises UsageError, ConfigError."""
+    share = share_of(ratio)
+    asked = Asked(share, slow_ms, time.time() + checked_seconds(seconds))
+    open_folder(folder)
+    temporary = folder / f".{TRACE_CONTROL}.{os.getpid()}"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump(asked._asdict(), file)
+        temporary.replace(folder / TRACE_CONTROL)
+    except OSError as exc:
+        raise ConfigError(f"cannot write {folder / TRACE_CONTROL}: {exc.strerror}") from exc
+    return asked
+
+
+def end(folder: Path) -> bool:
+    """Ask for no more traces; return whether anything was asked for. Raises ConfigError."""
+    check_folder(folder)
+    try:
+        (folder / TRACE_CONTROL).unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as exc:
+        raise ConfigError(f"cannot remove {folder / TRACE_CONTROL}: {exc.strerror}") from exc
+    return True
+
+
+class Control:
+    """What a folder's control file asks for, looked at again only when it has changed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._seen: tuple[int, int] = (0, 0)
+        self._asked: Asked | None = None
+        #: Whether the last line said what is wrong with the file: whoever writes it again and again gets one line.
+        self._said = False
+
+    def look(self, now: float) -> Asked | None:
+        """Return what is asked for at ``now``, seconds since 1970; None for nothing. One stat unless it changed."""
+        try:
+            about = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            self._seen, self._asked = (0, 0), None
+            return None
+        seen = about.st_ino, about.st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._asked = seen, self._read()
+        asked = self._asked
+        return asked if asked is not None and now < asked.until <= now + TRACE_S_MAX else None
+
+    def _read(self) -> Asked | None:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            if not _own(fd):
+                self._say("%s belongs to another user: nothing is traced for it", self._path)
+                return None
+            found = json.loads(os.read(fd, _CONTROL_BYTES_MAX))
+            ratio, slow_ms, until = found["ratio"], found["slow_ms"], found["until"]
+            if not (0 <= ratio <= 1 and 0 <= slow_ms <= 3_600_000 and type(slow_ms) is int):
+                raise ValueError("out of range")
+            asked = Asked(float(ratio), slow_ms, float(until))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as exc:
+            self._say("%s is not what `simm trace start` writes: %s", self._path, type(exc).__name__)
+            return None
+        finally:
+            os.close(fd)
+        self._said = False
+        return asked
+
+    def _say(self, text: str, *about: object) -> None:
+        if not self._said:
+            log.warning(text, *about)
+        self._said = True
+
+
+# -- what one process has recorded -------------------------------------------------------------------
+
+
+class Spool:
+    """The files of this process, and the thread that appends to them what its recorder keeps.
+
+    ``folder`` has been checked by :func:`open_folder`. Several clients of a process share one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recorder = Recorder()
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._begin()
+        fork.in_child(self._after_fork)
+
+    def _begin(self) -> None:
+        self._users = 0
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._name = f"{os.getpid()}-{time.time_ns():x}"
+        self._size = 0
+        self._failed = False
+
+    @property
+    def path(self) -> Path:
+        """The file that it appends to."""
+        return self.folder / (self._name + _NEWEST)
+
+    def join(self) -> None:
+        """Write from now on, for one client more."""
+        with self._lock:
+            self._users += 1
+        forget_oldest(self.folder)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begin to write, unless it does: threads do not survive a fork."""
+        with self._lock:
+            if self._thread is not None or not self._users:
+                return
+            self._wake = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._wake,), name="simm-trace", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as exc:  # no more threads, or the interpreter is ending
+                self._thread = None
+                log.warning("what is traced is not written: %s", exc)
+
+    def leave(self) -> None:
+        """Write for one client less; the last one's operations are written before this returns."""
+        with self._lock:
+            self._users -= 1
+            thread = None
+            if self._users <= 0 and self._thread is not None:
+                thread, self._thread = self._thread, None
+                self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(2 * WRITE_S)
+        self.write()
+
+    def _run(self, over: threading.Event) -> None:
+        while not over.wait(WRITE_S):
+            self.write()
+
+    def write(self) -> None:
+        """Append what the recorder has. Never raises: what cannot be written is lost, and logged once."""
+        if not self._writing.acquire(timeout=2 * WRITE_S):
+            return  # a disk that hangs
+        try:
+            lines = [
+                json.dumps(event, separators=(",", ":")).encode() + b"\n"
+                for operation in self.recorder.take() for event in events_of(operation, os.getpid())
+            ]  # fmt: skip
+            if lines:
+                self._append(lines)
+        except (OSError, ConfigError) as exc:
+            if not self._failed:
+                log.warning("traces cannot be written to %s: %s", self.folder, getattr(exc, "strerror", None) or exc)
+            self._failed = True
+        finally:
+            self._writing.release()
+
+    def _append(self, lines: list[bytes]) -> None:
+        at = 0
+        while at < len(lines):
+            if not self._size:  # of a forked child's first file too, which has joined nothing
+                forget_oldest(self.folder, PROCESSES_MAX - 1)
+            if self._size >= FILE_BYTES_MAX:
+                self.path.replace(self.folder / (self._name + _OLDER))
+                self._size = 0
+            part: list[bytes] = []
+            while at < len(lines) and (not part or self._size + len(lines[at]) <= FILE_BYTES_MAX):
+                part.append(lines[at])
+                self._size += len(lines[at])
+                at += 1
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            with open(fd, "wb") as file:
+                file.write(b"".join(part))
+            if at < len(lines):
+                self._size = max(self._size, FILE_BYTES_MAX)
+
+    def _after_fork(self) -> None:
+        """Begin anew: what is kept is the parent's, and so is its file."""
+        self.recorder.clear()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        users = self._users
+        self._begin()
+        self._users = users
+
+
+#: Of this process, by folder.
+_SPOOLS: Final[dict[Path, Spool]] = {}
+_LOCK: Final = threading.Lock()
+fork.hold(_LOCK.acquire, _LOCK.release)
+
+
+def spool_in(path: str | Path) -> Spool:
+    """Return this process's spool in a folder. Raises ConfigError."""
+    folder = Path(path)
+    with _LOCK:
+        spool = _SPOOLS.get(folder)
+        if spool is None:
+            spool = _SPOOLS[folder] = Spool(open_folder(folder))
+        return spool
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the files with spans, the oldest first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith((_NEWEST, _OLDER)):
+                with contextlib.suppress(OSError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
+    return [Path(path) for _, path in sorted(found)]
+
+
+def forget_oldest(folder: Path, keep: int = PROCESSES_MAX) -> int:
+    """Remove the oldest files beyond those of so many processes; return how many were removed. Raises ConfigError."""
+    check_folder(folder)
+    files = files_in(folder)
+    over = files[: max(0, len(files) - 2 * keep)]
+    for path in over:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return len(over)
+
+
+def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> tuple[list[Event], int, int]:
+    """Return the spans of all files, how many lines are none, and how many files are of other users or unreadable.
+
+    Raises ConfigError if the folder is another user's.
+    """
+    check_folder(folder)
+    events: list[Event] = []
+    bad = refused = 0
+    for path in files_in(folder):
+        if not only(path):
+            continue
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            refused += 1
+            continue
+        with open(fd, "rb") as file:
+            if not _own(fd):
+                refused += 1
+                continue
+            found, wrong = read_lines(_lines(file))
+        events += found
+        bad += wrong
+    return events, bad, refused
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Yield lines, of which none is longer than is looked at; and no more than a file of ours has."""
+    left = 2 * FILE_BYTES_MAX
+    while left > 0:
+        line = file.readline(LINE_BYTES_MAX + 1)
+        if not line:
+            return
+        left -= len(line)
+        if len(line) > LINE_BYTES_MAX:
+            while left > 0 and line and not line.endswith(b"\n"):
+                line = file.readline(LINE_BYTES_MAX)
+                left -= len(line)
+            yield b""
+        else:
+            yield line
