@@ -6,6 +6,7 @@ the metadata and the data are files of their own (``arena/layout.py`` has their 
     metadata   /dev/shm/NAME         written by the worker; clients map it read-only. 0600, with a group 0640
     data       /dev/shm/NAME.data    written by clients too; 0600
                or a sealed memfd     with a group
+    events     /dev/shm/NAME.events  where a server tells its events (arena/events/ring.py): as the metadata
 
 The worker passes the data to a client as a descriptor, over its UNIX socket, whose mode decides who may connect. So
 nobody but the server's user opens the data by its name.
@@ -52,7 +53,7 @@ from ..errors import SegmentError
 from ..host.mapped_file import MappedFile
 from ..host.memory import mib
 from ..host.pages import map_side_by_side
-from ..shm import OwnedSegment, data_name
+from ..shm import OwnedSegment, data_name, events_name
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Bytes that exist twice while data moves from one file to another.
@@ -114,6 +115,8 @@ class OwnedArena:
         """Internal, for `create` and `adopt`. Takes both over unless it raises."""
         self.meta = meta
         self.data = data
+        #: The ring of events; None without one. A warm start makes a new one.
+        self.events: OwnedSegment | None = None
         self.name = meta.name
         self.size = meta.size + data.size
 
@@ -170,13 +173,29 @@ class OwnedArena:
             _discard(named)
         return made
 
+    def tell_events(self, size: int, group: int | None) -> None:
+        """Make the ring of events, of ``size`` bytes, faulted in. Raises SegmentError; there is none then."""
+        made = OwnedSegment.create(events_name(self.name), size, **_access(group))
+        try:
+            made.populate(huge=False)
+        except BaseException:
+            _discard(made)
+            raise
+        self.events = made
+
+    def drop_events(self) -> None:
+        """Remove the ring of events, if there is one: what it has told is of this data server."""
+        if self.events is not None:
+            _discard(self.events)
+            self.events = None
+
     def __repr__(self) -> str:
         return f"<OwnedArena {self.meta!r} {self.data!r}>"
 
     @property
-    def fds(self) -> tuple[int, int]:
+    def fds(self) -> tuple[int, ...]:
         """The descriptors that a child which uses the arena must keep."""
-        return self.meta.fd, self.data.fd
+        return self.meta.fd, self.data.fd, *([self.events.fd] if self.events is not None else [])
 
     @property
     def sealed(self) -> bool:
@@ -238,6 +257,8 @@ class OwnedArena:
 
     def unlock(self) -> None:
         """Release all locks. The arena is then a leftover."""
+        if self.events is not None:
+            self.events.unlock()
         self.data.unlock()
         self.meta.unlock()
 
@@ -245,9 +266,13 @@ class OwnedArena:
         """Drop the parent's lock descriptors in a forked child. The map stays."""
         self.meta.release_in_child()
         self.data.release_in_child()
+        if self.events is not None:
+            self.events.release_in_child()
 
     def unlink(self) -> None:
         """Remove the names, as `OwnedSegment.unlink` does; the data's first. Raises SegmentError, UsageError."""
+        if self.events is not None:
+            self.events.unlink()
         self.data.unlink()
         self.meta.unlink()
 
@@ -255,6 +280,8 @@ class OwnedArena:
         """Drop locks, descriptors and maps; the names stay. A map with exported views stays. Twice is harmless."""
         self.data.close()
         self.meta.close()
+        if self.events is not None:
+            self.events.close()
         self._unmap()
 
 

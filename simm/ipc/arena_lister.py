@@ -1,30 +1,27 @@
 """List the values of frozen shards for a new owner's mover.
 
 A :class:`Lister` reads from maps that it cannot write, so it costs the worker no time. It copies a page of slots in one
-piece: the seqs, whole slots, the seqs again (x86 keeps that order). A slot whose seq was even and the same both times
-is listed as copied. Any other is left out: nothing is stored in a frozen shard, so its entry was being dropped. A
-listed entry may be gone at once; its fetch then misses.
+piece (``arena/events/listing.py``). A slot that was in a write is left out: nothing is stored in a frozen shard, so its
+entry was being dropped. A listed entry may be gone at once; its fetch then misses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.hashing import SHARD_MASK
-from ..arena.layout import HEADER_BYTES, SLOT_FIELDS
+from ..arena.events.listing import PAGE_SLOTS, at_rest
+from ..arena.hashing import SHARD_MASK, split
+from ..arena.layout import HEADER_BYTES
+from ..arena.marks.kept import NEAR, UNTIL_BITS, unpack
 from ..arena.reader import ArenaReader
-from ..constants import SHARD_COUNT, SLOT_BYTES
+from ..constants import BATCH_KEYS_MAX, KEEP_S_MAX, SHARD_COUNT
+from ..host.processes import boottime_ns
+from ..wire.keep_messages import LISTED_MARKED, Marked
 from ..wire.messages import Listed, NamespaceName
 from ..wire.shard_set import FROZEN, shards_in
-
-#: Slots in one page of a listing: 4 MiB.
-PAGE_SLOTS: Final = 1 << 16
-#: Most entries in one answer: half a frame.
-ENTRIES_MAX: Final = 16_384
 
 
 class Lister:
@@ -46,36 +43,50 @@ class Lister:
         stop = min(cursor + PAGE_SLOTS, slots)
         if cursor >= stop:
             return Listed(0, [], [])
-        most = max(1, min(most, ENTRIES_MAX))
+        most = max(1, min(most, BATCH_KEYS_MAX))
         asked = np.zeros(SHARD_COUNT, np.bool_)
         asked[shards_in(shards)] = True
         asked &= np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES) >= np.uint64(FROZEN)
         rows = self.at_rest(cursor, stop)
-        found = np.flatnonzero((rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)])
+        found = np.flatnonzero(
+            (rows["offset"] != 0) & asked[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)]
+            & (rows["kept"] >> np.uint32(UNTIL_BITS) != NEAR)  # a copy is of use on this host only
+        )  # fmt: skip
         if len(found) > most:
             stop = cursor + int(found[most])
             found = found[:most]
         rows = rows[found]
+        flags_of = rows["flags"] & np.uint16(LISTED_MARKED - 1)
+        flags_of[(rows["kept"] | rows["group"]) != 0] |= np.uint16(LISTED_MARKED)
         digests = np.stack((rows["low"], rows["high"]), axis=1).tobytes()
         names = self.names(np.unique(rows["namespace"]).tolist())
         entries = [
             (digests[at * 16 : at * 16 + 16], length, flags, namespace)
             for at, (length, flags, namespace) in enumerate(
-                zip(rows["length"].tolist(), rows["flags"].tolist(), rows["namespace"].tolist())
+                zip(rows["length"].tolist(), flags_of.tolist(), rows["namespace"].tolist())
             )
             if namespace in names
         ]
         return Listed(stop if stop < slots else 0, entries, [NamespaceName(*item) for item in names.items()])
 
+    def marks(self, digests: Sequence[bytes]) -> Marked:
+        """Return the marks of these values, zeros for one that is not there. O(digests)."""
+        reader = self.reader
+        now = boottime_ns() // 1_000_000_000
+        entries = []
+        for digest, slot in zip(digests, reader.slots_of_many(digests) if digests else ()):
+            row = self.at_rest(slot, slot + 1)[0] if slot >= 0 else None
+            if row is None or (row["low"], row["high"]) != split(digest):
+                entries.append((0, 0, 0))
+                continue
+            how, until = unpack(int(row["kept"]))
+            left = min(until - now, KEEP_S_MAX)
+            entries.append((how, left, int(row["group"])) if how and left > 0 else (0, 0, int(row["group"])))
+        return Marked(entries)
+
     def at_rest(self, start: int, stop: int) -> NDArray[np.void]:
         """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros."""
-        reader = self.reader
-        live = np.frombuffer(reader.words, SLOT_FIELDS, stop - start, reader.geometry.slots_offset + start * SLOT_BYTES)
-        before = live["seq"].copy()
-        rows: NDArray[np.void] = live.copy()
-        after = live["seq"].copy()
-        rows[(before != after) | (before & np.uint64(1) != 0)] = np.zeros(1, SLOT_FIELDS)
-        return rows
+        return at_rest(self.reader, start, stop)
 
     def names(self, numbers: list[int]) -> Mapping[int, str]:
         """Return the names of these namespace ids, without unknown ones."""

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.hashing import SHARD_MASK
-from ..arena.reader import ArenaReader, find_slots
+from ..arena.hashing import SHARD_MASK, find_slots
+from ..arena.reader import ArenaReader
 from ..wire.shard_set import FROZEN
 
 #: No process has anything in its first page, and numpy takes address 0 for none.

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.layout import ENTRY_CRC
+from ..arena.layout import ENTRY_CRC, ENTRY_LARGE
 from ..arena.reader import ArenaReader, Located, Unsettled
 from ..host.buffers import (
     RELEASE_BYTES,
@@ -48,6 +48,9 @@ SPREAD_BYTES_EACH: Final = 256 << 10
 
 class ShmGet:
     """Copies out of arenas on this host, for one client. Any thread may call it."""
+
+    #: What it reads: 0 for values, ENTRY_LARGE for manifests. Neither is ever taken for the other.
+    kind: int = 0
 
     def __init__(self, copier: Copier, checksum: bool, counters: dict[str, int]) -> None:
         self._copier = copier
@@ -203,6 +206,10 @@ class ShmGet:
         if not self.checksum:
             return True
         return self.check(found.flags, found.crc, got if sink is None else head_bytes(sink, found.length))
+
+    def differs(self, flags: int) -> bool:
+        """Return whether an entry is a manifest, and values are wanted, or the other way round."""
+        return bool((flags ^ self.kind) & ENTRY_LARGE)
 
     def check(self, flags: int, crc: int, data: Any) -> bool:
         """Return whether a value has the checksum in its entry. Without a checksum that field is 0.

@@ -123,6 +123,18 @@ def refill_count(have: int, spent: int, left: int, target: int) -> int:
     return spent + min(max(TOP_UP, spent), most - have)
 
 
+def single_count(have: int, target: int) -> int:
+    """Return how many grants the commit of a single put asks for, which leaves ``have`` of ``target`` in the pool.
+
+    A quarter of the target, each time that another quarter has been spent: the worker then makes room for as many
+    values at once. What was asked for is on its way while the next quarter is spent. One for one in a small pool.
+    """
+    quarter = target >> 2
+    if have < quarter or quarter < 2:
+        return refill_count(have, 1, 0, target)
+    return quarter if have < target and not have % quarter else 0
+
+
 class Line:
     """Threads that wait for their turn, in the order in which they came.
 

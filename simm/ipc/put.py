@@ -3,12 +3,14 @@
 Each value is copied into a granted chunk, then named in a COMMIT, which spends its grant id. No put waits for a grant
 while it holds an uncommitted one: before asking, it commits what is copied.
 
-Every commit asks for as many grants as it spends, so the pool keeps its level. A pool that is low asks for a few more,
-a full one for none (:func:`~simm.ipc.grant_pool.refill_count`). The worker makes them after its answer and sends them
-with the next one. So a single put costs one exchange and never waits for an allocation, and all its messages have the
-one-key form.
+Every commit of a batch asks for as many grants as it spends, so the pool keeps its level. A pool that is low asks for a
+few more, a full one for none (:func:`~simm.ipc.grant_pool.refill_count`). Single puts ask for a quarter of the pool
+when so many are missing, as one eviction of 16 entries takes the worker a third of 16 evictions. The worker makes the
+grants after its answer and sends them with the next one. So a single put costs one exchange and never waits for an
+allocation, and most of its messages have the one-key form.
 
-Large values cost what their copy costs, and waking a sleeping worker on top, which can take as long as the copy:
+Large values cost what their copy costs, and waking a sleeping worker on top, which can take as long as the copy
+(``python -m simm bench`` measures single puts and batches of each size):
 
 * A single put announces its commit when its copy begins (:meth:`WorkerSession.announce_commit`), so that a worker
   which still polls does not go to sleep in the middle. It wakes a sleeping one a MiB before the end.
@@ -16,8 +18,6 @@ Large values cost what their copy costs, and waking a sleeping worker on top, wh
 * A batch asks for its grants before the first copy, and takes them when it has used up the pool. It commits in frames
   that wake nothing, and wakes the worker once, when a few MiB are left. The worker then commits what lies in the ring
   while those are copied, and the batch waits only for their own commit.
-
-``python -m simm bench`` measures single puts and batches of each size.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status
-from .answer_wait import AnswerWait
+from .answer_wait import AnswerWait, collect, collect_grants, while_cleaning_up
 from .commit_ring import SLOTS
-from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, target_count
+from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, single_count, target_count
 from .session import ANNOUNCE_BYTES, WorkerSession
 from .steps import Steps, finish
 
@@ -64,6 +64,8 @@ LAST_BYTES: Final = 4 << 20
 WAKE_BYTES: Final = 1 << 20
 #: A value to copy: its grant, memory, length and position in the batch.
 _Planned = tuple[GrantTuple, memoryview | Span, int, int]
+#: What COMMIT says of a value: digest, grant id, length, CRC, flags, options.
+_Entry = tuple[bytes, int, int, int, int, int]
 _PLAIN: Final = frozenset((memoryview, Span))
 #: Values that a batch copies out of GPU memory before it waits for the device.
 DEVICE_KEYS: Final = 64
@@ -90,8 +92,8 @@ class ShmPut:
         except IndexError:
             return self._put_asking(session, digest, source, length)
         crc, flags = self._fill(session, grant, source, length)
-        have = len(pool)
-        count = 1 if keep <= 2 * have < 2 * keep else _refill(session, have, 1, 0, keep)
+        if (count := single_count(len(pool), keep)) and session.pool.line:
+            count = 0
         return session.commit_one(digest, grant[0], length, crc, flags, length, count)
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -168,13 +170,18 @@ class ShmPut:
         most = COMMIT_KEYS_TOGETHER if together or spread else COMMIT_KEYS
         pending = 0  # bytes copied and not yet committed
         #: Copied, not yet committed; and the positions of their statuses.
-        entries: list[tuple[bytes, int, int, int, int, int]] = []
+        entries: list[_Entry] = []
         mine: list[int] = []
         #: Committed, not yet answered.
         in_flight: list[tuple[int, list[int]]] = []
         pool: list[GrantTuple] = []
         pooled = -1
         try:
+            if length < RELEASE_BYTES:
+                ready = entries, mine
+                done = self._put_runs(session, digests, sources, positions, most, ready, in_flight, together)
+                left -= done
+                positions = positions[done:]
             for position in positions:
                 source = sources[position]
                 length = len(source)
@@ -194,7 +201,7 @@ class ShmPut:
                         if together:
                             yield AnswerWait(session, asked[0])
                         awaited, asked = asked, None
-                        _gather(session, awaited)
+                        collect_grants(session, awaited)
                     grant = session.pool.take(length)
                     if grant is None:
                         if together and in_flight:
@@ -206,7 +213,7 @@ class ShmPut:
                             session.kick()
                             yield AnswerWait(session, asked[0])
                             awaited, asked = asked, None
-                            _gather(session, awaited)
+                            collect_grants(session, awaited)
                             grant = session.pool.take(length)
                         if grant is None:
                             grant = _obtain(session, length, left, room)
@@ -223,8 +230,11 @@ class ShmPut:
                 wake = after if full or not left else -1
                 if left and not pool:  # this was the last one: more come while it is filled
                     wake = after
-                    if asked is None:
-                        asked = self._ask_ahead(session, length, left)
+                    try:
+                        asked = asked or self._ask_ahead(session, length, left)
+                    except BaseException:
+                        session.pool.release(grant)
+                        raise
                 elif after > LAST_BYTES and len(in_flight) < SLOTS - 2:
                     wake = -1
                 if spread and length >= RELEASE_BYTES and type(source) in _PLAIN:
@@ -262,12 +272,72 @@ class ShmPut:
             # Also when interrupted: what is copied is complete, and grants in answers that are not read would be lost.
             for plan in planned:
                 session.pool.release(plan[0])
-            if entries:
-                in_flight.append((_commit(session, entries, 0, not topped), mine))
-            if asked is not None:
-                _gather(session, asked)
-            collect(session, in_flight, statuses)
+            with while_cleaning_up(session):
+                if entries:
+                    in_flight.append((_commit(session, entries, 0, not topped), mine))
+                if asked is not None:
+                    collect_grants(session, asked)
+                collect(session, in_flight, statuses)
         session.clear_announcement()
+
+    def _put_runs(
+        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
+        positions: Sequence[int], most: int, ready: tuple[list[_Entry], list[int]],
+        in_flight: list[tuple[int, list[int]]], together: bool,
+    ) -> int:  # fmt: skip
+        """Put the first values, small ones in plain memory, as long as a frame's all have one length and grants.
+
+        Return their number. Commits are in ``in_flight``, after an exception in ``ready``. One grant stays in the pool.
+        """
+        entries, mine = ready
+        done, count = 0, len(positions)
+        length = len(sources[positions[0]])
+        pool = session.pool.for_length(length)[0]
+        while done < count and not (together and len(in_flight) >= SLOTS):
+            part = positions[done : done + most]
+            run = [sources[position] for position in part]
+            if not len(run) < len(pool) or not _PLAIN.issuperset(map(type, run)) or {*map(len, run)} != {length}:
+                break
+            grants = session.pool.take_many(length, len(run))
+            if len(grants) < len(run):  # another thread was faster
+                session.pool.add(grants)
+                break
+            sums = self._fill_run(session, grants, run, length)
+            entries += [
+                (digests[position], grant[0], length, crc, flags, 0)
+                for position, grant, (crc, flags) in zip(part, grants, sums)
+            ]  # fmt: skip
+            mine += part
+            done += len(run)
+            in_flight.append((_commit(session, entries, count - done, False), mine[:]))
+            entries.clear()
+            mine.clear()
+            if together:
+                session.kick()
+        return done
+
+    def _fill_run(
+        self, session: WorkerSession, grants: Sequence[GrantTuple], run: Sequence[memoryview | Span], length: int
+    ) -> Sequence[tuple[int, int]]:
+        """Do :meth:`_fill` for small values of one length in plain memory; return (crc, flags) of each."""
+        reader = session.reader
+        session.begin_copy()
+        try:
+            base, data, address = reader.data_offset, reader.data, reader.data_address
+            for grant, source in zip(grants, run):
+                start = grant[1] - base
+                if type(source) is Span:
+                    memmove(address + start, source.address, length)
+                else:
+                    data[start : start + length] = source  # type: ignore[assignment]
+            if not self._checksum:
+                return [(0, 0)] * len(run)
+            return [(_checksum_of(source, reader, grant[1] - base), ENTRY_CRC) for grant, source in zip(grants, run)]
+        except BaseException:
+            session.pool.add(grants)
+            raise
+        finally:
+            session.end_copy()
 
     def _fill(
         self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, after: int = 0
@@ -312,7 +382,7 @@ class ShmPut:
 
     def _fill_planned(
         self, session: WorkerSession, digests: Sequence[bytes], planned: list[_Planned],
-        entries: list[tuple[bytes, int, int, int, int, int]], mine: list[int], after: int,
+        entries: list[_Entry], mine: list[int], after: int,
     ) -> None:  # fmt: skip
         """Copy values into their chunks by several threads, and add them to what is to be committed.
 
@@ -404,12 +474,13 @@ class ShmPut:
                     last = not left and start + COMMIT_KEYS >= len(entries)
                     in_flight.append((_commit(session, part, len(left), last), mine))
         finally:
-            collect(session, in_flight, statuses)
+            with while_cleaning_up(session):
+                collect(session, in_flight, statuses)
 
     def _fill_group(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
         group: Sequence[tuple[int, GrantTuple]],
-    ) -> list[tuple[bytes, int, int, int, int, int]]:  # fmt: skip
+    ) -> list[_Entry]:  # fmt: skip
         """Copy a group's values into their chunks and return what to commit. A failure releases all grants."""
         reader = session.reader
         entries = []
@@ -462,7 +533,10 @@ class ShmPut:
 
     @staticmethod
     def _ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
-        """Ask for grants that the pool lacks for ``left`` values. Return what :func:`_gather` waits for, or None."""
+        """Ask for grants that the pool lacks for ``left`` values.
+
+        Return what :func:`~simm.ipc.answer_wait.collect_grants` waits for, or None.
+        """
         chunk = chunk_bytes_for(length)
         lack = left - len(session.pool.stock(chunk))
         if lack <= 0:
@@ -484,7 +558,7 @@ def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> G
     return obtain(session, length, count, retry=count, room=room if fits else None)
 
 
-def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, int, int]], left: int, top: bool) -> int:
+def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool) -> int:
     """Send what is copied, with the grants that are wanted next, and return a ticket for the answer.
 
     With ``top`` it also wants grants for large values: as many as the pool is to have when ``left`` more are put. They
@@ -506,35 +580,6 @@ def _commit(session: WorkerSession, entries: list[tuple[bytes, int, int, int, in
         if count:
             wants.append((length, count))
     return session.submit(M.Commit(entries, wants))
-
-
-def _gather(session: WorkerSession, asked: tuple[int, int]) -> None:
-    """Wait for grants that were asked for ahead, given a ticket and their number, and add them to the pool."""
-    session.acquire()
-    try:
-        answer = session.wait_locked(*asked)
-        if not isinstance(answer, M.Granted):
-            session.channel.fail("the worker answered GRANT with something else")
-        session.pool.add(answer.grants)
-    finally:
-        session.lock.release()
-
-
-def collect(session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], statuses: list[int]) -> None:
-    """Wait for the answers to all commits in flight."""
-    if not in_flight:
-        return
-    session.acquire()
-    try:
-        for ticket, positions in in_flight:
-            answer = session.wait_locked(ticket, len(positions))
-            if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
-                session.channel.fail("the worker answered COMMIT with something else")
-            session.pool.add(answer.grants)
-            for position, status in zip(positions, answer.statuses):
-                statuses[position] = status
-    finally:
-        session.lock.release()
 
 
 def _checksum_of(source: memoryview | Span, reader: ArenaReader, start: int) -> int:

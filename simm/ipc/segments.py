@@ -3,7 +3,7 @@
 Nothing here maps more than a header and shard words, or changes a file in use. An arena goes by the name of its
 metadata; that of its data has a suffix (``ipc/arena_files.py``). A file's name is
 
-    simm-<uid>-<server's name>-<worker's number>-<instance, 16 hex digits>[.data]
+    simm-<uid>-<server's name>-<worker's number>-<instance, 16 hex digits>[.data|.events]
 
 A server's name may have dashes and digits, so one server's prefix may begin another one's names: ``simm-0-gpu-`` those
 of ``gpu-1`` too. Read from the right a name has one meaning only (:class:`ArenaName`), so segments are found only by
@@ -30,12 +30,12 @@ from typing import Final, NamedTuple
 
 from .. import shm
 from ..arena.layout import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word
-from ..config.settings import ensure_runtime_dir
+from ..config.startup import ensure_runtime_dir
 from ..constants import WAYS
 from ..errors import ConfigError, SegmentError, SimmError, UsageError
 from ..host.file_locks import LockFile
 from ..host.memory import shm_free_bytes
-from ..shm import AttachedSegment, data_name, leftovers, remove_leftovers
+from ..shm import AttachedSegment, data_name, events_name, leftovers, remove_leftovers
 
 log = logging.getLogger("simm.dataserver")
 
@@ -46,6 +46,7 @@ LET_GO_S: Final = 5.0
 SOCKET_PATH_BYTES_MAX: Final = 107
 _PREFIX: Final = "simm-"
 _DATA: Final = data_name("")
+_EVENTS: Final = events_name("")
 _NAME: Final = re.compile(r"simm-(0|[1-9][0-9]*)-(.+)-(0|[1-9][0-9]*)-([0-9a-f]{16})", re.DOTALL)
 _EMBEDDED: Final = re.compile(r"local-([1-9][0-9]*)-[0-9a-f]{8}")
 
@@ -63,8 +64,8 @@ class ArenaName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> ArenaName | None:
-        """Return the parts of the name of an arena or of its data, None for any other name."""
-        found = _NAME.fullmatch(name.removesuffix(_DATA))
+        """Return the parts of the name of one of an arena's files, None for any other name."""
+        found = _NAME.fullmatch(metadata_of(name))
         if found is None:
             return None
         uid, server, number, instance = found.groups()
@@ -104,7 +105,12 @@ def check_socket_paths(runtime_dir: str, name: str, workers: int) -> None:
 
 def metadata_of(name: str) -> str:
     """Return the name of an arena's metadata, by that of one of its files."""
-    return name.removesuffix(_DATA)
+    return name.removesuffix(_DATA).removesuffix(_EVENTS)
+
+
+def is_metadata(name: str) -> bool:
+    """Return True unless this is the name of an arena's data or of its ring of events."""
+    return not name.endswith((_DATA, _EVENTS))
 
 
 def is_arena_of(server: str, name: str) -> bool:
@@ -301,7 +307,7 @@ def running() -> list[str]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(shm.SHM_DIR)):
-            if ArenaName.parse(name) is not None and not name.endswith(_DATA):
+            if ArenaName.parse(name) is not None and is_metadata(name):
                 with contextlib.suppress(SegmentError, UsageError):  # refused, or no file of SiMM
                     if shm.is_locked(name):
                         found.append(name)
@@ -358,15 +364,22 @@ def _remove(wanted: Callable[[str], bool], before: Callable[[str], None] = lambd
 
     def is_data(name: str) -> bool:
         metadata = metadata_of(name)
-        return name.endswith(_DATA) and wanted(metadata) and not shm.is_locked(metadata)
+        return not is_metadata(name) and wanted(metadata) and not shm.is_locked(metadata)
 
     found = remove_leftovers(_PREFIX, only=is_data, before_unlink=end_data)
 
     def is_last(name: str) -> bool:
-        return not name.endswith(_DATA) and wanted(name) and not os.path.exists(f"{shm.SHM_DIR}/{data_name(name)}")
+        others = data_name(name), events_name(name)
+        alone = not any(os.path.exists(f"{shm.SHM_DIR}/{each}") for each in others)
+        return alone and is_metadata(name) and wanted(name)
 
     removed = remove_leftovers(_PREFIX, only=is_last, before_unlink=end)
     return sorted({*removed, *(metadata_of(name) for name in found)})
+
+
+def remove_events(name: str) -> None:
+    """Remove the ring of events that a dead server has left beside an arena that is taken over."""
+    remove_leftovers(_PREFIX, only=events_name(name).__eq__)
 
 
 def remove_if_left(name: str, wait_s: float = 0.0) -> None:
@@ -390,7 +403,7 @@ def store_closed(name: str) -> None:
     The shard words are zeroed too, as readers check those with each value and the state only now and then. Other
     layouts may have them elsewhere. A segment that cannot be changed is logged. An arena's data has no such words.
     """
-    if name.endswith(_DATA):
+    if not is_metadata(name):
         return
     try:
         with AttachedSegment.open(name, writable=True) as segment:

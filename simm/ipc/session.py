@@ -26,6 +26,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..arena.reader import ArenaReader
+from ..arena.sessions import PREPARED_ANSWER_MAX
 from ..errors import RemoteProtocolError, TransportError
 from ..host import fork
 from ..host.numa import current_cpu
@@ -33,10 +34,12 @@ from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
 from ..net.channel import Channel, weakly
 from ..net.peer_uid import credentials
-from ..rpc import Frame, encode
+from ..rpc import HEADER_BYTES, Frame, batches, encode
 from ..wire import messages as M
 from ..wire.fast_commit import committed_one_of, encode_commit_one
+from ..wire.group_messages import Group
 from ..wire.hello import client_hello
+from ..wire.keep_messages import Keep
 from . import grant_pool
 from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .grant_pool import GrantPool, GrantTuple
@@ -55,6 +58,9 @@ _SOCKET_POLLS: Final = 150 if _RING_POLLS else 0
 DOORBELLS_APART_S: Final = 1e-3
 #: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
 _PIN_KEYS: Final = 1024
+#: Grants that are asked for by ring: an answer there has room for these, and for those that were prepared before.
+RING_GRANTS: Final = 1024
+assert (RING_GRANTS + PREPARED_ANSWER_MAX) * 20 + 2 * HEADER_BYTES < SLOT_BYTES
 #: Pins that are released together.
 _UNPIN_BATCH: Final = 16
 
@@ -224,7 +230,7 @@ class WorkerSession:
     def submit_locked(self, msg: Any) -> int:
         """Send a request by ring or socket, and return a ticket for :meth:`wait_locked`."""
         ring = self.ring
-        if ring is not None:
+        if ring is not None and not (type(msg) is M.Grant and sum(count for _, count in msg.wants) > RING_GRANTS):
             frame = encode(msg)
             if len(frame) <= SLOT_BYTES:
                 while ring.words[TAIL] - ring.done >= SLOTS:
@@ -432,7 +438,8 @@ class WorkerSession:
 
     def return_grants(self, numbers: Sequence[int]) -> None:
         """Return grants by id; see :func:`grant_pool.return_idle`."""
-        self.exchange(M.ReturnGrants(list(numbers)))
+        for part in batches(numbers):
+            self.exchange(M.ReturnGrants(part))
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -520,9 +527,9 @@ class WorkerSession:
         for old in mine:
             self._release_pins(old.unpins)
         free = [old for old in mine if not old.copying]
-        if free:
-            self.exchange(M.ReleaseSessions([old.session for old in free]))
-            for old in free:
+        for part in batches(free):
+            self.exchange(M.ReleaseSessions([old.session for old in part]))
+            for old in part:
                 with contextlib.suppress(ValueError):
                     _RETIRED.remove(old)
 
@@ -563,6 +570,8 @@ _ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
     M.Exists: (M.Statuses, "digests", "statuses"),
     M.Delete: (M.Statuses, "digests", "statuses"),
     M.DeleteSized: (M.Statuses, "entries", "statuses"),
+    Keep: (M.Statuses, "digests", "statuses"),
+    Group: (M.Statuses, "counts", "statuses"),
 }
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..constants import NAMESPACE_BYTES_MAX
+from ..net.admission import LogLimit
+from ..wire.report_messages import CLIENTS_MAX
 from ..wire.status import Status
 from .counts import (
     BUCKETS,
@@ -71,7 +74,8 @@ def quantile_s(latencies: Sequence[int], share: float) -> float | None:
 
 
 def _is_name(name: str) -> bool:
-    return len(name.encode(errors="replace")) <= NAMESPACE_BYTES_MAX
+    """Return whether a namespace has counters of its own: no page shows two names alike, or one that acts on it."""
+    return name.isprintable() and len(name.encode(errors="replace")) <= NAMESPACE_BYTES_MAX
 
 
 class Totals:
@@ -258,6 +262,7 @@ class Tally:
         self.sessions: dict[int, Counted] = {}
         #: Sessions that are not believed any more, so far.
         self.disbelieved = 0
+        self._noise = LogLimit(log, clock)
 
     def now(self) -> float:
         """Return the time by its clock, seconds."""
@@ -296,8 +301,8 @@ class Tally:
             if not self._plausible(counted.seen, new, elapsed):
                 counted.believed = False
                 self.disbelieved += 1
-                log.warning(
-                    "session %#x of namespace %r has counts that cannot be: no more of it is counted",
+                self._noise(
+                    logging.WARNING, "session %#x of namespace %r has counts that cannot be: no more of it is counted",
                     counted.number, counted.namespace,
                 )  # fmt: skip
                 return
@@ -314,18 +319,30 @@ class Tally:
         return {**self.totals.as_json(), "disbelieved": self.disbelieved}
 
 
-#: Sessions in one answer; those that counted last come first.
-CLAIMS_MAX: Final = 500
+#: Sessions in one answer; those that counted last come first. With the longest names, and all counts that there may
+#: be, it fits a frame.
+CLAIMS_MAX: Final = 300
 
 
-def claims(sessions: Iterable[Session], names: Mapping[int, str], tally: Tally, settings: WorkerView) -> dict[str, Any]:
+def claims(
+    sessions: Iterable[Session], names: Mapping[int, str], tally: Tally, settings: WorkerView, detail: int = 1
+) -> dict[str, Any]:
     """Return what a worker knows of its sessions and of itself, for operators. O(sessions log sessions).
 
+    ``detail`` 1: of all sessions, CLAIMS_MAX at most; 2: of clients, as many as a report to the manager has.
     A session without counts has none in memory: a stream or an endpoint, one of a dead predecessor, or an old client.
     """
     now = tally.now()
+    every = list(sessions)
+    clients = [session for session in every if not (session.relays or session.copies)]
+
+    def quiet_s(session: Session) -> tuple[bool, float, int]:
+        counted = tally.sessions.get(session.session)
+        return counted is None, now - counted.changed_at if counted is not None else 0.0, session.session
+
+    listed, most = (clients, CLIENTS_MAX) if detail == 2 else (every, CLAIMS_MAX)
     found = []
-    for session in sessions:
+    for session in nsmallest(most, listed, key=quiet_s):
         counted = tally.sessions.get(session.session)
         row: dict[str, Any] = {
             "session": session.session, "pid": session.pid, "namespace": names.get(session.namespace, ""),
@@ -337,10 +354,9 @@ def claims(sessions: Iterable[Session], names: Mapping[int, str], tally: Tally, 
             row["idle_s"] = round(now - counted.changed_at, 3)
             row["counts"] = counters_summary(counted.seen[:COUNTERS].tolist())
         found.append(row)
-    found.sort(key=lambda row: (row["idle_s"] is None, row["idle_s"] or 0.0, row["session"]))
     return {
-        "segment": settings.segment, "poll_us": settings.poll_us,
-        "clients": found[:CLAIMS_MAX], "clients_left_out": max(0, len(found) - CLAIMS_MAX),
+        "segment": settings.segment, "poll_us": settings.poll_us, "clients_in_all": len(clients),
+        "clients": found, "clients_left_out": len(listed) - len(found),
     }  # fmt: skip
 
 

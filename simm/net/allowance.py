@@ -48,3 +48,14 @@ def at_most(seconds: float) -> Iterator[None]:
         yield
     finally:
         ALLOWANCE.until = before
+
+
+@contextlib.contextmanager
+def at_least(seconds: float) -> Iterator[None]:
+    """Let this thread wait for ``seconds`` inside the block, although its call may have none left: to clean up."""
+    before = ALLOWANCE.seconds
+    ALLOWANCE.seconds = max(before, seconds)
+    try:
+        yield
+    finally:
+        ALLOWANCE.seconds = before

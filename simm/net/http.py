@@ -1,19 +1,24 @@
 """A minimal HTTP server on the event loop, for /metrics, /healthz, /readyz and a status page.
 
 It answers GET and HEAD, one request per connection, from functions that return at once. Requests are limited to
-``REQUEST_BYTES_MAX``, connections to ``CONNECTIONS_MAX`` and ``DEADLINE_S``. The server does not read request bodies.
+``REQUEST_BYTES_MAX``, connections to ``CONNECTIONS_MAX`` and ``DEADLINE_S``. The server reads no request bodies, but
+for those of POST where it has ``posts``. It reads one only when all checks of its head have passed, at most
+``body_max`` bytes, and it must be declared to be JSON: a browser sends that to another origin only if it may.
 
 When ``CONNECTIONS_MAX`` connections are open, a new one replaces the oldest. A probe sends its request at once and gets
 its answer in the same turn, so the oldest connection belongs to a client that does not read or does not ask. If the
 server refused the new one instead, 64 idle connections would make it look dead to its probes.
+
+Answers that clients have not read take ``UNSENT_BYTES_MAX`` together: a page with many namespaces has megabytes. Beyond
+that the server drops the oldest of them.
 
 On a loopback address every page except those requires a ``Host`` of this host: an address, ``localhost``, or the host's
 name. A web page from elsewhere whose name was made to lead here (DNS rebinding) names another, and learns nothing.
 
 With TLS the handshake is part of the time that a connection has. Who asks by plain HTTP is told so.
 
-With tokens, every page except /healthz, /readyz and /leader requires ``Authorization: Bearer TOKEN``. Prometheus can
-send it.
+With tokens, every page except / (a file), /healthz, /readyz and /leader requires
+``Authorization: Bearer TOKEN``. Prometheus can send it.
 """
 
 from __future__ import annotations
@@ -43,14 +48,21 @@ REQUEST_BYTES_MAX: Final = 8 << 10
 #: A whole record of TLS: what OpenSSL would keep, no selector reports.
 _READ_BYTES: Final = 16 << 10
 CONNECTIONS_MAX: Final = 64
+UNSENT_BYTES_MAX: Final = 16 << 20
+#: What the kernel keeps of an answer, in no limit of this process.
+_SEND_BYTES: Final = 256 << 10
 DEADLINE_S: Final = 10.0
-#: Pages that need no token. Probes cannot send one, and these pages reveal only that the server is alive.
-OPEN_PAGES: Final = frozenset({"/healthz", "/readyz", "/leader"})
+#: Pages that reveal only whether the server is alive. Probes send no token, and name it as they like.
+PROBES: Final = frozenset({"/healthz", "/readyz", "/leader"})
+#: Pages that need no token. A browser has none when it loads the page that asks for it, which is a file.
+OPEN_PAGES: Final = PROBES | {"/"}
 
 _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:\s]+))(?::\d*)?")
 
 TEXT: Final = "text/plain; charset=utf-8"
 HTML: Final = "text/html; charset=utf-8"
+JSON: Final = "application/json; charset=utf-8"
+_JSON: Final = "application/json"
 
 
 class Page(NamedTuple):
@@ -59,22 +71,30 @@ class Page(NamedTuple):
     body: str
     content_type: str = TEXT
     status: int = 200
+    #: Further headers: names and values.
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 #: What makes a page.
 Route = Callable[[], Page | metrics.Samples]
+#: What makes a page of a request's body.
+Post = Callable[[bytes], Page]
 
 
 class _Client:
-    """A connection: the request so far, then the part of the answer that is not sent yet."""
+    """A connection: the request so far, then the part of the answer that is not sent yet.
 
-    __slots__ = ("deadline", "incoming", "outgoing", "sock")
+    ``body``: where the body of a POST begins, how long it is, and who takes it.
+    """
+
+    __slots__ = ("body", "deadline", "incoming", "outgoing", "sock")
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
         self.deadline = deadline
         self.incoming = bytearray()
         self.outgoing = memoryview(b"")
+        self.body: tuple[int, int, Post] | None = None
 
 
 class Web:
@@ -82,10 +102,13 @@ class Web:
 
     def __init__(
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
-        tokens: Sequence[Token] = (), tls: Context | None = None,
+        tokens: Sequence[Token] = (), tls: Context | None = None, *,
+        posts: Mapping[str, Post] | None = None, body_max: int = 0,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
+        self._posts: Mapping[str, Post] = {} if posts is None else posts
+        self._body_max = body_max
         self._tokens = tokens
         self._tls = tls
         self._listener = listener
@@ -111,6 +134,7 @@ class Web:
 
     def _take(self, sock: socket.socket, _address: Any) -> None:
         sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         if len(self._clients) >= CONNECTIONS_MAX:
             self.displaced += 1
             self._drop(next(iter(self._clients)), abort=True)
@@ -156,13 +180,79 @@ class Web:
             self._drop(client)
             return
         client.incoming += data
+        if client.body is not None:
+            self._read_body(client)
+            return
         end = client.incoming.find(b"\r\n\r\n")
         if end < 0:
             if len(client.incoming) > REQUEST_BYTES_MAX:
                 self._answer(client, Page("request too large\n", TEXT, 431), False)
             return
-        method, page = self._page(bytes(client.incoming[:end]))
+        head = bytes(client.incoming[:end])
+        if self._posts and head.startswith(b"POST "):
+            self._begin_body(client, head, end + 4)
+            return
+        method, page = self._page(head)
         self._answer(client, page, method == "HEAD")
+
+    def _begin_body(self, client: _Client, head: bytes, start: int) -> None:
+        """Check the head of a POST, and read its body."""
+        lines = head.decode("latin-1").split("\r\n")
+        words = lines[0].split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            self._answer(client, Page("not HTTP\n", TEXT, 400), False)
+            return
+        target = words[1].partition("?")[0]
+        post = self._posts.get(target)
+        length = _header(lines[1:], "content-length")
+        refused = self._refused(target, lines[1:])
+        if post is None:
+            refused = Page("POST goes to: " + " ".join(sorted(self._posts)) + "\n", TEXT, 404)
+        elif refused is None and _header(lines[1:], "content-type").partition(";")[0].strip().lower() != _JSON:
+            refused = Page(f"Content-Type: {_JSON} is required\n", TEXT, 415)
+        elif refused is None and (_header(lines[1:], "transfer-encoding") or not re.fullmatch(r"[0-9]{1,12}", length)):
+            refused = Page("one Content-Length is required\n", TEXT, 411)
+        elif refused is None and int(length) > self._body_max:
+            refused = Page(f"a body has at most {self._body_max} bytes\n", TEXT, 413)
+        if refused is not None or post is None:
+            self._answer(client, refused or Page("", TEXT, 404), False)
+            return
+        client.body = start, int(length), post
+        if _header(lines[1:], "expect").lower() == "100-continue" and len(client.incoming) == start:
+            with contextlib.suppress(OSError):
+                client.sock.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._read_body(client)
+
+    def _read_body(self, client: _Client) -> None:
+        """Answer when the whole body is there. Of too many that are not, the oldest are dropped."""
+        assert client.body is not None
+        start, length, post = client.body
+        if len(client.incoming) < start + length:
+            unread = sum(len(each.incoming) for each in self._clients)
+            for each in list(self._clients):
+                if unread <= UNSENT_BYTES_MAX:
+                    break
+                if each.body is not None and each is not client:
+                    self.displaced += 1
+                    unread -= len(each.incoming)
+                    self._drop(each, abort=True)
+            return
+        body = bytes(client.incoming[start : start + length])
+        client.incoming = bytearray()
+        try:
+            page = post(body)
+        except Exception:
+            log.exception("a POST failed")
+            page = Page("internal error\n", TEXT, 500)
+        self._answer(client, page, False)
+
+    def _refused(self, target: str, headers: list[str]) -> Page | None:
+        """Return the page for who may not ask for ``target``; None for others."""
+        if self._loopback and target not in PROBES and not _names_this_host(headers):
+            return Page("open this page as localhost, or by its address\n", TEXT, 403)
+        if self._tokens and target not in OPEN_PAGES and not self._allowed(headers):
+            return Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
+        return None
 
     def _page(self, head: bytes) -> tuple[str, Page]:
         lines = head.decode("latin-1").split("\r\n")
@@ -175,10 +265,9 @@ class Web:
         route = self.routes.get(target)
         if route is None:
             return method, Page("pages: " + " ".join(sorted(self.routes)) + "\n", TEXT, 404)
-        if self._loopback and target not in OPEN_PAGES and not _names_this_host(lines[1:]):
-            return method, Page("open this page as localhost, or by its address\n", TEXT, 403)
-        if self._tokens and target not in OPEN_PAGES and not self._allowed(lines[1:]):
-            return method, Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
+        refused = self._refused(target, lines[1:])
+        if refused is not None:
+            return method, refused
         try:
             found = route()
             if isinstance(found, metrics.Samples):
@@ -200,17 +289,26 @@ class Web:
 
     def _answer(self, client: _Client, page: Page, head_only: bool) -> None:
         body = page.body.encode()
-        extra = "WWW-Authenticate: Bearer\r\n" if page.status == 401 else ""
+        extra = "".join(f"{name}: {value}\r\n" for name, value in page.headers)
+        extra += "WWW-Authenticate: Bearer\r\n" if page.status == 401 else ""
         head = (
             f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\n"
             f"Content-Type: {page.content_type}\r\nContent-Length: {len(body)}\r\n"
-            f"Cache-Control: no-store\r\n{extra}Connection: close\r\n\r\n"
+            f"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n{extra}Connection: close\r\n\r\n"
         ).encode()
         client.outgoing = memoryview(head if head_only else head + body)
         self.loop.unwatch(client.sock)
         # Not loop.watch(), which waits for input: only output is left.
         self.loop.selector.register(client.sock, selectors.EVENT_WRITE, lambda _mask: self._writable(client))
         self._writable(client)
+        unsent = sum(len(each.outgoing) for each in self._clients)
+        for each in list(self._clients):
+            if unsent <= UNSENT_BYTES_MAX:
+                break
+            if each.outgoing and each is not client:
+                self.displaced += 1
+                unsent -= len(each.outgoing)
+                self._drop(each, abort=True)
 
     def _writable(self, client: _Client) -> None:
         try:

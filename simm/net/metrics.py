@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple
 
 from .. import __version__
 from ..arena.layout import LAYOUT_VERSION
+from ..errors import printable
 from ..wire.messages import PROTOCOL_MAX
 
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,7 +112,7 @@ class Samples:
             lines += [f"# HELP {family} {_escape(metric.about, openmetrics)}", f"# TYPE {family} {kind}"]
             names = (*metric.labels, "le")
             for end, values, value in samples:
-                inner = ",".join(f'{name}="{_escape(text)}"' for name, text in zip(names, values))
+                inner = ",".join(f'{name}="{_escape(_visible(text))}"' for name, text in zip(names, values))
                 labels = f"{{{inner}}}" if inner else ""
                 lines.append(f"{metric.name}{end}{labels} {_number(value)}")
         if openmetrics:
@@ -144,6 +145,11 @@ def _number(value: float) -> str:
 def _escape(text: str, quotes: bool = True) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quotes else text
+
+
+def _visible(text: str) -> str:
+    """Return a label's value for a page that somebody may read in a terminal: peers name namespaces as they like."""
+    return text if text.isprintable() else "\n".join(printable(line) for line in text.split("\n"))
 
 
 def wants_openmetrics(accept: str) -> bool:

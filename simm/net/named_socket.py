@@ -15,7 +15,7 @@ import os
 import socket
 from pathlib import Path
 
-from ..config.settings import ensure_runtime_dir
+from ..config.startup import ensure_runtime_dir
 from ..host.file_locks import leads_to
 from .listeners import listen_unix
 

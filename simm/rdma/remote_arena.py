@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..arena.hashing import SHARD_BITS, SHARD_MASK, split
-from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SLOT, Geometry
+from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH, ENTRY_LARGE, HEADER_BYTES, SLOT, Geometry
 from ..constants import SET_BYTES, SLOT_BYTES, VALUE_BYTES_MAX, WAYS
 from ..errors import RemoteProtocolError
 from ..wire.rdma_messages import REGION_WRITABLE, RdmaRegion
@@ -257,8 +257,8 @@ class RemoteArena:
         geometry = self.geometry
         if seq & 1 or found != digest or not 0 < length <= chunk or length > VALUE_BYTES_MAX:
             return None
-        if flags & (ENTRY_BOUND | ENTRY_EPOCH):
-            return None  # the stream knows whether it is of the client's namespace, and of its epoch
+        if flags & (ENTRY_BOUND | ENTRY_EPOCH | ENTRY_LARGE):
+            return None  # the stream knows whether it is of the client's namespace, and of its epoch; and manifests
         if offset < geometry.data_offset or offset + length > geometry.data_end:
             return None
         first, second, _word = self.sets(digest)
