@@ -9,8 +9,9 @@
             if view:                                 # false for a miss
                 consume(view.data)
 
-* A key is a ``str`` of 1 to 256 bytes of UTF-8. A value has 1 to 67,088,384 bytes and is any contiguous object with the
-  buffer protocol (bytes, numpy), a tensor, or a :class:`~simm.host.buffers.Span`. Tensors, and objects with a
+* A key is a ``str`` of 1 to 256 bytes of UTF-8. A value has 1 byte to 64 GiB, is stored in parts above 67,088,384
+  bytes (``docs/large.md``), and is any contiguous object with the buffer protocol (bytes, numpy), a tensor, or a
+  :class:`~simm.host.buffers.Span`. Tensors, and objects with a
   ``__cuda_array_interface__``, may be in an NVIDIA GPU's memory; ``gpu/copy.py`` says which of the caller's work
   precedes a copy. When a call has returned, no copy of it is in flight. The same key in two namespaces is two entries.
 * A miss is ``None``, ``False`` or a false :class:`View`. So is an outage: a cache that is down must never raise into
@@ -33,7 +34,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -44,14 +45,33 @@ from .errors import DeviceError, PeerError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Copier, Span
 from .ipc.counts import FOUND, NOT_FOUND, PUT, PUT_BYTES, PUTS, SAMPLE_MASK, Word, observe
-from .sdk.batch import NoValue, Result, View, WrongSize, awaitable, sink_of, source_of, span_of
+from .sdk.batch import (
+    LargeValue,
+    NoValue,
+    Result,
+    SplitView,
+    View,
+    WrongSize,
+    any_source_of,
+    awaitable,
+    sink_of,
+    source_of,
+    span_of,
+)
+from .sdk.calls.closing import AsyncClosing
+from .sdk.calls.groups import GroupCalls
+from .sdk.calls.keep import KeepCalls, wish_of
+from .sdk.calls.large import LargeCalls
+from .sdk.calls.parts import PartCalls
+from .sdk.calls.prefetch import PrefetchCalls
+from .sdk.calls.questions import QuestionCalls
+from .sdk.calls.tracing import TraceCalls, follow_operator
 from .wire.status import Status
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-    from .sdk.ops.pins import Pins
-    from .sdk.ops.prefix import Prefix
+    from .sdk.near.copies import Near
     from .sdk.ops.replicas import Replicas
     from .sdk.routing import Router, Routes
 
@@ -60,13 +80,16 @@ log = logging.getLogger("simm.client")
 _T = TypeVar("_T")
 
 _TOO_SMALL: Final = NoValue.TOO_SMALL
+_LARGE: Final = NoValue.LARGE
 
 _ASYNC_THREADS: Final = 8
 
 __all__ = ["Client", "NoValue", "View", "WrongSize", "sink_of", "source_of"]
 
 
-class Client:
+class Client(
+    LargeCalls, PartCalls, GroupCalls, QuestionCalls, KeepCalls, PrefetchCalls, TraceCalls, AsyncClosing
+):  # fmt: skip
     """A connection to a SiMM cluster.
 
     An argument that is not given (None) is a setting: ``SIMM_*`` in the environment, else the file that SIMM_CONFIG
@@ -85,11 +108,16 @@ class Client:
         ring: commit through shared memory; False: by socket.
         replicas: 2 to store each value on two nodes. The namespace is then put-once. Setting SIMM_REPLICAS.
         put_if_absent: puts leave a stored value alone, as keys are hashes of their values. Setting SIMM_PUT_IF_ABSENT.
+        near_copies: read copies on this host of values that other hosts own, and make some; promises that the value of
+            a key never changes (``docs/prefetch.md``). Setting SIMM_NEAR_COPIES.
         tcp_streams: connections to a server, 1 to 8, that share a batch of 4 MiB and more by TCP. SIMM_TCP_STREAMS.
         rdma_devices: RDMA devices to use, as ``"mlx5_0,mlx5_1:2"``; empty for the default. Setting SIMM_RDMA_DEVICES.
         server_uids: users, besides this process's own and root, to whose servers on this host values and memory are
             entrusted. Setting SIMM_SERVER_UID.
         lazy: return at once and connect in the background. Until a manager answers, every call is a miss or fails.
+        trace: share of the calls to record, 0 to 1, or ``"off"`` (``docs/tracing.md``). Setting SIMM_TRACE.
+        slow_ms: log calls that take so long, with their segments; 0 for none. Setting SIMM_SLOW_MS.
+        trace_dir: folder for what is recorded. Setting SIMM_TRACE_DIR.
         tls_ca: PEM file of the authorities that sign the servers' certificates; with it every connection by TCP is by
             TLS. Empty for none. Setting SIMM_TLS_CA.
         tls_cert, tls_key: PEM files of this client's own certificate and its key. SIMM_TLS_CERT, SIMM_TLS_KEY.
@@ -105,7 +133,8 @@ class Client:
         token: str | None = None, ring: bool = True, replicas: int | None = None, rdma_devices: str | None = None,
         lazy: bool = False, tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None,
         tls_name: str | None = None, server_uids: Sequence[int] | None = None, put_if_absent: bool | None = None,
-        tcp_streams: int | None = None,
+        tcp_streams: int | None = None, near_copies: bool | None = None, trace: float | str | None = None,
+        slow_ms: float | None = None, trace_dir: str | None = None,
     ) -> None:  # fmt: skip
         # What talks to servers loads with the first client. Engines and tools import this module when they start, for
         # its names or for a client that they may never make.
@@ -121,12 +150,15 @@ class Client:
             manager=manager, namespace=namespace, path=path, deadline_s=deadline_s, checksum=checksum,
             copy_threads=copy_threads, token=token, ring=ring, replicas=replicas, rdma_devices=rdma_devices, lazy=lazy,
             tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name, server_uids=server_uids,
-            put_if_absent=put_if_absent, tcp_streams=tcp_streams,
+            put_if_absent=put_if_absent, tcp_streams=tcp_streams, near_copies=near_copies, trace=trace,
+            slow_ms=slow_ms, trace_dir=trace_dir,
         )  # fmt: skip
         self.namespace = options.namespace
         self.deadline_s = options.deadline_s
         self.checksum = options.checksum
-        self._digest = Hasher(options.namespace)
+        self._hasher = Hasher(options.namespace)
+        #: Its digest of one key: a bound method is called in less time than an object.
+        self._digest = self._hasher.__call__
         self._ranges_of, self._ranges_of_many = parts.ranges_of, parts.ranges_of_many
         self._pieces_of = parts.pieces_of
         self._executor: ThreadPoolExecutor | None = None
@@ -135,18 +167,26 @@ class Client:
         self._owned: Any = None
         self._counters: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
-             "redirects", "single_copies", "present", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks"), 0,
+             "redirects", "single_copies", "present", "large", "rdma_gets", "rdma_puts", "rdma_retries",
+             "rdma_fallbacks"), 0,
         )  # fmt: skip
         from .ipc.tally import Tallies
         self._tallies = Tallies()
-        self._epoch = epochs.ClientEpoch(options, epochs.hasher_into(self, "_digest"))
+        self._epoch = epochs.ClientEpoch(options, epochs.hasher_into(self))
         self._routes = self._connect(options)
         self._copier = Copier(options.copy_threads or DEFAULT_COPY_THREADS)
         self._shm = ShmPut(self._copier, options.checksum)
         speeds = Speeds()
         self._copier.observe = speeds.observe_copy
-        self._gets = Gets(self._routes, self._copier, options.checksum, self._counters, speeds.observe, self._tallies)
-        self._puts = Puts(self._routes, self._shm, self._copier, options, self._counters, self._tallies)
+        reads = self._routes, self._copier, options.checksum, self._counters, speeds.observe, self._tallies
+        writes = self._routes, self._shm, self._copier, options, self._counters, self._tallies
+        self._near: Near | None = None
+        if options.near_copies:
+            from .sdk.near import copies  # few clients promise that values never change
+
+            self._gets, self._puts, self._near = copies.parts_of(options, reads, writes)
+        else:
+            self._gets, self._puts = Gets(*reads), Puts(*writes)
         self._replicas: Replicas | None = None
         if options.replicas == 2:
             from .sdk.ops.replicas import Replicas  # few namespaces have two copies
@@ -155,9 +195,10 @@ class Client:
         self._put_slowly = options.put_if_absent or self._replicas is not None
         shares = Shares(self._routes, self._counters, self._replicas)
         self._load_times = LoadTimes(speeds, shares)
-        self._prefixes = Prefixes(self._routes, self._digest, speeds, self._counters, self._gets.stored_many, shares)
+        self._prefixes = Prefixes(self._routes, self._hasher, speeds, self._counters, self._gets.stored_many, shares)
         self._epoch.follow(self._prefixes)
         self._pinner = Pinner(self._routes, self._gets, self._copier, self._counters, self._replicas, self.deadline_s)
+        self._begin_tracing()
         fork.in_child(self._after_fork)
 
     @classmethod
@@ -184,7 +225,9 @@ class Client:
         """Return the routes to the servers. Raises TransportError if no manager answers, unless the client is lazy."""
         from .sdk.routing import Router, Routes
 
-        routed = functools.partial(Router, options, tallies=self._tallies, epoch=self._epoch)
+        routed = functools.partial(
+            Router, options, tallies=self._tallies, epoch=self._epoch, tick=follow_operator(self)
+        )
         return Routes(routed, lazy=options.lazy)
 
     @property
@@ -206,16 +249,20 @@ class Client:
 
     # -- single keys ------------------------------------------------------------------------------
 
-    def put(self, key: str, value: Any) -> bool:
+    def put(self, key: str, value: Any, *, ttl: float | None = None, keep: str | None = None) -> bool:
         """Store a value, replacing an old one atomically. Return False if it could not be stored.
 
-        ``stats()["last_put_failure"]`` then says why, in words, unless another thread's put has failed since.
+        ``stats()["last_put_failure"]`` then says why, in words, unless another thread's put has failed since. With
+        ``ttl`` the value is kept as by :meth:`keep`; False also for one that is stored, but not kept.
         """
-        return self.put_digest(self._digest(key), source_of(value)) == Status.OK
-
-    def put_gather(self, key: str, pieces: Iterable[Any]) -> bool:
-        """:meth:`put` a value that consists of these pieces of memory, in their order: at most 4,096, none empty."""
-        return self.put_digests([self._digest(key)], [self._pieces_of(pieces)])[0] == Status.OK
+        if ttl is not None or keep is not None:
+            return self.put_many([key], [value], ttl=ttl, keep=keep)[0]
+        digest = self._digest(key)
+        try:
+            source = source_of(value)
+        except LargeValue as exc:
+            return self.put_mixed([digest], [exc.memory])[0] == Status.OK
+        return self.put_digest(digest, source) == Status.OK
 
     def get(self, key: str) -> bytes | None:
         """Return the value as new bytes, or None. ``get_into`` saves the allocation and copies without the GIL."""
@@ -228,6 +275,8 @@ class Client:
             route = self._routes.route
             owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
             got = self._gets.read(owner, digest, None)
+        if got is _LARGE:
+            got = self._large.read(digest, None)
         return got if type(got) is bytes else None
 
     def get_into(self, key: str, buffer: Any) -> int | None:
@@ -246,35 +295,16 @@ class Client:
             raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return None
 
-    def get_ranges(self, key: str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
-        """Copy ranges of the value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
-
-        All are parts of one value. None for a miss; the buffers may then hold parts of a value that was replaced. At
-        most 4,096 ranges, together of the largest value's size. They may overlap in the value, their buffers may not.
-
-        Raises UsageError for a range that ends beyond the value (then nothing is written), of no byte, longer than its
-        buffer, or with a read-only buffer.
-        """
-        digest = self._digest(key)
-        sink = self._ranges_of(ranges)
-        if self._replicas is not None:
-            got = self._replicas.read([digest], [sink])[0]
-        else:
-            route = self._routes.route
-            owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
-            try:
-                got = self._gets.read_ranges(owner, digest, sink)
-            except DeviceError as exc:
-                got = self._gets.device_failed(exc)
-        if type(got) is int:
-            return got
-        if type(got) is WrongSize:
-            raise UsageError(sink.ends_beyond(key, got.length))
-        return None
-
     def exists(self, key: str) -> bool:
         """Return whether the key is stored; False also if its server cannot be reached."""
-        return self.exists_digest(self._digest(key))
+        digest = self._digest(key)
+        route = self._routes.route
+        target = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
+        reader = target.reader if target is not None else None
+        if reader is not None and reader.contains(digest):  # exists_digest(), without the call
+            reader.counts[FOUND] += 1
+            return True
+        return self.exists_digest(digest)
 
     def delete(self, key: str) -> bool:
         """Drop the key. Return False if it was not stored or its server cannot be reached."""
@@ -283,12 +313,15 @@ class Client:
     def view(self, key: str) -> View:
         """Return the value without a copy, pinned and read-only. The view of a miss is false, with no bytes.
 
-        Close the view soon: a pinned entry cannot be evicted. By TCP, or if the shard is moving, it is a copy.
+        Close the view soon: a pinned entry cannot be evicted. By TCP, or if the shard is moving, it is a copy;
+        so it is if the value is stored in parts.
         """
         digest = self._digest(key)
         if self._replicas is not None:
-            return self._replicas.view(digest)
-        return self._gets.view(self._routes.target(digest), digest)
+            view = self._replicas.view(digest)
+        else:
+            view = self._gets.view(self._routes.target(digest), digest)
+        return view if type(view) is not SplitView else self._large.view(digest)
 
     def register(self, buffer: Any) -> Span:
         """Return the buffer as a :class:`Span` that keeps it alive: pass it, or parts of it, as value or buffer.
@@ -309,26 +342,38 @@ class Client:
 
     # -- many keys --------------------------------------------------------------------------------
 
-    def put_many(self, keys: Sequence[str], values: Sequence[Any], *, if_absent: bool | None = None) -> list[bool]:
+    def put_many(
+        self, keys: Sequence[str], values: Sequence[Any], *, if_absent: bool | None = None, ttl: float | None = None,
+        keep: str | None = None,
+    ) -> list[bool]:  # fmt: skip
         """:meth:`put` for many keys. A duplicate key gets the later value. ``if_absent``: a stored value of the same
         length is left alone; None for ``put_if_absent`` of the client."""
         if len(keys) != len(values):
             raise UsageError(f"{len(keys)} keys and {len(values)} values")
-        digests = self._digest.many(keys)
-        return [status == Status.OK for status in self.put_digests(digests, list(map(source_of, values)), if_absent)]
+        digests = self._hasher.many(keys)
+        wish = None if ttl is None and keep is None else wish_of(ttl, keep)
+        try:
+            statuses = self.put_digests(digests, list(map(source_of, values)), if_absent)
+        except LargeValue:
+            statuses = self.put_mixed(digests, list(map(any_source_of, values)), if_absent)
+        if wish is not None:
+            statuses = self._keep_stored(digests, statuses, wish)
+        return [status == Status.OK for status in statuses]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """:meth:`get` for many keys."""
-        digests = self._digest.many(keys)
+        digests = self._hasher.many(keys)
         nowhere: list[memoryview | Span | None] = [None] * len(digests)
         results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, nowhere)
+        if self._counters["large"]:
+            self._large.resolve(digests, nowhere, results)
         return [got if type(got) is bytes else None for got in results]
 
     def get_into_many(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]:
         """:meth:`get_into` for many keys. Raises UsageError if a buffer is too small, after all others are filled."""
         if len(keys) != len(buffers):
             raise UsageError(f"{len(keys)} keys and {len(buffers)} buffers")
-        digests = self._digest.many(keys)
+        digests = self._hasher.many(keys)
         sinks = [sink_of(buffer) for buffer in buffers]
         results = self.get_digests(digests, sinks)
         for key, sink, got in zip(keys, sinks, results):
@@ -336,66 +381,13 @@ class Client:
                 raise UsageError(f"the value of {key!r} does not fit a buffer of {len(sink)} bytes")
         return [got if got > 0 else None for got in results]
 
-    def get_ranges_many(
-        self, keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
-    ) -> list[int | None]:
-        """:meth:`get_ranges` for many keys, each with a list of ranges. No two buffers of the call may overlap.
-
-        Raises UsageError if a range ends beyond its value, after the ranges of all other values are read.
-        """
-        digests = self._digest.many(keys)
-        sinks = self._ranges_of_many(keys, ranges)
-        results = self.get_digests(digests, sinks)
-        for key, sink, got in zip(keys, sinks, results):
-            if type(got) is WrongSize:
-                raise UsageError(sink.ends_beyond(key, got.length))
-        return [got if got > 0 else None for got in results]
-
-    def put_gather_many(self, keys: Sequence[str], pieces: Sequence[Iterable[Any]]) -> list[bool]:
-        """:meth:`put_gather` for many keys, each with a list of pieces. A duplicate key gets the later value."""
-        if len(keys) != len(pieces):
-            raise UsageError(f"{len(keys)} keys and {len(pieces)} lists of pieces")
-        digests = self._digest.many(keys)
-        sources = [self._pieces_of(each) for each in pieces]
-        return [status == Status.OK for status in self.put_digests(digests, sources)]
-
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`exists` for many keys."""
-        return self.exists_digests(self._digest.many(keys))
-
-    def load_ms(self, keys: Sequence[str]) -> float:
-        """Return how long getting these values with one call is expected to take, in milliseconds.
-
-        Only those that are stored count; 0.0 if none is. The figures come from this client's own gets by the same path
-        (``sdk/ops/load_time.py``). It costs one exchange with each worker on another host, as :meth:`exists_many` does.
-        """
-        return self.load_ms_digests(self._digest.many(keys))
-
-    def pin(self, keys: Sequence[str]) -> Pins:
-        """Return the values of these keys, to read ranges of them as often as wanted, and to release (docs/pins.md).
-
-        Each stays as it is now, whatever happens to its key; one that is not stored is a miss. Release them soon, as
-        pinned values are not evicted. What is beyond this client's share of the memory stays until it is evicted.
-        """
-        pins = self._pinner.pin(keys, self._digest.many(keys))
-        pins.in_thread = self.in_thread
-        return pins
-
-    def prefix(self, keys: Sequence[str], *, group: int = 1, exact: bool = True) -> Prefix:
-        """Return how many leading keys are stored now, where, and what loading them is expected to take: one exchange
-        with each worker on another host. ``group``: keys of a page, of which all or none count. ``exact``: look for
-        each key that is counted (docs/routing.md). Raises UsageError."""
-        return self._prefixes.find(keys, group, exact)
+        return self.exists_digests(self._hasher.many(keys))
 
     def delete_many(self, keys: Sequence[str]) -> list[bool]:
         """:meth:`delete` for many keys."""
-        return [status == Status.OK for status in self.delete_digests(self._digest.many(keys))]
-
-    def advance(self, namespace: str | None = None, *, timeout_s: float = 60.0) -> int:
-        """Make all that was stored in a namespace before unreadable on every host; return its new epoch. O(1) but for
-        the first (docs/epochs.md). Raises TransportError if after ``timeout_s`` old values may still be readable."""
-        self._routes.check_open()
-        return self._epoch.advance(self.namespace if namespace is None else namespace, timeout_s)
+        return [status == Status.OK for status in self.delete_digests(self._hasher.many(keys))]
 
     # -- by digest, for simm.kv and adapters --------------------------------------------------------
 
@@ -436,9 +428,10 @@ class Client:
         route = self._routes.route
         owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
         try:
-            return self._gets.read(owner, digest, sink)  # type: ignore[return-value]  # bytes are for no sink
+            got = self._gets.read(owner, digest, sink)
         except DeviceError as exc:
             return self._gets.device_failed(exc)
+        return got if got is not _LARGE else self._large.read(digest, sink)  # type: ignore[return-value]  # no bytes
 
     def exists_digest(self, digest: bytes) -> bool:
         """Return whether it is stored; False also if its server cannot be reached."""
@@ -468,24 +461,25 @@ class Client:
 
         A span may state the ``least`` that it takes. A shorter or longer value then gives a :class:`WrongSize`.
         """
-        if self._replicas is not None:
-            return self._replicas.read(digests, sinks)
-        return self._gets.read_many(digests, sinks)
+        results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, sinks)
+        if self._counters["large"]:
+            self._large.resolve(digests, sinks, results)
+        return results
 
     def exists_digests(self, digests: Sequence[bytes]) -> list[bool]:
         """Return for each whether it is stored."""
         return (self._gets if self._replicas is None else self._replicas).stored_many(digests)
 
-    def load_ms_digests(self, digests: Sequence[bytes]) -> float:
-        """Do :meth:`load_ms` for digests."""
-        return self._load_times.ms(digests)
-
     def delete_digests(self, digests: Sequence[bytes]) -> list[int]:
         """Drop entries; return a Status for each."""
+        if self._counters["large"]:
+            return self._large.delete(digests)
         return (self._replicas or self._puts).delete(digests)
 
     def delete_sized(self, digests: Sequence[bytes], sizes: Sequence[int]) -> list[int]:
         """Drop entries whose values have these sizes, not others put in their place; return a Status for each."""
+        if self._counters["large"]:
+            return self._large.delete(digests, sizes)
         return (self._replicas or self._puts).delete(digests, sizes)
 
     def owned(self, digest: bytes) -> bool:
@@ -497,19 +491,14 @@ class Client:
     put_async = awaitable(put)
     get_async = awaitable(get)
     get_into_async = awaitable(get_into)
-    get_ranges_async = awaitable(get_ranges)
-    put_gather_async = awaitable(put_gather)
     exists_async = awaitable(exists)
     delete_async = awaitable(delete)
+    view_async = awaitable(view)
     put_many_async = awaitable(put_many)
+    get_many_async = awaitable(get_many)
     get_into_many_async = awaitable(get_into_many)
-    get_ranges_many_async = awaitable(get_ranges_many)
-    put_gather_many_async = awaitable(put_gather_many)
     exists_many_async = awaitable(exists_many)
-    load_ms_async = awaitable(load_ms)
-    pin_async = awaitable(pin)
-    prefix_async = awaitable(prefix)
-    advance_async = awaitable(advance)
+    delete_many_async = awaitable(delete_many)
 
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
@@ -565,6 +554,9 @@ class Client:
             self._closed = True
         if (executor := self._executor) is not None:
             executor.shutdown(wait=True, cancel_futures=True)
+        self._end_tracing()
+        if self._near is not None:
+            self._near.close()
         self._pinner.release_all()
         self._routes.close()
         self._copier.close()
@@ -578,6 +570,8 @@ class Client:
         self._start_lock = threading.Lock()
         self._tallies.after_fork()
         self._epoch.after_fork()
+        if self._tracing is not None:
+            self._tracing.after_fork()
 
 
 def _unpickle(options: ClientOptions) -> Client:

@@ -56,10 +56,15 @@ from .errors import Code, SimmError, TransportError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Span
 from .sdk.batch import awaitable
-from .sdk.ops.kv_asks import Asks
+from .sdk.calls.closing import AsyncClosing
+from .sdk.calls.kv_asks import Asks
+from .sdk.calls.kv_groups import KvGroups
+from .sdk.calls.kv_keep import Keeps
+from .sdk.calls.kv_prefetch import Prefetches
 from .sdk.ops.kv_memory import (
     Block,
     BlockView,
+    Mixed,
     MrExt,
     PartedViews,
     all_sinks,
@@ -69,13 +74,14 @@ from .sdk.ops.kv_memory import (
     deregister_mr,
     no_sink,
     no_source,
+    no_wide,
     problem_of,
     register_mr,
 )
 from .wire.messages import Status
 
 if TYPE_CHECKING:
-    from .sdk.ops.kv_pins import PinnedKeys
+    from .sdk.calls.kv_pins import PinnedKeys
 
 __all__ = ["Block", "BlockView", "Code", "MrExt", "Store", "deregister_mr", "register_mr", "set_flag"]
 
@@ -230,7 +236,7 @@ atexit.register(_close_all)
 # --- the store --------------------------------------------------------------------------------
 
 
-class Store(Asks):
+class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
     """A connection to the cluster that the flags and the environment name.
 
     A process may have any number, and any thread may call them, before and after a fork. While no manager answers,
@@ -348,7 +354,7 @@ class Store(Asks):
     def mput_gather(self, keys: Sequence[str], blocks: Sequence[Sequence[BlockView]]) -> list[int]:
         """:meth:`put_gather` for many keys, each with a list of views; return a code for each."""
         pieces = PartedViews.to_put(blocks)
-        return self._many(_put_all, _put_codes, len(keys), self._checked(keys, pieces, all, problem_of))
+        return self._many(_put_all, _put_codes, len(keys), self._checked(keys, pieces, all_sources, problem_of))
 
     def mget(self, keys: Sequence[str], blocks: Sequence[BlockView]) -> list[int]:
         """:meth:`get` for many keys; return a length or code for each."""
@@ -360,7 +366,7 @@ class Store(Asks):
 
         No two views of the call may share memory: of two keys whose views do, the later one is refused.
         """
-        checked = self._checked(keys, PartedViews.to_get(ranges), all, problem_of)
+        checked = self._checked(keys, PartedViews.to_get(ranges, wide=True), no_wide, problem_of)
         return self._many(_get_all, _ranges_codes, len(keys), checked)
 
     def mpin(self, keys: Sequence[str]) -> PinnedKeys:
@@ -368,7 +374,7 @@ class Store(Asks):
 
         Its ``lengths`` has a length or code for each key: GET_FAILED for a miss.
         """
-        from .sdk.ops.kv_pins import PinnedKeys  # few engines load layer by layer
+        from .sdk.calls.kv_pins import PinnedKeys  # few engines load layer by layer
 
         client, digests, _, positions = self._checked(keys)
         if client is None:
@@ -397,6 +403,7 @@ class Store(Asks):
     mput_async = awaitable(mput)
     mget_async = awaitable(mget)
     mexists_async = awaitable(mexists)
+    mdelete_async = awaitable(mdelete)
     mpin_async = awaitable(mpin)
     put_gather_async = awaitable(put_gather)
     get_ranges_async = awaitable(get_ranges)
@@ -443,7 +450,7 @@ class Store(Asks):
                 spans = [block._piece for block in blocks]  # type: ignore[misc]
                 if all_good(spans):
                     return (client if digests else None), digests, spans, None
-            digests, spans = [], []
+            digests, spans = [], Mixed()
             for position, key in enumerate(keys):
                 try:
                     named = digest(key)
@@ -456,7 +463,7 @@ class Store(Asks):
                     if problem:
                         self._refuse(1, "%s", problem)
                         continue
-                    spans.append(block._piece)  # type: ignore[arg-type]
+                    spans.append(block._piece)
                 digests.append(named)
                 positions.append(position)
         if not digests:
@@ -551,7 +558,7 @@ def _spread(answers: Sequence[_T], positions: Sequence[int], results: list[_T]) 
 
 
 def _put_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[int]:
-    return client.put_digests(digests, spans)
+    return (client.put_digests if type(spans) is list else client.put_mixed)(digests, spans)
 
 
 def _put_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:
@@ -561,7 +568,7 @@ def _put_codes(client: Client, digests: list[bytes], _: list[Any], statuses: lis
 
 
 def _get_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[Any]:
-    return client.get_digests(digests, spans)
+    return (client.get_digests if type(spans) is list else client.get_mixed)(digests, spans)
 
 
 def _ranges_codes(client: Client, digests: list[bytes], _: list[Any], results: list[Any]) -> list[int]:

@@ -150,17 +150,23 @@ def rebalance(
 
 def _assign_unowned(tables: Tables, unowned: Shards, lacking: list[int], acked: list[int]) -> Shards:
     """Assign shards to eligible workers below their targets; count ``lacking`` down. Return the rest."""
-    rest = []
-    for shard in unowned.tolist():
-        since = int(tables.since[shard])
+    # Who may have a shard by the last map that it has acknowledged, and lacks some. Nobody comes to lack one here.
+    since = tables.since[unowned]
+    lacks, acks = np.array([*lacking, 0], np.int64) > 0, np.array([*acked, 0], np.uint64)
+    able = np.zeros(len(unowned), np.bool_)
+    for wanted in (tables.previous, tables.preferred):
+        indexes = np.minimum(wanted[unowned], len(lacking))
+        able |= lacks[indexes] & (acks[indexes] >= since)
+    for at in np.flatnonzero(able).tolist():
+        shard = int(unowned[at])
         for index in (int(tables.previous[shard]), int(tables.preferred[shard])):
-            if index != NO_OWNER and lacking[index] and acked[index] >= since:
+            if index != NO_OWNER and lacking[index] and acked[index] >= since[at]:
                 lacking[index] -= 1
                 _assign(tables, shard, index)
                 break
         else:
-            rest.append(shard)
-    left = np.asarray(rest, np.int64)
+            able[at] = False
+    left = unowned[~able]
     # First the workers that are eligible for the fewest.
     for index in sorted((at for at, lack in enumerate(lacking) if lack), key=lambda at: (acked[at], at)):
         if len(left):
@@ -389,9 +395,9 @@ class Placement:
         """Release overdue nodes that no shard names any more. Return True if there were any."""
         overdue = [node for node in nodes if node.overdue and not node.released]
         if overdue:
-            named = set(np.union1d(self.tables.owners, self.tables.previous).tolist())
+            named = self.tables.named()
             for node in overdue:
-                node.released = named.isdisjoint(self.indexes_of(node))
+                node.released = not named[self.indexes_of(node)].any()
         return any(node.released for node in overdue)
 
     def compact(self, nodes: Mapping[str, Node]) -> None:
@@ -447,9 +453,9 @@ class Placement:
         bad = self._without_source(eligibility)
         must(not bad.any(), f"shard {int(bad.argmax())} has a previous owner that does not serve")
         if limit is not None:
-            named = set(np.union1d(tables.owners, tables.previous).tolist())
+            named = tables.named()
             idle = [node for node in nodes.values() if node.overdue and not node.released]
-            must(not any(named.isdisjoint(self.indexes_of(node)) for node in idle), "a node is kept for nothing")
+            must(all(named[self.indexes_of(node)].any() for node in idle), "a node is kept for nothing")
             unowned = int((tables.owners == NO_OWNER).sum())
             must(not any(weights) or unowned <= self.waiting, "a shard has no owner and does not wait for one")
             again = rebalance(tables.copy(), weights, eligibility, limit, acked)

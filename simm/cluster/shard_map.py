@@ -115,6 +115,12 @@ class Tables:
         made.previous, made.since = self.previous.copy(), self.since.copy()
         return made
 
+    def named(self) -> NDArray[np.bool_]:
+        """Return, by worker index, whether some shard has it as its owner or previous owner. O(shards)."""
+        found = np.zeros(NO_OWNER + 1, np.bool_)
+        found[self.owners] = found[self.previous] = True
+        return found
+
     def renumber(self, table: Sequence[int]) -> None:
         """Call worker ``at`` ``table[at]`` from now on; NO_OWNER forgets it, and owners become the preferred ones."""
         names = np.full(NO_OWNER + 1, NONE)

@@ -165,3 +165,12 @@ def mooncake_keys(
     head = f"{prefix}@" if prefix else ""
     head += f"{model}{store_namespace}@tp_rank:{tp_rank}@pcp{pcp_rank}@dcp{dcp_rank}@pp_rank:{pp_rank}@group:{group}@"
     return [head + each.hex() for each in hashes]
+
+
+def connector_keys(hashes: Sequence[bytes], identity: str, *, group: int = 0) -> list[str]:
+    """Return the keys of SiMM's connector for vLLM, one for each block of a KV cache group.
+
+    ``identity``: that of a rank's memory, which the connector logs. They are behind the scope and its generation.
+    """
+    head = f"{identity}/{group}/"
+    return [head + each.hex() for each in hashes]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from ..constants import VALUE_BYTES_MAX
+from ..constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork_copies
 from ..host.buffers import DeviceBuffer, OnDevice, Ranges, Span, address_of, tensor_span, view_of
@@ -67,6 +67,18 @@ def device_buffer(thing: Any) -> DeviceBuffer:
     return _device_span(thing)
 
 
+class LargeValue(UsageError):
+    """A value, or ranges of one, beyond ``VALUE_BYTES_MAX``. To callers that cannot divide it, it is a mistake.
+
+    Raised where sizes are compared in any case, so that ordinary values pay nothing for large ones.
+    """
+
+    def __init__(self, text: str, memory: Any) -> None:
+        super().__init__(text)
+        #: The memory in the form that it was asked for in.
+        self.memory = memory
+
+
 def source_of(value: Any, what: str = "a value") -> memoryview | Span:
     """Return a value, or ``what`` it is to be called, in the form that put takes. Raises UsageError for a wrong type or
     size."""
@@ -80,8 +92,19 @@ def source_of(value: Any, what: str = "a value") -> memoryview | Span:
         except OnDevice:
             source = device_buffer(value)
     if not 0 < len(source) <= VALUE_BYTES_MAX:
-        raise UsageError(f"{what} has 1 to {VALUE_BYTES_MAX} bytes, this one {len(source)}")
+        if 0 < len(source) <= LARGE_BYTES_MAX:
+            raise LargeValue(f"{what} has 1 to {VALUE_BYTES_MAX} bytes here, this one {len(source)}", source)
+        raise UsageError(f"{what} has 1 to {LARGE_BYTES_MAX} bytes, this one {len(source)}")
     return source
+
+
+def any_source_of(value: Any) -> memoryview | Span:
+    """Do :func:`source_of` for a value that may have to be stored in parts."""
+    try:
+        return source_of(value)
+    except LargeValue as exc:
+        source: memoryview | Span = exc.memory
+        return source
 
 
 def sink_of(buffer: Any) -> memoryview | Span:
@@ -91,6 +114,8 @@ def sink_of(buffer: Any) -> memoryview | Span:
         if not buffer.writable:
             raise UsageError("the buffer is read-only")
         return buffer  # type: ignore[no-any-return]
+    if kind is bytearray:
+        return memoryview(buffer)
     if kind is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
         view = memoryview(buffer)  # view_of looks at more
     else:
@@ -130,11 +155,18 @@ class NoValue(enum.IntEnum):
     UNAVAILABLE = -1
     #: The value is longer than the buffer.
     TOO_SMALL = -2
+    #: It is stored in parts: ``sdk/large`` reads it. The client's methods do not return this.
+    LARGE = -3
 
 
 #: By name, as reads meet them all the time.
 MISS: Final = NoValue.MISS
 UNAVAILABLE: Final = NoValue.UNAVAILABLE
+LARGE: Final = NoValue.LARGE
+
+
+#: What a prefetch says of a key: it waits to be copied, its owner is on this host, or it will not be copied.
+WAITS, HERE, DROPPED = 1, 0, -1
 
 
 class WrongSize(int):
@@ -293,6 +325,24 @@ class View:
     def __repr__(self) -> str:
         what = f"View of {self.length} bytes" if self.length else "View of a miss"
         return f"<{what}{'' if self._data is not None else ', closed'}>"
+
+
+class SplitView(View):
+    """In place of the view of a value that is stored in parts: ``sdk/large`` copies it. False, with no bytes."""
+
+    __slots__ = ()
+
+
+def view_of_answer(got: Any) -> View:
+    """Return a view of what a read without a sink has returned."""
+    if type(got) is bytes:
+        return View(memoryview(got))
+    return SplitView.miss() if got is LARGE else View.miss()
+
+
+def answer_of(view: View) -> NoValue:
+    """Return what a read says for this view, which has no bytes."""
+    return LARGE if type(view) is SplitView else MISS
 
 
 def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int, number: int) -> None:

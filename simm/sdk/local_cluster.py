@@ -30,7 +30,8 @@ from typing import Final
 from ..arena.layout import State
 from ..config.local_token import PublishedToken, line_of
 from ..config.parsers import arena_bytes, parse_address
-from ..config.settings import ensure_runtime_dir, load
+from ..config.settings import load
+from ..config.startup import ensure_runtime_dir
 from ..errors import ConfigError, SimmError
 from ..host.file_locks import LockFile
 from ..ipc.segments import embedded_server_name, is_arena_of, metadata_of, state_of, store_closed

@@ -30,11 +30,13 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, Final, TypeVar
 
 from ..config.parsers import TlsOptions
+from ..constants import TRACE_S_MAX
 from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError, printable
 from ..host import fork
 from ..net.channel import Channel, Refused, check_tls, greet, weakly
 from ..wire import epoch_messages as E
 from ..wire import messages as M
+from ..wire import trace_messages as T
 from ..wire.hello import client_hello
 from ..wire.messages import Status
 
@@ -247,6 +249,8 @@ class Subscription:
         self._on_map = on_map
         self._on_epochs = on_epochs
         self._channel: Channel | None = None
+        #: What an admin wants all clients to trace, and until when, monotonic seconds; None if nobody ever asked.
+        self.traces: tuple[T.OrderTrace, float] | None = None
         self._news = False
         self._asked = False
         #: Why another attempt is pointless, by the last round through the addresses; empty if it may succeed.
@@ -349,7 +353,7 @@ class Subscription:
         return channel
 
     def _ask(self, channel: Channel) -> None:
-        wanted = E.SUBSCRIBE_MAPS | (E.SUBSCRIBE_EPOCHS if self._on_epochs is not None else 0)
+        wanted = E.SUBSCRIBE_MAPS | T.SUBSCRIBE_TRACES | (E.SUBSCRIBE_EPOCHS if self._on_epochs is not None else 0)
         reply = channel.call(M.MapGet(0, wanted))
         if not isinstance(reply, M.MapReply):
             raise RemoteProtocolError("the manager answered with something that is no shard map")
@@ -358,6 +362,10 @@ class Subscription:
     def _pushed(self, msg: Any) -> None:
         if isinstance(msg, E.Epochs) and self._on_epochs is not None:
             self._on_epochs(msg)
+        elif isinstance(msg, T.OrderTrace):
+            if fault := T.fault_of(msg, TRACE_S_MAX):
+                raise RemoteProtocolError(f"the manager asks for what cannot be: {fault}")
+            self.traces = msg, time.monotonic() + msg.seconds
         elif isinstance(msg, M.MapReply):
             self._news = self._on_map(msg) or self._news
 

@@ -32,6 +32,7 @@ from ..rdma.api import READ, Fabric, FabricError, Op, QueuePair, QueuePairAddres
 from ..rdma.registration import close_later
 from ..rdma.remote_arena import Locations, RegionMap, RemoteArena
 from ..rdma.staging import StagingMemory
+from ..rpc import batches
 from ..wire import messages as M
 from ..wire import rdma_messages as R
 from ..wire.hello import client_hello
@@ -164,7 +165,9 @@ class RdmaConnection:
             self.channel.deadline_s = options.deadline_s
             self.channel.bound(until)
             hello = client_hello(M.Role.CLIENT, namespace=options.namespace, cluster=cluster, pid=os.getpid())
-            greet(self.channel, M.Service.ENDPOINT, hello, options.token, server, options.server_uids)
+            welcome = greet(self.channel, M.Service.ENDPOINT, hello, options.token, server, options.server_uids)
+            #: The endpoint says what requests in a trace take it.
+            self.tells = bool(welcome.paths & M.PathBit.TRACE)
             self._open(fabric, turn, known, failed, until)
             self.channel.bound()
         except BaseException as exc:
@@ -307,7 +310,8 @@ class RdmaConnection:
 
     def return_grants(self, numbers: Sequence[int]) -> None:
         """Return grants by id; see :func:`grant_pool.return_idle`. Raises TransportError."""
-        self.channel.call(M.ReturnGrants(list(numbers)))
+        for part in batches(numbers):
+            self.channel.call(M.ReturnGrants(part))
 
     def granted(self, answer: Any, statuses: int) -> list[int]:
         """Take what an RDMA_GRANTED brings; its statuses. Raises TransportError for anything else."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.hashing import shard_of
-from ..arena.reader import COLUMN_KEYS, EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled, words_of
+from ..arena.hashing import shard_of, words_of
+from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..errors import DeviceError, PeerError
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
@@ -26,12 +26,9 @@ from ..host.company import COMPANY
 from ..host.parts import scatter
 from ..ipc.counts import (
     ABSENT,
-    EXISTS_MANY,
-    FOUND,
     GET_MANY,
     HIT_BYTES,
     HITS,
-    NOT_FOUND,
     SAMPLE_BATCHES,
     SAMPLE_MASK,
     Word,
@@ -44,8 +41,8 @@ from ..ipc.tally import Tallies
 from ..wire import messages as M
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
-from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Sink, View, is_hit, misfit
-from .ops.owners import Owners, holds_in
+from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Sink, View, answer_of, is_hit, misfit, view_of_answer
+from .ops.owners import COPY_KEYS, Owners, count_moved, exist_in, holds_in
 from .remote_reads import Observe, RemoteReads
 from .routing import Routes
 from .worker_path import Target
@@ -65,6 +62,8 @@ _Read = Callable[[Target, Sequence[int], Batch], Unresolved]
 class Gets(ShmGet):
     """A client's reads. Any thread may call it."""
 
+    remote_kind = RemoteReads
+
     def __init__(
         self, routes: Routes, copier: Copier, checksum: bool, counters: dict[str, int], observe: Observe | None = None,
         tallies: Tallies | None = None,
@@ -77,7 +76,12 @@ class Gets(ShmGet):
         #: The next get of a single key is timed (``ipc/counts.py``).
         self.due = False
         self._tallies = tallies = tallies or Tallies()
-        self._remote = RemoteReads(routes, copier, self.check if checksum else None, counters, self._observe, tallies)
+        check = self.check if checksum else None
+        self._remote = self.remote_kind(routes, copier, check, counters, self._observe, tallies)
+
+    def other_kind(self) -> NoValue:
+        """Return what an entry is to a read that wants entries of the other kind."""
+        return self._remote.other_kind()
 
     # -- one key --------------------------------------------------------------------------------------
 
@@ -103,28 +107,33 @@ class Gets(ShmGet):
                     counts[ABSENT] += 1
                     return MISS
                 return self._one_moved(target, counts, digest, sink)
-            got: Answer
-            got = size = found.length
+            slot, seq, offset, size, _, flags = found
+            got: Answer = size
+            odd = flags not in self.plain
+            if odd and self.differs(flags):  # before anything is written
+                if reader.confirm(digest, slot, seq):
+                    return self.other_kind()
+                break
             if sink is None:
                 got = bytes(reader.value(found))
             elif size != (
                 sink.size if kind is Span else len(sink)  # type: ignore[union-attr]
             ) and not fits(size, sink):
-                if reader.confirm(digest, found.slot, found.seq):
+                if reader.confirm(digest, slot, seq):
                     counts[Word.WRONG_SIZE] += 1
                     return misfit(size, sink)
                 break  # it is changing: read it from a pin
             # The most frequent cases of copy_out(), without the call.
             elif size < COMPANY.held_bytes and kind is memoryview:
-                start = found.offset - reader.data_offset
+                start = offset - reader.data_offset
                 sink[:size] = reader.data[start : start + size]  # type: ignore[index]
             elif size < RELEASE_BYTES and kind is Span:
-                memmove(sink.address, reader.data_address + found.offset - reader.data_offset, size)  # type: ignore[union-attr]
+                memmove(sink.address, reader.data_address + offset - reader.data_offset, size)  # type: ignore[union-attr]
             else:
                 self.copy_out(reader, found, sink)
-            if reader.confirm(digest, found.slot, found.seq):
-                reader.visited[found.slot] = 1
-                if found.flags not in self.plain and not self.sound(reader, found, got, sink):
+            if reader.confirm(digest, slot, seq):
+                reader.visited[slot] = 1
+                if odd and not self.sound(reader, found, got, sink):
                     counts[Word.UNSOUND] += 1
                     return MISS
                 hits = counts[HITS] = counts[HITS] + 1
@@ -138,7 +147,7 @@ class Gets(ShmGet):
                 return self._one_moved(target, counts, digest, sink)
         self.counters["fallbacks"] += 1
         counts[Word.PINNED] += 1
-        return self._out_of(self._pinned(target, digest), sink)
+        return self._out_of(self._pinned(target, digest, copied=self.checksum), sink)
 
     def read_ranges(self, target: Target | None, digest: bytes, ranges: Ranges) -> Answer:
         """Do :meth:`read` for ranges of a value. The result is the value's length."""
@@ -193,7 +202,7 @@ class Gets(ShmGet):
     def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`_one` for a key that is not at its owner, whose shard may be moving."""
         got = self._one(self._by_word, target, digest, sink)
-        _count_moved(counts, got)
+        count_moved(counts, got)
         return got
 
     def _by_word(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
@@ -208,7 +217,7 @@ class Gets(ShmGet):
     def _out_of(self, view: View, sink: Sink) -> Answer:
         """Copy a value out of a pinned view."""
         if not view:
-            return MISS
+            return answer_of(view)
         with view:
             if sink is None:
                 return bytes(view.data)
@@ -260,7 +269,7 @@ class Gets(ShmGet):
             reader = target.reader
             counts = reader.counts if reader is not None else self._tallies.tcp
             for position in positions:
-                _count_moved(counts, batch.results[position])
+                count_moved(counts, batch.results[position])
 
     def device_failed(self, exc: DeviceError, count: int = 1) -> NoValue:
         """Count and log the failure of a GPU; return UNAVAILABLE."""
@@ -298,41 +307,45 @@ class Gets(ShmGet):
         digests, sinks, results = batch.digests, batch.sinks, batch.results
         assert sinks is not None
         mine = digests if len(positions) == len(digests) else [digests[position] for position in positions]
-        keys, found_at = reader.candidates(mine) if slots is None else (words_of(mine), slots)
-        confirm, visited, copy_out = reader.confirm, reader.visited, self.copy_out
+        locate, confirm, visited, copy_out = reader.locate, reader.confirm, reader.visited, self.copy_out
+        plain, data, base = self.plain, reader.data, reader.data_offset
         hits = misses = 0
         apart: list[int] = []
         left = positions
         unresolved = Unresolved()
-        many = len(positions) >= COLUMN_KEYS or self.spreads(positions, sinks)
-        if many and self.plain and type(sinks[positions[0]]) in _PLAIN_SINKS:
+        many = len(positions) >= COPY_KEYS or self.spreads(positions, sinks)
+        if many and plain and type(sinks[positions[0]]) in _PLAIN_SINKS:
+            mine = digests if len(positions) == len(digests) else [digests[position] for position in positions]
+            keys, found_at = reader.candidates(mine) if slots is None else (words_of(mine), slots)
             rest = self.copy_many(reader, positions, keys, found_at, sinks, results)
             hits = len(positions) - len(rest)
-            left, found_at = [positions[number] for number in rest], found_at[rest]
-        for position, slot in zip(left, found_at.tolist()):
+            left = [positions[number] for number in rest]
+        for position in left:
             digest, sink = digests[position], sinks[position]
-            if slot >= 0 and sink is not None:
-                try:
-                    found = reader.locate_at(digest, slot)
-                except Unsettled:
-                    found = None
-                if (
-                    found is not None and (found.length == len(sink) or fits(found.length, sink))
-                    and found.flags in self.plain
-                ):  # fmt: skip
-                    copy_out(reader, found, sink)
-                    if confirm(digest, found.slot, found.seq):
-                        visited[found.slot] = 1
+            try:
+                found = locate(digest)
+            except Unsettled:
+                pass
+            else:
+                if found is None:
+                    word = reader.shard_word(digest)
+                    if 0 < word < PLAIN_BELOW:
+                        misses += 1
+                    else:
+                        unresolved.by_word(position, word)
+                    continue
+                slot, seq, offset, size, _, flags = found
+                if flags in plain and sink is not None and (size == len(sink) or fits(size, sink)):
+                    if size < COMPANY.held_bytes and type(sink) is memoryview:  # copy_out(), without the call
+                        start = offset - base
+                        sink[:size] = data[start : start + size]
+                    else:
+                        copy_out(reader, found, sink)
+                    if confirm(digest, slot, seq):
+                        visited[slot] = 1
                         hits += 1
-                        results[position] = found.length
+                        results[position] = size
                         continue
-            elif slot < 0:
-                word = reader.shard_word(digest)
-                if 0 < word < PLAIN_BELOW:
-                    misses += 1
-                else:
-                    unresolved.by_word(position, word)
-                continue
             # Everything but plain hits and misses: read() handles all cases, and counts them.
             results[position] = self.read(target, digest, sink)
             apart.append(position)
@@ -445,6 +458,10 @@ class Gets(ShmGet):
                 break
             if found is None:
                 break
+            if self.differs(found.flags):
+                if confirm(digest, found.slot, found.seq):
+                    return self.other_kind()
+                continue
             if sink is None:
                 got: Answer = bytes(reader.value(found))
             elif not fits(got := found.length, sink):
@@ -489,29 +506,8 @@ class Gets(ShmGet):
         self, _target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, _: NDArray[np.intp] | None
     ) -> Unresolved:
         """Find out which keys one arena has."""
-        unresolved = Unresolved()
-        digests, results = batch.digests, batch.results
-        wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
         self._batches += 1
-        began = 0 if self._batches % SAMPLE_BATCHES else time.perf_counter_ns()
-        hits = reader.contains_many(wanted)
-        counts = reader.counts
-        if began:
-            observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
-        found, absent = hits.count(True), hits.count(False)
-        counts[FOUND] += found
-        if len(positions) == len(results):
-            results[:] = hits
-        else:
-            for position, hit in zip(positions, hits):
-                results[position] = hit
-        if absent:
-            counts[NOT_FOUND] += absent
-            shard_word = reader.shard_word
-            for position, hit in zip(positions, hits):
-                if not hit and not 0 < (word := shard_word(digests[position])) < PLAIN_BELOW:
-                    unresolved.by_word(position, word)
-        return unresolved
+        return exist_in(reader, positions, batch, observed=not self._batches % SAMPLE_BATCHES)
 
     # -- what a put need not store ------------------------------------------------------------------------
 
@@ -537,11 +533,14 @@ class Gets(ShmGet):
     def _view(self, target: Target | None, digest: bytes) -> View:
         if target is None or not target.ready() or target.session is None:
             got = self.read(target, digest, None)
-            return View(memoryview(got)) if isinstance(got, bytes) else View.miss()
+            return view_of_answer(got)
         return self._pinned(target, digest)
 
-    def _pinned(self, target: Target, digest: bytes) -> View:
-        """Return a view of a pin that the worker gives; see :meth:`view`."""
+    def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View:
+        """Return a view of a pin that the worker gives; see :meth:`view`. ``copied``: of a copy, which is checked.
+
+        Who may write into the arena may do so between a check in place and a copy.
+        """
         session = target.session
         if session is None:
             self.counters["outages"] += 1
@@ -564,8 +563,13 @@ class Gets(ShmGet):
             if 0 < session.reader.shard_word(digest) < PLAIN_BELOW:
                 counts[ABSENT] += 1
                 return View.miss()
-            got = self._one_moved(target, counts, digest, None)
-            return View(memoryview(got)) if isinstance(got, bytes) else View.miss()
+            return view_of_answer(self._one_moved(target, counts, digest, None))
+        if self.differs(flags):
+            view.close()
+            return view_of_answer(self.other_kind())
+        if copied:
+            pinned, view = view, View(memoryview(bytes(view)))
+            pinned.close()
         if self.checksum and not self.check(flags, crc, view.data):
             counts[Word.UNSOUND] += 1
             view.close()
@@ -574,18 +578,3 @@ class Gets(ShmGet):
         counts[Word.VIEWS] += 1
         counts[HIT_BYTES] += length
         return view
-
-
-def _count_moved(counts: memoryview, got: Answer) -> None:
-    """Count the answer of a second look."""
-    if is_hit(got):
-        counts[Word.MOVED_HITS] += 1
-        size = len(got) if type(got) is bytes else int(got)
-        counts[HIT_BYTES] += size
-    elif got == MISS:
-        counts[Word.MOVING] += 1
-    elif got == UNAVAILABLE:
-        counts[Word.UNREACHABLE] += 1
-    else:
-        counts[Word.WRONG_SIZE] += 1
-

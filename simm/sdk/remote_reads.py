@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ..arena.layout import ENTRY_LARGE
 from ..cluster.lookup import Unresolved
 from ..constants import VALUE_BYTES_MAX
 from ..host.buffers import Copier, DeviceCopy, Ranges, Span, fits, host_view, on_device
@@ -16,7 +17,7 @@ from ..ipc.get import head_bytes
 from ..ipc.steps import Steps, finish
 from ..ipc.tally import Tallies
 from ..wire.messages import Status
-from .batch import MISS, UNAVAILABLE, Batch, misfit
+from .batch import LARGE, MISS, UNAVAILABLE, Batch, NoValue, misfit
 from .routing import Routes
 from .worker_path import Target
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 STAGED_BYTES: Final = 64 << 20
 
 
+#: With these a server has found an entry, whose flags it names.
+_LOOKED_AT: Final = frozenset((Status.OK, Status.TOO_LARGE, Status.OUT_OF_RANGE))
+
 #: Takes note of a get: path, keys, bytes, seconds (``sdk/ops/load_time.py``).
 Observe = Callable[[str, int, int, float], None]
 
@@ -36,8 +40,12 @@ Observe = Callable[[str, int, int, float], None]
 class RemoteReads:
     """A client's reads by RDMA and TCP. Any thread may call it.
 
+    ``kind`` as of ``ShmGet``.
+
     ``check`` returns whether a value has the checksum it was stored with, by flags and crc; None to skip that.
     """
+
+    kind: int = 0
 
     def __init__(
         self, routes: Routes, copier: Copier, check: Callable[[int, int, Any], bool] | None, counters: dict[str, int],
@@ -49,6 +57,13 @@ class RemoteReads:
         self.counters = counters
         self._observe = observe
         self._tallies = tallies
+
+    def other_kind(self) -> NoValue:
+        """Return what an entry is to a read that wants entries of the other kind, and count it."""
+        if self.kind:
+            return MISS
+        self.counters["large"] += 1
+        return LARGE
 
     def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
         """Read by RDMA, and the keys that RDMA leaves over by TCP. Take note of how long it takes."""
@@ -64,7 +79,7 @@ class RemoteReads:
         absent, unreachable = got.count(MISS), got.count(UNAVAILABLE)
         open_ = len(left.positions()) if left else 0  # until the second look
         hits, size, missed = len(sizes), sum(sizes), max(0, absent - open_)
-        unfit = len(got) - hits - absent - unreachable
+        unfit = len(got) - hits - absent - unreachable - got.count(LARGE)
         counts[Word.BATCH_HITS] += hits
         counts[Word.HIT_BYTES] += size
         counts[Word.UNREACHABLE] += unreachable
@@ -139,13 +154,17 @@ class RemoteReads:
             if sink is None:
                 wants.append((digests[position], VALUE_BYTES_MAX, _room_in(news, position)))
             else:
-                wants.append((digests[position], len(sink), _fitting(sink, host_view(sink))))
-        answers = yield from self._routes.call_tcp(target, tcp, tcp.fetch(wants, previous=previous, until=until))
+                most = min(len(sink), VALUE_BYTES_MAX)  # a buffer for a value in parts has more
+                wants.append((digests[position], most, _fitting(sink, host_view(sink))))
+        call = tcp.fetch(wants, previous=previous, until=until, kind=self.kind)
+        answers = yield from self._routes.call_tcp(target, tcp, call)
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
         for position, (status, length, crc, flags) in zip(positions, answers):
-            if status == Status.OK:
+            if (flags ^ self.kind) & ENTRY_LARGE and status in _LOOKED_AT:
+                results[position] = self.other_kind()
+            elif status == Status.OK:
                 sink = sinks[position]
                 if sink is not None and not fits(length, sink):
                     results[position] = misfit(length, sink)
@@ -172,8 +191,10 @@ class RemoteReads:
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
-        for position, (status, length, crc, _flags) in zip(positions, answers):
-            if status == Status.OK:
+        for position, (status, length, crc, flags) in zip(positions, answers):
+            if flags & ENTRY_LARGE and status in _LOOKED_AT:
+                results[position] = self.other_kind()
+            elif status == Status.OK:
                 results[position] = length
             elif status == Status.OUT_OF_RANGE:
                 results[position] = misfit(length, sinks[position])
@@ -218,7 +239,9 @@ class RemoteReads:
         asked = [digests[each] for each in positions]
         answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(asked, previous=previous))
         for position, (status, since) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
-            if previous or not unresolved.by_status(position, status, since):
+            if status == Status.OK and since & ENTRY_LARGE:
+                results[position] = self.other_kind()
+            elif previous or not unresolved.by_status(position, status, since):
                 results[position] = UNAVAILABLE if status in (Status.OK, Status.UNAVAILABLE) else MISS
         return unresolved
 

@@ -131,7 +131,7 @@ class Router:
 
     def __init__(
         self, options: ClientOptions, map_timeout_s: float | None = MAP_TIMEOUT_S, *, tallies: Tallies | None = None,
-        epoch: ClientEpoch | None = None,
+        epoch: ClientEpoch | None = None, tick: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         managers, rdma = options.managers, ClientRdma(options.rdma_devices)
         self.context = ClientContext(options, rdma=rdma, tallies=tallies or Tallies(), epoch=epoch)
@@ -146,6 +146,8 @@ class Router:
         self.targets: dict[tuple[str, int, int], Target] = {}
         self._connections = _Connections(self.context)
         self._wake = threading.Event()
+        #: What else the background thread calls, every ``TICK_S`` at least.
+        self._tick = tick
         self._closed = False
         #: Whether :meth:`maintain` connects to workers that no operation has asked for yet.
         self._ahead = False
@@ -276,6 +278,7 @@ class Router:
                 target.close(clean=False)
         self.context.rdma.tidy()
         self.context.tallies.release_ended()
+        self._tick()
         return not self._closed
 
     def _announce(self, targets: Sequence[Target], now: float) -> None:
@@ -345,6 +348,10 @@ def _maintain(reference: weakref.ref[Router], wake: threading.Event, connections
         del router
 
 
+#: Between two attempts to make a router in a forked child, seconds.
+RESTART_S: Final = 0.5
+
+
 class Routes:
     """The routes to the owners of digests, across forks, until closed.
 
@@ -357,6 +364,7 @@ class Routes:
         self._lazy = lazy
         self._lock = threading.Lock()
         self._retry_at = 0.0
+        self._warned = False
         self.closed = False
         fork.in_child(self._after_fork)
         self.router: Router | None = connect(None if lazy else MAP_TIMEOUT_S)
@@ -383,8 +391,11 @@ class Routes:
                     if self._lazy:
                         self.router.subscription.await_first_round(self.router.deadline_s)
                 except TransportError as exc:
-                    self._retry_at = time.monotonic() + 0.5
-                    log.warning("%s", exc)
+                    self._retry_at = time.monotonic() + RESTART_S
+                    log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", exc)  # once for each outage
+                    self._warned = True
+                else:
+                    self._warned = False
             return self.route
 
     def group(
@@ -496,6 +507,7 @@ class Routes:
         self.router = None
         self.route = []
         self._retry_at = 0.0
+        self._warned = False
         self._lock = threading.Lock()
 
 

@@ -20,10 +20,11 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
+from ..arena.layout import ENTRY_LARGE
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import PeerError, TransportError
 from ..host.buffers import RELEASE_BYTES, Ranges
@@ -33,6 +34,7 @@ from ..net.allowance import allowed
 from ..net.channel import Channel, ChannelWait, Refused, greet
 from ..rpc import encode
 from ..wire import messages as M
+from ..wire.group_messages import joined
 from ..wire.hello import client_hello
 from ..wire.messages import Status
 from .path import ClientContext, Path, PathState
@@ -273,13 +275,17 @@ class TcpPath(Path):
 
     # -- operations, in steps ----------------------------------------------------------------------
 
-    def fetch(self, wants: Sequence[Want], *, previous: bool = False, until: float = 0.0) -> Steps[list[Got]]:
+    def fetch(
+        self, wants: Sequence[Want], *, previous: bool = False, until: float = 0.0, kind: int = 0
+    ) -> Steps[list[Got]]:
         """Read values into the caller's memory; return the result of each key. A status above OK means no value.
+
+        ``kind``: ENTRY_LARGE to read manifests. What is of the other kind is received, but goes nowhere.
 
         ``previous``: read as from a previous owner, so that values of frozen shards count. ``until``: when the first
         exchange must be over, monotonic seconds; 0 for ``deadline_s`` from now.
         """
-        exchange = partial(self._fetch, kind=M.FetchPrevious if previous else M.Fetch)
+        exchange = partial(self._fetch, message=M.FetchPrevious if previous else M.Fetch, kind=kind)
         sizes = [want[1] for want in wants]
         return self._fetch_all(exchange, wants, sizes, chunks(list(enumerate(sizes))), until)
 
@@ -323,16 +329,20 @@ class TcpPath(Path):
     ) -> Steps[list[Got]]:
         return receive_ranges(channel, partial(M.FetchRanges, previous), wants)
 
-    def _fetch(self, channel: Channel, kind: Callable[[Any], Any], wants: Sequence[Want]) -> Steps[list[Got]]:
-        number = channel.submit(kind([(digest, most) for digest, most, _ in wants]))
+    def _fetch(
+        self, channel: Channel, message: Callable[[Any], Any], kind: int, wants: Sequence[Want]
+    ) -> Steps[list[Got]]:
+        number = channel.submit(message([(digest, most) for digest, most, _ in wants]))
         yield ChannelWait(channel, number)
         fetched = channel.result(channel.wait(number))
         if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(wants):
             channel.fail("the server answered FETCH with something else")
-        for (status, _flags, length, _crc), (_, most, target) in zip(fetched.entries, wants):
+        for (status, flags, length, _crc), (_, most, target) in zip(fetched.entries, wants):
             if status == Status.OK:
                 if not 0 < length <= most:
                     channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
+                if (flags ^ kind) & ENTRY_LARGE:
+                    target = _nowhere
                 yield from _receive_large(channel, number, target(length))
         return (yield from _judged(channel, number, fetched.entries))
 
@@ -394,14 +404,14 @@ class TcpPath(Path):
 
     def exists(self, digests: Sequence[bytes], until: float = 0.0) -> Steps[list[int]]:
         """Return a Status for each: OK if the key is stored. ``until`` as in fetch."""
-        return self._statuses(M.Exists, digests, until)
+        return self.statuses(M.Exists, digests, until)
 
     def resolve_misses(self, digests: Sequence[bytes], *, previous: bool = False) -> Steps[list[tuple[int, int]]]:
-        """Return (status, epoch with PREVIOUS) for each. No value is sent."""
+        """Return (status, epoch with PREVIOUS, or the entry's flags with OK) for each. No value is sent."""
         answers = yield from self.fetch([(digest, 0, _no_room) for digest in digests], previous=previous)
         return [
-            (Status.OK, 0) if status == Status.TOO_LARGE else (status, length | crc << 32)
-            for status, length, crc, _flags in answers
+            (Status.OK, flags) if status == Status.TOO_LARGE else (status, length | crc << 32)
+            for status, length, crc, flags in answers
         ]
 
     def sizes(self, digests: Sequence[bytes]) -> Steps[list[int]]:
@@ -413,24 +423,30 @@ class TcpPath(Path):
             for status, length, _crc, _flags in answers
         ]  # fmt: skip
 
-    def delete(self, digests: Sequence[bytes]) -> Steps[list[int]]:
-        """Drop keys; return a Status for each."""
-        return self._statuses(M.Delete, digests)
+    def group(self, requests: Iterable[Sequence[Sequence[bytes]]]) -> Steps[list[int]]:
+        """Make groups, those of each request by one message; return a Status for each."""
+        results: list[int] = []
+        for groups in requests:
+            results += yield from self.statuses(joined, groups)
+        return results
 
-    def delete_sized(self, entries: Sequence[tuple[bytes, int]]) -> Steps[list[int]]:
-        """Drop values of these sizes, (digest, size) each; return a Status for each."""
-        return self._statuses(M.DeleteSized, entries)
-
-    def _statuses(self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0) -> Steps[list[int]]:
+    def statuses(self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0) -> Steps[list[int]]:
+        """Send requests made by ``kind`` of some items each; return a Status for each item. ``until`` as in fetch."""
         results: list[int] = []
         for start in range(0, len(items), EXCHANGE_KEYS):
             part = list(items[start : start + EXCHANGE_KEYS])
-            answer = yield from self._exchange(partial(_call, msg=kind(part)), until)
+            answer = yield from self._exchange(partial(self._call, msg=kind(part)), until)
             until = 0.0
             if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(part):
                 raise TransportError(f"the server answered with {type(answer).__name__}")
             results += answer.statuses
         return results
+
+    def _call(self, channel: Channel, msg: Any) -> Steps[Any]:
+        """Send a request and return the decoded reply."""
+        number = channel.submit(msg)
+        yield ChannelWait(channel, number, last=True)
+        return channel.result(channel.wait(number))
 
 
 def receive_ranges(
@@ -474,11 +490,8 @@ def _judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list
     ]
 
 
-def _call(channel: Channel, msg: Any) -> Steps[Any]:
-    """Send a request and return the decoded reply."""
-    number = channel.submit(msg)
-    yield ChannelWait(channel, number, last=True)
-    return channel.result(channel.wait(number))
+def _nowhere(length: int) -> memoryview:
+    return memoryview(bytearray(length))
 
 
 def _no_room(_length: int) -> memoryview:

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ..arena.hashing import shard_of
@@ -38,6 +38,8 @@ from ..ipc.steps import Steps, finish
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, spend
 from ..wire import messages as M
+from ..wire.group_messages import joined, requests_of
+from ..wire.keep_messages import Keep
 from ..wire.messages import Status, status_name
 from .batch import PutBatch
 from .reads import CALL_KEYS
@@ -135,6 +137,32 @@ class Puts:
         """
         statuses = [Status.UNAVAILABLE] * len(digests)
         self._everywhere(digests, statuses, functools.partial(self._delete_at, digests, sizes, statuses))
+        unknown = len(statuses) - statuses.count(Status.OK) - statuses.count(Status.NOT_FOUND)
+        self.counters["outages"] += unknown
+        return statuses
+
+    def keep(self, digests: Sequence[bytes], how: int, seconds: int) -> list[int]:
+        """Keep entries for so many seconds, 0 to end it; return a Status for each."""
+        statuses = [Status.UNAVAILABLE] * len(digests)
+        self._everywhere(digests, statuses, functools.partial(self._keep_at, digests, how, seconds, statuses))
+        return statuses
+
+    def note_not_kept(self, status: int) -> None:
+        """Note why a value that was put is not kept."""
+        if status == Status.OVER_QUOTA:
+            why = "the hard kept values of its namespace, or of all, have all the room that they may have"
+        else:
+            why = f"the server of its key answered {status_name(status)}"
+        self.last_failure = f"a value is stored, but not kept: {why}"
+
+    def group(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
+        """Make groups of stored values, the digests of each of one shard; return a Status for each group.
+
+        Every other outcome than OK and NOT_FOUND counts as an outage: some of them may be a group.
+        """
+        statuses = [Status.UNAVAILABLE] * len(groups)
+        firsts = [digests[0] for digests in groups]
+        self._everywhere(firsts, statuses, functools.partial(self._group_at, groups, statuses))
         unknown = len(statuses) - statuses.count(Status.OK) - statuses.count(Status.NOT_FOUND)
         self.counters["outages"] += unknown
         return statuses
@@ -360,14 +388,42 @@ class Puts:
             return
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
+        began = time.perf_counter_ns()
+        counts = target.session.counts if target.session is not None else self._tallies.tcp
+        answers = yield from self._ask(_parts(kind, wanted), target, together, lambda tcp: tcp.statuses(kind, wanted))
+        for position, status in zip(positions, answers):
+            statuses[position] = status
+        deleted, absent = answers.count(Status.OK), answers.count(Status.NOT_FOUND)
+        counts[Word.DELETES] += deleted
+        counts[Word.DELETES_ABSENT] += absent
+        observe(counts, DELETE, time.perf_counter_ns() - began)
+
+    def _keep_at(
+        self, digests: Sequence[bytes], how: int, seconds: int, statuses: list[int], target: Target,
+        positions: Sequence[int], together: bool,
+    ) -> Steps[None]:  # fmt: skip
+        if not target.ready():
+            return
+        kind = functools.partial(Keep, how, seconds)
+        wanted = [digests[each] for each in positions]
+        answers = yield from self._ask(_parts(kind, wanted), target, together, lambda tcp: tcp.statuses(kind, wanted))
+        for position, status in zip(positions, answers):
+            # A value on its way from the previous owner is here in a moment, and is asked for again.
+            statuses[position] = Status.WRONG_OWNER if status == Status.PREVIOUS else status
+
+    def _ask(
+        self, requests: Iterable[Any], target: Target, together: bool, by_tcp: Callable[[TcpPath], Steps[list[int]]]
+    ) -> Steps[list[int]]:
+        """Ask a target for mutations that send no value; return the statuses of all requests, one after the other.
+
+        Fewer, or none, if the target fails. ``by_tcp`` asks for the same by TCP.
+        """
         session, tcp = target.session, target.tcp
         answers: list[int] = []
-        began = time.perf_counter_ns()
         if session is not None:
             try:
                 with session.brief() if together else contextlib.nullcontext():
-                    for start in range(0, len(wanted), CALL_KEYS):
-                        asked = kind(wanted[start : start + CALL_KEYS])
+                    for asked in requests:
                         ticket = session.submit(asked)
                         if together:
                             session.kick()
@@ -376,15 +432,25 @@ class Puts:
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
         elif tcp is not None:
-            call = tcp.delete(wanted) if sizes is None else tcp.delete_sized(wanted)
-            answers = yield from self._routes.call_tcp(target, tcp, call)
+            answers = yield from self._routes.call_tcp(target, tcp, by_tcp(tcp))
+        return answers
+
+    def _group_at(
+        self, groups: Sequence[Sequence[bytes]], statuses: list[int], target: Target, positions: Sequence[int],
+        together: bool,
+    ) -> Steps[None]:  # fmt: skip
+        if not target.ready():
+            return
+        parts = list(requests_of([groups[each] for each in positions]))
+        answers = yield from self._ask(map(joined, parts), target, together, lambda tcp: tcp.group(parts))
         for position, status in zip(positions, answers):
             statuses[position] = status
-        counts = session.counts if session is not None else self._tallies.tcp
-        deleted, absent = answers.count(Status.OK), answers.count(Status.NOT_FOUND)
-        counts[Word.DELETES] += deleted
-        counts[Word.DELETES_ABSENT] += absent
-        observe(counts, DELETE, time.perf_counter_ns() - began)
+
+
+def _parts(kind: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Yield requests made by ``kind`` of CALL_KEYS items at most."""
+    for start in range(0, len(items), CALL_KEYS):
+        yield kind(items[start : start + CALL_KEYS])
 
 
 def count_puts(counts: memoryview, positions: Sequence[int], batch: PutBatch, ns: int) -> None:

@@ -171,14 +171,15 @@ class SharedEpochs:
             client.advanced(self._epochs.get(client.namespace, 0))
 
 
-def hasher_into(owner: Any, name: str) -> Callable[[Hasher], None]:
-    """Return a function that stores a hasher in an attribute, as long as its owner lives."""
+def hasher_into(owner: Any) -> Callable[[Hasher], None]:
+    """Return a function that gives a client its hasher, as long as the client lives."""
     mine = weakref.ref(owner)
 
     def store(hasher: Hasher) -> None:
         found = mine()
         if found is not None:
-            setattr(found, name, hasher)
+            found._hasher = hasher
+            found._digest = hasher.__call__
 
     return store
 

@@ -20,12 +20,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...constants import VALUE_BYTES_MAX
+from ...constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
 from ...host.buffers import DeviceBuffer, OnDevice, Pieces, Ranges, Span, on_device, tensor_span
 from ...rdma.registration import registered
-from ..batch import device_buffer
-from .parts import OVERLAP_TEXT, overlapping, pieces_of, ranges_of
+from ..batch import LargeValue, device_buffer
+from .parts import OVERLAP_TEXT, is_wide, overlapping, pieces_of, ranges_of
 
 log = logging.getLogger("simm.kv")
 
@@ -227,18 +227,26 @@ class PartedViews:
 
     __slots__ = ("_piece", "problem")
 
-    def __init__(self, make: Callable[[Any], Span], parts: Any) -> None:
+    def __init__(self, make: Callable[[Any], Span], parts: Any, wide: bool = True) -> None:
         self._piece: Span | None = None
         self.problem = ""
         try:
             self._piece = make(parts)
+        except LargeValue as exc:
+            if wide:
+                self._piece = exc.memory
+            else:
+                self.problem = str(exc)
         except UsageError as exc:
             self.problem = str(exc)
 
     @classmethod
-    def to_get(cls, ranges: Sequence[Any]) -> list[PartedViews]:
-        """Return what each key's ranges, (offset, length, view) each, are read into. No two may share memory."""
-        made = [cls(_ranges_of_views, each) for each in ranges]
+    def to_get(cls, ranges: Sequence[Any], *, wide: bool = False) -> list[PartedViews]:
+        """Return what each key's ranges, (offset, length, view) each, are read into. No two may share memory.
+
+        ``wide``: also those that only a value in parts can have.
+        """
+        made = [cls(_ranges_of_views, each, wide) for each in ranges]
         good = [each for each in made if each._piece is not None]
         for position in overlapping([each._piece for each in good]):  # type: ignore[misc]
             good[position]._piece, good[position].problem = None, OVERLAP_TEXT
@@ -346,8 +354,17 @@ def _torch() -> Any:
         return None
 
 
+class Mixed(list[Any]):
+    """Memory of a batch that was checked key by key: some of it may be for a value in parts."""
+
+
+def no_wide(spans: Sequence[Span]) -> bool:
+    """Return whether all are ranges that any value may have."""
+    return all(spans) and not any(map(is_wide, spans))
+
+
 def all_sources(spans: Sequence[Span]) -> bool:
-    """Return whether all can be put. Raises AttributeError for a None."""
+    """Return whether all can be put as they are. Raises AttributeError for a None."""
     return max([span.size for span in spans], default=0) <= VALUE_BYTES_MAX
 
 
@@ -360,8 +377,8 @@ def no_source(block: Any) -> str:
     """Return why a view cannot be put, or an empty string."""
     if not isinstance(block, BlockView):
         return f"put takes a BlockView, not {type(block).__name__}"
-    if block._piece is None or block.size > VALUE_BYTES_MAX:
-        return f"a value has 1 to {VALUE_BYTES_MAX} bytes and an address, unlike {block!r}"
+    if block._piece is None or block.size > LARGE_BYTES_MAX:
+        return f"a value has 1 to {LARGE_BYTES_MAX} bytes and an address, unlike {block!r}"
     return ""
 
 

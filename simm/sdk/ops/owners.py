@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arena.reader import COLUMN_KEYS, VECTOR_KEYS, ArenaReader, Unsettled
+from ...arena.layout import ENTRY_LARGE
+from ...arena.reader import COLUMN_KEYS, EACH_KEYS, ArenaReader, Unsettled
 from ...cluster.lookup import PLAIN_BELOW, Unresolved
 from ...constants import NO_OWNER
 from ...errors import DeviceError
 from ...ipc.arenas import Arenas, Columns
+from ...ipc.counts import EXISTS_MANY, FOUND, HIT_BYTES, NOT_FOUND, Word, observe
 from ...ipc.steps import Steps, finish
-from ..batch import MISS, UNAVAILABLE, Batch, NoValue, is_hit
+from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Batch, NoValue, is_hit
 from ..routing import Routes
 from ..worker_path import Target
 
 log = logging.getLogger("simm.client")
 
-#: From this many keys on, one pass over several arenas finds a batch's slots faster than one look for each key. Also
-#: where one of them alone has VECTOR_KEYS.
-ACROSS_KEYS: Final = 48
+#: From this many keys of an arena on, one pass over columns copies them faster than a loop, which needs no slots.
+COPY_KEYS: Final = 48
 #: Positions of a batch by target.
 _Groups = Collection[tuple[Target | None, Sequence[int]]]
 #: Reads the keys at these positions in an arena that is mapped, given their slots if they are known, and counts those
@@ -132,10 +134,9 @@ class Owners:
     def _slots_in(
         self, mapped: Sequence[tuple[Target, ArenaReader, Sequence[int]]], batch: Batch
     ) -> Sequence[NDArray[np.intp] | None]:
-        """Return the slots of all keys in each arena, found in one pass where that is faster."""
+        """Return the slots of all keys in each arena, found in one pass, if a read makes use of them."""
         counts = [len(positions) for _, _, positions in mapped]
-        few = sum(counts) < ACROSS_KEYS and max(counts, default=0) < VECTOR_KEYS
-        if len(mapped) < 2 or few or batch.sinks is None:
+        if len(mapped) < 2 or max(counts) < COPY_KEYS or batch.sinks is None:
             return [None] * len(mapped)
         keys = Columns([batch.digests[position] for _, _, positions in mapped for position in positions])
         arenas = Arenas([reader for _, reader, _ in mapped], np.repeat(np.arange(len(mapped)), counts))
@@ -240,6 +241,37 @@ class Owners:
         return UNAVAILABLE
 
 
+def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, observed: bool) -> Unresolved:
+    """Find out which keys one arena has, and count them. ``observed``: note how long that takes, too."""
+    unresolved = Unresolved()
+    digests, results = batch.digests, batch.results
+    wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
+    began = time.perf_counter_ns() if observed else 0
+    if len(wanted) < EACH_KEYS:
+        hits = reader.contains_many(wanted)
+        open_ = [] if all(hits) else [(at, reader.shard_word(wanted[at])) for at, hit in enumerate(hits) if not hit]
+    else:
+        there, words = reader.contain(wanted)
+        hits = there.tolist()
+        places = np.flatnonzero(~there & (words - np.uint64(1) >= np.uint64(PLAIN_BELOW - 1)))  # 0 - 1 wraps
+        open_ = list(zip(places.tolist(), words[places].tolist()))
+    counts = reader.counts
+    if observed:
+        observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
+    found, absent = hits.count(True), hits.count(False)
+    counts[FOUND] += found
+    counts[NOT_FOUND] += absent
+    if len(positions) == len(results):
+        results[:] = hits
+    else:
+        for position, hit in zip(positions, hits):
+            results[position] = hit
+    for at, word in open_:
+        if not 0 < word < PLAIN_BELOW:
+            unresolved.by_word(positions[at], word)
+    return unresolved
+
+
 def holds_in(
     lengths: Sequence[int], _target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch,
     _: NDArray[np.intp] | None,
@@ -263,12 +295,26 @@ def holds_in(
             entry = reader.locate(digest)
         except Unsettled:
             continue
-        if entry is None or entry.length != lengths[position]:
+        if entry is None or entry.length != lengths[position] or entry.flags & ENTRY_LARGE:
             continue
         if reader.confirm(digest, entry.slot, entry.seq) and reader.is_own(entry):
             reader.visited[entry.slot] = 1
             results[position] = 1
     return Unresolved()
+
+
+def count_moved(counts: memoryview, got: Answer) -> None:
+    """Count the answer of a second look."""
+    if is_hit(got):
+        counts[Word.MOVED_HITS] += 1
+        size = len(got) if type(got) is bytes else int(got)
+        counts[HIT_BYTES] += size
+    elif got == MISS:
+        counts[Word.MOVING] += 1
+    elif got == UNAVAILABLE:
+        counts[Word.UNREACHABLE] += 1
+    elif got is not LARGE:
+        counts[Word.WRONG_SIZE] += 1
 
 
 def _may_wait(groups: _Groups) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ...constants import RANGES_MAX, VALUE_BYTES_MAX
+from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
 from ...host.buffers import RELEASE_BYTES, Part, Pieces, Ranges, Span, address_of
-from ..batch import sink_of, source_of
+from ..batch import LargeValue, sink_of, source_of
 
 OVERLAP_TEXT: Final = (
     "the buffers of two ranges overlap: what they would hold depends on the order of the copies"
@@ -24,17 +24,24 @@ _addressof: Final = ctypes.addressof
 _from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 
 
-def ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> Ranges:
+def ranges_of(
+    ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True, most: int = 0
+) -> Ranges:
     """Return ranges of a value, (offset, bytes, buffer) each, in the form that get takes. O(n log n) for n ranges.
 
-    ``apart`` False: the caller calls :func:`check_apart`. Raises UsageError.
+    ``apart`` False: the caller calls :func:`check_apart`. Raises UsageError; LargeValue, with the ranges, for those
+    that only a value in parts can have. ``most``: bytes of the largest value, if not one without
+    parts.
     """
-    if type(ranges) is list and len(ranges) == 1:
+    if type(ranges) is list and len(ranges) == 1 and not most:
         return _one_range(ranges[0])
+    most = most or VALUE_BYTES_MAX
+    if type(ranges) is not list:
+        ranges = [*_items(ranges, "ranges")]
     parts: list[Part] = []
     least = total = 0
     ndarray, from_buffer, addressof = np.ndarray, _from_buffer, _addressof
-    for each in ranges if type(ranges) is list else _items(ranges, "ranges"):
+    for each in ranges:
         try:
             offset, length, buffer = each
         except (TypeError, ValueError):
@@ -42,8 +49,8 @@ def ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> 
         if type(offset) is not int or type(length) is not int:
             offset, length, buffer = _triple(each)
         end = offset + length
-        if not 0 <= offset < end <= VALUE_BYTES_MAX:
-            raise UsageError(_wrong_range(offset, length))
+        if not 0 <= offset < end <= most:
+            _refuse(offset, length, ranges, apart, most)
         if length >= RELEASE_BYTES and type(buffer) is ndarray and not buffer.dtype.hasobject:
             # What _part() does, in half the time, which is all that a gather of large parts costs beside the copies.
             try:
@@ -58,12 +65,22 @@ def ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> 
             least = end
     if not 0 < len(parts) <= RANGES_MAX:
         raise UsageError(f"a value is read in 1 to {RANGES_MAX} ranges, not in {len(parts)}")
-    if total > VALUE_BYTES_MAX:
-        raise UsageError(f"the ranges of one value have at most {VALUE_BYTES_MAX} bytes together, not {total}")
+    if total > most:
+        text = f"the ranges of one value have at most {most} bytes together, not {total}"
+        raise UsageError(text) if most == LARGE_BYTES_MAX else LargeValue(text, _wide(ranges, apart))
     made = Ranges(parts, least, total)
     if apart and len(parts) > 1:
         check_apart([made])
     return made
+
+
+def wide_ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> Ranges:
+    """Do :func:`ranges_of` for a value that may be in parts. Raises UsageError."""
+    try:
+        return ranges_of(ranges, apart=apart)
+    except LargeValue as exc:
+        made: Ranges = exc.memory
+        return made
 
 
 def _one_range(range_: Any) -> Ranges:
@@ -71,7 +88,7 @@ def _one_range(range_: Any) -> Ranges:
     offset, length, buffer = _triple(range_)
     end = offset + length
     if not 0 <= offset < end <= VALUE_BYTES_MAX:
-        raise UsageError(_wrong_range(offset, length))
+        _refuse(offset, length, [range_], True, VALUE_BYTES_MAX)
     if type(buffer) is bytearray and length == len(buffer) < RELEASE_BYTES:
         return Ranges([(offset, length, 0, memoryview(buffer))], end, length)
     return Ranges([_part(offset, length, buffer)], end, length)
@@ -131,25 +148,38 @@ def check_apart(sinks: Sequence[Ranges]) -> None:
 
 
 def ranges_of_many(keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]) -> list[Ranges]:
-    """Do :func:`ranges_of` for each key; no two buffers of the whole call overlap. Raises UsageError."""
+    """Do :func:`ranges_of` for each key; no two buffers of the whole call overlap. Raises UsageError, LargeValue."""
     if len(keys) != len(ranges):
         raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")
-    sinks = [ranges_of(each, apart=False) for each in ranges]
+    sinks: list[Ranges] = []
+    wide: LargeValue | None = None
+    for each in ranges:
+        try:
+            sinks.append(ranges_of(each, apart=False))
+        except LargeValue as exc:
+            sinks.append(exc.memory)
+            wide = exc
     check_apart(sinks)
+    if wide is not None:
+        raise LargeValue(str(wide), sinks)
     return sinks
 
 
 def pieces_of(pieces: Iterable[Any]) -> Pieces:
-    """Return the pieces of a value in the form that put takes. Raises UsageError. O(n)."""
+    """Return the pieces of a value in the form that put takes. Raises UsageError, LargeValue with them. O(n)."""
     parts: list[memoryview | Span] = []
     for each in _items(pieces, "pieces"):
-        part = source_of(each, "a piece of a value")
-        parts.append(part)
+        try:
+            parts.append(source_of(each, "a piece of a value"))
+        except LargeValue as exc:
+            parts.append(exc.memory)
     if not 0 < len(parts) <= RANGES_MAX:
         raise UsageError(f"a value is put in 1 to {RANGES_MAX} pieces, not in {len(parts)}")
     made = Pieces(parts)
+    if made.size > LARGE_BYTES_MAX:
+        raise UsageError(f"a value has 1 to {LARGE_BYTES_MAX} bytes, these pieces {made.size}")
     if made.size > VALUE_BYTES_MAX:
-        raise UsageError(f"a value has 1 to {VALUE_BYTES_MAX} bytes, these pieces {made.size}")
+        raise LargeValue(f"a value has 1 to {VALUE_BYTES_MAX} bytes here, these pieces {made.size}", made)
     return made
 
 
@@ -174,10 +204,29 @@ def _integer(value: Any) -> int:
     raise UsageError(f"an offset and a length are ints, not {type(value).__name__}")
 
 
+def is_wide(sink: memoryview | Span) -> bool:
+    """Return whether a sink is ranges that only a value in parts can have."""
+    return type(sink) is Ranges and (sink.least > VALUE_BYTES_MAX or sink.total > VALUE_BYTES_MAX)
+
+
+def _wide(ranges: Iterable[tuple[int, int, Any]], apart: bool) -> Ranges:
+    return ranges_of(ranges, apart=apart, most=LARGE_BYTES_MAX)
+
+
+def _refuse(
+    offset: int, length: int, ranges: Iterable[tuple[int, int, Any]], apart: bool, most: int
+) -> NoReturn:
+    """Raise UsageError for a range that no value of ``most`` bytes has, LargeValue if one in parts may have it."""
+    text = _wrong_range(offset, length)
+    if most == LARGE_BYTES_MAX or not 0 <= offset < offset + length <= LARGE_BYTES_MAX:
+        raise UsageError(text)
+    raise LargeValue(text, _wide(ranges, apart))
+
+
 def _wrong_range(offset: int, length: int) -> str:
     if length < 1:
         return f"a range has at least 1 byte, not {length}"
-    return f"no value has {length} bytes at {offset}: a value has 1 to {VALUE_BYTES_MAX} bytes"
+    return f"no value has {length} bytes at {offset}: a value has 1 to {LARGE_BYTES_MAX} bytes"
 
 
 def _short(thing: Any) -> str:
@@ -212,7 +261,7 @@ class Rows:
 def rows_of(range_: Any, count: int) -> Rows:
     """Return a range of ``count`` values, (offset, bytes, buffers), in the form that reads take. Raises UsageError."""
     offset, length, buffers = _triple(range_)
-    if not 0 <= offset < offset + length <= VALUE_BYTES_MAX:
+    if not 0 <= offset < offset + length <= LARGE_BYTES_MAX:
         raise UsageError(_wrong_range(offset, length))
     if type(buffers) is np.ndarray and buffers.ndim and not buffers.dtype.hasobject:
         if len(buffers) != count:

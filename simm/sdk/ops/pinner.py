@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...arena.hashing import shard_of
-from ...arena.layout import PINNED_FLAGS
+from ...arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ...arena.reader import ArenaReader, Unsettled
 from ...cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ...errors import PeerError
@@ -71,7 +71,7 @@ class Pinner:
             raise
         pins.settle()
         held = sum(length is not None for length in pins.lengths)
-        missed = len(digests) - held
+        missed = len(digests) - held - len(pins.parted)
         self.counters["hits"] += held
         self.counters["misses"] += missed
         self._made.add(pins)
@@ -115,6 +115,7 @@ class Pinner:
             if status == Status.OK:
                 start = offset - reader.data_offset
                 if flags & ~PINNED_FLAGS:
+                    _note_kind(batch.pins, number, flags)
                     continue
                 if self._check is None or self._check(flags, crc, reader.data[start : start + length]):
                     holder.values[number] = start, digest, None
@@ -159,7 +160,11 @@ class Pinner:
         if found is None:
             if not 0 < reader.shard_word(digest) < PLAIN_BELOW:
                 self.counters["outages"] += 1  # nobody can say where it may be
-        elif confirm(digest, found.slot, found.seq) and reader.is_own(found) and not found.flags & ~PINNED_FLAGS:
+        elif not confirm(digest, found.slot, found.seq) or not reader.is_own(found):
+            pass
+        elif found.flags & ~PINNED_FLAGS:
+            _note_kind(pins, number, found.flags)
+        else:
             holder.values[number] = found.offset - reader.data_offset, digest, found
             pins.take(number, holder, found.length)
 
@@ -181,9 +186,11 @@ class Pinner:
         entries = yield from holder.pin(
             [(batch.numbers[position], batch.digests[position]) for position in positions], previous=bool(how)
         )
-        for position, (status, _flags, length, _crc, epoch, _seq) in zip(positions, entries):
+        for position, (status, flags, length, _crc, epoch, _seq) in zip(positions, entries):
             if status == Status.OK:
                 batch.pins.take(batch.numbers[position], holder, length)
+            elif status == Status.NOT_FOUND and flags:
+                _note_kind(batch.pins, batch.numbers[position], flags)
             elif not how:
                 unresolved.by_status(position, status, epoch)
         return unresolved
@@ -214,3 +221,9 @@ class Pinner:
         if reader is not None:
             return self._pin_in(target, reader, positions, batch, None, how=how)
         return finish(self._pin_at(target, positions, batch, how=how))
+
+
+def _note_kind(pins: Pins, number: int, flags: int) -> None:
+    """Note that an entry with these flags is none that can be pinned."""
+    if flags & ENTRY_LARGE:
+        pins.parted.add(number)

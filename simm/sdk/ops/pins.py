@@ -11,6 +11,8 @@ values are held where they were found, by a holder for each worker:
 A value that finds no room among the pins, which are bounded in number and bytes, is held by its version alone: a read
 confirms after its copy that the slot has not changed. If it has, the value is gone, for good.
 
+A value in parts is held by pins of its parts (``sdk/large/pinned.py``).
+
 ``sdk/ops/pinner.py`` finds the values.
 """
 
@@ -23,16 +25,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...arena.reader import ArenaReader, Located
+from ...constants import VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
 from ...host.buffers import Copier, Ranges, address_of
 from ...host.parts import scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
 from ..routing import Routes
-from .parts import Rows, check_apart, check_rows_apart, ranges_of, rows_of
+from .parts import Rows, check_apart, check_rows_apart, is_wide, rows_of, wide_ranges_of
 
 if TYPE_CHECKING:
     from ...ipc.session import WorkerSession
@@ -42,6 +45,17 @@ log = logging.getLogger("simm.client")
 
 #: What is read of a value: its position among the keys, and the ranges. The result is of :data:`~..batch.Result`.
 Want = tuple[int, Ranges]
+
+
+class InParts(Protocol):
+    """What holds a value in parts: see ``sdk/large/pinned.py``."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def pins(self) -> Pins: ...
+    def divide(self, ranges: Ranges) -> list[Want]: ...
+    def read(self, wants: Sequence[Want]) -> bool: ...
 
 
 class ArenaPins:
@@ -135,6 +149,9 @@ class Pins:
         self._number_of: dict[str, int] | None = None
         #: Who holds each value.
         self._holders: list[ArenaPins | RemotePins | None] = [None] * len(self.keys)
+        #: Numbers of what has turned out to be in parts, and what holds each of those.
+        self.parted: set[int] = set()
+        self._parts: dict[int, InParts] = {}
         self._remote_lock = threading.Lock()
         self._lock = threading.Lock()
         self._calls = 0
@@ -168,7 +185,7 @@ class Pins:
         UsageError for a range that ends beyond the value, and has then written nothing.
         """
         number = self._number(key)
-        return self.read_wants([(number, ranges_of(ranges))])[0]
+        return self.read_wants([(number, wide_ranges_of(ranges))])[0]
 
     def get_ranges_many(
         self, keys: Sequence[int | str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
@@ -177,7 +194,7 @@ class Pins:
         if len(keys) != len(ranges):
             raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")
         numbers = [self._number(key) for key in keys]
-        sinks = [ranges_of(each, apart=False) for each in ranges]
+        sinks = [wide_ranges_of(each, apart=False) for each in ranges]
         check_apart(sinks)
         return self.read_wants(list(zip(numbers, sinks)))
 
@@ -225,8 +242,18 @@ class Pins:
                     f"{ranges.least}"
                 )
         with self._in_use():
+            for number, ranges in wants:
+                if lengths[number] is not None and is_wide(ranges) and number not in self._parts:
+                    raise UsageError(
+                        f"the ranges of this value have at most {VALUE_BYTES_MAX} bytes together, not {ranges.total}"
+                    )
             # Results are by place: a value may be read twice in one call.
             results: list[int | None] = [None] * len(wants)
+            divided = [
+                (place, number, self._parts[number].divide(ranges))
+                for place, (number, ranges) in enumerate(wants)
+                if number in self._parts
+            ]
             local: dict[ArenaPins, list[tuple[int, Want]]] = {}
             remote: dict[RemotePins, list[tuple[int, Want]]] = {}
             for place, want in enumerate(wants):
@@ -240,6 +267,9 @@ class Pins:
                     self._read_remote(remote, results, lambda: self._read_local(local, results))
                 else:
                     self._read_local(local, results)
+                for place, number, parts in divided:
+                    if self._parts[number].read(parts):
+                        results[place] = self.lengths[number]
             except DeviceError as exc:
                 self._failed(exc)
                 return [None] * len(wants)
@@ -353,7 +383,9 @@ class Pins:
                 return []
             self._addresses = None
             holders, self._holders = self._holders, [None] * len(self.keys)
-        return list({id(each): each for each in holders if each is not None}.values())
+            parts, self._parts = self._parts, {}
+        mine = list({id(each): each for each in holders if each is not None}.values())
+        return [*mine, *(holder for each in parts.values() for holder in each.pins.give_up())]
 
     # -- for the Pinner ---------------------------------------------------------------------------
 
@@ -361,6 +393,12 @@ class Pins:
         """Note who holds a value."""
         self._holders[number] = holder
         self.lengths[number] = length
+
+    def take_parts(self, number: int, held: InParts) -> None:
+        """Note what holds a value in parts, once :meth:`settle` was called."""
+        self._parts[number] = held
+        self.lengths[number] = held.total
+        self._addresses = None
 
     def settle(self) -> None:
         """Note that all values have been found, and make the fast form of reads if they are all in this process."""

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...constants import VALUE_BYTES_MAX
 from ...errors import PeerError, TransportError
 from ...host.buffers import Copier, Ranges, address_of
 from ...host.parts import has_device, in_host_memory, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
 from ...net.channel import Channel, ChannelWait
+from ...rpc import batches
 from ...wire import messages as M
 from ...wire.messages import Status
 from ..batch import UNAVAILABLE, Batch
@@ -55,8 +57,8 @@ class RemotePins:
         self._values: dict[int, tuple[int, int, int, int]] = {}
         #: Handles of values that are gone. The server keeps them until it is told.
         self._gone: list[int] = []
-        #: The number of the UNPIN that has been sent; 0 without one.
-        self._unpinning = 0
+        #: The numbers of the UNPINs that have been sent.
+        self._unpinning: list[int] = []
         #: By number: what RDMA reads, and in which arena.
         self._versions: dict[int, tuple[bytes, Version]] = {}
         self._arena = target.rdma.arena if target.rdma is not None else None
@@ -91,6 +93,8 @@ class RemotePins:
                 answer = channel.result(channel.wait(number))
                 if not isinstance(answer, M.Pinned) or len(answer.entries) != len(part):
                     channel.fail("the server answered PIN with something else")
+                if any(entry[0] == Status.OK and not 0 < entry[2] <= VALUE_BYTES_MAX for entry in answer.entries):
+                    channel.fail("the server pinned a value of a length that none has")
                 entries += answer.entries
                 for (value, digest), (status, flags, length, crc, handle, seq) in zip(part, answer.entries):
                     if status == Status.OK:
@@ -215,7 +219,7 @@ class RemotePins:
             return
         try:
             channel.bound(until)
-            self._unpinning = channel.submit(M.Unpin(handles))
+            self._unpinning = [channel.submit(M.Unpin(part)) for part in batches(handles)]
         except PeerError as exc:
             self._close(str(exc))
         except BaseException:
@@ -226,11 +230,12 @@ class RemotePins:
         """Release the values, and return the connection to the path. A server that is silent loses it, and them."""
         if not self._unpinning:
             self.begin_end(time.monotonic() + allowed(self._path.deadline_s))
-        number, self._unpinning = self._unpinning, 0
+        numbers, self._unpinning = self._unpinning, []
         channel = self._channel
         try:
-            if number and not channel.broken:
-                channel.result(channel.wait(number))
+            for number in numbers:
+                if not channel.broken:
+                    channel.result(channel.wait(number))
         except PeerError as exc:
             self._close(str(exc))
         except BaseException:

@@ -35,7 +35,7 @@ from ...host.buffers import Span
 from ...ipc.counts import Word
 from ...ipc.patience import Patience
 from ...wire.messages import Status
-from ..batch import MISS, UNAVAILABLE, Sink, View
+from ..batch import MISS, UNAVAILABLE, Sink, SplitView, View
 from ..reads import Gets
 from ..routing import Routes
 from ..worker_path import Target
@@ -154,13 +154,26 @@ class Replicas:
 
         ``sizes`` as in :meth:`Puts.delete`.
         """
-        keep = self._keep()
-        copies = [each for digest in digests for each in (digest, *candidates(digest, keep=keep))]
+        copies = self._copies(digests)
         answers = self._puts.delete(
             copies, None if sizes is None else [size for size in sizes for _ in range(CANDIDATES + 1)]
         )
+        return self._one_of_each(answers)
+
+    def keep(self, digests: Sequence[bytes], how: int, seconds: int) -> list[int]:
+        """Keep all copies, as :meth:`Puts.keep` does. Return OK if there was one, else why not."""
+        return self._one_of_each(self._puts.keep(self._copies(digests), how, seconds))
+
+    def _copies(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Return all digests under which the values may be."""
+        keep = self._keep()
+        return [each for digest in digests for each in (digest, *candidates(digest, keep=keep))]
+
+    @staticmethod
+    def _one_of_each(answers: Sequence[int]) -> list[int]:
+        """Return for each value OK if one of its copies has it, else what is not NOT_FOUND, if there is such."""
         statuses = []
-        for at in range(0, len(copies), CANDIDATES + 1):
+        for at in range(0, len(answers), CANDIDATES + 1):
             mine = answers[at : at + CANDIDATES + 1]
             if Status.OK in mine:
                 statuses.append(Status.OK)
@@ -226,7 +239,7 @@ class Replicas:
                 if target is not None and not patience.has_time_for(target) and target.reader is None:
                     target = None
                 view = self._gets.view(target, copy)
-                if view:
+                if view or type(view) is SplitView:
                     return view
                 if step < CANDIDATES:
                     self.counters["misses"] = misses

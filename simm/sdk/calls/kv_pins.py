@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...errors import Code, UsageError
-from .kv_memory import BlockView, PartedViews, complain
-from .pins import Pins, Want
+from ..ops.kv_memory import BlockView, PartedViews, complain
+from ..ops.pins import Pins, Want
 
 _INVALID: Final = int(Code.INVALID_ARGUMENT)
 _GET_FAILED: Final = int(Code.GET_FAILED)
@@ -73,7 +73,7 @@ class PinnedKeys:
             self._refuse(len(keys), "%d keys and %d lists of ranges", len(keys), len(ranges))
             return results
         wants: list[tuple[int, Want]] = []
-        for place, (key, parts) in enumerate(zip(keys, PartedViews.to_get(ranges))):
+        for place, (key, parts) in enumerate(zip(keys, PartedViews.to_get(ranges, wide=True))):
             position = self._position(key)
             number = -1 if position is None else self._numbers[position]
             if parts.problem or number < 0:

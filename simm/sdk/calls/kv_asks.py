@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from ...errors import Code, SimmError, UsageError
 from ..batch import awaitable
+from .kv_part import StorePart
 
 log = logging.getLogger("simm.kv")
 
-_T = TypeVar("_T")
 
-
-class Asks:
+class Asks(StorePart):
     """A part of :class:`simm.kv.Store`: answers instead of errors, as everywhere there."""
-
-    #: The store's Client, None once closed.
-    _client: Any
-
-    def _checked(self, keys: Sequence[str]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _refuse(self, count: int, problem: str, *arguments: Any) -> None:
-        raise NotImplementedError
-
-    async def in_thread(self, call: Callable[[], _T]) -> _T:
-        """Run a call of this store in a thread. A cancellation is delivered when its views are no longer in use."""
-        raise NotImplementedError
 
     def load_ms(self, keys: Sequence[str]) -> float:
         """Return how long getting these values with one call is expected to take, in milliseconds, as far as they are

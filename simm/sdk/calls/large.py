@@ -1,0 +1,96 @@
+"""What the client does about values above ``VALUE_BYTES_MAX``: see docs/large.md and ``sdk/large``.
+
+The client's own methods call this for a value that is too large as it is, and for an entry that is a manifest. Both
+show where sizes and flags are looked at in any case. Nothing of it is loaded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...constants import VALUE_BYTES_MAX
+from ..batch import LARGE, Result
+
+if TYPE_CHECKING:
+    from ...config.client_options import ClientOptions
+    from ...host.buffers import Copier
+    from ...ipc.tally import Tallies
+    from ..large.values import Large
+    from ..ops.replicas import Replicas
+    from ..reads import Gets
+    from ..routing import Routes
+    from ..writes import Puts
+
+
+class LargeCalls:
+    """A part of :class:`simm.client.Client`."""
+
+    checksum: bool
+    _routes: Routes
+    _copier: Copier
+    _options: ClientOptions
+    _counters: dict[str, int]
+    _tallies: Tallies
+    _gets: Gets
+    _puts: Puts
+    _replicas: Replicas | None
+    _made_large: Large | None = None
+
+    if TYPE_CHECKING:
+
+        def put_digests(
+            self, digests: Sequence[bytes], sources: Sequence[Any], if_absent: bool | None = None
+        ) -> list[int]:
+            """Store values; return a Status for each."""
+
+        def get_digests(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Result]:
+            """Copy values out; return each value's length, or why there is none."""
+
+    @property
+    def _large(self) -> Large:
+        """What reads and puts values in parts. Two threads may make one each, which is harmless."""
+        if self._made_large is None:
+            from ..large.values import Large
+
+            gets, puts, replicas = self._manifest_paths()
+            self._made_large = Large(
+                self._gets, self._puts, self._replicas, gets, puts, replicas, self._counters,
+                put_once=self._options.replicas == 2, deadline_s=self._options.deadline_s,
+            )  # fmt: skip
+        return self._made_large
+
+    def _manifest_paths(self) -> tuple[Gets, Puts, Replicas | None]:
+        """Return what reads and puts manifests."""
+        from ..large.kinds import ManifestGets, ManifestPuts, ShmManifestPut
+
+        gets = ManifestGets(self._routes, self._copier, self.checksum, self._counters, None, self._tallies)
+        shm = ShmManifestPut(self._copier, self.checksum)
+        puts = ManifestPuts(self._routes, shm, self._copier, self._options, self._counters, self._tallies)
+        if self._replicas is None:
+            return gets, puts, None
+        from ..ops.replicas import Replicas
+
+        return gets, puts, Replicas(self._routes, gets, puts, self._counters)
+
+    def put_mixed(self, digests: Sequence[bytes], sources: Sequence[Any], if_absent: bool | None = None) -> list[int]:
+        """Do ``put_digests`` for values of which some must be stored in parts."""
+        absent = self._options.put_if_absent if if_absent is None else if_absent
+
+        def put_others(names: Sequence[bytes], values: Sequence[Any]) -> list[int]:
+            return self.put_digests(names, values, if_absent)
+
+        return self._large.put(digests, sources, put_others, VALUE_BYTES_MAX, absent)
+
+    def get_mixed(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Result]:
+        """Do ``get_digests`` for ranges of which some only a value in parts can have."""
+        from ..ops.parts import is_wide  # the client has loaded it
+
+        results: list[Any] = [LARGE] * len(digests)
+        near = [at for at, sink in enumerate(sinks) if not is_wide(sink)]
+        if near:
+            got = self.get_digests([digests[at] for at in near], [sinks[at] for at in near])
+            for at, result in zip(near, got):
+                results[at] = result
+        self._large.resolve(digests, sinks, results)
+        return results

@@ -1,0 +1,198 @@
+"""Tracing of a client's calls: on and off, by the program or by ``simm trace`` (docs/tracing.md).
+
+Four may want it: the options that the client was made with, the program by :meth:`TraceCalls.trace`, an operator of
+this host by the control file in the folder for traces, and an admin of the cluster by the manager. The operator's word
+counts while it is there, then the admin's, then the program's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from ...config.client_options import ClientOptions
+from ...constants import TRACE_CONTROL
+from ...errors import SimmError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ...tracing.spool import Asked, Control, Spool
+    from ..routing import Router
+
+log = logging.getLogger("simm.client")
+
+#: Between two looks at what an operator asks for, seconds.
+LOOK_S: Final = 1.0
+
+
+class TraceCalls:
+    """A part of :class:`simm.client.Client`."""
+
+    _options: ClientOptions
+    _closed: bool
+    if TYPE_CHECKING:
+
+        @property
+        def _router(self) -> Router | None: ...
+
+    #: Class attributes, so that a client that never traces has none of its own.
+    _tracing: Tracing | None = None
+    _decision: Any = None
+
+    def trace(self, ratio: float | None = 1.0, *, slow_ms: float = 0) -> Path | None:
+        """Record this share of the calls from now on, 0 to 1; return the folder for it (docs/tracing.md).
+
+        ``slow_ms``: also log calls that take so many milliseconds, with their segments; 0: none. ``ratio`` None ends
+        both, when what was recorded is written, and returns None. With 0 only calls in a trace of the caller's that is
+        sampled are recorded (:func:`simm.tracing.context.context`). Raises UsageError, ConfigError.
+        """
+        options = self._options.with_tracing("off" if ratio is None else str(ratio), slow_ms)
+        tracing = _tracing_of(self)
+        tracing.take(options)
+        return tracing.folder if tracing.on else None
+
+    def _begin_tracing(self) -> None:
+        """Trace as the options say. Raises ConfigError."""
+        if self._options.trace != "off" or self._options.slow_ms:
+            _tracing_of(self).take(self._options)
+
+    def _end_tracing(self) -> None:
+        """Write what was recorded, and trace no more."""
+        if self._tracing is not None:
+            self._tracing.close()
+
+
+def _tracing_of(client: Any) -> Tracing:
+    if client._tracing is None:
+        client._tracing = Tracing(client)
+    tracing: Tracing = client._tracing
+    return tracing
+
+
+def follow_operator(client: TraceCalls) -> Callable[[], None]:
+    """Return what a client's background thread calls often: it looks now and then whether an operator wants traces.
+
+    It does not keep the client.
+    """
+    mine = weakref.ref(client)
+    look_at = 0.0
+
+    def look() -> None:
+        nonlocal look_at
+        now = time.monotonic()
+        if now < look_at:
+            return
+        look_at = now + LOOK_S
+        client = mine()
+        if client is not None and not client._closed:
+            _tracing_of(client).look()
+
+    return look
+
+
+class Tracing:
+    """What one client records, and for whom. The client has one from the first look on. Any thread may call it."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = weakref.ref(client)
+        self._lock = threading.Lock()
+        self._options: ClientOptions = client._options
+        self._asked: Asked | None = None
+        self._control: Control | None = None
+        self._control_path = os.path.join(self._options.trace_dir, TRACE_CONTROL)
+        self._spool: Spool | None = None
+        self._no_folder = False
+        #: Whether the client traces.
+        self.on = False
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it records; None before it has."""
+        return None if self._spool is None else self._spool.folder
+
+    def take(self, options: ClientOptions) -> None:
+        """Trace as these options say, unless an operator says otherwise. Raises ConfigError, UsageError."""
+        with self._lock:
+            self._options = options
+            self._apply()
+
+    def look(self) -> None:
+        """Do what an operator asks for now. Never raises."""
+        of_cluster = self._of_cluster()
+        if self._no_folder or not (of_cluster or self._asked or self.on or os.path.lexists(self._control_path)):
+            return
+        with self._lock:
+            try:
+                if self._control is None:
+                    from ...tracing.spool import Control  # few clients are ever asked
+
+                    self._control = Control(self._control_path)
+                asked = self._control.look(time.time()) or of_cluster
+                if asked != self._asked:
+                    self._asked = asked
+                    log.info("an operator %s", "wants traces" if asked is not None else "wants no more traces")
+                    self._apply()
+                if self.on and self._spool is not None:
+                    self._spool.go_on()
+            except (SimmError, OSError) as exc:
+                self._no_folder = True
+                log.warning("nothing is traced for operators: %s", exc)
+
+    def _of_cluster(self) -> Asked | None:
+        """Return what an admin wants all clients of the cluster to trace now; None for nothing."""
+        router = getattr(self._client(), "_router", None)
+        found = router.subscription.traces if router is not None else None
+        if found is None or time.monotonic() >= found[1]:
+            return None
+        from ...tracing.spool import Asked
+        from ...wire.trace_messages import RATIO_ALL  # the link to the manager has loaded it
+
+        return Asked(found[0].ratio / RATIO_ALL, found[0].slow_ms, 0.0)
+
+    def _apply(self) -> None:
+        asked, options, client = self._asked, self._options, self._client()
+        if client is None:
+            return
+        from ...tracing.spans import Decision, ratio_of
+        from ..tracing.switch import switch_off, switch_on  # which a client that does not trace does without
+
+        ratio = ratio_of(options.trace) if asked is None else asked.ratio
+        slow_ms = options.slow_ms if asked is None else max(asked.slow_ms, options.slow_ms)
+        if ratio is None and not slow_ms:
+            if self.on:
+                switch_off(client)
+                self._leave()
+            return
+        if not self.on:
+            from ...tracing.spool import spool_in
+
+            self._spool = spool_in(options.trace_dir)
+            self._spool.join()
+            self.on = True
+        assert self._spool is not None
+        switch_on(client, Decision(ratio or 0.0, self._spool.recorder, int(slow_ms * 1_000_000)))
+
+    def _leave(self) -> None:
+        self.on = False
+        if self._spool is not None:
+            self._spool.leave()
+
+    def close(self) -> None:
+        """Trace no more, and write what was recorded."""
+        client = self._client()
+        with self._lock:
+            if self.on and client is not None:
+                from ..tracing.switch import switch_off
+
+                switch_off(client)
+                self._leave()
+
+    def after_fork(self) -> None:
+        """Go on in a forked child, with a lock of its own."""
+        self._lock = threading.Lock()

@@ -1,0 +1,1 @@
+"""Values above ``VALUE_BYTES_MAX``: stored in parts, and read as one."""

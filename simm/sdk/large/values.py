@@ -1,0 +1,314 @@
+"""Put, read and delete values that are stored in parts. One for each client that meets any.
+
+A put stores the parts, then the manifest (``manifest.py``), and then drops the parts of the value that it replaced. A
+read reads the manifest, then the parts. The manifest alone decides which put's value there is: until it is stored, the
+old value is whole, and from then on the new one.
+
+What can go wrong, and what we chose
+------------------------------------
+* *A value is replaced while it is read.* Its parts are gone: the read finds one missing, and a manifest of another
+  version, and begins again, once. Parts have the version in their digests, so it never takes some of each value.
+* *A part was evicted.* The read is a miss, though the manifest exists: ``exists`` asks for no parts. Whoever reads
+  the whole marks all parts as used, so they age together.
+* *A put ends half way.* The parts that it has stored are dropped. If the client dies, nobody reads them, and they are
+  evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
+  not met it.
+* *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up.
+  So is what was kept of a value that was replaced meanwhile. A put in parts ends the keeping of what it replaces.
+* *A manifest is forged, or damaged.* Its numbers are bounded, and nothing is allocated before bytes are there for it.
+  Of its parts only those of exactly the right size count. A forged one may name thousands of parts, and a thousand of
+  them in one call would take minutes to drop: so a call drops parts for as long as its deadline. What is left is
+  evicted in its turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ...constants import KEEP_PARTS, KEEP_SOFT, VALUE_BYTES_MAX
+from ...errors import DeviceError, UsageError
+from ...host.buffers import Ranges, Span, fits
+from ...wire.status import Status
+from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Sink, View, WrongSize, is_hit, misfit
+from ..ops.parts import is_wide
+from . import manifest as manifests
+from .manifest import MANIFEST_BYTES, Manifest
+from .sections import sinks_of, source_section
+
+if TYPE_CHECKING:
+    from ..ops.replicas import Replicas
+    from ..reads import Gets
+    from ..writes import Puts
+
+#: Parts that one exchange reads or stores. A server that does not answer costs a call the deadline of one.
+PARTS_TOGETHER: Final = 16
+#: How often a read begins: once more if the value was replaced meanwhile.
+READS: Final = 2
+#: Parts of all values of one question: those of a TiB. Forged manifests name any number.
+PARTS_ASKED: Final = 1 << 16
+#: Keys of one exchange that drops parts.
+_DELETES: Final = 1024
+
+_Read = Callable[[Sequence[bytes], Sequence[Sink]], list[Any]]
+_Put = Callable[[Sequence[bytes], Sequence[memoryview | Span]], list[int]]
+
+
+class Large:
+    """A client's values in parts. Any thread may call it.
+
+    Args:
+        gets, puts, replicas: the client's.
+        manifest_gets, manifest_puts: the same for manifests.
+        manifest_replicas: the same for both copies of manifests; None without replicas.
+        put_once: a put of a key that is stored stores nothing, and succeeds.
+    """
+
+    def __init__(
+        self, gets: Gets, puts: Puts, replicas: Replicas | None, manifest_gets: Gets, manifest_puts: Puts,
+        manifest_replicas: Replicas | None, counters: dict[str, int], *, put_once: bool, deadline_s: float,
+    ) -> None:  # fmt: skip
+        self._gets = gets
+        self._counters = counters
+        self._put_once = put_once
+        self._deadline_s = deadline_s
+        self._read_plain: _Read = gets.read_many if replicas is None else replicas.read
+        self._put_plain: _Put = puts.put if replicas is None else replicas.put
+        self._put_parts: _Put = puts.store if replicas is None else replicas.put
+        self._delete: Callable[..., list[int]] = (replicas or puts).delete
+        self._keep: Callable[[Sequence[bytes], int, int], list[int]] = (replicas or puts).keep
+        self._read_manifests: _Read = manifest_gets.read_many if manifest_replicas is None else manifest_replicas.read
+        self._put_manifests: _Put = (manifest_replicas or manifest_puts).put
+
+    # -- manifests ----------------------------------------------------------------------------------
+
+    def manifest(self, digest: bytes) -> Manifest | None:
+        """Return the manifest under a key, None if there is none."""
+        return self.manifests([digest])[0]
+
+    def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
+        """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
+        rooms = [bytearray(MANIFEST_BYTES) for _ in digests]
+        got = self._read_manifests(digests, [memoryview(room) for room in rooms])
+        return [
+            Manifest.decode(digest, bytes(room)) if length == MANIFEST_BYTES else None
+            for digest, room, length in zip(digests, rooms, got)
+        ]
+
+    def drop(self, digest: bytes, manifest: Manifest, until: float = 0.0) -> None:
+        """Drop the parts of a value that is no longer there, as far as they can be reached, and before ``until``.
+
+        ``until``: monotonic seconds; 0 for those of one call.
+        """
+        until = until or time.monotonic() + self._deadline_s
+        for start in range(0, manifest.parts, _DELETES):
+            if time.monotonic() >= until:
+                return
+            self._delete([manifest.digest(digest, at) for at in range(start, min(start + _DELETES, manifest.parts))])
+
+    # -- put ----------------------------------------------------------------------------------------
+
+    def put(
+        self, digests: Sequence[bytes], sources: Sequence[memoryview | Span], put_others: _Put, most: int,
+        if_absent: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """Store values, those above ``most`` bytes in parts; return a Status for each. Of a duplicate key the later
+        value is stored.
+
+        ``put_others`` stores the others. ``if_absent``: a stored value of the same length is left alone.
+        """
+        last = {digest: position for position, digest in enumerate(digests)}
+        statuses: dict[bytes, int] = {}
+        others = [position for position in last.values() if len(sources[position]) <= most]
+        if others:
+            names = [digests[position] for position in others]
+            statuses.update(zip(names, put_others(names, [sources[position] for position in others])))
+        for digest, position in last.items():
+            if digest not in statuses:
+                statuses[digest] = self._put(digest, sources[position], if_absent)
+        return [statuses[digest] for digest in digests]
+
+    def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
+        self._counters["large"] += 1
+        old = self.manifest(digest)
+        if old is not None and (self._put_once or (if_absent and old.total == len(source))):
+            self._counters["present"] += 1
+            return Status.OK
+        new = self._new_manifest(len(source))
+        stored: list[bytes] = []
+        status: int = Status.OK
+        for some in _grouped(list(zip(new.digests(digest), new.bounds())), PARTS_TOGETHER):
+            names = [name for name, _ in some]
+            answers = self._put_parts(names, [source_section(source, *bounds) for _, bounds in some])
+            stored += [name for name, answer in zip(names, answers) if answer == Status.OK]
+            status = next((answer for answer in answers if answer != Status.OK), Status.OK)
+            if status != Status.OK:
+                self._counters["put_failures"] += 1
+                break
+        if status == Status.OK:
+            if not self._put_once:
+                old = self.manifest(digest)  # as late as possible: whose parts nobody reads any more
+            status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
+        if status == Status.OK and self._put_once:
+            there = self.manifest(digest)
+            if there is None or there.version != new.version:  # another client was first, and its value stays
+                self.drop(digest, new)
+                return status
+        if status != Status.OK:
+            for some in _grouped(stored, _DELETES):
+                self._delete(some)
+        elif old is not None and old.version != new.version:
+            self.drop(digest, old)
+        return status
+
+    def _new_manifest(self, total: int) -> Manifest:
+        """Return the manifest of a put of so many bytes. The simulator has versions out of its own seed."""
+        return Manifest.new(total, manifests.PART_BYTES)
+
+    # -- read ---------------------------------------------------------------------------------------
+
+    def resolve(self, digests: Sequence[bytes], sinks: Sequence[Sink], results: list[Any]) -> None:
+        """Read what the results of other reads call large."""
+        for position, got in enumerate(results):
+            if got is LARGE:
+                results[position] = self.read(digests[position], sinks[position])
+
+    def read(self, digest: bytes, sink: Sink) -> Answer:
+        """Read a value that is stored in parts; return its length, the bytes if ``sink`` is None, or why there is none.
+
+        Raises UsageError for ranges of which one part's would be too many bytes.
+        """
+        try:
+            return self._read(digest, sink)
+        except DeviceError as exc:
+            return self._gets.device_failed(exc)
+
+    def _read(self, digest: bytes, sink: Sink) -> Answer:
+        manifest = self.manifest(digest)
+        for _ in range(READS):
+            if manifest is None:  # it was replaced by an ordinary value, dropped, or cannot be read
+                got = self._read_ordinary(digest, sink)
+                return MISS if got is LARGE else got
+            if sink is not None and not fits_large(manifest.total, sink):
+                return misfit(manifest.total, sink)
+            got = self._read_parts(digest, manifest, sink)
+            if is_hit(got) or got == UNAVAILABLE:
+                return got
+            before, manifest = manifest, self.manifest(digest)
+            if manifest is None or manifest.version == before.version:
+                return MISS
+        return MISS
+
+    def _read_ordinary(self, digest: bytes, sink: Sink) -> Answer:
+        """Read a value that has no parts. No server is asked for ranges that no such value has."""
+        if type(sink) is not Ranges or not is_wide(sink):
+            return self._read_plain([digest], [sink])[0]  # type: ignore[no-any-return]
+        end = Ranges([(VALUE_BYTES_MAX - 1, 1, 0, memoryview(bytearray(1)))], VALUE_BYTES_MAX, 1)
+        got = self._read_plain([digest], [end])[0]
+        length = got.length if type(got) is WrongSize else int(got)
+        if length <= 0:
+            return got  # type: ignore[no-any-return]
+        if sink.least > length:
+            return WrongSize.of(length)
+        raise UsageError(f"the ranges of this value have at most {VALUE_BYTES_MAX} bytes together, not {sink.total}")
+
+    def _read_parts(self, digest: bytes, manifest: Manifest, sink: Sink) -> Answer:
+        """Read the parts that are wanted. UNAVAILABLE if a server does not answer, MISS if a part is not there."""
+        whole: list[bytes] = []
+        for some in _grouped(sinks_of(manifest, sink), PARTS_TOGETHER):
+            names = [manifest.digest(digest, index) for index, _, _ in some]
+            answers = self._read_plain(names, [part for _, _, part in some])
+            for got, (_, size, _) in zip(answers, some):
+                if type(got) is bytes and len(got) == size:
+                    whole.append(got)
+                elif got != size:
+                    return UNAVAILABLE if got == UNAVAILABLE else MISS
+        return b"".join(whole) if sink is None else manifest.total
+
+    def view(self, digest: bytes) -> View:
+        """Return a copy of a value as a view, which is false for a miss."""
+        got = self.read(digest, None)
+        return View(memoryview(got)) if type(got) is bytes else View.miss()
+
+    # -- delete and the rest ------------------------------------------------------------------------
+
+    def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
+        """Drop entries as the client does, and the parts of those that have some; return a Status for each.
+
+        With ``sizes`` only values of these sizes.
+        """
+        found = self.manifests(digests)
+        if sizes is None:
+            statuses = self._delete(digests)
+        else:
+            # A value in parts has its own size, its manifest's entry another one.
+            wanted = [
+                size if manifest is None else MANIFEST_BYTES if manifest.total == size else 0
+                for manifest, size in zip(found, sizes)
+            ]
+            asked = [position for position, size in enumerate(wanted) if 0 < size < 1 << 32]
+            statuses = [Status.NOT_FOUND] * len(digests)
+            answers = self._delete([digests[each] for each in asked], [wanted[each] for each in asked]) if asked else []
+            for position, status in zip(asked, answers):
+                statuses[position] = status
+        until = time.monotonic() + self._deadline_s
+        for digest, manifest, status in zip(digests, found, statuses):
+            if manifest is not None and status == Status.OK:
+                self.drop(digest, manifest, until)
+        return statuses
+
+    # -- keep ---------------------------------------------------------------------------------------
+
+    def keep(self, digests: Sequence[bytes], statuses: list[int], how: int, seconds: int) -> None:
+        """Keep, with all of their parts, the values that the servers have called TOO_LARGE. Fill in their statuses."""
+        for at, status in enumerate(statuses):
+            if status == Status.TOO_LARGE:
+                self._counters["large"] += 1
+                statuses[at] = self._keep_whole(digests[at], how, seconds)
+
+    def _keep_whole(self, digest: bytes, how: int, seconds: int) -> int:
+        """Keep a value and its parts, 0 seconds to end that. OK: all are kept; else none, and why one of them is not.
+
+        Two exchanges with each server that has a part, and one with that of the manifest after them.
+        """
+        manifest = self.manifest(digest)
+        for _ in range(READS):
+            if manifest is None:
+                break
+            names = [*manifest.digests(digest), digest]
+            if not seconds:
+                return self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)[-1]
+            answers = self._keep(names, how | KEEP_PARTS, seconds)
+            status = next((answer for answer in answers if answer != Status.OK), Status.OK)
+            there = self.manifest(digest)
+            same = there is not None and there.version == manifest.version
+            if same and status == Status.OK:
+                return status
+            self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
+            if same:
+                return status
+            manifest = there
+        return Status.NOT_FOUND
+
+    def with_parts(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Return digests with those of the parts of values that have some, ``PARTS_ASKED`` parts at most."""
+        found = zip(digests, self.manifests(digests))
+        parts = (
+            manifest.digest(digest, at)
+            for digest, manifest in found
+            if manifest is not None
+            for at in range(manifest.parts)
+        )
+        return [*digests, *itertools.islice(parts, PARTS_ASKED)]
+
+
+def fits_large(length: int, sink: memoryview | Span) -> bool:
+    """Do :func:`fits` for a length that ranges of a value need not have as a bound."""
+    return sink.least <= length if type(sink) is Ranges else fits(length, sink)
+
+
+def _grouped(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
