@@ -68,8 +68,10 @@ from .server.children import (
 )  # fmt: skip
 from .server.membership import Membership
 from .server.migration import MoverSettings, run_mover
+from .server.operators.admin import follow_in_stream, follow_settings, keep_shares, open_admin
+from .server.operators.pages import DataServerPages
+from .server.operators.reports import Reporter
 from .server.options import DataServerOptions, options_from
-from .server.pages import DataServerPages
 from .server.rdma_supervisor import Endpoints
 from .server.stream import run_stream
 from .server.worker import WorkerSettings, start_worker
@@ -110,16 +112,16 @@ class DataServer:
             self.loop, self.member, self, options.managers, secret=secret, token=options.own_token,
             join_timeout_s=options.join_timeout_s, tls=options.tls, trusted=options.server_uids,
         )  # fmt: skip
-        self.announced = False
-        self.failed = ""
+        self.announced, self.failed = False, ""
         self.children = Children(self.loop, lambda: [slot.segment for slot in self.slots])
-        #: For the membership.
         self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
         self.stock = ArenaStock(options, self.instance)
         self.pages = DataServerPages(
             self.loop, self.slots, self.member, self.membership, self.endpoints, self._unready,
             options.tls, options.tokens)  # fmt: skip
+        known = self.slots, self.member, self.membership, self.endpoints
+        self.reports = Reporter(self.loop, *known, options.tokens)
         self._stopping = False
         #: The workers are told to give all shards up, whatever the map says.
         self._retiring = False
@@ -155,6 +157,8 @@ class DataServer:
         self.slots += [WorkerSlot(number, options.nodes[number], arenas[number]) for number in sorted(arenas)]
         if not arenas or (warm and not self.stock.populate(warm, self._faulted_in)):  # stopped meanwhile
             return
+        self.live, admin = open_admin(self.loop, options, self._processes, self.membership)
+        self._shared += admin
         for slot in self.slots:
             path = segments.socket_path(options.runtime_dir, options.name, slot.number)
             slot.unix = NamedSocket(path, options.group)
@@ -219,7 +223,6 @@ class DataServer:
 
     def _worker_of(self, slot: WorkerSlot) -> Supervised:
         options = self.options
-        unix = slot.unix
 
         def body(supervisor: socket.socket) -> None:
             numa.pin(slot.node)
@@ -229,8 +232,9 @@ class DataServer:
             limits = options.tokens, len(options.nodes)
             settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
             try:
-                store = self.stock.store_in(arena, slot.vault)
-                worker = start_worker(store, settings, unix, supervisor)
+                store = self.stock.store_in(arena, slot.vault, self.live["policy"], keep_shares(self.live))
+                worker = start_worker(store, settings, slot.unix, supervisor)
+                follow_settings(self.live, worker)
             except (MemoryError, OSError, RuntimeError):
                 raise  # no fault of the arena; RuntimeError: no thread can be started
             except Exception as exc:
@@ -249,7 +253,7 @@ class DataServer:
                 segments.remove_if_left(arena.name, ORPHAN_S if worker.orphaned else 0.0)
 
         return Supervised(
-            self.children, f"worker {slot.number}", body, [*slot.segment.fds, *unix.fds],
+            self.children, f"worker {slot.number}", body, [*slot.segment.fds, *slot.unix.fds],
             partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER,
         )  # fmt: skip
 
@@ -260,6 +264,7 @@ class DataServer:
     def _stream_of(self, slot: WorkerSlot, tcp: socket.socket, rdma_port: int) -> StreamProcess:
         def body(supervisor: socket.socket) -> None:
             numa.pin(slot.node)
+            follow_in_stream(self.live)
             options, name = self.options, self._id_of(slot)
             serve = (options.tls, options.users)
             run_stream(tcp, slot.unix.direct_path, supervisor, options.tokens, rdma_port, name, *serve)
@@ -271,7 +276,7 @@ class DataServer:
         settings = MoverSettings(
             options.name, self.instance, slot.number, slot.unix.direct_path,
             options.own_token, options.move_bytes_per_s, options.tls.movers if options.tls else None,
-            options.server_uids,
+            options.server_uids, self.live,
         )  # fmt: skip
 
         def body(supervisor: socket.socket) -> None:
@@ -351,8 +356,9 @@ class DataServer:
         """Ask the workers for their counters, once per heartbeat."""
         self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
         for slot in self.slots:
-            for process in (slot.worker, *slot.streams):
-                process.send(M.Stats(0), STATS_ID)
+            slot.worker.send(M.Stats(self.reports.detail), STATS_ID)
+            for stream in slot.streams:
+                stream.send(M.Stats(0), STATS_ID)
 
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
         """Take a worker's answer: its counters, or that it has taken over the map."""
@@ -474,13 +480,7 @@ class DataServer:
         if not all(slot.ready and slot.sharded for slot in self.slots):
             return
         self.announced = True
-        ports = ",".join(str(slot.tcp.getsockname()[1]) for slot in self.slots if slot.tcp is not None)
-        memory = sum(slot.segment.size for slot in self.slots)
-        rdma = ",".join(str(endpoint.port) for endpoint in self.endpoints.by_worker.values())
-        say(
-            f"READY dataserver {self.options.name} {self.options.listen_host}:{ports} workers={len(self.slots)} "
-            f"memory={memory >> 20}M{self._http}{' rdma=' + rdma if rdma else ''}"
-        )
+        say(self.pages.ready(self.options.listen_host, self._http))
         self.notify.ready(self.pages.status())
         hangs = HangWatch(self.slots, round(self.notify.watchdog_s / self.notify.tick_s / 2))
         alive = hangs.maintain if self.notify.watchdog_s else lambda: True

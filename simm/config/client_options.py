@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE
 from ..errors import ConfigError, UsageError
-from .parsers import TlsOptions, parse_addresses, paths
+from .parsers import TlsOptions, default_runtime_dir, parse_addresses, paths, trace_ratio
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .settings import Settings
 
 DEFAULT_DEADLINE_S: Final = 3.0
@@ -46,9 +48,13 @@ class ClientOptions:
     server_uids: tuple[int, ...] = ()
     put_if_absent: bool = False
     tcp_streams: int = 4
+    near_copies: bool = False
+    trace: str = "off"
+    slow_ms: float = 0
+    trace_dir: str = field(default_factory=lambda: _trace_dir(default_runtime_dir(os.environ)[0]))
 
     def __post_init__(self) -> None:
-        for name in ("manager", "namespace", "token", "rdma_devices", "tls_name", *_TLS):
+        for name in ("manager", "namespace", "token", "rdma_devices", "tls_name", "trace_dir", *_TLS):
             if not isinstance(getattr(self, name), str):
                 shown = "" if name == "token" else f", not {getattr(self, name)!r}"
                 raise UsageError(f"{name} is text{', as 127.0.0.1:30001' if name == 'manager' else ''}{shown}")
@@ -56,7 +62,7 @@ class ClientOptions:
             self.token.encode()
         except UnicodeEncodeError:
             raise UsageError("token is text that UTF-8 can hold") from None
-        for name in ("checksum", "ring", "lazy", "put_if_absent"):
+        for name in ("checksum", "ring", "lazy", "put_if_absent", "near_copies"):
             if type(getattr(self, name)) is not bool:
                 raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}")
         try:
@@ -73,11 +79,19 @@ class ClientOptions:
             raise UsageError(f"tcp_streams is a whole number from 1 to {TCP_STREAMS_MAX}, not {self.tcp_streams!r}")
         if type(self.replicas) is not int or self.replicas not in (1, 2):
             raise UsageError(f"replicas is 1 or 2, not {self.replicas!r}")
+        if self.near_copies and self.replicas == 2:
+            raise UsageError("near_copies go with one copy of each value: replicas=1")
+        try:
+            object.__setattr__(self, "trace", trace_ratio(self.trace))
+        except ConfigError as exc:
+            raise UsageError(f"trace: {exc}") from None
+        if not _is_number(self.slow_ms) or not 0 <= self.slow_ms <= DEADLINE_S_MAX * 1000:
+            raise UsageError(f"slow_ms is a number of milliseconds, 0 for none, not {self.slow_ms!r}")
         object.__setattr__(self, "server_uids", _uids(self.server_uids))
         parse_addresses(self.manager, DEFAULT_MANAGER_PORT)
         if (self.tls_key and not self.tls_cert) or (self.tls_cert and not self.tls_ca):
             raise UsageError("tls_key goes with tls_cert, and both with tls_ca, without which there is no TLS")
-        for name in _TLS:
+        for name in (*_TLS, "trace_dir"):
             if getattr(self, name):  # a program that changes its folder reads them again
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
 
@@ -114,7 +128,8 @@ class ClientOptions:
             "copy_threads": settings.copy_threads, "replicas": settings.replicas, "rdma_devices": settings.rdma_devices,
             **{name: str(getattr(settings, name) or "") for name in (*_TLS, "tls_name")},
             "server_uids": settings.server_uid, "put_if_absent": settings.put_if_absent,
-            "tcp_streams": settings.tcp_streams,
+            "tcp_streams": settings.tcp_streams, "near_copies": settings.near_copies, "trace": settings.trace,
+            "slow_ms": settings.slow_ms, "trace_dir": str(settings.trace_dir or _trace_dir(settings.runtime_dir)),
         }  # fmt: skip
         return cls(**{**found, **given})
 
@@ -122,6 +137,10 @@ class ClientOptions:
     def managers(self) -> list[tuple[str, int]]:
         """(host, port) of each manager."""
         return [(address.host, address.port) for address in parse_addresses(self.manager, DEFAULT_MANAGER_PORT)]
+
+    def with_tracing(self, trace: str, slow_ms: float) -> ClientOptions:
+        """Return the same options with another wish for traces. Raises UsageError."""
+        return replace(self, trace=trace, slow_ms=slow_ms)
 
     def allows(self, path: str) -> bool:
         """Return whether this data path (``shm``, ``rdma``, ``tcp``) may be used."""
@@ -143,6 +162,10 @@ def _token_of(settings: Settings, manager: str | None, namespace: str) -> str:
     except (ConfigError, AttributeError):
         return ""  # the constructor says what is wrong with it
     return find(settings.runtime_dir, managers)
+
+
+def _trace_dir(runtime_dir: Path) -> str:
+    return os.path.abspath(runtime_dir / "trace")
 
 
 def _uids(value: object) -> tuple[int, ...]:

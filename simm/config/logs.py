@@ -173,11 +173,22 @@ class LogFile(logging.FileHandler):
                 print(f"simm: cannot write to the log file {self.baseFilename}: {why}", file=sys.stderr)
 
 
+#: What else this process does at SIGHUP; a forked child does it too.
+_HOOKS: list[Callable[[], object]] = []
+
+
+def on_reload(hook: Callable[[], object]) -> None:
+    """Have :func:`reopen_logs` call a function as well, here and in children forked later. It must not wait."""
+    _HOOKS.append(hook)
+
+
 def reopen_logs() -> None:
     """Let the log files of this process be those that have their names now: others may have been renamed."""
     for handler in logging.getLogger("simm").handlers:
         if isinstance(handler, LogFile):
             handler.follow()
+    for hook in _HOOKS:
+        hook()
 
 
 def log_as(process: str) -> None:

@@ -9,11 +9,19 @@ themselves."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..constants import ARENA_BYTES_MIN, DEFAULT_MANAGER_PORT, NAMESPACE_BYTES_MAX, VALUE_BYTES_MAX
+from ..constants import (
+    ARENA_BYTES_MIN,
+    DEFAULT_MANAGER_PORT,
+    EVENTS_BYTES_MAX,
+    EVENTS_BYTES_MIN,
+    NAMESPACE_BYTES_MAX,
+    VALUE_BYTES_MAX,
+)
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,6 +203,17 @@ def arena_bytes(value: Any) -> int:
     return size
 
 
+def events_bytes(value: Any) -> int:
+    """Parse the size of a ring of events, 0 for none. Raises ConfigError for one that no ring has, too."""
+    size = parse_bytes(value)
+    if size and not EVENTS_BYTES_MIN <= size <= EVENTS_BYTES_MAX:
+        raise ConfigError(
+            f"{value!r} is no size of a ring of events: 0 for none, or {EVENTS_BYTES_MIN >> 20}M to "
+            f"{EVENTS_BYTES_MAX >> 30}G"
+        )
+    return size
+
+
 def value_bytes(value: Any) -> int:
     """Parse the size of a value. Raises ConfigError for one that no value has, too."""
     size = parse_bytes(value)
@@ -268,6 +287,28 @@ def choice(*choices: str) -> Callable[[Any], str]:
 
 #: The data paths, best first.
 PATHS = ("shm", "rdma", "tcp")
+
+
+def trace_ratio(value: Any) -> str:
+    """Return a share of operations, 0 to 1, as text, or ``off``. Raises ConfigError."""
+    if value == "off":
+        return "off"
+    try:
+        ratio = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"{value!r} is no share of the calls to trace: a number from 0 to 1, as 0.01, or off")
+    return f"{ratio:.12g}"
+
+
+def default_runtime_dir(env: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the folder of the UNIX sockets where no setting names one, and where that comes from."""
+    from pathlib import Path
+
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"]) / "simm", "environment XDG_RUNTIME_DIR"
+    return Path(f"/tmp/simm-{os.getuid()}"), "default"
 
 
 def paths(value: Any) -> str:

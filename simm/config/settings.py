@@ -33,12 +33,19 @@ import logging
 import os
 import re
 import socket
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..constants import DEFAULT_MANAGER_PORT, DEFAULT_NAMESPACE, DEFAULT_POLICY, POLICY_NAMES, SHARD_COUNT
+from ..constants import (
+    DEFAULT_MANAGER_PORT,
+    DEFAULT_NAMESPACE,
+    DEFAULT_POLICY,
+    KEEP_SHARE_MAX,
+    KEEP_SHARES,
+    POLICY_NAMES,
+    SHARD_COUNT,
+)
 from ..errors import ConfigError
 from . import parsers as q
 from .parsers import Address, CoordinatorUrl, parse_address
@@ -100,12 +107,6 @@ def _default_name(env: Mapping[str, str]) -> tuple[str, str]:
     if env.get("POD_NAME"):
         return q.node_name(env["POD_NAME"]), "environment POD_NAME"
     return socket.gethostname() or "localhost", "default (host name)"
-
-
-def _default_runtime_dir(env: Mapping[str, str]) -> tuple[Path, str]:
-    if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"]) / "simm", "environment XDG_RUNTIME_DIR"
-    return Path(f"/tmp/simm-{os.getuid()}"), "default"
 
 
 def _setting(
@@ -182,11 +183,19 @@ class Settings:
         q.optional(q.path_of), "file with USER:PASSWORD for etcd, mode 0600", MANAGER, metavar="FILE",
     )
     runtime_dir: Path = _setting(
-        q.path_of, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=_default_runtime_dir,
+        q.path_of, "folder of the UNIX sockets", MANAGER, SERVER, CLIENT, metavar="DIR", computed=q.default_runtime_dir,
     )
     policy: str = _setting(
         q.choice(*POLICY_NAMES), f"eviction policy: {', '.join(POLICY_NAMES[:-1])} or {POLICY_NAMES[-1]}",
         SERVER, default=DEFAULT_POLICY, metavar="NAME",
+    )
+    keep_share: int = _setting(
+        q.integer(0, KEEP_SHARE_MAX), "what hard kept values may take of a worker's memory, percent; 0: nothing",
+        SERVER, default=KEEP_SHARES[0], metavar="PERCENT",
+    )
+    keep_namespace_share: int = _setting(
+        q.integer(0, KEEP_SHARE_MAX), "what hard kept values of one namespace may take of a worker's memory, percent",
+        SERVER, default=KEEP_SHARES[1], metavar="PERCENT",
     )
     poll_us: int = _setting(
         q.duration_in("us", 0, 1_000_000), "how long a worker polls its commit rings after its last work; 0: never",
@@ -200,6 +209,10 @@ class Settings:
     value_size: int | None = _setting(
         q.optional(q.value_bytes), "size of a value, as 64K, that the table is made for; empty: 4K",
         SERVER, metavar="BYTES",
+    )
+    events: int = _setting(
+        q.events_bytes, "shared memory of each worker's ring of events, as 4M, for `simm events`; 0: none",
+        SERVER, default=0, metavar="BYTES",
     )
     huge_pages: bool = _setting(q.boolean, "use huge pages where the system offers them", SERVER, default=True)
     group: str | None = _setting(
@@ -283,11 +296,28 @@ class Settings:
     put_if_absent: bool = _setting(
         q.boolean, "puts leave a stored value alone, as keys are hashes of their values", CLIENT, default=False,
     )
+    near_copies: bool = _setting(
+        q.boolean, "copy other hosts' values to this one; promises that the value of a key never changes", CLIENT,
+        default=False,
+    )
     copy_threads: int = _setting(
         q.integer(0, 256), "threads that share large copies; 0: by the machine", CLIENT, default=0, metavar="N",
     )
     tcp_streams: int = _setting(
         q.integer(1, 8), "connections to a server that share a large batch by TCP", CLIENT, default=4, metavar="N",
+    )
+    trace: str = _setting(
+        q.trace_ratio, "share of the calls to trace, 0 to 1; 0: only those in a caller's trace that is sampled; or off",
+        CLIENT, default="off", metavar="RATIO",
+    )
+    trace_dir: Path | None = _setting(
+        q.optional(q.path_of), "folder for what is traced, mode 0700; empty: trace in the runtime folder",
+        CLIENT, metavar="DIR",
+    )
+    slow_ms: int = _setting(
+        q.duration_in("ms", 0, _HOUR_MS),
+        "log calls and requests that take so long, a client's with their segments; 0: none",
+        SERVER, CLIENT, default=0, metavar="MS",
     )
     log_level: str = _setting(
         q.choice("debug", "info", "warning", "error"), "debug, info, warning or error",
@@ -543,35 +573,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # --- folders ----------------------------------------------------------------------------------
-
-
-def ensure_runtime_dir(path: Path, gid: int | None = None) -> Path:
-    """Create the folder of the UNIX sockets, or check the existing one, and return it.
-
-    Its mode is 0700, or 0710 for members of group ``gid``. Raises ConfigError if another user owns it or could put
-    sockets into it, as any user can create the name in /tmp first.
-    """
-    remedy = "choose another folder with --runtime-dir"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
-        about = path.lstat()
-    except OSError as exc:
-        raise ConfigError(f"cannot create the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
-    if not stat.S_ISDIR(about.st_mode):
-        raise ConfigError(f"the runtime folder {path} is not a folder (links are not followed); {remedy}")
-    if about.st_uid != os.getuid():
-        raise ConfigError(f"the runtime folder {path} belongs to uid {about.st_uid}, not to {os.getuid()}; {remedy}")
-    try:
-        if gid is None:
-            if stat.S_IMODE(about.st_mode) & 0o077:
-                path.chmod(0o700)
-        else:
-            os.chown(path, -1, gid)
-            path.chmod(0o710)
-    except OSError as exc:
-        raise ConfigError(f"cannot set the mode of the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
-    return path

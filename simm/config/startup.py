@@ -1,4 +1,4 @@
-"""Start of every SiMM command: token files, and checks of the listening address."""
+"""Start of every SiMM command: token files, the runtime folder, and checks of the listening address."""
 
 from __future__ import annotations
 
@@ -189,3 +189,35 @@ def _signature(path: Path) -> tuple[int, ...]:
 def live_tokens(path: Path | None) -> Sequence[Token]:
     """Do :func:`server_tokens` for tokens that follow the file. Raises ConfigError."""
     return TokenFile(path) if path is not None else ()
+
+
+def ensure_runtime_dir(path: Path, gid: int | None = None) -> Path:
+    """Create the folder of the UNIX sockets, or check the existing one, and return it.
+
+    Its mode is 0700, or 0710 for members of group ``gid``. Raises ConfigError if another user owns it or could put
+    sockets into it, as any user can create the name in /tmp first.
+    """
+    remedy = "choose another folder with --runtime-dir"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        about = path.lstat()
+    except OSError as exc:
+        raise ConfigError(f"cannot create the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
+    if not stat.S_ISDIR(about.st_mode):
+        raise ConfigError(f"the runtime folder {path} is not a folder (links are not followed); {remedy}")
+    if about.st_uid != os.getuid():
+        raise ConfigError(f"the runtime folder {path} belongs to uid {about.st_uid}, not to {os.getuid()}; {remedy}")
+    try:
+        if gid is None:
+            if stat.S_IMODE(about.st_mode) & 0o077:
+                path.chmod(0o700)
+        else:
+            os.chown(path, -1, gid)
+            path.chmod(0o710)
+    except OSError as exc:
+        raise ConfigError(f"cannot set the mode of the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
+    return path

@@ -22,7 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from .. import shm
+from ..arena.events.ring import HEADER_BYTES as RING_HEADER_BYTES
+from ..arena.events.ring import EventRing, attach
 from ..arena.layout import HEADER_BYTES, Geometry, State, Word, slots_for
+from ..arena.marks.kept import Shares
 from ..arena.store import Store
 from ..arena.vault import Vault
 from ..constants import SLAB_BYTES
@@ -66,14 +69,24 @@ class ArenaStock:
         with memoryview(arena.mm)[:HEADER_BYTES].cast("Q") as words:
             return bool(words[Word.MAGIC] == 0)
 
-    def store_in(self, arena: OwnedArena, vault: Vault) -> Store:
-        """Lay out a fresh arena, or recover one, in a worker's process. Raises what makes it unusable."""
-        policy = self.options.policy
+    def store_in(self, arena: OwnedArena, vault: Vault, policy: str, shares: Shares) -> Store:
+        """Lay out a fresh arena, or recover one, in a worker's process. Raises what makes it unusable.
+
+        ``policy``, ``shares``: as an operator may have changed them since the start of the server.
+        """
+        ring = None if arena.events is None else EventRing(arena.events.buf)
+        if ring is not None:
+            ring.anew()  # before anything changes
         if self.is_fresh(arena, vault):
-            return Store.create(
-                arena.mm, slots=self.slots_for(arena.size), policy=policy, generation=new_generation(), vault=vault
-            )
-        return Store.recover(arena.mm, arena.name, policy=policy, vault=vault)
+            store = Store.create(
+                arena.mm, slots=self.slots_for(arena.size), policy=policy, generation=new_generation(), vault=vault,
+                shares=shares,
+            )  # fmt: skip
+        else:
+            store = Store.recover(arena.mm, arena.name, policy=policy, vault=vault, shares=shares)
+        if ring is not None:
+            attach(ring, store.table, store.shard_words, store.ledger.namespaces)
+        return store
 
     def undecided(self) -> list[segments.Left]:
         """Return the suspended arenas with a cluster, whose fate depends on the manager's cluster."""
@@ -103,6 +116,9 @@ class ArenaStock:
             why |= unfit
         taken = {number: OwnedArena.adopt(each.name, group=options.group) for number, each in fit.items()}
         for number, segment in taken.items():
+            segments.remove_events(segment.name)  # of a server that was killed
+            if options.events:
+                segment.tell_events(RING_HEADER_BYTES + options.events, options.group)
             log.info("worker %d: warm start on %s", number, segment.name)
         kept = {each.name for each in (*fit.values(), *self._foreign)}
         # By name, as another cluster's server of this name may suspend an arena meanwhile.
@@ -161,6 +177,8 @@ class ArenaStock:
                 undo.callback(arena.close)
                 undo.callback(arena.unlink)
                 made[number] = arena
+                if self.options.events:
+                    arena.tell_events(RING_HEADER_BYTES + self.options.events, self.options.group)
             if not self.populate(made, progress):
                 return {}
             undo.pop_all()
@@ -210,6 +228,7 @@ class ArenaStock:
         """
         if segments.state_of(arena.name) != State.SUSPENDED:
             return False
+        arena.drop_events()
         try:
             arena.keep()
         except SegmentError as exc:

@@ -44,8 +44,10 @@ from ..net.peer import Peer, Service
 from ..net.peer_uid import foreign_server
 from ..net.tls_peer import ServerTls, connecting
 from ..rpc import Frame, decode, encode
+from ..wire import admin_messages as A
 from ..wire import epoch_messages as E
 from ..wire import messages as M
+from ..wire import report_messages as R
 from ..wire.auth import Asker
 from ..wire.hello import client_hello
 from ..wire.messages import Status
@@ -66,6 +68,7 @@ MOVED_S: Final = 0.25
 
 _REFUSED: Final = "the manager refused us"
 _SUBSCRIBE: Final = E.SUBSCRIBE_MAPS | E.SUBSCRIBE_EPOCHS | E.SUBSCRIBE_LEASES
+_SERVES: Final = _SUBSCRIBE | R.SUBSCRIBE_REPORTS | A.SUBSCRIBE_ORDERS
 
 Callback = Callable[[Any, int], None]
 
@@ -143,6 +146,10 @@ class Membership(Service):
         self.joined_at = 0.0
         self.heartbeat_s = 1.0
         self.peer: Peer | None = None
+        #: The manager wants a report so often, ms, by the present connection.
+        self.on_report_every: Callable[[int], None] = lambda interval_ms: None
+        #: Carries an admin's order out.
+        self.on_order: Callable[[A.OrderSettings], A.SettingsDone] = lambda msg: A.SettingsDone(msg.order, 1, b"no")
         #: Until when values of namespaces with epochs may be read here.
         self.lease = Lease()
         self._pending: dict[int, Callback] = {}
@@ -317,6 +324,10 @@ class Membership(Service):
                 self._on_map(msg)
             elif isinstance(msg, E.Epochs):
                 self.member.take_epochs(msg)
+            elif isinstance(msg, R.ReportEvery):
+                self.on_report_every(msg.interval_ms)
+            elif isinstance(msg, A.OrderSettings):
+                self.request(self.on_order(msg), _ignore)
             elif isinstance(msg, M.Error):  # it is about to close the connection
                 peer.close(printable(msg.text))
             return
@@ -543,7 +554,7 @@ class Membership(Service):
 
     def _ask_map(self, known: int = 0) -> None:
         """Ask for the map, and name the newest epoch ``known`` here: the manager goes beyond it."""
-        self.request(M.MapGet(max(self.member.epoch, known), _SUBSCRIBE), lambda reply, _status: self._on_map(reply))
+        self.request(M.MapGet(max(self.member.epoch, known), _SERVES), lambda reply, _status: self._on_map(reply))
 
     def _on_map(self, msg: Any) -> None:
         if not isinstance(msg, M.MapReply) or not self.joined:

@@ -2,7 +2,7 @@
 
 The supervisor forks one for each worker while its map moves shards in, and sends it every map that the worker has
 taken. ``cluster/move_plan.py`` decides what to do and argues it. This file does it: FREEZE and ADOPT by threads of
-their own, then page by page LIST, fetch and COMMIT, then FINISH. ``server/migration_peers.py`` has the two ends.
+their own, then page by page LIST, MARKS, fetch and COMMIT, then FINISH. ``server/migration_peers.py`` has the two ends.
 
 * *The previous owner lies*, by mistake or not. Anything wrong closes the connection and counts as a failure to answer.
 * *A map comes between the check of a value's shard and its COMMIT.* The check, COMMIT, ADOPT and FINISH are done under
@@ -40,9 +40,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..arena.hashing import shard_of
+from ..arena.marks.arrivals import Arrivals
 from ..cluster.assignment import Member
 from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan
 from ..cluster.shard_map import ShardMap
+from ..config.live import LiveSettings
 from ..config.logs import reopen_logs
 from ..config.parsers import TlsOptions
 from ..errors import TransportError
@@ -51,6 +53,7 @@ from ..net.channel import Channel, Refused
 from ..rpc import Connection, Flag, decode, encode
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
+from ..wire.keep_messages import LISTED_MARKED
 from ..wire.messages import Status
 from ..wire.shard_set import bitmap_of
 from .migration_peers import ByteBudget, SessionRefused, SourceWorker, TargetWorker, TokenBucket, WorkerLost
@@ -66,6 +69,8 @@ BATCH_KEYS: Final = 256
 IN_FLIGHT_BYTES: Final = 32 << 20
 #: Tries of a value for which there was no chunk, or that changed at its source during the copy.
 ATTEMPTS: Final = 3
+#: Tries to get the marks of a page, before its values are moved without them.
+MARK_TRIES: Final = 3
 PROGRESS_S: Final = 0.25
 #: The supervisor replaces a mover from which no progress report has come for so long.
 SILENT_S = 10.0
@@ -94,6 +99,8 @@ class MoverSettings:
     tls: TlsOptions | None = None
     #: Users besides this process's own and root whose servers on this host are believed without a token.
     trusted: tuple[int, ...] = ()
+    #: Has move_mib_s, which replaces ``bytes_per_s``. None: it cannot change.
+    live: LiveSettings | None = None
 
 
 class Mover:
@@ -259,12 +266,22 @@ class Mover:
         bitmap, asked = bitmap_of(job.since), frozenset(job.since)
         cursor = 0
         page: M.Listed | None = None
+        arrivals = Arrivals()
+        unmarked = 0  # times in a row that the marks of a page could not be had
         began = time.monotonic()
         while self.plan.wanted_of(job):
             try:
                 with source.channel() as channel:
                     page = source.list_page(channel, bitmap, cursor, asked)
+                    groups: list[tuple[bytes, int]] = []
+                    if unmarked < MARK_TRIES:
+                        unmarked += 1
+                        groups = self._carry_marks(channel, page)
+                    else:
+                        log.warning("%s does not tell how it keeps values: some are kept no longer", source)
+                    unmarked = 0
                     self._copy_page(source, job, channel, page)
+                    self.target.group(arrivals.add(groups))
             except TransportError as exc:
                 source.drop_connections()  # the idle ones may be broken too
                 status = exc.status if isinstance(exc, Refused) else None
@@ -290,6 +307,25 @@ class Mover:
         for name, values in missing.items():
             for batch in _batches(list(values.items()), min(BATCH_BYTES, self.budget.most)):
                 self._copy_batch(source, job, channel, name, batch)
+
+    def _carry_marks(self, channel: Channel, page: M.Listed) -> list[tuple[bytes, int]]:
+        """Keep what the previous owner keeps of a page, for the time that is left; also what was put here meanwhile.
+
+        The worker holds the marks of values that are not there until they are, so that none of them is evicted first.
+        Return the digests of the page that are in groups, with the groups' numbers.
+        """
+        marked = [entry[0] for entry in page.entries if entry[2] & LISTED_MARKED]
+        if not marked:
+            return []
+        wishes: dict[tuple[int, int], list[bytes]] = {}
+        grouped: list[tuple[bytes, int]] = []
+        for digest, (how, seconds, group) in zip(marked, SourceWorker.marks(channel, marked)):
+            grouped.append((digest, group))
+            if how:
+                wishes.setdefault((how, seconds), []).append(digest)
+        for (how, seconds), digests in wishes.items():
+            self.target.keep(digests, how, seconds)
+        return grouped
 
     def _missing(self, page: M.Listed) -> list[tuple[bytes, int, int, int]]:
         """Return the entries of a page that the own worker does not have."""
@@ -426,6 +462,8 @@ def run_mover(settings: MoverSettings, supervisor: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, lambda *_: reopen_logs())
     mover = Mover(settings, supervisor)
+    if settings.live is not None:
+        settings.live.follow("move_mib_s", lambda mib: mover.bucket.set_rate(mib << 20))
     if not mover.run():
         os._exit(0)  # without waiting for jobs
     log.info(

@@ -32,13 +32,23 @@ from ..arena.layout import ENTRY_CRC, HEADER_BYTES
 from ..arena.reader import ArenaReader
 from ..cluster.move_plan import ProgressTimeout
 from ..config.parsers import TlsOptions
-from ..constants import DEFAULT_NAMESPACE, SHARD_COUNT, VALUE_BYTES_MAX
+from ..constants import (
+    BATCH_KEYS_MAX,
+    DEFAULT_NAMESPACE,
+    KEEP_HARD,
+    KEEP_S_MAX,
+    KEEP_SOFT,
+    SHARD_COUNT,
+    VALUE_BYTES_MAX,
+)
 from ..errors import SegmentError, SimmError, TransportError, UsageError
 from ..ipc.grant_pool import GrantTuple, obtain_each, return_idle
 from ..ipc.session import WorkerSession
 from ..net.channel import Channel, Refused, greet
 from ..wire import messages as M
+from ..wire.group_messages import joined, requests_of
 from ..wire.hello import client_hello
+from ..wire.keep_messages import Keep, Marked, Marks
 from ..wire.messages import Status, WorkerInfo
 from ..wire.shard_set import bitmap_of, shards_in
 
@@ -125,6 +135,18 @@ class TargetWorker:
         """Tell the worker that it has all values of these shards."""
         self.ask(self._orders, M.Finish(epoch, bitmap_of(shards)), M.Done)
 
+    def keep(self, digests: Sequence[bytes], how: int, seconds: int) -> None:
+        """Keep values that are here or come next, the hard kept ones as soft ones where the quotas have no room."""
+        statuses = self.ask(self._orders, Keep(how, seconds, list(digests)), M.Statuses).statuses
+        over = [digest for digest, status in zip(digests, statuses) if status == Status.OVER_QUOTA]
+        if over:
+            self.ask(self._orders, Keep(KEEP_SOFT, seconds, over), M.Statuses)
+
+    def group(self, groups: Sequence[Sequence[bytes]]) -> None:
+        """Make groups of values that have been copied. Those of which one has gone stay ordinary values."""
+        for part in requests_of(groups):
+            self.ask(self._orders, joined(part), M.Statuses)
+
     # -- sessions and chunks ------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -168,6 +190,8 @@ class TargetWorker:
 
 #: Shortest wait, seconds: a fraction of a byte would otherwise be waited for again and again.
 _NAP_S = 1e-3
+#: Between two looks at the rate, seconds.
+_RATE_S = 0.5
 
 
 class TokenBucket:
@@ -179,28 +203,29 @@ class TokenBucket:
     def __init__(
         self, rate: int, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self.rate = rate
-        self.burst = rate / 10
+        self.set_rate(rate)
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._tokens = self.burst
         self._at = clock()
 
+    def set_rate(self, rate: int) -> None:
+        """Take another rate. A signal's handler may call it: it waits for no lock."""
+        self.rate, self.burst = rate, rate / 10
+
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes may pass. A negative count puts bytes back."""
-        if not self.rate:
-            return
-        while True:
+        while rate := self.rate:
             with self._lock:
                 now = self._clock()
-                self._tokens = min(self.burst, self._tokens + (now - self._at) * self.rate)
+                self._tokens = min(rate / 10, self._tokens + (now - self._at) * rate)
                 self._at = now
                 if self._tokens >= 0 or count <= 0:
                     self._tokens -= count
                     return
-                wait = -self._tokens / self.rate
-            self._sleep(max(wait, _NAP_S))
+                wait = -self._tokens / rate
+            self._sleep(min(max(wait, _NAP_S), _RATE_S))  # the rate may be another one by then
 
 
 class ByteBudget:
@@ -231,7 +256,7 @@ SLOWEST_BYTES: Final = 4 << 20
 #: Deadline of a FREEZE: writers wait for it.
 FREEZE_TRY_S: Final = 1.0
 #: Entries on a page of LISTED.
-LIST_MOST: Final = 4096
+LIST_MOST: Final = BATCH_KEYS_MAX
 
 #: Answers for a key that say nothing about it.
 _NO_ANSWER: Final = frozenset((Status.UNAVAILABLE, Status.BUSY, Status.INTERNAL))
@@ -309,7 +334,7 @@ class SourceWorker:
     def list_page(channel: Channel, shards: bytes, cursor: int, asked: frozenset[int]) -> M.Listed:
         """Return one page of the source's list, checked."""
         page = channel.call(M.List(shards, cursor, LIST_MOST))
-        if not isinstance(page, M.Listed) or len(page.entries) > LIST_MOST:
+        if not isinstance(page, M.Listed):
             channel.fail("the previous owner answered LIST with something else")
         if page.cursor and page.cursor <= cursor:
             channel.fail(f"the previous owner lists slot {page.cursor} after slot {cursor}")
@@ -318,6 +343,17 @@ class SourceWorker:
             if shard_of(digest) not in asked or not 0 < length <= VALUE_BYTES_MAX or namespace not in known:
                 channel.fail("the previous owner lists what nobody asked for, or what cannot be")
         return page
+
+    @staticmethod
+    def marks(channel: Channel, digests: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Return for each value how it is kept, 0 for not, for how many seconds yet, and the number of its group."""
+        answer = channel.call(Marks(list(digests)))
+        if not isinstance(answer, Marked) or len(answer.entries) != len(digests):
+            channel.fail("the previous owner answered MARKS with something else")
+        return [
+            (how, seconds, group) if how in (KEEP_SOFT, KEEP_HARD) and 0 < seconds <= KEEP_S_MAX else (0, 0, group)
+            for how, seconds, group in answer.entries
+        ]
 
     @staticmethod
     def fetch(channel: Channel, wants: Sequence[tuple[bytes, memoryview]]) -> list[tuple[int, int, int]]:

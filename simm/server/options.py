@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..config.parsers import Address
-from ..config.settings import Settings, ensure_runtime_dir
-from ..config.startup import allowed_uids, check_exposure, live_tokens, server_tls_options
+from ..config.settings import Settings
+from ..config.startup import allowed_uids, check_exposure, ensure_runtime_dir, live_tokens, server_tls_options
 from ..config.tokens import Token, TokenRole, token_for
-from ..constants import DEFAULT_POLICY
+from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import ConfigError
 from ..host import numa
 from ..ipc.segments import check_server_name, check_socket_paths
@@ -35,11 +35,15 @@ class DataServerOptions:
     listen_port: int = 0
     managers: list[tuple[str, int]] = field(default_factory=list)
     policy: str = DEFAULT_POLICY
+    #: What hard kept values may take of a worker's data, percent: in all, and those of one namespace.
+    keep_shares: tuple[int, int] = KEEP_SHARES
     poll_us: int = 50
     streams: int = 1
     #: Slots of each worker's table, or the bytes of a value that it is made for; 0 for the default. Not both.
     slots: int = 0
     value_bytes: int = 0
+    #: Bytes of each worker's ring of events; 0 for none.
+    events: int = 0
     huge_pages: bool = True
     group: int | None = None
     warm: bool = False
@@ -63,6 +67,8 @@ class DataServerOptions:
     rdma: str = "auto"
     rdma_devices: str = ""
     rdma_windows: bool = True
+    #: Log requests that take so long; 0 for none.
+    slow_ms: int = 0
 
     @property
     def page_tokens(self) -> Sequence[Token]:
@@ -110,10 +116,12 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         listen_port=port,
         managers=[(address.host, address.port) for address in settings.manager],
         policy=settings.policy,
+        keep_shares=(settings.keep_share, settings.keep_namespace_share),
         poll_us=settings.poll_us,
         streams=settings.streams,
         slots=settings.slots,
         value_bytes=settings.value_size or 0,
+        events=settings.events,
         huge_pages=settings.huge_pages,
         group=group,
         warm=settings.warm,
@@ -127,4 +135,5 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         rdma=settings.rdma,
         rdma_devices=settings.rdma_devices,
         rdma_windows=settings.rdma_windows,
+        slow_ms=settings.slow_ms,
     )

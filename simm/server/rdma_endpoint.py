@@ -45,8 +45,8 @@ from typing import Any, Final
 from ..config.tokens import Token
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import RemoteProtocolError, SimmError, TransportError
+from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
-from ..ipc.put import collect
 from ..ipc.session import WorkerSession
 from ..ipc.tally import Served
 from ..net.channel import Refused
@@ -57,7 +57,7 @@ from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
 from ..rdma.api import Absence, Fabric, FabricError, QueuePairAddress
-from ..rpc import Frame, decode
+from ..rpc import Frame, batches, decode
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire import rdma_messages as R
@@ -66,6 +66,7 @@ from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_ope
 from ..wire.messages import Status
 from .rdma_devices import PIECE_BYTES, ArenaRegions, Devices
 from .rdma_lease import QUEUE_PAIRS_MAX, LeasedGrant, NoWindows, RdmaLease
+from .requests.tracing import Traced, opened
 from .worker_session import WorkerSessionKeeper
 
 log = logging.getLogger("simm.server.rdma_endpoint")
@@ -176,6 +177,8 @@ class Endpoint(Service):
             return
         msg = decode(frame)
         try:
+            if isinstance(msg, Traced):
+                msg, peer = opened(peer, frame.request_id, msg)
             if isinstance(msg, M.Commit):
                 self._commit(peer, lease, frame.request_id, msg)
             elif isinstance(msg, M.Grant):
@@ -226,7 +229,7 @@ class Endpoint(Service):
             return
         lease.role, lease.namespace = M.Role.CLIENT, msg.namespace
         peer.admit()
-        peer.send_message(M.Welcome(proto, 0, M.PathBit.RDMA, 0, 0, 0, 0, ""), request_id)
+        peer.send_message(M.Welcome(proto, 0, M.PathBit.RDMA | M.PathBit.TRACE, 0, 0, 0, 0, ""), request_id)
 
     def _open_lease(self, peer: Peer, lease: RdmaLease, request_id: int) -> None:
         devices = self.devices
@@ -358,8 +361,6 @@ class Endpoint(Service):
     def _commit(self, peer: Peer, lease: RdmaLease, request_id: int, msg: M.Commit) -> None:
         self._opened(lease, msg)
         _check_wants(msg.wants)
-        if len(msg.entries) > BATCH_KEYS_MAX:
-            raise RemoteProtocolError(f"{len(msg.entries)} keys in a COMMIT, at most {BATCH_KEYS_MAX}")
         if any(entry[5] for entry in msg.entries):
             raise RemoteProtocolError("COMMIT with an option, which only movers have")
         if peer.gave_up(self.loop.now):  # the client may have put newer values elsewhere since
@@ -451,11 +452,11 @@ class Endpoint(Service):
 
     @staticmethod
     def _return_grants(session: WorkerSession, numbers: list[int]) -> None:
-        if numbers:
-            try:
-                session.exchange(M.ReturnGrants(numbers))
-            except TransportError as exc:
-                log.warning("grants not returned: %s", exc)
+        try:
+            for part in batches(numbers):
+                session.exchange(M.ReturnGrants(part))
+        except TransportError as exc:
+            log.warning("grants not returned: %s", exc)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
@@ -542,7 +543,7 @@ class Endpoint(Service):
 
 def _check_wants(wants: list[tuple[int, int]]) -> None:
     """Bound a request's work. Raises RemoteProtocolError."""
-    if len(wants) > BATCH_KEYS_MAX or sum(count for _, count in wants) > BATCH_KEYS_MAX:
+    if sum(count for _, count in wants) > BATCH_KEYS_MAX:
         raise RemoteProtocolError(f"more than {BATCH_KEYS_MAX} grants in one request")
     for size, _ in wants:
         if not 0 < size <= VALUE_BYTES_MAX:

@@ -69,7 +69,8 @@ class RingPoller:
     ) -> None:  # fmt: skip
         self.loop = loop
         #: Shortest window, seconds; 0 where it does not poll.
-        self.poll_s = poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self.poll_s = 0.0
+        self.set_poll_us(poll_us)
         #: Requests served by rings.
         self.requests = 0
         #: Passes over the rings that found nothing. Rounds of ``_POLLS`` of them, and the seconds that these took.
@@ -87,6 +88,16 @@ class RingPoller:
         #: Requests answered whose bookkeeping is pending.
         self._pending = 0
 
+    def set_poll_us(self, poll_us: int) -> None:
+        """Take another shortest window, from the next time on that the worker has slept."""
+        self.poll_s = poll_us / 1e6 if len(os.sched_getaffinity(0)) > 1 else 0.0
+
+    def serve_by(
+        self, commit_one: Callable[[Session, CommitOne], bytes], handle: Callable[[Peer, Frame], bytes]
+    ) -> None:
+        """Carry out requests by these functions from now on."""
+        self._commit_one, self._handle = commit_one, handle
+
     def run(self) -> None:
         """Serve until the loop is stopped."""
         loop = self.loop
@@ -103,7 +114,8 @@ class RingPoller:
                         continue
                     self._sockets_until = 0.0
                 if loop.run_once(None) and self.active:
-                    now = clock()
+                    now, shortest = clock(), self.poll_s  # it may have been set meanwhile
+                    longest = shortest * POLL_GROWTH
                     window = min(longest, window * 2) if now - last_work < longest else shortest
                     last_work = now
                 continue
@@ -211,13 +223,13 @@ class RingPoller:
                 self._pending = 0
                 self._apply_pending()
         except RemoteProtocolError as exc:
-            log.warning("closing %s: %s", peer.address, exc)
+            self.loop.noise(logging.WARNING, "closing %s: %s", peer.address, exc)
             self.loop.protocol_errors += 1
             peer.close(str(exc))
         except CorruptionError:
             raise  # see net/peer.py
         except Exception:
-            log.exception("a ring request of %s failed", peer.address)
+            self.loop.noise(logging.ERROR, "a ring request of %s failed", peer.address, exc_info=True)
             self.loop.handler_errors += 1
             peer.close("internal error")
 

@@ -10,8 +10,7 @@ GET    FETCH names digests. The answer is a FETCHED frame with lengths, then the
        byte a second costs one socket buffer and holds up no eviction. Before the verdict bytes of whatever came into
        the chunk may have left. A client that is bound to namespaces gets none of them: for it, pieces are copied, and
        sent if the seq has not changed since.
-       FETCH_RANGES asks for ranges of values. All those of one value come out of the entry that was found first, and
-       the seq is read again after each: so the verdict holds for all of them together.
+       FETCH_RANGES asks for ranges of values. All of one value come out of one entry, and its seq is read after each.
        PIN and FETCH_PINNED do the same for versions that stay (``worker_session.Leases``), bounded in bytes and time.
 PUT    STORE names digests and lengths. Bare bytes follow and are received straight into granted chunks, then
        committed together (server/stream_put.py).
@@ -20,8 +19,7 @@ MOVE   A new owner's mover sends FREEZE, which is passed to the worker, then LIS
 
 ``cluster/lookup.py`` decides what a miss means. Only digests for which it says so cost a LOCATE to the worker.
 
-Nothing that a client sends blocks the loop. Exchanges with the worker do, for microseconds
-(``server/worker_session.py``).
+Nothing that a client sends blocks the loop. Exchanges with the worker do, for microseconds (``worker_session.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from ..arena.layout import ENTRY_BOUND, ENTRY_EPOCH
 from ..arena.reader import ArenaReader, Located
 from ..cluster.lookup import ASK_OWNER, miss_status
 from ..config.tokens import Token
-from ..constants import BATCH_KEYS_MAX
 from ..errors import RemoteProtocolError, SegmentError, UsageError
 from ..host.parts import pieces
 from ..ipc.tally import Served
@@ -54,14 +51,20 @@ from ..net.token_watch import watch_tokens
 from ..rpc import Frame, decode, reply
 from ..wire import messages as M
 from ..wire.auth import Gate
+from ..wire.group_messages import Group
 from ..wire.hello import FOR_MANAGERS, NOT_A_MANAGER, Refusal, accept, check_opening
+from ..wire.keep_messages import Keep, Marks
 from ..wire.messages import Status
 from ..wire.ranges import ranges_by_key
 from ..wire.shard_set import EPOCH_MASK, shards_in
+from .requests.groups import group_for
+from .requests.tracing import Traced, serve
 from .stream_put import Receiving
 from .worker_session import LEASE_S, Lease, Leased, Leases, Part, Sending, WorkerSessionKeeper, locate
 
 log = logging.getLogger("simm.server.stream")
+
+Mutation = M.Delete | M.DeleteSized | Keep
 
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
@@ -126,7 +129,7 @@ class Stream(Service):
 
     def on_connect(self, peer: Peer) -> None:
         peer.context = ConnectionState(Gate(M.Service.STREAM, self.tokens, self.server))
-        # The kernel takes twice that for what a peer does not read, outside of any limit. So many peers get little.
+        # The kernel takes twice that for unread bytes, outside of any limit. So many peers get little.
         out = BUFFER_BYTES if len(self.loop.peers) <= MANY_PEERS else BUFFER_BYTES_MANY
         for option, size in ((socket.SO_SNDBUF, out), (socket.SO_RCVBUF, BUFFER_BYTES)):
             with contextlib.suppress(OSError):
@@ -200,11 +203,16 @@ class Stream(Service):
                 ]
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
+        elif isinstance(msg, Keep):
+            peer.send_message(M.Statuses(self._mutate(state, msg, msg.digests)), frame.request_id)
         elif isinstance(msg, M.Delete | M.DeleteSized):
-            statuses = self._delete(state, msg)
+            statuses = self._mutate(state, msg, msg.entries if isinstance(msg, M.DeleteSized) else msg.digests)
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.deleted(state.namespace, statuses, state.began)
-        elif isinstance(msg, M.Freeze | M.List) and state.role == M.Role.MOVER:
+        elif isinstance(msg, Group):
+            own = partial(self._is_own, state) if state.gate.bound else None
+            peer.send_message(group_for(msg, own, self.keeper.statuses), frame.request_id)
+        elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
             self._hello(peer, state, frame.request_id, msg)
@@ -215,6 +223,8 @@ class Stream(Service):
         elif isinstance(msg, M.Stats):
             found = {**self.stats(), "counted": self.counted.as_json()} if peer is self._supervisor else self.stats()
             peer.send_message(M.StatsReply(json.dumps(found).encode()), frame.request_id)
+        elif isinstance(msg, Traced):
+            serve(self, peer, frame.request_id, msg)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a stream")
 
@@ -229,7 +239,7 @@ class Stream(Service):
         peer.admit()
         # An RDMA client reads the whole arena, so one that is bound to namespaces has none.
         port = self.rdma_port if msg.role == M.Role.CLIENT and not state.gate.bound else 0
-        paths = M.PathBit.TCP | (M.PathBit.RDMA if port else 0)
+        paths = M.PathBit.TCP | M.PathBit.TRACE | (M.PathBit.RDMA if port else 0)
         peer.send_message(M.Welcome(proto, 0, paths, port, 0, 0, 0, ""), request_id)
 
     def _store(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Store) -> None:
@@ -250,8 +260,6 @@ class Stream(Service):
     # -- get --------------------------------------------------------------------------------------
 
     def _fetch(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Fetch | M.FetchPrevious) -> None:
-        if len(msg.keys) > BATCH_KEYS_MAX:
-            raise RemoteProtocolError(f"{len(msg.keys)} keys in a FETCH, at most {BATCH_KEYS_MAX}")
         previous = isinstance(msg, M.FetchPrevious)
         reader = self.keeper.arena()
         entries: list[tuple[int, int, int, int]] = []
@@ -316,8 +324,6 @@ class Stream(Service):
         self._answer(peer, state, request_id, entries, parts, total, previous, leased)
 
     def _pin(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Pin) -> None:
-        if len(msg.digests) > BATCH_KEYS_MAX:
-            raise RemoteProtocolError(f"{len(msg.digests)} keys in a PIN, at most {BATCH_KEYS_MAX}")
         if msg.previous > 1:
             raise RemoteProtocolError(f"PIN with previous={msg.previous}")
         previous = bool(msg.previous)
@@ -421,15 +427,14 @@ class Stream(Service):
         found = locate(reader, digest, True)[2]
         return found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
 
-    def _delete(self, state: ConnectionState, msg: M.Delete | M.DeleteSized) -> list[int]:
-        """Delete keys. What is not of a bound client's namespace is not there for it.
+    def _mutate(self, state: ConnectionState, msg: Mutation, items: list[Any]) -> list[int]:
+        """Delete or keep the keys of ``items``. What is not of a bound client's namespace is not there for it.
 
         Nor does it delete what a previous owner may have: whose that is, nobody here knows.
         """
         if not state.gate.bound:
             return self.keeper.statuses(msg)
-        items: list[Any] = msg.entries if isinstance(msg, M.DeleteSized) else msg.digests
-        digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else msg.digests
+        digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
         reader = self.keeper.arena()
         if reader is None:
             return [Status.UNAVAILABLE] * len(digests)
@@ -439,7 +444,8 @@ class Stream(Service):
             statuses.append(Status.UNAVAILABLE if missing == ASK_OWNER else missing)
             if self._is_own(state, digest):
                 mine.append(at)
-        for at, status in zip(mine, self.keeper.statuses(type(msg)([items[at] for at in mine]))):
+        kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
+        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]))):
             statuses[at] = status
         return statuses
 
@@ -533,12 +539,11 @@ class Stream(Service):
         ]
         asked = [position for position, status in enumerate(statuses) if status == ASK_OWNER]
         if asked:
-            answers = self.keeper.statuses(M.Exists([digests[position] for position in asked]))
-            for position, status in zip(asked, answers):
+            for position, status in zip(asked, self.keeper.statuses(M.Exists([digests[at] for at in asked]))):
                 statuses[position] = status
         return statuses
 
-    def _move(self, peer: Peer, request_id: int, msg: M.Freeze | M.List) -> None:
+    def _move(self, peer: Peer, request_id: int, msg: M.Freeze | M.List | Marks) -> None:
         """Answer a new owner's mover. This server is the previous owner."""
         try:
             if isinstance(msg, M.Freeze):
@@ -546,15 +551,15 @@ class Stream(Service):
                 if not 0 < msg.epoch <= EPOCH_MASK:
                     raise UsageError(f"no map has epoch {msg.epoch}")
                 answer = self.keeper.exchange(msg)
+            elif isinstance(msg, Marks):
+                answer = self.keeper.lister().marks(msg.digests)
             else:
                 answer = self.keeper.lister().page(msg.shards, msg.cursor, msg.most)
                 self.listed += len(answer.entries)
         except UsageError as exc:
             raise RemoteProtocolError(str(exc)) from None
-        except Refused as exc:
-            peer.send_error(request_id, exc.status, str(exc))
-        except SegmentError as exc:
-            peer.send_error(request_id, Status.UNAVAILABLE, str(exc))
+        except (Refused, SegmentError) as exc:
+            peer.send_error(request_id, exc.status if isinstance(exc, Refused) else Status.UNAVAILABLE, str(exc))
         else:
             peer.send_message(answer, request_id)
 

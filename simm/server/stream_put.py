@@ -13,10 +13,10 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
+from ..constants import VALUE_BYTES_MAX
 from ..errors import RemoteProtocolError, TransportError
+from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
-from ..ipc.put import collect
 from ..ipc.session import WorkerSession
 from ..net.peer import Peer
 from ..slab import chunk_bytes_for
@@ -71,8 +71,8 @@ class Receiving:
 
     def start(self) -> None:
         """Begin with the first value. Raises RemoteProtocolError if the STORE is not allowed."""
-        if not 0 < len(self.entries) <= BATCH_KEYS_MAX:
-            raise RemoteProtocolError(f"{len(self.entries)} keys in a STORE, 1 to {BATCH_KEYS_MAX} are allowed")
+        if not self.entries:
+            raise RemoteProtocolError("a STORE of no key")
         for _, length, _, _, _ in self.entries:
             if not 0 < length <= VALUE_BYTES_MAX:
                 raise RemoteProtocolError(f"a value of {length} bytes in a STORE")

@@ -48,18 +48,21 @@ from ..net.process import stop_on_signals
 from ..net.token_watch import watch_tokens
 from ..rpc import OPCODES, Frame, decode, reply
 from ..wire import epoch_messages as E
+from ..wire import keep_messages as K
 from ..wire import messages as M
 from ..wire.fast_commit import CommitOne, commit_one_of, reply_committed_one
+from ..wire.group_messages import Group
 from ..wire.hello import Refusal, check_opening, negotiate, other_cluster
 from ..wire.messages import Status
-from ..wire.shard_set import EPOCH_MASK, bitmap_of, shards_in
+from ..wire.trace_messages import Traced
+from .requests import tracing
+from .requests.groups import group
+from .requests.shards import DROP_S, ShardRequests
 from .ring_poller import RingPoller
 
 log = logging.getLogger("simm.server.worker")
 
 HEARTBEAT_S: Final = 0.1
-#: The worker drops entries of lost shards for so long, and serves for as long before it goes on.
-DROP_S: Final = 0.002
 #: What a recovery has found is logged up to so many lines.
 NOTES_MAX: Final = 20
 #: Between two looks at the path of the UNIX socket.
@@ -68,6 +71,7 @@ PATH_S: Final = 1.0
 #: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
 _NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
 
+_PATHS: Final = M.PathBit.SHM | M.PathBit.TCP | M.PathBit.TRACE
 _LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS
 
 
@@ -118,16 +122,13 @@ class Worker(Service):
         self.orphaned = False  # the supervisor has ended without ending this process
         self.unreachable = ""  # why clients of this host cannot find the worker; empty if they can
         self._bound_again: socket.socket | None = None
-        self._peers: dict[int, Peer] = {}  # by session id
+        self.peers: dict[int, Peer] = {}  # by session id
         self._pidfds: dict[int, int] = {}  # pid -> pidfd
-        self._movers: dict[int, int] = {}  # the epoch of the map by which a mover copies, by its pid
-        #: SHARDS to answer once the entries of lost shards are dropped; a turn that drops some is due.
-        self._ordered: list[tuple[Peer, int]] = []
-        self._drop_due = False
+        self.movers: dict[int, int] = {}  # the epoch of the map by which a mover copies, by its pid
         told = partial(loop.noise, logging.ERROR, f"%d %s of {settings.segment} were overwritten by others: mended")
         self._mender = Mender(store, loop.call_later, told)
         self.tally = Tally(loop.clock, store.ledger.namespaces.names.values)
-        self._table: E.Epochs | None = None  # the epochs that came last
+        self.shards = ShardRequests(self)
         store.ledger.namespaces.clock = boottime_ns
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)
         store.sessions.recall = self._recall
@@ -139,11 +140,14 @@ class Worker(Service):
             OPCODES[M.ReturnGrants]: lambda session, msg: (M.Done(sessions.return_grants(session, msg.grants)), 0),
             OPCODES[M.Delete]: lambda _, msg: (M.Statuses(store.delete(msg.digests)), 0),
             OPCODES[M.DeleteSized]: self._delete_sized,
+            OPCODES[K.Keep]: self._keep,
+            OPCODES[Group]: lambda session, msg: (group(store, msg, session.copies), 0),
             OPCODES[M.Locate]: self._locate,
             OPCODES[M.Unpin]: lambda session, msg: (M.Done(sessions.unpin_for(session, msg.pins)), 0),
             OPCODES[M.Exists]: lambda _, msg: (M.Statuses(store.exists(msg.digests)), 0),
             OPCODES[M.ReleaseSessions]: lambda session, msg: (M.Done(self._release_of(session, msg.sessions)), 0),
         }
+        self._handlers[OPCODES[Traced]] = tracing.handler(self._handlers)
         self.sweeper = Sweeper(
             store.ledger.namespaces, store.table, lambda: [each.namespace for each in sessions.by_id.values()],
             loop.clock, loop.call_later, DROP_S,
@@ -162,6 +166,7 @@ class Worker(Service):
             if not self._hold_pid(session.pid) or process_start(session.pid) != session.started:
                 self.store.sessions.end(session)
                 self._forget_pid(session.pid)
+        self.store.keeping.begin(_now_s())
         self._beat()
         self.loop.listen(listener, self)
         self.store.open()
@@ -197,7 +202,9 @@ class Worker(Service):
 
     def _beat(self) -> None:
         self.store.beat()
+        self.store.table.tell()
         self._mender.maintain()
+        self.store.keeping.expire(_now_s())
         self.tally.maintain()
 
     # -- connections ------------------------------------------------------------------------------
@@ -242,7 +249,7 @@ class Worker(Service):
         if session is None:
             return
         state.session = None
-        self._peers.pop(session.session, None)
+        self.peers.pop(session.session, None)
         log.debug("session %#x closed: %s", session.session, reason)
         self.store.sessions.close(session)
         self._forget_pid(session.pid)
@@ -279,18 +286,18 @@ class Worker(Service):
             self._count_for(state)
             return reply(M.Done(1), frame.request_id)
         if isinstance(msg, M.Stats):
-            stats = self.stats(detail=bool(msg.detail) and state.uid in (os.geteuid(), 0))
+            stats = self.stats(detail=msg.detail if state.uid in (os.geteuid(), 0) else 0)
             return reply(M.StatsReply(json.dumps(stats).encode()), frame.request_id)
         if isinstance(msg, M.Shards) and state.role == M.Role.SUPERVISOR:
-            return self._shards(peer, frame.request_id, msg)
+            return self.shards.take_map(peer, frame.request_id, msg)
         if isinstance(msg, E.Epochs | E.EpochLease) and state.role == M.Role.SUPERVISOR:
-            return self._epochs(frame.request_id, msg)
+            return self.shards.take_epochs(frame.request_id, msg)
         if isinstance(msg, M.Freeze) and state.role in _MAY_FREEZE:
-            return self._freeze(frame.request_id, msg)
+            return self.shards.freeze(frame.request_id, msg)
         if isinstance(msg, M.Namespace) and state.role == M.Role.STREAM:
             return self._namespace(frame.request_id, msg)
         if isinstance(msg, M.Adopt | M.Finish) and state.role in _MAY_ADOPT:
-            return self._adopt(state, frame.request_id, msg)
+            return self.shards.adopt(state, frame.request_id, msg)
         raise RemoteProtocolError(f"{type(msg).__name__} is not for a worker")
 
     # -- sessions -----------------------------------------------------------------------------------
@@ -310,13 +317,14 @@ class Worker(Service):
         if refusal is not None:
             return refuse(*refusal)
         self.sweeper.maintain()
+        serves = state.uid in (os.geteuid(), 0) and msg.role not in (M.Role.CLIENT, M.Role.SUPERVISOR)
         try:
             check_namespace(msg.namespace)
             if not state.pid or not self._hold_pid(state.pid):
                 return refuse(
                     Status.UNAVAILABLE, "your process is not visible here (another pid namespace): use the TCP path"
                 )
-            session = self.store.sessions.open(state.pid, process_start(state.pid), msg.namespace)
+            session = self.store.sessions.open(state.pid, process_start(state.pid), msg.namespace, serves)
         except OSError as exc:
             self._forget_pid(state.pid)
             return refuse(Status.UNAVAILABLE, f"cannot watch your process: {exc}: use the TCP path")
@@ -324,16 +332,15 @@ class Worker(Service):
             self._forget_pid(state.pid)
             return refuse(Status.NO_SPACE if isinstance(exc, CapacityError) else Status.BAD_REQUEST, str(exc))
         state.session, state.cluster = session, msg.cluster
+        state.role = msg.role if serves else M.Role.CLIENT
         peer.admit()
         peer.take_fds = peer.sock.family == socket.AF_UNIX  # a stranger's descriptors are closed by the kernel
-        own = state.uid in (os.geteuid(), 0) and msg.role != M.Role.SUPERVISOR
-        state.role = msg.role if own else M.Role.CLIENT
         session.relays = state.role == M.Role.STREAM
         if state.role == M.Role.MOVER:
-            session.copies = self._movers.get(state.pid, 0)
-        self._peers[session.session] = peer
+            session.copies = self.movers.get(state.pid, 0)
+        self.peers[session.session] = peer
         welcome = M.Welcome(
-            proto, session.namespace, M.PathBit.SHM | M.PathBit.TCP, 0, session.session, self.store.incarnation,
+            proto, session.namespace, _PATHS, 0, session.session, self.store.incarnation,
             self.store.sessions.granted_bytes_max, self.settings.segment,
         )  # fmt: skip
         return reply(welcome, request_id)
@@ -374,7 +381,7 @@ class Worker(Service):
     def _process_ended(self, pid: int) -> None:
         """End the sessions of a process that has ended, as the kernel says: it writes into no grant any longer."""
         for session in [s for s in self.store.sessions.by_id.values() if s.pid == pid]:
-            peer = self._peers.get(session.session)
+            peer = self.peers.get(session.session)
             if peer is not None:
                 peer.close("process ended")  # a forked child may still hold the socket
             self.store.sessions.end(session)
@@ -383,7 +390,7 @@ class Worker(Service):
     def _forget_pid(self, pid: int) -> None:
         if any(s.pid == pid for s in self.store.sessions.by_id.values()):
             return
-        self._movers.pop(pid, None)
+        self.movers.pop(pid, None)
         fd = self._pidfds.pop(pid, -1)
         if fd >= 0:
             self.loop.unwatch(fd)
@@ -396,7 +403,7 @@ class Worker(Service):
             old = self.store.sessions.by_id.get(number)
             if old is None or old is session or old.pid != session.pid or old.started != session.started:
                 continue
-            peer = self._peers.get(number)
+            peer = self.peers.get(number)
             if peer is not None:
                 peer.close("released by its successor")  # its end has not arrived, or a forked child holds it open
             self.store.sessions.end(old)
@@ -404,7 +411,7 @@ class Worker(Service):
         return ended
 
     def _recall(self, session: Session, wanted: int) -> None:
-        peer = self._peers.get(session.session)
+        peer = self.peers.get(session.session)
         if peer is not None:
             peer.push(M.Recall(wanted))
 
@@ -450,123 +457,19 @@ class Worker(Service):
     def _delete_sized(self, _session: Session, msg: M.DeleteSized) -> tuple[Any, int]:
         return M.Statuses(self.store.delete([each[0] for each in msg.entries], [each[1] for each in msg.entries])), 0
 
+    def _keep(self, session: Session, msg: K.Keep) -> tuple[Any, int]:
+        return M.Statuses(self.store.keep(msg.digests, msg.how, msg.seconds, _now_s(), session.copies)), 0
+
     def _locate(self, session: Session, msg: M.Locate) -> tuple[Any, int]:
         if msg.pin & ~_LOCATE_BITS:
             raise RemoteProtocolError(f"LOCATE with bits {msg.pin:#x}")
-        if len(msg.digests) > M.LOCATE_KEYS_MAX:  # before anything is pinned
-            return M.Error(f"LOCATE of {len(msg.digests)} keys: {M.LOCATE_KEYS_MAX} at most"), Status.BAD_REQUEST
         return M.Located(self.store.locate(session if msg.pin & M.LOCATE_PIN else None, msg.digests, msg.pin)), 0
 
-    def _shards(self, peer: Peer, request_id: int, msg: M.Shards) -> bytes:
-        """Take a map. The answer waits if it gives the worker a shard whose old entries are still being dropped."""
-        if not msg.since and not msg.roles:
-            self.store.shard_words.fence()
-            log.warning("the manager does not know this server: no mutation is accepted until the next map")
-            return reply(M.Done(0), request_id)
-        try:
-            if msg.cluster != self.store.cluster:
-                self._leave_cluster(msg.cluster)
-            self.store.begin_shards(msg.epoch, msg.since, msg.roles, msg.cluster)
-        except UsageError as exc:
-            raise RemoteProtocolError(str(exc)) from None
-        store, table = self.store, self._table
-        if table is not None and table.cluster == store.cluster:
-            store.stale.take({each.name: each.epoch for each in table.namespaces})
-        self.epoch = msg.epoch
-        if not self._drop_due:
-            self._drop_lost()
-        words = store.shard_words
-        log.info("epoch %d: owner of %d shards", msg.epoch, words.count)
-        if not (words.awaited or store.stale.first):
-            return reply(M.Done(words.count), request_id)
-        self._ordered.append((peer, request_id))
-        return b""
-
-    def _drop_lost(self) -> None:
-        """Drop entries of lost shards and old epochs for DROP_S, and go on later. Answer SHARDS that waited."""
-        clock, store = self.loop.clock, self.store
-        until = clock() + DROP_S
-        self._drop_due = False
-        store.apply_pending()
-        while store.drop_some() or (store.stale.due and store.stale.step()):
-            if not (store.shard_words.clearing or store.stale.first):
-                self._answer_ordered()
-            if clock() >= until:
-                self._drop_due = True
-                self.loop.call_later(DROP_S, self._drop_lost)
-                return
-        self._answer_ordered()
-
-    def _answer_ordered(self) -> None:
-        ordered, self._ordered = self._ordered, []
-        for peer, request_id in ordered:
-            peer.send_message(M.Done(self.store.shard_words.count), request_id)
-
-    def _epochs(self, request_id: int, msg: E.Epochs | E.EpochLease) -> bytes:
-        """Take a lease at once, and epochs with the next map: it says whose they are."""
-        if isinstance(msg, E.Epochs):
-            self._table = msg
-        else:
-            self.store.ledger.namespaces.extend_lease(msg.until_ns)
-        return reply(M.Done(1), request_id)
-
-    def _leave_cluster(self, cluster: int) -> None:
-        """End the sessions of clients that came by a map of another cluster than the new one.
-
-        Clients of the new cluster would find what they store now, and the epochs of their movers mean nothing there.
-        """
-        before = self.store.cluster
-        if before:
-            log.warning("the map is of cluster %016x: the entries of cluster %016x are dropped", cluster, before)
-        self._movers.clear()
-        for peer in list(self._peers.values()):
-            if before or peer.context.cluster not in (0, cluster):
-                peer.close("it came by a map of another cluster")
-
-    # -- moving shards --------------------------------------------------------------------------------
-
-    def _freeze(self, request_id: int, msg: M.Freeze) -> bytes:
-        try:
-            shards = shards_in(msg.shards)
-        except UsageError as exc:
-            raise RemoteProtocolError(str(exc)) from None
-        if not 0 < msg.epoch <= EPOCH_MASK:
-            raise RemoteProtocolError(f"no map has epoch {msg.epoch}")
-        try:
-            frozen = self.store.freeze(msg.epoch, shards)
-        except UsageError as exc:  # of a stream's peer, not of the stream, whose session stays
-            return reply(M.Error(str(exc)), request_id, Status.BAD_REQUEST)
-        if frozen is None:
-            return reply(
-                M.Error(f"this worker owns a shard by a newer map than that of epoch {msg.epoch}"),
-                request_id, Status.WRONG_OWNER,
-            )  # fmt: skip
-        log.info("epoch %d: %d shards frozen for their new owner", msg.epoch, len(frozen))
-        return reply(M.Frozen(bitmap_of(frozen)), request_id)
-
-    def _adopt(self, state: ConnectionState, request_id: int, msg: M.Adopt | M.Finish) -> bytes:
-        """Carry out ADOPT or FINISH. A mover may have several sessions; its epoch holds for all of them."""
-        store = self.store
-        try:
-            shards = shards_in(msg.shards)
-            if isinstance(msg, M.Finish):
-                return reply(M.Done(store.shard_words.finish(shards, msg.epoch)), request_id)
-            count = store.shard_words.adopt(msg.epoch, shards, shards_in(msg.fallback))
-        except UsageError as exc:
-            raise RemoteProtocolError(str(exc)) from None
-        if state.role == M.Role.MOVER:
-            self._movers[state.pid] = msg.epoch
-            for session in store.sessions.by_id.values():
-                if session.pid == state.pid and not session.closed:
-                    session.copies = msg.epoch
-        log.info("epoch %d: %d of %d shards adopted", msg.epoch, count, len(shards))
-        return reply(M.Done(count), request_id)
-
-    def stats(self, *, detail: bool = False) -> dict[str, Any]:
+    def stats(self, *, detail: int = 0) -> dict[str, Any]:
         """Return the counters of the store and of the process; in ``detail`` also its clients."""
         store, loop, rings = self.store, self.loop, self.rings
         names = store.ledger.namespaces.names
-        more = claims(store.sessions.by_id.values(), names, self.tally, self.settings) if detail else {}
+        more = claims(store.sessions.by_id.values(), names, self.tally, self.settings, detail) if detail else {}
         return store.stats() | more | {
             "pid": os.getpid(), "epoch": self.epoch, "requests": self.requests, "unreachable": self.unreachable,
             "mended": self._mender.mended, "ring_requests": rings.requests, "polled_idle_s": rings.idle_s,
@@ -574,6 +477,10 @@ class Worker(Service):
             "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
             "counted": self.tally.stats(),
         }  # fmt: skip
+
+
+def _now_s() -> int:
+    return boottime_ns() // 1_000_000_000
 
 
 def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supervisor: socket.socket) -> Worker:

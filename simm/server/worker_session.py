@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..arena.layout import PINNED_FLAGS
+from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader, Located, Unsettled
 from ..arena.sessions import PINNED_SHARE
@@ -26,7 +26,10 @@ from ..errors import SegmentError, TransportError
 from ..ipc.arena_lister import Lister
 from ..ipc.session import WorkerSession
 from ..net.channel import Refused
+from ..rpc import batches
 from ..wire import messages as M
+from ..wire.group_messages import Group
+from ..wire.keep_messages import Keep
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
 
@@ -36,8 +39,6 @@ log = logging.getLogger("simm.server.stream")
 #: be silent for a second. Shorter than the clients' default deadline, so that they get an answer.
 WORKER_DEADLINE_S: Final = 2.0
 RETRY_S: Final = (0.05, 1.0)
-#: Keys of one LOCATE; its answer has 31 bytes for each.
-LOCATE_KEYS: Final = 4096
 #: Values that all clients of a stream together may have in their leases.
 LEASED_KEYS_MAX: Final = 65_536
 #: A client that asks for nothing for so long loses its pins, seconds.
@@ -220,9 +221,10 @@ class WorkerSessionKeeper:
                 return 0
             raise
 
-    def statuses(self, msg: M.Exists | M.Delete | M.DeleteSized) -> list[int]:
-        """Return a status for each key of the message; UNAVAILABLE for all if the worker is down."""
-        count = len(msg.entries if isinstance(msg, M.DeleteSized) else msg.digests)
+    def statuses(self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group) -> list[int]:
+        """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down."""
+        items: list[Any] = msg.digests if isinstance(msg, M.Exists | M.Delete | Keep) else msg[0]
+        count = len(items)
         try:
             answer = self.exchange(msg)
         except Refused as exc:
@@ -235,8 +237,7 @@ class WorkerSessionKeeper:
     def resolve_misses(self, digests: list[bytes]) -> list[tuple[int, int]]:
         """Return (status, epoch with PREVIOUS) for each; UNAVAILABLE where the worker cannot be asked."""
         found: list[tuple[int, int]] = []
-        for start in range(0, len(digests), LOCATE_KEYS):
-            asked = digests[start : start + LOCATE_KEYS]
+        for asked in batches(digests):
             status = Status.UNAVAILABLE
             try:
                 answer = self.exchange(M.Locate(0, asked))
@@ -325,7 +326,7 @@ class Leases:
             if found is None or reader is None:
                 entries.append((status, 0, 0, 0, epoch, 0))
             elif found.flags & ~PINNED_FLAGS:
-                entries.append((Status.NOT_FOUND, 0, 0, 0, 0, 0))
+                entries.append((Status.NOT_FOUND, found.flags & ENTRY_LARGE, 0, 0, 0, 0))  # its parts can be pinned
             elif len(lease.values) >= min(LEASED_KEYS_MAX, reader.geometry.hold_lines // 4) - self.keys:
                 entries.append((Status.NO_SPACE, 0, 0, 0, 0, 0))
             else:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ..cluster.assignment import Member
-from ..config.tokens import Token, namespaces_of
-from ..ipc.counts import BUCKETS, Word, bound_s
-from ..ipc.tally import MISSES, OTHERS, Totals, counters_summary
-from ..net.http import Page, Route
-from ..net.loop import Loop
-from ..net.metrics import OF_PROCESSES, Metric, Samples
-from ..net.process import Child
-from ..net.tls_peer import ServerTls
-from .children import SILENT_S, Supervised, WorkerSlot
-from .membership import Membership
-from .rdma_supervisor import Endpoints
+from ...cluster.assignment import Member
+from ...config.tokens import Token, namespaces_of
+from ...ipc.counts import BUCKETS, Word, bound_s
+from ...ipc.tally import MISSES, OTHERS, Totals, counters_summary
+from ...net.http import Page, Route
+from ...net.loop import Loop
+from ...net.metrics import OF_PROCESSES, Metric, Samples
+from ...net.process import Child
+from ...net.tls_peer import ServerTls
+from ..children import SILENT_S, Supervised, WorkerSlot
+from ..membership import Membership
+from ..rdma_supervisor import Endpoints
 
 _Kind = Literal["gauge", "counter", "histogram"]
 
@@ -61,6 +61,7 @@ _WORKER: Final = {
     "puts": _worker("simm_puts_total", "counter", "Values committed, by any path."),
     "overwrites": _worker("simm_overwrites_total", "counter", "Values committed that replaced another one."),
     "deletes": _worker("simm_deletes_total", "counter", "Values deleted."),
+    "groups": _worker("simm_groups", "gauge", "Groups of keys whose values are evicted together."),
     "stale_commits": _worker("simm_stale_commits_total", "counter", "Commits with a spent or foreign grant."),
     "stale_drops": _worker("simm_stale_drops_total", "counter", "Values dropped as their namespaces have advanced."),
     "requests": _worker(
@@ -78,7 +79,7 @@ _EVICTIONS: Final = _worker(
     "simm_evictions_total", "counter",
     "Entries evicted. Reason own: for a value of the same size; reassigned: a slab of another size was older; window: "
     "there was no value of the same size; last_resort: pins and grants left no other choice; set_full: no slot was "
-    "free.",
+    "free; group: another one of its group was evicted or deleted; near: a near copy, which goes first.",
     "reason",
 )  # fmt: skip
 _PUT_FAILURES: Final = _worker(
@@ -148,6 +149,26 @@ _MISSES: Final = _worker(
 _OP_BYTES: Final = _worker(
     "simm_op_bytes_total", "counter", "Bytes of values that clients have got or put.", "namespace", "path", "op"
 )
+_KEPT: Final = _worker(
+    "simm_kept_bytes", "gauge",
+    "Bytes that clients keep from eviction: soft, evicted last; hard, not evicted; and of near copies, evicted first.",
+    "namespace", "class",
+)  # fmt: skip
+_KEEP_MAX: Final = _worker("simm_keep_max_bytes", "gauge", "Bytes that may be hard kept in all: --keep-share.")
+_KEEP_NAMESPACE_MAX: Final = _worker(
+    "simm_keep_namespace_max_bytes", "gauge", "Bytes of one namespace that may be hard kept: --keep-namespace-share."
+)
+_NEAR: Final = _worker(
+    "simm_near_copies_total", "counter",
+    "Near copies: made; refused, as there was no room; replaced by another one; expired.", "kind",
+)  # fmt: skip
+_KEEP_FAILURES: Final = _worker(
+    "simm_keep_failures_total", "counter",
+    "Values that were not kept when a client asked for that. Cause over_quota: hard kept values take "
+    "simm_keep_namespace_max_bytes for the namespace, or simm_keep_max_bytes in all; not_found; wrong_owner: the shard "
+    "has moved; bad_request.",
+    "cause",
+)  # fmt: skip
 _PUTS_FAILED: Final = _worker(
     "simm_puts_failed_total", "counter",
     "Values that clients could not put: by path shm in the end, by others at a try.", "namespace", "path",
@@ -202,7 +223,8 @@ _PRIVATE: Final = _worker(
 
 #: All metrics of a data server, in their order.
 METRICS: Final = (
-    _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _PUT_FAILURES, *_QUOTAS.values(), *_MOVES.values(),
+    _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _PUT_FAILURES, _KEPT, _KEEP_MAX, _KEEP_NAMESPACE_MAX,
+    _KEEP_FAILURES, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
     _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
     _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
 )  # fmt: skip
@@ -309,6 +331,16 @@ class DataServerPages:
             found.append(("endpoint", endpoint.process))
         yield from ((name, process.child) for name, process in found if process.child is not None)
 
+    def ready(self, host: str, http: str) -> str:
+        """Return the line that says that the server serves at a host, and where its pages are."""
+        ports = ",".join(str(slot.tcp.getsockname()[1]) for slot in self._slots if slot.tcp is not None)
+        memory = sum(slot.segment.size for slot in self._slots)
+        rdma = ",".join(str(endpoint.port) for endpoint in self._endpoints.by_worker.values())
+        return (
+            f"READY dataserver {self._member.name} {host}:{ports} workers={len(self._slots)} "
+            f"memory={memory >> 20}M{http}{' rdma=' + rdma if rdma else ''}"
+        )
+
     def status(self) -> str:
         """Return a line for the service manager: what is wrong, else what there is."""
         health = self.healthz()
@@ -388,10 +420,21 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     stats = row.stats
     for key, metric in _WORKER.items():
         samples.add(metric, stats.get(key, 0), *who)
-    for reason, count in {**stats.get("evictions", {}), "set_full": stats.get("set_evictions", 0)}.items():
+    others = {"set_full": stats.get("set_evictions", 0), "group": stats.get("group_evictions", 0)}
+    for reason, count in {**stats.get("evictions", {}), **others}.items():
         samples.add(_EVICTIONS, count, *who, reason)
     for cause, count in stats.get("put_failures", {}).items():
         samples.add(_PUT_FAILURES, count, *who, cause)
+    kept = stats.get("kept", {})
+    shown = None if row.names_all else stats.get("quotas", {})
+    for (namespace, kind), size in _kept_by(kept.get("bytes", {}), shown).items():
+        samples.add(_KEPT, size, *who, namespace, kind)
+    samples.add(_KEEP_MAX, kept.get("hard_max", 0), *who)
+    samples.add(_KEEP_NAMESPACE_MAX, kept.get("namespace_max", 0), *who)
+    for cause, count in kept.get("failures", {}).items():
+        samples.add(_KEEP_FAILURES, count, *who, cause)
+    for kind, count in stats.get("near", {}).items():
+        samples.add(_NEAR, count, *who, kind)
     for namespace, counts in stats.get("quotas", {}).items():
         for key, metric in _QUOTAS.items():
             samples.add(metric, counts[key], *who, namespace)
@@ -402,7 +445,7 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
         for key, metric in _RDMA.items():
             if key in row.rdma:
                 samples.add(metric, row.rdma[key], *who)
-    _add_counts(samples, row.counted, None if row.names_all else stats.get("quotas", {}), who)
+    _add_counts(samples, row.counted, shown, who)
     samples.add(_DISBELIEVED, stats.get("counted", {}).get("disbelieved", 0), *who)
     samples.add(_SILENT, row.silent_s, *who)
     samples.add(_CUT_OFF, row.streams_cut_off, *who)
@@ -413,6 +456,16 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
         samples.add(_CPU, seconds, *who, process)
         samples.add(_RESIDENT, resident, *who, process)
         samples.add(_PRIVATE, private, *who, process)
+
+
+def _kept_by(found: Mapping[str, Mapping[str, int]], shown: Collection[str] | None) -> dict[tuple[str, str], int]:
+    """Return kept bytes by namespace and class, those of namespaces that are not in ``shown`` as of one."""
+    sums: dict[tuple[str, str], int] = {}
+    for namespace, sizes in found.items():
+        name = namespace if shown is None or namespace in shown else OTHERS
+        for kind, size in sizes.items():
+            sums[name, kind] = sums.get((name, kind), 0) + size
+    return sums
 
 
 def _by_shown_name(totals: Totals, shown: Collection[str]) -> dict[str, list[int]]:

@@ -1,0 +1,1 @@
+"""What a data server does for operators: reports for the manager's page, settings at run time, the admin socket."""

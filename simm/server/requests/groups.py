@@ -1,0 +1,43 @@
+"""GROUP at a worker, and at a stream for clients by TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...wire import messages as M
+from ...wire.group_messages import Group, groups_in, joined
+from ...wire.messages import Status
+
+if TYPE_CHECKING:
+    from ...arena.store import Store
+
+
+def group(store: Store, msg: Group, mover: int = 0) -> M.Statuses:
+    """Carry GROUP out at a worker. Raise RemoteProtocolError for a malformed one.
+
+    ``mover``: the epoch by which the sender copies, if it is a mover.
+    """
+    groups = groups_in(msg)
+    store.apply_pending()
+    return M.Statuses(store.groups.mark_many(groups, mover))
+
+
+def group_for(
+    msg: Group, is_own: Callable[[bytes], bool] | None, ask: Callable[[Group], list[int]]
+) -> M.Statuses:
+    """Carry GROUP out for a client of a stream. Raise RemoteProtocolError for a malformed one.
+
+    Args:
+        msg: the request.
+        is_own: returns whether a digest is stored and of the client's namespace; None for a client of any. What is not
+            is not there for it.
+        ask: asks the worker.
+    """
+    groups = groups_in(msg)
+    statuses: list[int] = [Status.NOT_FOUND] * len(groups)
+    mine = [at for at, digests in enumerate(groups) if is_own is None or all(map(is_own, digests))]
+    if mine:
+        for at, status in zip(mine, ask(joined([groups[at] for at in mine]))):
+            statuses[at] = status
+    return M.Statuses(statuses)
