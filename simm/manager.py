@@ -52,13 +52,15 @@ from typing import Any, Final
 
 from . import __version__
 from .cluster.machine import EPOCHS_RESERVED, Cluster
-from .cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
+from .cluster.nodes import Action, Answer, Timing
 from .config.logs import set_up_logging
 from .config.settings import Settings, add_arguments, load_command
 from .config.startup import allowed_uids, check_exposure, live_tokens, say, server_tls_options
 from .config.tokens import Token
+from .control import activity, tuning
 from .control.election import Coordinator, NotLeader, campaign, connect
 from .control.epochs import Advances
+from .control.events import EventLog
 from .control.links import (
     WILDCARDS,
     ConnectionState,
@@ -71,7 +73,7 @@ from .control.links import (
 )  # fmt: skip
 from .control.pages import ManagerPages
 from .control.state_file import StateFile
-from .control.state_keeper import ETCD_RETRY_S, StateKeeper
+from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
 from .net.http import Web
 from .net.listeners import bound_address, open_listener
@@ -85,6 +87,7 @@ from .net.token_watch import watch_tokens
 from .rpc import Encoded, Flag, Frame, decode
 from .wire import epoch_messages as E
 from .wire import messages as M
+from .wire import report_messages as P
 from .wire.auth import Gate
 from .wire.hello import Refusal, accept, opens
 from .wire.messages import Status, status_name
@@ -99,7 +102,7 @@ PUSHES_PER_TURN: Final = 128
 #: Longest time between two runs of maintenance; a quarter of a heartbeat if that is shorter.
 MAINTAIN_S: Final = 0.25
 #: What only the data server itself may say.
-_OF_SERVERS: Final = M.Heartbeat | M.Leave | M.Moved
+_OF_SERVERS: Final = M.Heartbeat | M.Leave | M.Moved | P.Report
 
 
 class Manager(Service):
@@ -114,6 +117,7 @@ class Manager(Service):
     """
 
     hello_first = True
+    cluster: Cluster
 
     def __init__(
         self, loop: Loop, *, timing: Timing = Timing(), store: StateFile | None = None,  # noqa: B008 -- immutable
@@ -122,6 +126,8 @@ class Manager(Service):
     ) -> None:  # fmt: skip
         self.loop = loop
         self.timing = timing
+        self._subscribers: set[Peer] = set()
+        self._tuning = tuning.Tuning(self, loop, lambda name: self._links.peer_of(name), self._subscribers)
         self.insecure = insecure
         self.leading = False
         self.started = loop.now
@@ -139,7 +145,6 @@ class Manager(Service):
             lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
         )  # fmt: skip
         self._settling = False
-        self._subscribers: set[Peer] = set()
         #: Requests for the map that could not be answered yet: connection and request number.
         self._waiting: list[tuple[Peer, int]] = []
         self._to_push: deque[Peer] = deque()
@@ -148,11 +153,14 @@ class Manager(Service):
         self._encoded: Encoded | None = None
         self._links = ServerLinks()
         self.advances = Advances(lambda: self.cluster, lease_s)
-        self.pages = ManagerPages(self.status, self._trouble)
+        self.activity = activity.Activity()
+        self.events = EventLog(lambda: len(self.cluster.live_workers()))
+        self.pages = ManagerPages(self.status, self._trouble, self.activity, self.events, loop.clock)
         self.cluster = self._blank()
         if coordinator is None:
             self.lead()
         loop.call_every(min(MAINTAIN_S, timing.heartbeat_s / 4), self._maintain)
+        loop.call_every(activity.HISTORY_S, lambda: self.activity.look(self.cluster.nodes, loop.now))
 
     # -- leading ---------------------------------------------------------------------------------
 
@@ -170,6 +178,7 @@ class Manager(Service):
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
         self.cluster = self._blank()
+        self.activity.forget()
         self.state.forget()
 
     def poll(self) -> None:
@@ -258,6 +267,9 @@ class Manager(Service):
             if not (names := self._links.names(peer)):
                 raise RemoteProtocolError("EPOCHS of no data server")
             self._reply(peer, number, self.cluster.report(now, msg, names))
+        elif isinstance(msg, P.Report):
+            fault = self.activity.take(msg, now)
+            peer.send_verdict(M.Error(fault) if fault else M.Done(1), Status.BAD_REQUEST if fault else 0, number)
         elif isinstance(msg, M.Leave):
             actions = self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm))
             if not is_refusal(actions):
@@ -268,6 +280,8 @@ class Manager(Service):
             self._reply(peer, number, self.cluster.moved(now, msg))
         elif isinstance(msg, M.Drain):
             self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)))
+        elif isinstance(msg, tuning.HANDLED):
+            self._tuning.on_message(peer, number, msg)
         elif isinstance(msg, M.MapOffer):
             if not (state.asked and self._links.has_joined(peer)):
                 raise RemoteProtocolError("a map that nobody asked for")
@@ -278,6 +292,9 @@ class Manager(Service):
             if msg.subscribe:
                 self._subscribers.add(peer)
             state.asks(msg.subscribe)
+            self._tuning.traces.greet(peer)
+            if msg.subscribe & P.SUBSCRIBE_REPORTS and self._links.has_joined(peer):
+                peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))
             self.advances.asked(self._links.names(peer), state.follows)
             self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=self._links.has_joined(peer)))
             self._waiting.append((peer, number))
@@ -308,7 +325,7 @@ class Manager(Service):
         """Advance a namespace, and answer when nobody can read its old values any more."""
         if not gate.admits(msg.namespace):
             self._refuse(peer, number, f"{gate.token} may not use the namespace {msg.namespace!r}")
-        elif fault := self.advances.fault(peer):
+        elif fault := self.advances.fault(peer, self.loop.now):
             peer.send_error(number, Status.BUSY, fault)
         elif is_refusal(actions := self.cluster.advance(self.loop.now, msg.namespace)):
             self._reply(peer, number, actions)
@@ -383,18 +400,11 @@ class Manager(Service):
     def _apply(self, actions: Sequence[Action]) -> None:
         """Log changes, and have them stored and pushed soon."""
         for action in actions:
-            if isinstance(action, NodeChanged):
-                level = logging.WARNING if action.after in (NodeState.SUSPECT, NodeState.DEAD) else logging.INFO
-                before = action.before.value if action.before is not None else "unknown"
-                log.log(level, "node %s: %s -> %s: %s", action.name, before, action.after.value, action.why)
-            elif isinstance(action, MapChanged):
-                log.info("epoch %d: %d workers", action.epoch, len(self.cluster.live_workers()))
-            else:
-                continue
-            self.state.changed()
-            if not self._settling:
-                self._settling = True
-                self.loop.call_later(SETTLE_S, self._settled)
+            if self.events.note(action):
+                self.state.changed()
+                if not self._settling:
+                    self._settling = True
+                    self.loop.call_later(SETTLE_S, self._settled)
 
     def _settled(self) -> None:
         self._settling = False
@@ -446,20 +456,10 @@ class Manager(Service):
     # -- storing ---------------------------------------------------------------------------------
 
     def _load(self) -> Cluster:
-        stored, reserved = self.state.load(), 0
-        if stored is None:
+        cluster, reserved = stored_cluster(self.state, self.loop.clock(), self.timing)
+        if cluster is None:
             cluster = self._blank()
             cluster.unsure = cluster.unsure if self.state.used else self.loop.clock()  # a predecessor leaves no trace
-        else:
-            where = self.state.where
-            try:
-                reserved = int(stored["epochs_reserved"])
-                cluster = Cluster.from_state(stored.get("cluster"), self.loop.clock(), self.timing, reserved)
-            except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as exc:
-                raise CorruptionError(
-                    f"{where} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
-                ) from exc
-            log.info("%s: epoch %d, %d nodes", where, cluster.epoch, len(cluster.nodes))
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)
         return cluster

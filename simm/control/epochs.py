@@ -22,6 +22,9 @@ WAITING_MAX: Final = 1024
 #: Of one connection, so that no tenant keeps others from advancing; and the longest wait, seconds.
 WAITING_OF_PEER_MAX: Final = 8
 WAIT_S_MAX: Final = 3600.0
+#: Each advance is a map for all servers and clients. All together may make so many a second, after so many at once.
+ADVANCES_A_SECOND: Final = 16
+ADVANCES_AT_ONCE: Final = 256
 
 
 class _Waiting(NamedTuple):
@@ -43,6 +46,9 @@ class Advances:
         self._frame: tuple[int, bytes] = (-1, b"")
         #: Advances that were confirmed; that were not, in time.
         self.confirmed = self.unconfirmed = 0
+        #: How many may be made, as of a time.
+        self._left = float(ADVANCES_AT_ONCE)
+        self._left_at = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -58,8 +64,12 @@ class Advances:
             self._frame = cluster.epoch, encode(msg, 0, flags=Flag.PUSH)
         return self._frame[1]
 
-    def fault(self, peer: Peer) -> str:
-        """Return why no further advance may wait, empty if one may. Ask before the epoch changes. O(waiting)."""
+    def fault(self, peer: Peer, now: float) -> str:
+        """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting)."""
+        self._left = min(ADVANCES_AT_ONCE, self._left + max(0.0, now - self._left_at) * ADVANCES_A_SECOND)
+        self._left_at = now
+        if self._left < 1:
+            return f"{ADVANCES_A_SECOND} advances a second are made"
         if len(self._waiting) >= WAITING_MAX:
             return f"{WAITING_MAX} advances wait already"
         if sum(each.peer is peer for each in self._waiting) >= WAITING_OF_PEER_MAX:
@@ -68,6 +78,7 @@ class Advances:
 
     def wait(self, peer: Peer, number: int, msg: Advance, epoch: int, now: float) -> None:
         """Answer the request when the advance to ``epoch`` is confirmed, or when its time is up."""
+        self._left -= 1
         wait_s = min(msg.timeout_ms / 1000, WAIT_S_MAX)
         self._waiting.append(_Waiting(peer, number, msg.namespace, epoch, now, now + wait_s))
 

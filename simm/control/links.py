@@ -7,10 +7,12 @@ from typing import Final
 from ..cluster.nodes import Action, Answer, refusal
 from ..config.tokens import Token
 from ..net.peer import Peer
+from ..wire.admin_messages import SUBSCRIBE_ORDERS
 from ..wire.auth import Gate
 from ..wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_LEASES, SUBSCRIBE_MAPS
 from ..wire.identity import is_instance
 from ..wire.messages import Join, Joined, Status
+from ..wire.trace_messages import SUBSCRIBE_TRACES
 
 #: Hosts of listeners that accept on every address.
 WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
@@ -22,12 +24,12 @@ Server = tuple[str, int]
 class ConnectionState:
     """What the manager knows of one connection."""
 
-    __slots__ = ("asked", "epoch", "epochs", "follows", "gate", "greeted", "leases", "stale")
+    __slots__ = ("asked", "epoch", "epochs", "follows", "gate", "greeted", "leases", "orders", "stale", "traces")
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        #: It wants EPOCHS before maps; LEASE_ACK.
-        self.greeted = self.epochs = self.leases = False
+        #: It wants EPOCHS before maps; LEASE_ACK; takes ORDER_SETTINGS; ORDER_TRACE.
+        self.greeted = self.epochs = self.leases = self.orders = self.traces = False
         #: A server that has joined by it was asked for its map, and has sent none since.
         self.asked = False
         #: Epoch of the last map sent.
@@ -41,6 +43,8 @@ class ConnectionState:
         """Take what MAP_GET asks for."""
         self.epochs = bool(subscribe & SUBSCRIBE_EPOCHS)
         self.leases = bool(subscribe & SUBSCRIBE_LEASES)
+        self.orders = bool(subscribe & SUBSCRIBE_ORDERS)
+        self.traces = bool(subscribe & SUBSCRIBE_TRACES)
         if subscribe & SUBSCRIBE_MAPS:
             self.follows = self.epochs
 
@@ -66,6 +70,11 @@ class ServerLinks:
         """Return True if ``peer`` is the server's connection."""
         name, instance = server
         return self._links.get(name) == (peer, instance)
+
+    def peer_of(self, name: str) -> Peer | None:
+        """Return a server's connection; None if it has none."""
+        link = self._links.get(name)
+        return link[0] if link is not None else None
 
     def has_joined(self, peer: Peer) -> bool:
         """Return True if ``peer`` is any server's connection."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import html
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..cluster.nodes import NodeState
-from ..net.http import HTML, Page, Route
+from ..net.http import JSON, Page, Route
 from ..net.metrics import OF_PROCESSES, Metric, Samples
 from ..net.tls_peer import ServerTls
+from . import status_api, status_page
+from .activity import Activity
+from .events import EventLog
 
-_STYLE: Final = (
-    "body{font:15px system-ui,sans-serif;margin:2em}table{border-collapse:collapse}"
-    "td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ccc}"
-)
-_HEADS: Final = (
-    "node", "state", "last seen", "worker", "address", "shards", "moving in", "moving out", "copied", "left",
-    "memory used", "entries",
-)  # fmt: skip
+#: The API's answer is that old at most, seconds: however many watch, a large cluster is described once a second.
+API_S: Final = 1.0
 #: By key of the status, about the whole cluster.
 _CLUSTER: Final = {
     "epoch": Metric("simm_manager_epoch", "gauge", "Epoch of the shard map."),
@@ -98,16 +95,26 @@ class ManagerPages:
     Args:
         status: the manager's status, with its own counters under ``manager``.
         trouble: returns what is wrong short of an outage; empty if nothing is.
+        activity: what clients do.
+        events: what has happened.
     """
 
-    def __init__(self, status: Callable[[], dict[str, Any]], trouble: Callable[[], str]) -> None:
+    def __init__(
+        self, status: Callable[[], dict[str, Any]], trouble: Callable[[], str], activity: Activity, events: EventLog,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         self._status = status
         self._trouble = trouble
+        self._activity = activity
+        self._events = events
+        self._clock = clock
+        #: The last answer of the API, and when it was made.
+        self._made: tuple[float, str] | None = None
         #: Of the manager's port, if it has TLS.
         self.tls: ServerTls | None = None
         self.routes: dict[str, Route] = {
-            "/": self.page, "/metrics": self.metrics, "/healthz": self.healthz, "/readyz": self.readyz,
-            "/leader": self.leader,
+            "/": self.page, "/api/v1/status": self.api, "/metrics": self.metrics, "/healthz": self.healthz,
+            "/readyz": self.readyz, "/leader": self.leader,
         }  # fmt: skip
 
     def healthz(self) -> Page:
@@ -162,34 +169,13 @@ class ManagerPages:
         return samples
 
     def page(self) -> Page:
-        """Return the status page."""
-        status = self._status()
-        own = status["manager"]
-        rows = []
-        for node in status["nodes"]:
-            state = "drained" if node["drained"] else node["state"]
-            for worker in node["workers"]:
-                used, capacity = worker["used_bytes"] / (1 << 30), worker["capacity_bytes"] / (1 << 30)
-                copied = f"{worker['moved_bytes'] / (1 << 30):.2f} GiB" if worker["moving_in"] else ""
-                left = f"{worker['eta_s']:.0f} s" if worker["eta_s"] is not None else ""
-                cells = (
-                    node["name"], state, f"{node['silent_s']:.1f} s", worker["worker"], worker["address"],
-                    worker["shards"], worker["moving_in"], worker["moving_out"], copied, left,
-                    f"{used:.2f} / {capacity:.2f} GiB", worker["entries"],
-                )  # fmt: skip
-                rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
-        heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-        leads = "" if own["leading"] else f" This manager is {html.escape(self._trouble())}."
-        body = (
-            "<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=refresh content=5>"
-            f"<title>SiMM cluster</title><style>{_STYLE}</style></head><body>"
-            f"<h1>SiMM cluster {status['cluster']}</h1><p>epoch {status['epoch']}, {len(status['nodes'])} nodes, "
-            f"{status['shards_without_owner']} of {status['shards']} shards without owner, "
-            f"{status['shards_moving']} moving, {status['shards_waiting']} waiting to, "
-            f"{own['connections']} connections, {own['subscribers']} subscribers, up {own['uptime_s']:.0f} s, "
-            f"SiMM {own['version']}.{leads}</p>"
-            f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
-            "<p><a href=/metrics>metrics</a> <a href=/healthz>healthz</a> <a href=/readyz>readyz</a></p>"
-            "</body></html>\n"
-        )
-        return Page(body, HTML)
+        """Return the status page, a file that asks :meth:`api` for all that it shows."""
+        return status_page.page()
+
+    def api(self) -> Page:
+        """Return the cluster's state for programs, see docs/status-api.md. It is made once in ``API_S`` at most."""
+        now = self._clock()
+        if self._made is None or not 0 <= now - self._made[0] < API_S:
+            found = status_api.version_1(self._status(), self._activity, self._events, self._trouble(), now)
+            self._made = now, json.dumps(found, allow_nan=False, separators=(",", ":")) + "\n"
+        return Page(self._made[1], JSON)

@@ -20,6 +20,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..cluster.machine import Cluster
+from ..cluster.nodes import Timing
+from ..errors import CorruptionError
 from ..net.loop import Loop
 from .election import Coordinator, NotLeader
 from .state_file import StateFile
@@ -286,3 +289,22 @@ class StateKeeper:
         self._pausing = False
         self.save()
         self._stored()
+
+
+def stored_cluster(state: StateKeeper, now: float, timing: Timing) -> tuple[Cluster | None, int]:
+    """Return the stored cluster, None if none is stored, and the epoch up to which epochs are reserved.
+
+    Raises CorruptionError with the remedy, and what the store raises.
+    """
+    stored = state.load()
+    if stored is None:
+        return None, 0
+    try:
+        reserved = int(stored["epochs_reserved"])
+        cluster = Cluster.from_state(stored.get("cluster"), now, timing, reserved)
+    except (CorruptionError, KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise CorruptionError(
+            f"{state.where} cannot be used: {exc}; restore a copy, or, to begin anew, move it away"
+        ) from exc
+    log.info("%s: epoch %d, %d nodes", state.where, cluster.epoch, len(cluster.nodes))
+    return cluster, reserved
