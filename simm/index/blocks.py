@@ -1,0 +1,591 @@
+"""Which source holds which blocks: what events add, move and take away.
+
+A *space* is where blocks can be equal at all: model, adapter, tenant, salt, block size. A *source* is a publisher that
+was registered. A *holder* is what of a source is counted by itself: a space, a rank, a group of a hybrid model's cache,
+and for a store the host that has the blocks. Two tables hold everything, with 40 bytes for a block, 64 at the worst:
+what an engine calls a block -> its key and holder, and (key, holder) -> how often, by tier.
+
+Only what can be restored counts. So of a hybrid model only groups with full attention do, and a prompt's block only if
+all of these groups have it; and an event must have the tokens of all its blocks. An event of a parent that is unknown
+waits for it. STORAGE events of engines do not count, as engines tell nobody what their storage evicts; a source can be
+registered with ``storage_removals`` if its engine does.
+
+Where two ways are possible, the one is taken that forgets: a block that is missed costs time, one that is not there
+costs more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from .events import Cleared, Event, Removed, Stored, Where
+from .keys import SEED, chain
+from .sources import DENSE, MEDIA, STORAGE, TIERS, U64, UNKNOWN, Expected, Holder, Parked, Registration, Source, Space
+from .table import Owners, Slots, Table
+
+SOURCES_MAX: Final = 4096
+HOLDERS_MAX: Final = 1024
+MEDIA_MAX: Final = 64
+#: Of each source: blocks that wait for a parent.
+PARKED_MAX: Final = 1 << 16
+#: And bytes of their tokens and of what else they depend on.
+PARKED_BYTES_MAX: Final = 64 << 20
+#: Of each source: blocks of all prompts that are expected of it.
+EXPECTED_BLOCKS_MAX: Final = 1 << 18
+#: Blocks of a source, and identifiers of holders that are gone before both tables are swept.
+BLOCKS_MAX: Final = 1 << 24
+DEAD_MAX: Final = 4096
+
+#: A count for each tier: 4 bits. More are not counted, so that the block is forgotten early rather than late.
+_BITS: Final = 4
+_MOST: Final = 15
+#: From so many blocks on, an event is applied by numpy.
+_VECTOR: Final = 24
+#: Searches that a question does at once, at most.
+_PROBES: Final = 1 << 17
+
+
+class Blocks:
+    """The index. Every public method takes ``lock``, so any thread may call them.
+
+    Args:
+        seed: of the keys' hash.
+    """
+
+    def __init__(self, seed: int = SEED) -> None:
+        self.seed = seed
+        self.lock = threading.RLock()
+        self.sources: dict[tuple[str, str, int | None], Source] = {}
+        self.spaces: dict[Space, dict[int, Holder]] = {}
+        self.added = 0
+        self.removed = 0
+        self._live = np.zeros(64, np.bool_)
+        self._free = list(range(len(self._live) - 1, 0, -1))
+        self._dead: list[int] = []
+        self._holders: dict[int, Holder] = {}
+        self._aliases = Table({"key": np.uint64, "holder": np.uint32}, self._alive)
+        self._held = Table({"counts": np.uint32}, self._alive)
+        self._late: _Late | None = None
+
+    # -- sources -----------------------------------------------------------------------------------------
+
+    def register(self, registration: Registration) -> Source:
+        """Return the source of a publisher, a new one if it is unknown or differs. Raises UsageError if too many."""
+        with self.lock:
+            known = self.sources.get(registration.name)
+            if known is not None and known.registration == registration:
+                return known
+            if known is not None:
+                self.unregister(registration.name)
+            if len(self.sources) >= SOURCES_MAX:
+                raise UsageError(f"{SOURCES_MAX} publishers at most")
+            source = self.sources[registration.name] = Source(registration)
+            return source
+
+    def unregister(self, name: tuple[str, str, int | None]) -> bool:
+        """Forget a publisher and all that it holds. Return False if it is unknown."""
+        with self.lock:
+            source = self.sources.pop(name, None)
+            if source is not None:
+                self.clear(source)
+            return source is not None
+
+    def clear(self, source: Source, tenant: str | None = None) -> None:
+        """Forget what a source holds, of one tenant or of all. O(holders)."""
+        with self.lock:
+            if source.lanes:
+                tenant = None  # aliases are of all tenants
+            for key, holder in list(source.holders.items()):
+                if tenant is None or holder.space.tenant == tenant:
+                    del source.holders[key]
+                    self._forget(holder)
+            if tenant is None:
+                source.expected.clear()
+            # An alias whose holder is gone is none, and so is a parent that may never come again.
+            for lane in source.lanes.values():
+                self._live[lane] = False
+                self._dead.append(lane)
+            source.lanes.clear()
+            source.parked.clear()
+            source.waiting = source.waiting_bytes = 0
+            if len(self._dead) > DEAD_MAX:
+                self.sweep()
+
+    def sweep(self) -> None:
+        """Free the memory of holders that are gone, and their identifiers. O(blocks)."""
+        with self.lock:
+            aliases = self._aliases
+            named = aliases.columns["key"].nonzero()[0]
+            aliases.remove(named[~self._live[aliases.columns["holder"][named]]])
+            self._held.rebuild()
+            self._aliases.rebuild()
+            self._free += self._dead
+            self._dead = []
+
+    def expect(self, source: Source, space: Space, keys: Sequence[int], until: float) -> None:
+        """Count a prompt as held until a time, as a router has just sent it there."""
+        with self.lock:
+            left = EXPECTED_BLOCKS_MAX - len(keys)
+            for place, each in enumerate(reversed(source.expected)):  # the newest stay
+                left -= len(each.keys)
+                if left < 0:
+                    for _ in range(len(source.expected) - place):
+                        source.expected.popleft()
+                    break
+            source.expected.append(Expected(until, space, np.array(keys, np.uint64)))
+
+    @property
+    def entries(self) -> int:
+        """Blocks of all sources."""
+        return sum(source.blocks for source in list(self.sources.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tables."""
+        return self._aliases.nbytes + self._held.nbytes
+
+    def _alive(self, owners: Owners) -> NDArray[np.bool_]:
+        return self._live[owners]
+
+    def _new_id(self) -> int:
+        if not self._free:
+            size = len(self._live)
+            self._live = np.r_[self._live, np.zeros(size, np.bool_)]
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        number = self._free.pop()
+        self._live[number] = True
+        return number
+
+    def _forget(self, holder: Holder) -> None:
+        self._live[holder.id] = False
+        self._dead.append(holder.id)
+        self._holders.pop(holder.id, None)
+        holder.source.blocks -= holder.blocks
+        there = self.spaces[holder.space]
+        del there[holder.id]
+        if not there:
+            del self.spaces[holder.space]
+
+    def _lane(self, source: Source, group: int, rank: int) -> int:
+        lane = source.lanes.get((group, rank))
+        if lane is None:
+            if len(source.lanes) >= HOLDERS_MAX:
+                raise _Ignored("too many ranks and groups")
+            lane = source.lanes[group, rank] = self._new_id()
+        return lane
+
+    def _holder(self, source: Source, space: Space, rank: int, group: int, node: str) -> Holder:
+        key = space, rank, group, node
+        holder = source.holders.get(key)
+        if holder is None:
+            if len(source.holders) >= HOLDERS_MAX:
+                self._flush()
+                empty = next((name for name, each in source.holders.items() if not each.blocks), None)
+                if empty is None:
+                    raise _Ignored("too many spaces")
+                self._forget(source.holders.pop(empty))
+            holder = source.holders[key] = Holder(self._new_id(), source, space, rank, group, node)
+            self._holders[holder.id] = holder
+            self.spaces.setdefault(space, {})[holder.id] = holder
+        return holder
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def apply(self, source: Source, events: Sequence[Event], rank: int | None = None) -> None:
+        """Apply the events of a message. O(blocks)."""
+        with self.lock:
+            of = source.registration.rank
+            self._late = None  # of a call that has failed
+            for event in events:
+                if not isinstance(event, Stored) or event.tokens is None:
+                    self._flush()
+                told = event.where.rank if event.where.rank is not None else rank
+                mine = of if of is not None else told or 0
+                try:
+                    if isinstance(event, Stored):
+                        self._stored(source, event, mine)
+                    elif isinstance(event, Removed):
+                        self._removed(source, event, mine)
+                    else:
+                        self._cleared(source, event)
+                except _Ignored as why:
+                    source.ignored[str(why)] += 1
+            self._flush()
+
+    def _cleared(self, source: Source, event: Cleared) -> None:
+        self.clear(source, event.where.tenant if source.registration.store else None)
+
+    def _tier(self, source: Source, where: Where) -> int:
+        name = (where.medium or "gpu").lower()
+        tier = MEDIA.get(name, UNKNOWN)
+        if tier == UNKNOWN and len(source.media) < MEDIA_MAX:
+            source.media.add(name)
+        if tier == STORAGE and not source.registration.store and not source.registration.storage_removals:
+            raise _Ignored("storage of an engine, which tells no removals")
+        return tier
+
+    def _space(self, source: Source, where: Where, block_size: int | None) -> Space:
+        told = source.registration
+        size = block_size or told.block_size
+        if size is None:
+            raise _Ignored("no block size")
+        return Space(
+            where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
+            size,
+        )  # fmt: skip
+
+    def _stored(self, source: Source, event: Stored, rank: int) -> None:
+        where = event.where
+        if where.kind not in DENSE:
+            raise _Ignored("a group that keeps no whole prefix")
+        tier = self._tier(source, where)
+        if source.blocks + len(event.hashes) > BLOCKS_MAX:
+            raise _Ignored("too many blocks")
+        if event.tokens is None and (event.standard or source.registration.store):
+            space = self._space(source, where, event.block_size)
+            holder = self._holder(source, space, rank, where.group, where.owner or source.registration.node)
+            self._hold(source, holder, event.hashes, tier)
+            return
+        lane = self._lane(source, where.group, rank)
+        if event.tokens is None:
+            self._known(source, event.hashes, lane, tier)
+            return
+        size = event.block_size or source.registration.block_size
+        if size is None or len(event.tokens) != 4 * size * len(event.hashes):
+            raise _Ignored("not the tokens of all blocks")
+        todo = [Parked(event, rank, set())]
+        while todo:
+            parked = todo.pop()
+            if self._stored_behind(source, parked, lane, size):
+                for name in parked.event.hashes:
+                    for child in source.parked.pop((name, lane), ()):
+                        source.unpark(child)
+                        todo.append(child)
+
+    def _stored_behind(self, source: Source, parked: Parked, lane: int, size: int) -> bool:
+        """Add blocks behind their parent. Return False if it is unknown, and they wait for it."""
+        event, rank = parked.event, parked.rank
+        key: int | None = None
+        if event.parent is None:
+            space = self._space(source, event.where, size)
+        else:
+            key, holder = self._parent(event.parent, lane)
+            if holder is None:
+                self._park(source, parked, lane)
+                return False
+            if holder.space.block_size != (event.block_size or size):
+                raise _Ignored("blocks of another size than their parent")
+            space = holder.space
+        assert event.tokens is not None
+        step = event.block_size or size
+        keys = chain(event.tokens, step, parent=key, extras=event.extras, seed=self.seed)
+        node = event.where.owner if source.registration.store else None
+        holder = self._holder(source, space, rank, event.where.group, node or source.registration.node)
+        tier = self._tier(source, event.where)
+        names = event.hashes
+        if parked.gone:
+            kept = [at for at, name in enumerate(names) if name not in parked.gone]
+            names, keys = [names[at] for at in kept], [keys[at] for at in kept]
+        if names:
+            self._collect(source, holder, lane, tier, names, keys)
+        return True
+
+    def _parent(self, name: int, lane: int) -> tuple[int | None, Holder | None]:
+        """Return the key and the holder of what an engine calls a block; None for an unknown one."""
+        late = self._late
+        if late is not None and late.lane == lane and name in late.names:
+            return late.names[name], late.holder
+        slot = self._aliases.find_one(name, lane)
+        if slot < 0:
+            return None, None
+        columns = self._aliases.columns
+        return int(columns["key"][slot]), self._holders.get(int(columns["holder"][slot]))
+
+    def _collect(
+        self, source: Source, holder: Holder, lane: int, tier: int, names: Sequence[int], keys: Sequence[int]
+    ) -> None:
+        """Add blocks, together with those of the message's other events that are alike: numpy wants many at once."""
+        late = self._late
+        if late is not None and (
+            (late.holder, late.lane, late.tier) != (holder, lane, tier)
+            # A name that is given again means two things, one after the other; a block twice is counted twice.
+            or not late.names.keys().isdisjoint(names)
+        ):
+            self._flush()
+            late = None
+        if late is None:
+            late = self._late = _Late(source, holder, lane, tier, {})
+        late.names.update(zip(names, keys))
+        if len(late.names) != late.count + len(names):  # within one event
+            for name in names:
+                late.names.pop(name, None)
+            self._flush()
+            for name, key in zip(names, keys):
+                self._alias([name], lane, [key], holder)
+                self._hold(source, holder, [key], tier)
+            return
+        late.count += len(names)
+
+    def _flush(self) -> None:
+        """Put into the tables what was collected."""
+        late, self._late = self._late, None
+        if late is not None and late.names:
+            keys = list(late.names.values())
+            self._alias(list(late.names), late.lane, keys, late.holder)
+            self._hold(late.source, late.holder, keys, late.tier)
+
+    def _park(self, source: Source, parked: Parked, lane: int) -> None:
+        assert parked.event.parent is not None
+        count, nbytes = len(parked.event.hashes), parked.nbytes
+        source.ignored["waits for its parent"] += 1
+        while source.parked and (
+            source.waiting + count > PARKED_MAX or source.waiting_bytes + nbytes > PARKED_BYTES_MAX
+        ):
+            for old in source.parked.pop(next(iter(source.parked))):
+                source.unpark(old)
+        source.parked.setdefault((parked.event.parent, lane), []).append(parked)
+        source.waiting += count
+        source.waiting_bytes += nbytes
+
+    def _removed(self, source: Source, event: Removed, rank: int) -> None:
+        where = event.where
+        tier = self._tier(source, where)
+        lane = source.lanes.get((where.group, rank))
+        names = event.hashes
+        if source.waiting and lane is not None:
+            gone = set(names)
+            for (_, of), waiting in source.parked.items():
+                if of == lane:
+                    for each in waiting:
+                        each.gone |= gone.intersection(each.event.hashes)
+        if lane is not None and len(names) >= _VECTOR and len(set(names)) == len(names):
+            self._unhold_many(source, np.array(names, np.uint64), lane, tier)
+        elif lane is not None:
+            for name in names:
+                self._unhold_one(source, name, lane, tier)
+        if source.registration.store:
+            self._removed_from_store(source, event, rank, tier)
+
+    def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:
+        """Take blocks away that have no alias: of every space that the event may mean."""
+        where = event.where
+        for holder in list(source.holders.values()):
+            space = holder.space
+            if (
+                where.model in (None, space.model) and where.tenant in (None, space.tenant)
+                and where.lora in (None, space.lora) and where.salt in (None, space.salt)
+                and where.owner in (None, holder.node) and rank == holder.rank and where.group == holder.group
+            ):  # fmt: skip
+                keys = np.array(sorted(set(event.hashes)), np.uint64)
+                slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
+                self._lower(source, slots[slots >= 0], tier)
+
+    # -- the tables --------------------------------------------------------------------------------------
+
+    def _alias(self, names: Sequence[int], lane: int, keys: Sequence[int], holder: Holder) -> None:
+        table = self._aliases
+        table.reserve(len(names))
+        if len(names) < _VECTOR or len(set(names)) < len(names):
+            for name, key in zip(names, keys):
+                slot = table.find_one(name, lane)
+                if slot < 0:
+                    slot = table.add_one(name, lane)
+                else:
+                    self._renamed(np.array([slot]), np.array([key], np.uint64))
+                table.columns["key"][slot], table.columns["holder"][slot] = key, holder.id
+            return
+        mine, whole = np.array(names, np.uint64), np.array(keys, np.uint64)
+        owners = np.full(len(mine), lane, np.uint32)
+        slots = table.find(mine, owners)
+        new = slots < 0
+        if not new.all():
+            self._renamed(slots[~new], whole[~new])
+        if new.any():
+            slots[new] = table.add(mine[new], owners[new])
+        table.columns["key"][slots], table.columns["holder"][slots] = whole, holder.id
+
+    def _renamed(self, slots: Slots, keys: U64) -> None:
+        """Forget what aliases meant that mean something else from now on."""
+        columns = self._aliases.columns
+        other = slots[columns["key"][slots] != keys]
+        if other.size:
+            held = self._held.find(columns["key"][other], columns["holder"][other])
+            self._drop(np.unique(held[held >= 0]))
+
+    def _hold(self, source: Source, holder: Holder, keys: Sequence[int], tier: int) -> None:
+        """Count blocks. An engine tells of each copy; a store, and SGLang, tell that there is one."""
+        table, shift = self._held, _BITS * tier
+        counted = source.registration.type == "vllm"
+        self.added += len(keys)
+        table.reserve(len(keys))
+        counts = table.columns["counts"]
+        if len(keys) < _VECTOR or len(set(keys)) < len(keys):
+            for key in keys:
+                slot = table.find_one(key, holder.id)
+                if slot < 0:
+                    slot = table.add_one(key, holder.id)
+                    holder.blocks += 1
+                    source.blocks += 1
+                now = int(counts[slot])
+                if (now >> shift & _MOST) < (_MOST if counted else 1):
+                    counts[slot] = now + (1 << shift)
+            return
+        mine = np.array(keys, np.uint64)
+        owners = np.full(len(mine), holder.id, np.uint32)
+        slots = table.find(mine, owners)
+        new = slots < 0
+        if new.any():
+            slots[new] = table.add(mine[new], owners[new])
+            holder.blocks += int(new.sum())
+            source.blocks += int(new.sum())
+        before = counts[slots]
+        more = (before >> np.uint32(shift) & np.uint32(_MOST)) < (_MOST if counted else 1)
+        counts[slots] = before + (more.astype(np.uint32) << np.uint32(shift))
+
+    def _known(self, source: Source, names: Sequence[int], lane: int, tier: int) -> None:
+        """Count blocks that an event names without tokens: another tier of those that are known."""
+        mine = np.array(sorted(set(names)), np.uint64)
+        slots = self._aliases.find(mine, np.full(len(mine), lane, np.uint32))
+        slots = slots[slots >= 0]
+        source.ignored["unknown blocks without tokens"] += len(mine) - len(slots)
+        holders = self._aliases.columns["holder"][slots]
+        for number in np.unique(holders).tolist():
+            holder = self._holders.get(number)
+            if holder is not None:
+                self._hold(source, holder, self._aliases.columns["key"][slots[holders == number]].tolist(), tier)
+
+    def _unhold_one(self, source: Source, name: int, lane: int, tier: int) -> None:
+        slot = self._aliases.find_one(name, lane)
+        if slot < 0:
+            return
+        columns = self._aliases.columns
+        number = int(columns["holder"][slot])
+        held = self._held.find_one(int(columns["key"][slot]), number)
+        if held >= 0:
+            self.removed += 1
+            counts, shift = self._held.columns["counts"], _BITS * tier
+            now = int(counts[held])
+            if now >> shift & _MOST:
+                now -= 1 << shift
+                counts[held] = now
+            if now:
+                return
+            self._held.remove_one(held)
+            holder = self._holders.get(number)
+            if holder is not None:
+                holder.blocks -= 1
+                source.blocks -= 1
+        self._aliases.remove_one(slot)
+
+    def _unhold_many(self, source: Source, names: U64, lane: int, tier: int) -> None:
+        slots = self._aliases.find(names, np.full(len(names), lane, np.uint32))
+        slots = slots[slots >= 0]
+        columns = self._aliases.columns
+        held = self._held.find(columns["key"][slots], columns["holder"][slots])
+        if len(np.unique(held[held >= 0])) < int((held >= 0).sum()):  # two names of one block
+            for name in self._aliases.keys[slots].tolist():
+                self._unhold_one(source, name, lane, tier)
+            return
+        gone = self._lower(source, held[held >= 0], tier)
+        self._aliases.remove(slots[(held < 0) | np.isin(held, gone)])
+
+    def _lower(self, source: Source, slots: Slots, tier: int) -> Slots:
+        """Take one copy away of each block, all different. Return the slots of those that have none left, now empty."""
+        counts, shift = self._held.columns["counts"], np.uint32(_BITS * tier)
+        self.removed += len(slots)
+        now = counts[slots]
+        there = (now >> shift & np.uint32(_MOST)) > 0
+        now = now - (there.astype(np.uint32) << shift)
+        counts[slots] = now
+        gone: Slots = slots[now == 0]
+        self._drop(gone)
+        return gone
+
+    def _drop(self, slots: Slots) -> None:
+        for number, count in zip(*(each.tolist() for each in np.unique(self._held.owners[slots], return_counts=True))):
+            holder = self._holders.get(number)
+            if holder is not None:
+                holder.blocks -= count
+                holder.source.blocks -= count
+        self._held.remove(slots)
+
+    # -- questions ---------------------------------------------------------------------------------------
+
+    def held_by(self, holder: Holder, most: int) -> tuple[U64, NDArray[np.uint32]]:
+        """Return the keys and counts of a holder's blocks, at most so many. O(slots)."""
+        with self.lock:
+            slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
+            return self._held.keys[slots], self._held.columns["counts"][slots]
+
+    def match(self, space: Space, keys: Sequence[int]) -> list[tuple[Holder, NDArray[np.uint32]]]:
+        """Return for each holder of a space, but for stale sources, its counts of the prompt's leading blocks.
+
+        They end where the prefix does: of an engine's rank and group at the first block that it has not, of a store at
+        the first that none of its hosts has. 0 is a block that the holder has not; for others see :func:`tiers_of`.
+
+        O(blocks of the prefixes x holders). A holder without the first block costs one search.
+        """
+        with self.lock:
+            holders = [each for each in self.spaces.get(space, {}).values() if not each.source.stale]
+            units: dict[str | int, int] = {}
+            unit = np.array([units.setdefault(_unit(each), len(units)) for each in holders], np.int64)
+            ids = np.array([each.id for each in holders], np.uint32)
+            mine = np.array(keys, np.uint64)
+            found: list[list[NDArray[np.uint32]]] = [[] for _ in holders]
+            active = np.arange(len(holders))
+            start, step = 0, 1
+            while len(active) and start < len(mine):
+                part = mine[start : start + step]
+                slots = self._held.find(np.tile(part, len(active)), np.repeat(ids[active], len(part)))
+                counts = np.where(slots >= 0, self._held.columns["counts"][slots], np.uint32(0))
+                counts = counts.reshape(len(active), len(part))
+                there = np.zeros((len(units), len(part)), np.bool_)
+                if len(units) == len(holders):
+                    there[unit[active]] = counts > 0
+                else:
+                    np.logical_or.at(there, unit[active], counts > 0)
+                whole = np.asarray(there.all(axis=1))
+                lengths = np.where(whole, len(part), there.argmin(axis=1))
+                for row, number in enumerate(active.tolist()):
+                    found[number].append(counts[row, : lengths[unit[number]]])
+                active = active[whole[unit[active]]]
+                start += len(part)
+                step = max(16, min(8 * step, _PROBES // max(1, len(active))))
+            return [(each, np.concatenate(parts) if parts else mine[:0].astype(np.uint32))
+                    for each, parts in zip(holders, found)]  # fmt: skip
+
+
+def _unit(holder: Holder) -> str | int:
+    """Return what has a prefix together: hosts of one pool do, an engine's ranks and groups do not."""
+    told = holder.source.registration
+    return (told.pool or told.instance) if told.store else holder.id
+
+
+@dataclass(eq=False)
+class _Late:
+    """Blocks of one message that are not in the tables yet: what the engine calls them, and their keys."""
+
+    source: Source
+    holder: Holder
+    lane: int
+    tier: int
+    names: dict[int, int]
+    count: int = 0
+
+
+class _Ignored(Exception):
+    """Why an event is not counted."""
+
+
+def tiers_of(counts: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Return for each block and tier whether the block is there: blocks x tiers."""
+    shifts = np.arange(len(TIERS), dtype=np.uint32) * np.uint32(_BITS)
+    found: NDArray[np.bool_] = (counts[:, None] >> shifts & np.uint32(_MOST)) > 0
+    return found

@@ -1,0 +1,304 @@
+"""What publishers say, in every form that they say it: vLLM, SGLang, LMCache through vLLM, and Mooncake's RFC 1527.
+
+A message is MessagePack: an array of a time, a list of events, and a data-parallel rank. An event is a map with a
+``type``, or with an ``event_type`` in RFC 1527, or an array that begins with the type. Each event is decoded by itself,
+so a wrong one stops no other. Everything is bounded before it is believed: sizes, depth, counts, types, ranges.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, NamedTuple
+
+from ..schemes.encodings import BLOCK_TOKENS_MAX
+from .keys import token_bytes
+from .libraries import msgspec
+
+#: Bounds of a message, of the events in it, of an event's blocks and tokens, and of a text.
+MESSAGE_BYTES_MAX: Final = 16 << 20
+EVENTS_MAX: Final = 10_000
+BLOCKS_MAX: Final = 1 << 16
+TOKENS_MAX: Final = 1 << 20
+TEXT_MAX: Final = 512
+RANK_MAX: Final = 1 << 16
+GROUPS_MAX: Final = 64
+EXTRA_BYTES_MAX: Final = 4096
+#: Parts of a message, and fields of an event in the array form: more than any publisher has.
+_PARTS_MAX: Final = 64
+
+_MASK: Final = (1 << 64) - 1
+_Hash = int | bytes
+
+
+class BadEvent(Exception):
+    """An event, or a whole message, that cannot be believed. Its text says why."""
+
+
+class Where(NamedTuple):
+    """What an event says of its blocks beside their names. None where it says nothing.
+
+    Attributes:
+        salt: of a tenant or deployment; in vLLM only a prompt's first block has it.
+        group: of a hybrid model's cache, and ``kind`` what that group keeps.
+        owner: who holds the blocks, if not the publisher: vLLM's ``ownership``, RFC 1527's ``backend_id``.
+        locality: LOCAL or REMOTE to the publisher.
+    """
+
+    medium: str | None = None
+    model: str | None = None
+    lora: str | None = None
+    tenant: str | None = None
+    salt: str | None = None
+    rank: int | None = None
+    group: int = 0
+    kind: str | None = None
+    owner: str | None = None
+    locality: str | None = None
+
+
+class Stored(NamedTuple):
+    """Consecutive blocks of a prompt.
+
+    Attributes:
+        hashes: the publisher's names, unsigned.
+        tokens: of all blocks, 4 bytes each; None if the event has none.
+        standard: the names are RFC 1527's rolling hashes.
+        extras: for each block what it depends on beside tokens, adapter and salt; may be shorter.
+    """
+
+    hashes: list[int]
+    parent: int | None
+    tokens: memoryview | None
+    block_size: int | None
+    where: Where
+    standard: bool = False
+    extras: tuple[bytes, ...] = ()
+
+
+class Removed(NamedTuple):
+    """Blocks that are not there any more."""
+
+    hashes: list[int]
+    where: Where
+
+
+class Cleared(NamedTuple):
+    """No block is there any more."""
+
+    where: Where
+
+
+Event = Stored | Removed | Cleared
+
+
+class Batch(NamedTuple):
+    """A message: its events, its rank, and why others of its events were refused.
+
+    ``doubtful``: one of those may have removed blocks.
+    """
+
+    events: list[Event]
+    rank: int | None
+    refused: list[str]
+    doubtful: bool = False
+
+
+def _most(length: int) -> Any:
+    """The most items of a list. They are counted before any of them is made."""
+    return msgspec.Meta(max_length=length)
+
+
+class _Map(msgspec.Struct, gc=False):
+    """The fields of all map forms. Others are skipped."""
+
+    type: str | None = None
+    event_type: str | None = None
+    block_hashes: Annotated[list[_Hash], _most(BLOCKS_MAX)] | None = None
+    seq_hashes: Annotated[list[int], _most(BLOCKS_MAX)] | None = None
+    parent_block_hash: _Hash | None = None
+    parent_hash: int | None = None
+    base_block_idx: int | None = None
+    token_ids: Annotated[list[int], _most(TOKENS_MAX)] | None = None
+    block_size: int | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    medium: str | None = None
+    extra_keys: Annotated[list[msgspec.Raw], _most(BLOCKS_MAX)] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    cache_salt: str | None = None
+    additional_salt: str | None = None
+    model_name: str | None = None
+    tenant_id: str | None = None
+    backend_id: str | None = None
+    dp_rank: int | None = None
+
+
+#: Fields of the array forms, behind the type.
+_ARRAYS: Final = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+_STANDARD: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
+
+_message = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(_PARTS_MAX)])
+_events = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(EVENTS_MAX)])
+_map = msgspec.msgpack.Decoder(_Map)
+_number = msgspec.msgpack.Decoder(int | float | None)
+_FAILURES: Final = (msgspec.MsgspecError, RecursionError, MemoryError, ValueError, UnicodeError)
+
+
+def _is_array(raw: Any) -> bool:
+    first = memoryview(raw)[0]
+    return first >> 4 == 9 or first in (0xDC, 0xDD)
+
+
+def decode(payload: bytes | memoryview) -> Batch:
+    """Return the events of a message. O(bytes). Raises BadEvent if it is none."""
+    if len(payload) > MESSAGE_BYTES_MAX:
+        raise BadEvent(f"a message of {len(payload)} bytes, {MESSAGE_BYTES_MAX} at most")
+    try:
+        parts = _message.decode(payload)
+        if len(parts) < 2:
+            raise BadEvent("a message has a time and events")
+        _number.decode(parts[0])
+        raws = _events.decode(parts[1])
+        rank = _number.decode(parts[2]) if len(parts) > 2 else None
+    except _FAILURES as exc:
+        raise BadEvent(f"no message: {exc}") from None
+    if isinstance(rank, float) or (rank is not None and not 0 <= rank < RANK_MAX):
+        raise BadEvent(f"{rank!r} is no rank")
+    batch = Batch([], rank, [])
+    for raw in raws:
+        try:
+            batch.events.append(_event(_fields(raw)))
+        except BadEvent as exc:
+            batch.refused.append(str(exc))
+        except _FAILURES as exc:
+            batch.refused.append(f"no event: {exc}")
+        else:
+            continue
+        if any(name in bytes(raw) for name in (b"emoved", b"leared")):
+            batch = batch._replace(doubtful=True)
+    return batch
+
+
+def _fields(raw: Any) -> _Map:
+    """Return the fields of an event in either form. Raises BadEvent, and those of ``_FAILURES``."""
+    if not _is_array(raw):
+        return _map.decode(raw)
+    items = _message.decode(raw)
+    name = msgspec.msgpack.decode(items[0], type=str) if items else ""
+    fields = _ARRAYS.get(name)
+    if fields is None:
+        raise BadEvent(f"unknown event {name[:40]!r}")
+    # Through the checks of the map form: one place knows the types. A newer publisher may append fields.
+    pairs = dict(zip(fields, items[1:]))
+    return _map.decode(msgspec.msgpack.encode({"type": name, **pairs}))
+
+
+def _event(fields: _Map) -> Event:
+    name = fields.type or _STANDARD.get(fields.event_type or "")
+    where = _where(fields)
+    if name == "AllBlocksCleared":
+        return Cleared(where)
+    if name not in ("BlockStored", "BlockRemoved"):
+        raise BadEvent(f"unknown event {(fields.type or fields.event_type or '')[:40]!r}")
+    standard = bool(fields.seq_hashes)
+    given: Sequence[_Hash] = (fields.seq_hashes if standard else fields.block_hashes) or ()
+    if not 0 < len(given) <= BLOCKS_MAX:
+        raise BadEvent(f"{len(given)} blocks in an event, 1 to {BLOCKS_MAX} are allowed")
+    hashes = _hashes(given)
+    if name == "BlockRemoved":
+        return Removed(hashes, where)
+    size = fields.block_size
+    if size is not None and not 0 < size <= BLOCK_TOKENS_MAX:
+        raise BadEvent(f"blocks of {size} tokens, 1 to {BLOCK_TOKENS_MAX} are allowed")
+    tokens = None
+    if fields.token_ids:
+        if len(fields.token_ids) > TOKENS_MAX:
+            raise BadEvent(f"{len(fields.token_ids)} tokens in an event, {TOKENS_MAX} at most")
+        try:
+            tokens = token_bytes(fields.token_ids)
+        except Exception as exc:
+            raise BadEvent(str(exc)) from None
+    parent = fields.parent_hash if standard else fields.parent_block_hash
+    if standard and parent is None and fields.base_block_idx is None and tokens is not None:
+        raise BadEvent("blocks that are nowhere in a prompt: neither parent_hash nor base_block_idx")
+    salt, extras = _extras(fields.extra_keys, where)
+    where = where if salt is None else where._replace(salt=salt)
+    return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras)
+
+
+def _hashes(given: Sequence[_Hash]) -> list[int]:
+    """Return :func:`_hash` of each."""
+    numbers: Any = given
+    try:
+        return array("Q", numbers).tolist()  # all of them in one call, where none is negative or bytes
+    except (TypeError, OverflowError):
+        return [_hash(each) for each in given]
+
+
+def _hash(value: _Hash) -> int:
+    """Return a publisher's name of a block as an unsigned number: the last 8 bytes of a longer one."""
+    if isinstance(value, bytes):
+        if not 0 < len(value) <= 64:
+            raise BadEvent(f"a block's hash of {len(value)} bytes")
+        return int.from_bytes(value[-8:], "big")
+    if not -(1 << 63) <= value < 1 << 64:
+        raise BadEvent(f"a block's hash is {value}")
+    return value & _MASK
+
+
+def _where(fields: _Map) -> Where:
+    texts = {
+        "medium": fields.medium, "model": fields.model_name, "tenant": fields.tenant_id,
+        "lora": fields.lora_name or (f"id-{fields.lora_id}" if fields.lora_id else None),
+        "salt": fields.cache_salt or fields.additional_salt, "kind": fields.kv_cache_spec_kind,
+        "owner": fields.ownership or fields.backend_id, "locality": fields.locality,
+    }  # fmt: skip
+    for name, text in texts.items():
+        if text is not None and len(text) > TEXT_MAX:
+            raise BadEvent(f"{name} has {len(text)} characters, {TEXT_MAX} at most")
+    group = fields.group_idx or 0
+    if not 0 <= group < GROUPS_MAX:
+        raise BadEvent(f"group {group}, 0 to {GROUPS_MAX - 1} are allowed")
+    rank = fields.dp_rank
+    if rank is not None and not 0 <= rank < RANK_MAX:
+        raise BadEvent(f"{rank} is no rank")
+    return Where(rank=rank, group=group, **texts)
+
+
+def _extras(given: list[Any] | None, where: Where) -> tuple[str | None, tuple[bytes, ...]]:
+    """Return the salt that vLLM's extra keys name, and what else each block depends on.
+
+    Keys have tags in newer versions, and none in older ones: the adapter's name is known from the event then.
+    """
+    salt = None
+    found = []
+    for each in given or ():
+        if len(memoryview(each)) > EXTRA_BYTES_MAX:
+            raise BadEvent(f"extra keys of {len(memoryview(each))} bytes, {EXTRA_BYTES_MAX} at most")
+        keys = msgspec.msgpack.decode(each)
+        rest = []
+        for key in keys if isinstance(keys, list) else () if keys is None else (keys,):
+            tag = key[0] if isinstance(key, list) and key else None
+            if tag == "cache_salt" and len(key) == 2 and isinstance(key[1], str) and len(key[1]) <= TEXT_MAX:
+                salt = key[1]
+            elif tag != "lora" and not (isinstance(key, str) and key == where.lora):
+                rest.append(key)
+        raw = msgspec.msgpack.encode(rest) if rest else b""
+        if len(raw) > EXTRA_BYTES_MAX:
+            raise BadEvent(f"extra keys of {len(raw)} bytes, {EXTRA_BYTES_MAX} at most")
+        found.append(raw)
+    return salt, tuple(found) if any(found) else ()
+
+
+__all__ = ["BadEvent", "Batch", "Cleared", "Event", "Removed", "Stored", "Where", "decode"]

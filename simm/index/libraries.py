@@ -1,0 +1,16 @@
+"""The libraries of the extra ``simm[index]``. Nothing else in SiMM imports them."""
+
+from __future__ import annotations
+
+from ..errors import UsageError
+
+try:
+    import msgspec
+    import xxhash
+    import zmq
+except ImportError as missing:
+    raise UsageError(
+        f"the event index needs {missing.name}, which is not installed: pip install simm[index]"
+    ) from missing
+
+__all__ = ["msgspec", "xxhash", "zmq"]

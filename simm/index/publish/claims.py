@@ -1,0 +1,192 @@
+"""What the workers of a host claim to have, in one numpy table, and how that changes.
+
+Everything that is published is a change of this table. So after a gap in a ring, a worker's death or a new map nobody
+downstream needs to know of it: the table is compared with what the worker has now, and the difference is published.
+
+An entry's name is the first half of its digest, as in the events. Two entries with one name are one here; of honest
+keys no two have one. An entry that two workers have of one namespace, while its shard moves, is published once, and as
+removed when the last one has it no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arena.events.follow import Step
+from ...arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED
+from ...arena.hashing import SHARD_MASK
+from ...constants import SHARD_COUNT
+from ..table import Keys, Slots, Table
+
+_NAMESPACE_SHIFT: Final = np.uint64(32)
+
+
+class Delta(NamedTuple):
+    """Entries of one namespace that came, or went."""
+
+    stored: bool
+    namespace: str
+    names: Keys
+
+
+class Claims:
+    """See above. Owners are numbers of workers, from 1 on.
+
+    ``name_of``: returns the name of an owner's namespace by its number.
+    """
+
+    def __init__(self, name_of: Callable[[int, int], str]) -> None:
+        self._table = Table({"info": np.uint64}, lambda owners: np.ones(len(owners), np.bool_))
+        self._name_of = name_of
+        self._owners: set[int] = set()
+        self._out: list[Delta] = []
+        #: Names of namespaces, by their numbers here; and those, by worker and its number.
+        self._spaces: list[str] = []
+        self._space_of: dict[tuple[int, int], int] = {}
+
+    @property
+    def entries(self) -> int:
+        """Entries of all workers."""
+        return self._table.entries
+
+    def take(self, owner: int, step: Step) -> list[Delta]:
+        """Add a step of a worker up. Return what changed, in order. O(records), and O(entries) for some of them."""
+        self._owners.add(owner)
+        if step.whole is not None:
+            self._whole(owner, step.whole)
+        records = step.records
+        operations = records["operation"]
+        # Runs of one kind: all that is of single entries together, and each other operation with its like.
+        kinds = np.where(operations <= REMOVED, STORED, operations)
+        starts = np.flatnonzero(np.r_[True, kinds[1:] != kinds[:-1]]) if len(kinds) else np.zeros(0, np.int64)
+        for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(records)]):
+            run = records[start:stop]
+            if kinds[start] == STORED:
+                self._entries(owner, run)
+            else:
+                self._many(owner, int(kinds[start]), run["size"])
+        return self._taken()
+
+    def drop(self, owner: int) -> list[Delta]:
+        """Forget a worker. Return what changed. O(entries)."""
+        self._remove(self._slots_of(owner), owner)
+        self._owners.discard(owner)
+        self._space_of = {key: space for key, space in self._space_of.items() if key[0] != owner}
+        return self._taken()
+
+    def all(self) -> list[Delta]:
+        """Return everything, as if it came now. O(entries)."""
+        found: dict[str, list[Keys]] = {}
+        for owner in sorted(self._owners):
+            slots = self._slots_of(owner)
+            for name, chosen in self._by_namespace(self._table.columns["info"][slots]):
+                found.setdefault(name, []).append(self._table.keys[slots[chosen]])
+        return [
+            Delta(True, name, parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts)))
+            for name, parts in found.items()
+        ]
+
+    # -- one worker's changes -----------------------------------------------------------------------------
+
+    def _taken(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
+
+    def _slots_of(self, owner: int) -> Slots:
+        return np.flatnonzero(self._table.owners == owner)
+
+    def _whole(self, owner: int, rows: NDArray[np.void]) -> None:
+        names, first = np.unique(rows["low"], return_index=True)
+        slots = self._slots_of(owner)
+        if slots.size:
+            self._remove(slots[~np.isin(self._table.keys[slots], names)], owner)
+        self._store(owner, names, self._info(owner, rows[first]))
+
+    def _entries(self, owner: int, run: NDArray[np.void]) -> None:
+        _, back = np.unique(run["low"][::-1], return_index=True)
+        last = run[len(run) - 1 - back]
+        gone = last[last["operation"] == REMOVED]["low"].copy()
+        slots = self._table.find(gone, np.full(len(gone), owner, np.uint32))
+        self._remove(slots[slots >= 0], owner)
+        came = last[last["operation"] == STORED]
+        self._store(owner, came["low"].copy(), self._info(owner, came))
+
+    def _many(self, owner: int, operation: int, numbers: NDArray[np.uint32]) -> None:
+        """Remove what shards or namespaces with these numbers had; of CLOSED everything."""
+        slots = self._slots_of(owner)
+        if operation == SHARD:
+            lost = np.zeros(SHARD_COUNT, np.bool_)
+            lost[numbers % SHARD_COUNT] = True
+            slots = slots[lost[(self._table.keys[slots] & np.uint64(SHARD_MASK)).astype(np.intp)]]
+        elif operation == NAMESPACE:
+            # A number that no entry had is looked up for nobody: others may have written any to the ring.
+            known = [self._space_of.get((owner, each)) for each in np.unique(numbers).tolist()]
+            spaces = np.array([each for each in known if each is not None], np.uint64)
+            slots = slots[np.isin(self._table.columns["info"][slots] >> _NAMESPACE_SHIFT, spaces)]
+        elif operation != CLOSED:
+            return  # of a later version: what it removes is told singly too
+        self._remove(slots, owner)
+
+    def _remove(self, slots: Slots, owner: int) -> None:
+        if not slots.size:
+            return
+        names, info = self._table.keys[slots], self._table.columns["info"][slots]
+        self._table.remove(slots)
+        self._tell(False, owner, names, info)
+
+    def _store(self, owner: int, names: Keys, info: NDArray[np.uint64]) -> None:
+        if not names.size:
+            return
+        owners = np.full(len(names), owner, np.uint32)
+        slots = self._table.find(names, owners)
+        known = slots >= 0
+        before = self._table.columns["info"][slots[known]] >> _NAMESPACE_SHIFT
+        moved = slots[known][before != info[known] >> _NAMESPACE_SHIFT]
+        if moved.size:  # to another namespace: a client that names keys for itself
+            self._remove(moved, owner)
+            slots = self._table.find(names, owners)
+            known = slots >= 0
+        self._table.columns["info"][slots[known]] = info[known]
+        new = ~known
+        if new.any():
+            added = self._table.add(names[new], owners[new])  # may replace all arrays, and move all slots
+            self._table.columns["info"][added] = info[new]
+            self._tell(True, owner, names[new], info[new])
+
+    def _tell(self, stored: bool, owner: int, names: Keys, info: NDArray[np.uint64]) -> None:
+        """Note what came or went, but for what other workers have."""
+        shown = np.ones(len(names), np.bool_)
+        for other in self._owners - {owner}:
+            slots = self._table.find(names, np.full(len(names), other, np.uint32))
+            theirs = self._table.columns["info"][slots] >> _NAMESPACE_SHIFT
+            shown &= (slots < 0) | (theirs != info >> _NAMESPACE_SHIFT)
+        names = names[shown]
+        self._out += [Delta(stored, name, names[chosen]) for name, chosen in self._by_namespace(info[shown])]
+
+    def _by_namespace(self, info: NDArray[np.uint64]) -> list[tuple[str, NDArray[np.bool_]]]:
+        spaces = (info >> _NAMESPACE_SHIFT).astype(np.intp)
+        return [(self._spaces[each], spaces == each) for each in np.flatnonzero(np.bincount(spaces)).tolist()]
+
+    def _space(self, owner: int, number: int) -> int:
+        """Return the number here of a worker's namespace."""
+        space = self._space_of.get((owner, number))
+        if space is None:
+            name = self._name_of(owner, number)
+            if name not in self._spaces:
+                self._spaces.append(name)
+            space = self._space_of[owner, number] = self._spaces.index(name)
+        return space
+
+    def _info(self, owner: int, rows: NDArray[np.void]) -> NDArray[np.uint64]:
+        """Return the bytes and the namespace of each row as one word."""
+        numbers = rows["namespace"].astype(np.intp)
+        known = np.flatnonzero(np.bincount(numbers))
+        spaces = np.zeros(known.max(initial=0) + 1, np.uint64)
+        spaces[known] = [self._space(owner, each) for each in known.tolist()]
+        info: NDArray[np.uint64] = rows["size"].astype(np.uint64)
+        info |= spaces[numbers] << _NAMESPACE_SHIFT
+        return info

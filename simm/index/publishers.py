@@ -1,0 +1,309 @@
+"""Receives publishers' messages over ZMQ: one subscription for each, one thread for all of them.
+
+A message has three frames: topic, number in 8 big-endian bytes, MessagePack. A replay is a DEALER's question: an empty
+frame, and the number from which it begins. The answers have an empty frame, the number and the message; the last has
+number -1. That is what vLLM and SGLang publish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..errors import UsageError
+from .blocks import SOURCES_MAX, Blocks
+from .events import MESSAGE_BYTES_MAX
+from .libraries import zmq
+from .sources import Registration, Source
+from .streams import Stream
+
+log = logging.getLogger("simm.index.publishers")
+
+#: Messages taken from one publisher before the next one has its turn.
+TURN: Final = 64
+#: Seconds without an answer after which a replay has failed, and of a whole replay.
+REPLAY_IDLE_S: Final = 2.0
+REPLAY_S: Final = 60.0
+#: Between two replays of which the first has failed.
+RETRY_S: Final = 1.0
+#: A peer that has been silent for so long is gone, ms; and how often it is asked for a sign.
+SILENT_MS: Final = 10_000
+ASK_MS: Final = 2000
+#: Messages that ZMQ keeps for this process, for each publisher: a GiB at the worst. More wait at the publisher.
+QUEUE_MESSAGES: Final = 64
+#: ZMQ's sockets for each publisher: SUB, both ends of its monitor, DEALER.
+_SOCKETS: Final = 4
+_FRAMES: Final = 3
+_END: Final = (1 << 64) - 1
+_ENDPOINT: Final = re.compile(r"tcp://[^\s*/@]+:\d{1,5}|ipc:///[^\s\x00]{1,100}")
+_TICK_S: Final = 0.5
+
+
+def check_endpoint(text: str) -> str:
+    """Return an address that a publisher can have. Raises UsageError for others."""
+    if len(text) > 256 or not _ENDPOINT.fullmatch(text):
+        raise UsageError(f"{text[:80]!r} is no publisher's address: use tcp://HOST:PORT or ipc:///PATH")
+    return text
+
+
+class _Link:
+    """A publisher's sockets. Used by the thread alone."""
+
+    def __init__(self, context: Any, stream: Stream, poller: Any) -> None:
+        self.stream = stream
+        self._context = context
+        self._poller = poller
+        registration = stream.source.registration
+        self._replay_at = registration.replay
+        self.dealer: Any = None
+        with contextlib.ExitStack() as undo:  # whoever registers what fails again and again must not use up all sockets
+            self.sub = context.socket(zmq.SUB)
+            undo.callback(self.sub.close, 0)
+            self._options(self.sub)
+            self.monitor = self.sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            undo.callback(self.monitor.close, 0)
+            undo.callback(self.sub.disable_monitor)
+            self.sub.subscribe(b"")
+            self.sub.connect(registration.endpoint)
+            undo.pop_all()
+        self._began = self._heard = 0.0
+        for each in (self.sub, self.monitor):
+            poller.register(each, zmq.POLLIN)
+
+    @staticmethod
+    def _options(sock: Any) -> None:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        sock.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, ASK_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+
+    def sockets(self) -> list[Any]:
+        """Return what may have something to read; the monitor first, as it tells whose messages follow."""
+        return [self.monitor, self.sub, *([self.dealer] if self.dealer is not None else [])]
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self.end_replay()
+        for each in (self.sub, self.monitor):
+            self._poller.unregister(each)
+        self.sub.disable_monitor()
+        self.monitor.close(0)
+        self.sub.close(0)
+
+    def read(self, sock: Any) -> None:
+        """Take what has arrived at a socket, up to a turn's share."""
+        for _ in range(TURN):
+            try:
+                frames = self._frames(sock)
+            except zmq.Again:
+                return
+            if sock is self.monitor:
+                self._event(int.from_bytes(frames[0][:2], "little"))
+            elif sock is self.dealer:
+                if not self._answer(frames):
+                    return
+            elif len(frames) == _FRAMES and len(frames[1]) == 8:
+                self.begin_replay(self.stream.message(int.from_bytes(frames[1], "big"), frames[2]))
+                if not self.stream.replaying:
+                    self.end_replay()
+            else:
+                self.stream.counts["refused"] += 1
+
+    @staticmethod
+    def _frames(sock: Any) -> list[bytes]:
+        """Return the first frames of a message; others are dropped. Raises zmq.Again if there is none."""
+        frames = [sock.recv(zmq.NOBLOCK)]
+        while sock.getsockopt(zmq.RCVMORE):
+            frame = sock.recv(zmq.NOBLOCK)
+            if len(frames) <= _FRAMES:
+                frames.append(frame)
+        return frames
+
+    def _event(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self.end_replay()
+            self._drop_waiting()
+            self.stream.disconnected()
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.begin_replay(self.stream.connected())
+
+    def _drop_waiting(self) -> None:
+        """Drop what a connection that is over has sent, and nobody has read: read later, it would be believed."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(QUEUE_MESSAGES):
+                self._frames(self.sub)
+
+    def _answer(self, frames: list[bytes]) -> bool:
+        """Take a part of a replay. Return False after the last one."""
+        self._heard = time.monotonic()
+        if len(frames) != _FRAMES or frames[0] or len(frames[1]) != 8:
+            self.stream.counts["refused"] += 1
+            return True
+        number = int.from_bytes(frames[1], "big")
+        if number != _END:
+            self.stream.replayed(number, frames[2])
+            return True
+        self.end_replay()
+        self.stream.replay_ended()
+        return False
+
+    def begin_replay(self, start: int | None) -> None:
+        """Ask for messages from this number on; None: for none. A socket for each replay keeps answers apart."""
+        if start is None:
+            return
+        self.end_replay()
+        self.dealer = self._context.socket(zmq.DEALER)
+        self._options(self.dealer)
+        self.dealer.connect(self._replay_at)
+        self.dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        self._poller.register(self.dealer, zmq.POLLIN)
+        self._began = self._heard = time.monotonic()
+
+    def end_replay(self) -> None:
+        """Close the socket of a replay, if there is one."""
+        if self.dealer is not None:
+            self._poller.unregister(self.dealer)
+            self.dealer.close(0)
+            self.dealer = None
+
+    def tick(self, now: float) -> None:
+        """Give a replay up that takes too long."""
+        if self.dealer is not None and (now - self._heard > REPLAY_IDLE_S or now - self._began > REPLAY_S):
+            self.end_replay()
+            self.stream.replay_failed()
+        elif self.dealer is None and now - self._began > RETRY_S:
+            self.begin_replay(self.stream.retry())
+
+
+class Publishers:
+    """All publishers that are registered, and the thread that reads them. Any thread may call the methods."""
+
+    def __init__(self, index: Blocks) -> None:
+        self.index = index
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS * SOURCES_MAX + _SOCKETS)
+        self._poller = zmq.Poller()
+        self._links: dict[Source, _Link] = {}
+        self._leases: dict[tuple[str, str, int | None], float] = {}
+        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        for each in (self._wake, self._woken):
+            each.setblocking(False)
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="simm-index", daemon=True)
+        self._thread.start()
+
+    def register(self, registration: Registration) -> Source:
+        """Listen to a publisher, or renew its lease. Raises UsageError."""
+        check_endpoint(registration.endpoint)
+        if registration.replay:
+            check_endpoint(registration.replay)
+        with self.index.lock:
+            known = self.index.sources.get(registration.name)
+            source = self.index.register(registration)
+            if registration.lease_s:
+                self._leases[registration.name] = time.monotonic() + registration.lease_s
+            else:
+                self._leases.pop(registration.name, None)
+            if source is not known:
+                self._do(lambda: self._open(source, known))
+        return source
+
+    def unregister(self, name: tuple[str, str, int | None]) -> bool:
+        """Listen to a publisher no more, and forget what it holds. Return False if it is unknown."""
+        with self.index.lock:
+            source = self.index.sources.get(name)
+            self._leases.pop(name, None)
+            if source is None:
+                return False
+            self._do(lambda: self._close(source))
+            return self.index.unregister(name)
+
+    def stream(self, source: Source) -> Stream | None:
+        """Return a source's stream; None before the thread has begun it."""
+        link = self._links.get(source)
+        return None if link is None else link.stream
+
+    def close(self) -> None:
+        """End the thread and close all sockets."""
+        self._ended = True
+        self._do(lambda: None)
+        self._thread.join()
+
+    def _do(self, what: Callable[[], None]) -> None:
+        """Let the thread do something."""
+        self._todo.put(what)
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _open(self, source: Source, old: Source | None) -> None:
+        if old is not None:
+            self._close(old)
+        if self.index.sources.get(source.registration.name) is not source:
+            return  # it is gone again
+        stream = Stream(self.index, source, replays=bool(source.registration.replay))
+        try:
+            self._links[source] = _Link(self._context, stream, self._poller)
+        except zmq.ZMQError as exc:
+            log.warning("cannot listen to %r: %s", source.registration.endpoint, exc)
+            source.lost = True
+
+    def _close(self, source: Source) -> None:
+        link = self._links.pop(source, None)
+        if link is not None:
+            link.close()
+            self.index.clear(source)  # a message may have come since it was unregistered
+
+    def _run(self) -> None:
+        ticked = 0.0
+        try:
+            while not self._ended:
+                ready = dict(self._poller.poll(int(_TICK_S * 1000)))
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                while not self._todo.empty():
+                    self._todo.get()()
+                for link in list(self._links.values()):
+                    for sock in link.sockets():
+                        if sock in ready and sock in link.sockets():
+                            self._read(link, sock)
+                now = time.monotonic()
+                if now - ticked >= _TICK_S:
+                    ticked = now
+                    self._tick(now)
+        finally:
+            for link in self._links.values():
+                link.close()
+            self._context.destroy(0)
+            self._wake.close()
+            self._woken.close()
+
+    def _read(self, link: _Link, sock: Any) -> None:
+        try:
+            link.read(sock)
+        except Exception:
+            # One publisher must not end the others. What is known of it may be wrong now.
+            log.exception("a message of %r", link.stream.source.registration.instance)
+            link.end_replay()
+            link.stream.disconnected()
+
+    def _tick(self, now: float) -> None:
+        for link in self._links.values():
+            link.tick(now)
+        for name, until in list(self._leases.items()):
+            if until <= now:
+                log.info("the lease of %r has ended", name)
+                self.unregister(name)

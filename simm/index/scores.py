@@ -1,0 +1,208 @@
+"""What the index says of a prompt: the longest prefix of each endpoint, host and pool, weighed by tiers, and by load.
+
+The score of an endpoint is the sum of the weights of its leading blocks, each by the best tier that has it, until the
+first block that it has in no tier with a weight. That is the scorer of llm-d, but that a tier which nobody knows weighs
+nothing: what cannot be told to be loadable is no reason to send a request there. The answer names such tiers.
+
+A shared store has a score of its own, ``pool:NAME``, and each of its hosts has ``node:NAME``. So a router sees what any
+endpoint can load. ``with_pool`` adds that to each endpoint: a block counts by the endpoint's tier or by the store's,
+whichever weighs more.
+
+With loads, the answer also has costs as Dynamo's router has them: blocks to prefill, less what overlaps, plus the load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .blocks import Blocks, tiers_of
+from .sources import TIERS, Holder, Registration, Source, Space
+
+#: Of llm-d for gpu and cpu, of Dynamo for disk and shared storage. ``expected``: of what a router has just sent there.
+WEIGHTS: Final[Mapping[str, float]] = {
+    "gpu": 1.0, "cpu": 0.8, "disk": 0.25, "storage": 0.5, "unknown": 0.0, "expected": 1.0
+}  # fmt: skip
+
+_Bits = NDArray[np.bool_]
+_NONE: Final = np.zeros((0, len(TIERS)), np.bool_)
+
+
+def _run(flags: NDArray[np.bool_]) -> int:
+    """Return how many are True before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+@dataclass
+class Match:
+    """What one endpoint, host or pool has of a prompt.
+
+    Attributes:
+        blocks: leading blocks, in any tier.
+        tiers: leading blocks that are in one tier all, by tier.
+        ranks: leading blocks by data-parallel rank.
+        expected: leading blocks that a router has just sent there, as far as it said so.
+    """
+
+    tenant: str
+    blocks: int = 0
+    tiers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    ranks: dict[int, int] = field(default_factory=dict)
+    expected: int = 0
+    score: float = 0.0
+    weights: list[NDArray[np.float64]] = field(default_factory=list, repr=False)
+
+    def add(self, rank: int, bits: _Bits, weights: NDArray[np.float64], expected: int = 0, told: float = 0.0) -> None:
+        """Count what one rank has: for each leading block its tiers."""
+        self.blocks = max(self.blocks, len(bits))
+        if len(bits):
+            runs = np.where(bits.all(axis=0), len(bits), bits.argmin(axis=0)).tolist()
+            for name, run in zip(TIERS, runs):
+                self.tiers[name] = max(self.tiers[name], run)
+        self.ranks[rank] = max(self.ranks.get(rank, 0), len(bits))
+        self.expected = max(self.expected, expected)
+        mine = np.zeros(max(len(bits), expected))
+        mine[: len(bits)] = (bits * weights).max(axis=1, initial=0.0)
+        mine[:expected] = np.maximum(mine[:expected], told)
+        self.weights.append(mine)
+        self.score = max(self.score, _sum(mine))
+
+
+def _sum(weights: NDArray[np.float64]) -> float:
+    return float(weights[: _run(weights > 0)].sum())
+
+
+@dataclass
+class Scores:
+    """The answer to one question.
+
+    Attributes:
+        blocks: full blocks of the prompt.
+        matches: by endpoint, and ``node:`` and ``pool:`` with their names.
+        with_pool: an endpoint's score where it can also load what any pool has.
+        costs: by endpoint, in blocks, if the caller gave loads; the least is the best.
+        unknown_tiers: media that weigh nothing as nobody knows them.
+        stale: endpoints of which messages were lost: they are not counted until it is known again what they have, or
+            count only for what they have stored since.
+    """
+
+    blocks: int
+    matches: dict[str, Match]
+    with_pool: dict[str, float]
+    costs: dict[str, float]
+    unknown_tiers: list[str]
+    stale: list[str]
+
+
+def score(
+    index: Blocks, space: Space, keys: Sequence[int], *, weights: Mapping[str, float] = WEIGHTS,
+    endpoints: Sequence[str] | None = None, loads: Mapping[str, float] | None = None, load_weight: float = 1.0,
+    now: float | None = None,
+) -> Scores:  # fmt: skip
+    """Return what is known of a prompt. O(blocks of the prefixes x endpoints).
+
+    Args:
+        weights: by tier; 0 for those that are missing.
+        endpoints: only these, and pools and nodes; None for all.
+        loads: of endpoints, in blocks: what they prefill and decode already.
+        now: the monotonic time, seconds, for what is expected.
+    """
+    now = time.monotonic() if now is None else now
+    vector = np.array([weights.get(name, 0.0) for name in TIERS])
+    with index.lock:
+        found = index.match(space, keys)
+        sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
+        told = {each: _expected(each, space, np.array(keys, np.uint64), now) for each in sources if each.expected}
+    matches: dict[str, Match] = {}
+    pools: dict[str, list[tuple[Holder, _Bits]]] = {}
+    ranks: dict[tuple[Source, int], list[_Bits]] = {}
+    for holder, counts in found:
+        registration = holder.source.registration
+        bits = tiers_of(counts)
+        if registration.store:
+            pools.setdefault(registration.pool or registration.instance, []).append((holder, bits))
+        elif endpoints is None or registration.instance in endpoints:
+            ranks.setdefault((holder.source, holder.rank), []).append(bits)
+    for (source, rank), groups in ranks.items():
+        length = min(map(len, groups))
+        # Each group has to have the block, whatever its tier: the worst of them counts.
+        least = groups[0][:length]
+        if len(groups) > 1:
+            least = min(groups, key=lambda bits: _sum((bits[:length] * vector).max(axis=1, initial=0.0)))[:length]
+        expected = told.pop(source, 0)
+        match = _match(matches, source.registration.instance, space)
+        match.add(rank, least, vector, expected, weights.get("expected", 0.0))
+    for source, expected in told.items():
+        if expected and not source.stale and not source.registration.store:
+            rank = source.registration.rank or 0
+            _match(matches, source.registration.instance, space).add(
+                rank, _NONE, vector, expected, weights.get("expected", 0.0)
+            )
+    shared = np.zeros(len(keys))
+    for pool, holders in pools.items():
+        together = np.logical_or.reduce([bits for _, bits in holders])
+        match = _match(matches, f"pool:{pool}", space)
+        match.add(0, together, vector)
+        for mine in match.weights:
+            shared[: len(mine)] = np.maximum(shared[: len(mine)], mine)
+        for holder, bits in holders:
+            if holder.node:
+                _match(matches, f"node:{holder.node}", space).add(0, bits[: _run(np.asarray(bits.any(axis=1)))], vector)
+    matches = {name: match for name, match in matches.items() if match.blocks or match.expected}
+    return _answer(len(keys), matches, shared, sources, space, loads, load_weight)
+
+
+def _answer(
+    blocks: int, matches: dict[str, Match], shared: NDArray[np.float64], sources: Sequence[Source], space: Space,
+    loads: Mapping[str, float] | None, load_weight: float,
+) -> Scores:  # fmt: skip
+    names = {each.registration.instance for each in sources if not each.registration.store}
+    with_pool = {}
+    for name in sorted(names):
+        if not shared.any():
+            with_pool[name] = matches[name].score if name in matches else 0.0
+            continue
+        mine = matches[name].weights if name in matches else [np.zeros(0)]
+        best = 0.0
+        for each in mine:
+            both = shared.copy()
+            both[: len(each)] = np.maximum(both[: len(each)], each)
+            best = max(best, _sum(both))
+        with_pool[name] = best
+    costs = {}
+    if loads is not None:
+        costs = {
+            name: blocks - with_pool.get(name, 0.0) + load_weight * load for name, load in loads.items()
+        }  # fmt: skip
+    unknown = sorted({medium for each in sources for medium in each.media})
+    stale = sorted({each.registration.instance for each in sources if each.stale or each.lost})
+    return Scores(blocks, matches, with_pool, costs, unknown, stale)
+
+
+def _match(matches: dict[str, Match], name: str, space: Space) -> Match:
+    return matches.setdefault(name, Match(space.tenant))
+
+
+def _asked(source: Source, space: Space, endpoints: Sequence[str] | None) -> bool:
+    """Return True for a source that the question is about, whether it holds something or not."""
+    told: Registration = source.registration
+    if not (told.store or endpoints is None or told.instance in endpoints):
+        return False
+    return (told.model, told.tenant) == (space.model, space.tenant) or any(each == space for each, *_ in source.holders)
+
+
+def _expected(source: Source, space: Space, keys: NDArray[np.uint64], now: float) -> int:
+    """Return the leading blocks that a router has just sent there."""
+    while source.expected and source.expected[0].until <= now:
+        source.expected.popleft()
+    most = 0
+    for each in source.expected:
+        if each.until > now and each.space == space:
+            length = min(len(keys), len(each.keys))
+            most = max(most, _run(keys[:length] == each.keys[:length]))
+    return most

@@ -1,0 +1,376 @@
+"""The index by HTTP, with the fields of Mooncake's conductor and Dynamo's indexer, and of llm-d for scores.
+
+Bodies are JSON, at most ``BODY_BYTES_MAX``, and every field is checked. A caller's mistake is a sentence with status
+400. ``docs/index.md`` describes the requests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ..errors import SimmError, UsageError
+from ..net.http import JSON, Page, Post, Route
+from ..net.metrics import Samples
+from ..schemes.encodings import check_block
+from . import figures
+from .blocks import Blocks, tiers_of
+from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
+from .keys import chain, token_bytes
+from .libraries import msgspec
+from .publishers import Publishers
+from .scores import WEIGHTS, Match, Scores, score
+from .sources import TIERS, Registration, Source, Space
+
+BODY_BYTES_MAX: Final = 8 << 20
+#: Blocks of all holders that a dump has.
+DUMP_MAX: Final = 100_000
+#: Blocks of one question: a prompt of a million tokens in blocks of 16. Hashing more holds up all other questions.
+QUESTION_BLOCKS_MAX: Final = BLOCKS_MAX
+EXPECT_S_MAX: Final = 60.0
+EXPECT_S: Final = 2.0
+LEASE_S_MAX: Final = 86_400.0
+NAMES_MAX: Final = 4096
+_NONE_S: Final = 1.0
+
+#: Tells what the store itself has of a prompt: of the request's fields.
+Shared = Callable[[Mapping[str, Any]], dict[str, Any] | None]
+Body = Mapping[str, Any]
+
+
+class Service:
+    """The requests. Any thread may call them.
+
+    Args:
+        publishers: None for an index that gets its events otherwise; nothing can be registered then.
+        shared: asks the store; None without one.
+        weights: of tiers.
+    """
+
+    def __init__(
+        self, index: Blocks, publishers: Publishers | None = None, *, shared: Shared | None = None,
+        weights: Mapping[str, float] = WEIGHTS,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self._publishers = publishers
+        self._shared = shared
+        self._weights = weights
+        self._requests: Counter[str] = Counter()
+
+    @property
+    def posts(self) -> dict[str, Post]:
+        """What takes bodies, by path."""
+        calls = {
+            "/register": self.register, "/unregister": self.unregister, "/query": self.query,
+            "/query_by_hash": self.query, "/score": self.score, "/expect": self.expect,
+        }  # fmt: skip
+        return {path: self._page(path, call) for path, call in calls.items()}
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """Pages, by path."""
+        return {
+            "/healthz": lambda: Page("ok\n"), "/readyz": lambda: Page("ok\n"), "/metrics": self.metrics,
+            "/workers": lambda: _json(self.workers()), "/dump": lambda: _json(self.dump()),
+        }  # fmt: skip
+
+    def _page(self, path: str, call: Callable[[Body], Any]) -> Post:
+        def take(body: bytes) -> Page:
+            self._requests[path] += 1
+            try:
+                fields = msgspec.json.decode(body)
+                if not isinstance(fields, dict):
+                    raise UsageError("the body is a JSON object")
+                return _json(call(fields))
+            except UsageError as exc:
+                return _json({"error": str(exc)}, 400)
+            except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
+                return _json({"error": f"the body is no JSON: {exc}"}, 400)
+
+        return take
+
+    # -- publishers --------------------------------------------------------------------------------------
+
+    def register(self, body: Body) -> dict[str, Any]:
+        """Listen to a publisher, or renew its lease. Raises UsageError."""
+        if self._publishers is None:
+            raise UsageError("this index takes no publishers")
+        rank = None if body.get("dp_rank", 0) is None else _number(body, "dp_rank", 0, RANK_MAX)
+        removals = body.get("storage_removals", False)
+        if not isinstance(removals, bool):
+            raise UsageError("storage_removals is true or false")
+        size = _number(body, "block_size", 0, 1 << 20) or None
+        if size is not None:
+            check_block(size)
+        told = Registration(
+            _name(body), _text(body, "modelname", "model_name", "model"), _text(body, "type").lower() or "vllm", size,
+            _text(body, "lora_name"), _text(body, "tenant_id") or "default",
+            _text(body, "additionalsalt", "additional_salt", "cache_salt"), rank, _text(body, "endpoint"),
+            _text(body, "replay_endpoint"), _text(body, "node"), _text(body, "pool"),
+            _real(body, "lease_s", 0.0, LEASE_S_MAX), removals,
+        )  # fmt: skip
+        self._publishers.register(told)
+        return {"status": "registered successfully", "instance_id": told.instance}
+
+    def unregister(self, body: Body) -> dict[str, Any]:
+        """Forget a publisher, or without ``dp_rank`` those of all ranks. Raises UsageError."""
+        if self._publishers is None:
+            raise UsageError("this index takes no publishers")
+        name, tenant = _name(body), _text(body, "tenant_id") or "default"
+        rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
+        names = [
+            each for each in list(self.index.sources)
+            if each[:2] == (name, tenant) and (rank is None or each[2] == rank)
+        ]  # fmt: skip
+        gone = [each for each in names if self._publishers.unregister(each)]
+        if not gone:
+            raise UsageError(f"{name!r} of tenant {tenant!r} is not registered")
+        removed = [f"{instance}|{tenant}|{rank}" for instance, tenant, rank in gone]
+        return {"status": "unregistered successfully", "removed_instances": removed}
+
+    # -- questions ---------------------------------------------------------------------------------------
+
+    def _asked(self, body: Body) -> tuple[Space, list[int]]:
+        """Return where and for which keys a request asks. Raises UsageError."""
+        model = _text(body, "model", "model_name", "modelname")
+        size = _number(body, "block_size", 0, 1 << 20)
+        tenant = _text(body, "tenant_id") or "default"
+        if not model:
+            raise UsageError("a question has a model")
+        if not size:
+            with self.index.lock:
+                sizes = {each.block_size for each in self.index.spaces if (each.model, each.tenant) == (model, tenant)}
+            if len(sizes) > 1:
+                raise UsageError(f"block_size is one of {sorted(sizes)}")
+            size = sizes.pop() if sizes else 16
+        check_block(size)
+        salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
+        space = Space(model, _text(body, "lora_name"), tenant, salt, size)
+        hashes = next((body[name] for name in ("seq_hashes", "block_hashes", "block_hash") if name in body), None)
+        tokens = body.get("token_ids")
+        if hashes is not None:
+            if not isinstance(hashes, list) or len(hashes) > QUESTION_BLOCKS_MAX:
+                raise UsageError(f"seq_hashes is a list of at most {QUESTION_BLOCKS_MAX}")
+            if not all(type(each) is int and -(1 << 63) <= each < 1 << 64 for each in hashes):
+                raise UsageError("seq_hashes are integers of 64 bits")
+            return space, [each & ((1 << 64) - 1) for each in hashes]
+        if not isinstance(tokens, list) or len(tokens) > TOKENS_MAX:
+            raise UsageError(f"token_ids is a list of at most {TOKENS_MAX}")
+        if len(tokens) // size > QUESTION_BLOCKS_MAX:
+            raise UsageError(f"token_ids has {len(tokens) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
+        return space, chain(token_bytes(tokens), size, seed=self.index.seed)
+
+    def query(self, body: Body) -> dict[str, Any]:
+        """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError."""
+        space, keys = self._asked(body)
+        instance = _text(body, "instance_id") if body.get("instance_id") is not None else ""
+        found = score(self.index, space, keys, weights=self._weights, endpoints=[instance] if instance else None)
+        size = space.block_size
+        answer: dict[str, Any] = {
+            space.tenant: {name: _tokens(match, size) for name, match in found.matches.items()},
+            "stale": found.stale,
+        }  # fmt: skip
+        if self._shared is not None and "token_ids" in body:
+            answer["shared"] = self._shared(body)
+        return answer
+
+    def score(self, body: Body) -> dict[str, Any]:
+        """Return the scores of endpoints for a prompt, as llm-d does, and more. Raises UsageError."""
+        space, keys = self._asked(body)
+        pods = body.get("pod_identifiers") or None
+        if pods is not None and not (
+            isinstance(pods, list) and len(pods) <= NAMES_MAX and all(isinstance(each, str) for each in pods)
+        ):
+            raise UsageError(f"pod_identifiers is a list of at most {NAMES_MAX} names")
+        loads = body.get("loads")
+        if loads is not None and not (
+            isinstance(loads, dict) and len(loads) <= NAMES_MAX
+            and all(type(each) in (int, float) and 0 <= each < 1e12 for each in loads.values())
+        ):  # fmt: skip
+            raise UsageError("loads has a number of blocks for each endpoint")
+        found = score(
+            self.index, space, keys, weights=self._weights, endpoints=pods, loads=loads,
+            load_weight=_real(body, "load_weight", 1.0, 1e6),
+        )  # fmt: skip
+        return _scored(found)
+
+    def expect(self, body: Body) -> dict[str, Any]:
+        """Count a prompt as held for ``ttl_s`` by the instance that it was just sent to. Raises UsageError."""
+        space, keys = self._asked(body)
+        name = _name(body)
+        rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
+        seconds = _real(body, "ttl_s", EXPECT_S, EXPECT_S_MAX)
+        with self.index.lock:
+            for source in self.index.sources.values():
+                told = source.registration
+                if (told.instance, told.tenant) == (name, space.tenant) and rank in (None, told.rank):
+                    self.index.expect(source, space, keys, time.monotonic() + seconds)
+                    return {"status": "expected", "blocks": len(keys)}
+        raise UsageError(f"{name!r} of tenant {space.tenant!r} is not registered")
+
+    # -- pages -------------------------------------------------------------------------------------------
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return all publishers, with what is known of each."""
+        return [self._worker(each) for each in list(self.index.sources.values())]
+
+    def _worker(self, source: Source) -> dict[str, Any]:
+        told = source.registration
+        stream = None if self._publishers is None else self._publishers.stream(source)
+        return {
+            "instance_id": told.instance, "tenant_id": told.tenant, "dp_rank": told.rank, "type": told.type,
+            "modelname": told.model, "block_size": told.block_size, "endpoint": told.endpoint,
+            "replay_endpoint": told.replay, "node": told.node, "pool": told.pool, "blocks": source.blocks,
+            "stale": source.stale or source.lost, "counted": not source.stale,
+            "complete": stream is not None and stream.complete, "waiting": source.waiting,
+            "unknown_tiers": sorted(source.media), "ignored": dict(source.ignored),
+            "stream": {} if stream is None else dict(stream.counts),
+        }  # fmt: skip
+
+    def dump(self) -> dict[str, Any]:
+        """Return the blocks of all holders by their keys, with their tiers; ``DUMP_MAX`` of them at most."""
+        found, left = [], DUMP_MAX
+        with self.index.lock:
+            for source in self.index.sources.values():
+                for holder in source.holders.values():
+                    keys, counts = self.index.held_by(holder, left)
+                    left -= len(keys)
+                    found.append({
+                        "instance_id": source.registration.instance, "tenant_id": holder.space.tenant,
+                        "model": holder.space.model, "lora_name": holder.space.lora, "cache_salt": holder.space.salt,
+                        "block_size": holder.space.block_size, "dp_rank": holder.rank, "group": holder.group,
+                        "node": holder.node, "blocks": holder.blocks, "seq_hashes": keys.tolist(),
+                        "tiers": [
+                            [TIERS[at] for at, there in enumerate(row) if there] for row in tiers_of(counts).tolist()
+                        ],
+                    })  # fmt: skip
+        return {"holders": found, "truncated": left <= 0}
+
+    def metrics(self) -> Samples:
+        """Return the metrics page."""
+        samples = Samples(figures.METRICS)
+        for worker in self.workers():
+            labels = worker["instance_id"], worker["tenant_id"], worker["dp_rank"]
+            samples.add(figures.BLOCKS, worker["blocks"], *labels)
+            samples.add(figures.STALE, worker["stale"], *labels)
+            samples.add(figures.COMPLETE, worker["complete"], *labels)
+            samples.add(figures.WAITING, worker["waiting"], *labels)
+            for kind, count in worker["stream"].items():
+                samples.add(figures.STREAM, count, *labels, kind)
+            for reason, count in worker["ignored"].items():
+                samples.add(figures.IGNORED, count, *labels, reason)
+        samples.add(figures.BYTES, self.index.nbytes)
+        samples.add(figures.ADDED, self.index.added)
+        samples.add(figures.REMOVED, self.index.removed)
+        for path, count in sorted(self._requests.items()):
+            samples.add(figures.QUESTIONS, count, path)
+        samples.add_process()
+        return samples
+
+
+def _tokens(match: Match, size: int) -> dict[str, Any]:
+    tiers = {name.upper(): size * match.tiers[name] for name in ("gpu", "cpu", "disk")}
+    tiers |= {name.upper(): size * blocks for name, blocks in match.tiers.items() if blocks}
+    ranks = {str(rank): size * blocks for rank, blocks in sorted(match.ranks.items())}
+    return {"longest_matched": size * match.blocks, **tiers, "DP": ranks}
+
+
+def _scored(found: Scores) -> dict[str, Any]:
+    scores = [{"pod": name, "score": match.score} for name, match in found.matches.items() if match.score]
+    answer: dict[str, Any] = {
+        "scores": sorted(scores, key=lambda each: (-float(each["score"]), str(each["pod"]))),
+        "blocks": found.blocks, "with_pool": found.with_pool, "unknown_tiers": found.unknown_tiers,
+        "stale": found.stale,
+    }  # fmt: skip
+    if found.costs:
+        answer["costs"] = found.costs
+        answer["best"] = min(found.costs, key=lambda name: (found.costs[name], name))
+    return answer
+
+
+def asking(client: Any, *, every_s: float = 30.0) -> Shared:
+    """Return what asks a store for prompts, by the schemes that connectors have registered in it.
+
+    The answer has the greatest of all schemes of the model: ``tokens``, ``by_host`` (keys by data server) and
+    ``load_ms``; None if no scheme is known. Schemes are read again after ``every_s`` seconds, where there were none
+    after one second.
+    """
+    from ..schemes import registry
+
+    known: dict[str, tuple[float, list[registry.Scheme]]] = {}
+
+    def shared(body: Body) -> dict[str, Any] | None:
+        model = _text(body, "model", "model_name", "modelname")
+        if _text(body, "lora_name"):
+            return None  # keys need the adapter's path, which requests do not have
+        request = registry.Request(cache_salt=_text(body, "cache_salt") or None)
+        best: dict[str, Any] | None = None
+        try:
+            read, schemes = known.get(model, (0.0, []))
+            if not read or time.monotonic() - read > (every_s if schemes else min(every_s, _NONE_S)):
+                schemes = registry.registered(client, model)
+                if len(known) > NAMES_MAX:
+                    known.clear()
+                known[model] = time.monotonic(), schemes
+            for scheme in schemes:
+                if scheme.namespace not in ("", client.namespace):
+                    continue
+                keys, per_page = scheme.keys(body["token_ids"], request)
+                found = client.prefix(keys, group=max(1, per_page))
+                tokens = found.keys // max(1, per_page) * scheme.page
+                if best is None or tokens > best["tokens"]:
+                    best = {"tokens": tokens, "by_host": found.by_host, "load_ms": found.load_ms,
+                            "scheme": scheme.scheme, "block_size": scheme.page}  # fmt: skip
+        except SimmError:
+            return best
+        return best
+
+    return shared
+
+
+# -- fields of bodies ------------------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200) -> Page:
+    return Page(json.dumps(value) + "\n", JSON, status)
+
+
+def _text(body: Body, *names: str) -> str:
+    """Return the first of these fields that is there; "" for none. Raises UsageError."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if not isinstance(value, str) or len(value) > TEXT_MAX:
+                raise UsageError(f"{name} is a text of at most {TEXT_MAX} characters")
+            return value
+    return ""
+
+
+def _name(body: Body) -> str:
+    """Return the instance, which Dynamo numbers. Raises UsageError."""
+    value = body.get("instance_id")
+    name = str(value) if type(value) is int and 0 <= value < 1 << 64 else value
+    if not isinstance(name, str) or not 0 < len(name) <= TEXT_MAX:
+        raise UsageError("instance_id is missing")
+    return name
+
+
+def _number(body: Body, name: str, default: int, end: int) -> int:
+    value = body.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not 0 <= value < end:
+        raise UsageError(f"{name} is 0 to {end - 1}, not {value!r:.40}")
+    return value
+
+
+def _real(body: Body, name: str, default: float, most: float) -> float:
+    value = body.get(name, default)
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise UsageError(f"{name} is 0 to {most:g}, not {value!r:.40}")
+    return float(value)
+
+
+__all__ = ["BODY_BYTES_MAX", "Service", "asking"]

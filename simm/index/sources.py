@@ -1,0 +1,151 @@
+"""Publishers as they were registered, and what is known of each: its spaces, holders, and what waits."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from .events import Stored
+
+#: Tiers by their numbers. Media that nobody knows are the last one.
+TIERS: Final = ("gpu", "cpu", "disk", "storage", "unknown")
+GPU, CPU, DISK, STORAGE, UNKNOWN = range(5)
+MEDIA: Final = {
+    "gpu": GPU, "cpu": CPU, "cpu_pinned": CPU, "host": CPU, "disk": DISK, "ssd": DISK,
+    "storage": STORAGE, "external": STORAGE, "shared": STORAGE,
+}  # fmt: skip
+#: Types of sources; the last two are stores, which name blocks by RFC 1527's hashes.
+ENGINES: Final = ("vllm", "sglang", "lmcache")
+STORES: Final = ("mooncake", "simm")
+#: What a group of a hybrid model's cache must keep for a prefix to be restorable from it.
+DENSE: Final = frozenset((None, "", "full_attention", "mla_attention", "sink_full_attention"))
+
+#: Prompts that are expected of a source.
+EXPECTED_MAX: Final = 256
+
+U64 = NDArray[np.uint64]
+
+
+class Space(NamedTuple):
+    """Where blocks can be equal. Empty texts: none."""
+
+    model: str
+    lora: str
+    tenant: str
+    salt: str
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A publisher, as it was registered. Raises UsageError for what cannot be.
+
+    Attributes:
+        instance: the endpoint that a router sends requests to.
+        type: one of ``ENGINES`` or ``STORES``.
+        node, pool: the host it runs on, and the pool whose blocks it tells; scores have both.
+        rank: None if messages name theirs.
+        lease_s: seconds after which it is forgotten unless it is registered again; 0: never.
+        storage_removals: the engine also tells what its storage evicts.
+    """
+
+    instance: str
+    model: str
+    type: str = "vllm"
+    block_size: int | None = None
+    lora: str = ""
+    tenant: str = "default"
+    salt: str = ""
+    rank: int | None = 0
+    endpoint: str = ""
+    replay: str = ""
+    node: str = ""
+    pool: str = ""
+    lease_s: float = 0.0
+    storage_removals: bool = False
+
+    def __post_init__(self) -> None:
+        if self.type not in ENGINES + STORES:
+            raise UsageError(f"type {self.type!r}: there are {', '.join(ENGINES + STORES)}")
+        if not self.instance or not self.model:
+            raise UsageError("a publisher has an instance_id and a modelname")
+
+    @property
+    def name(self) -> tuple[str, str, int | None]:
+        """What makes two registrations those of one publisher."""
+        return self.instance, self.tenant, self.rank
+
+    @property
+    def store(self) -> bool:
+        """True for a store, whose blocks no engine has in its own memory."""
+        return self.type in STORES
+
+
+@dataclass(eq=False)
+class Holder:
+    """See the module."""
+
+    id: int
+    source: Source
+    space: Space
+    rank: int
+    group: int
+    node: str
+    blocks: int = 0
+
+
+@dataclass(eq=False)
+class Parked:
+    """An event that waits for its parent, and which of its blocks were removed meanwhile."""
+
+    event: Stored
+    rank: int
+    gone: set[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tokens and extras, and of the objects that it is made of."""
+        event = self.event
+        return len(event.tokens or b"") + sum(map(len, event.extras)) + 64 * len(event.hashes)
+
+
+class Expected(NamedTuple):
+    """A prompt that a router has just sent there."""
+
+    until: float
+    space: Space
+    keys: U64
+
+
+@dataclass(eq=False)
+class Source:
+    """A registered publisher, and what is known of it."""
+
+    registration: Registration
+    #: (group, rank) -> the owner of its aliases.
+    lanes: dict[tuple[int, int], int] = field(default_factory=dict)
+    holders: dict[tuple[Space, int, int, str], Holder] = field(default_factory=dict)
+    #: Not counted now: what is known of it may be wrong.
+    stale: bool = False
+    #: Messages were lost, and all that was known with them: what is known since is true, but not all.
+    lost: bool = False
+    #: By parent's alias and lane; and the number of blocks of all.
+    parked: dict[tuple[int, int], list[Parked]] = field(default_factory=dict)
+    waiting: int = 0
+    waiting_bytes: int = 0
+    expected: deque[Expected] = field(default_factory=lambda: deque(maxlen=EXPECTED_MAX))
+    #: Names of media that have no tier, and what was not counted, by reason.
+    media: set[str] = field(default_factory=set)
+    ignored: Counter[str] = field(default_factory=Counter)
+    #: Blocks of all holders.
+    blocks: int = 0
+
+    def unpark(self, parked: Parked) -> None:
+        """Count an event that waits no more."""
+        self.waiting -= len(parked.event.hashes)
+        self.waiting_bytes -= parked.nbytes
