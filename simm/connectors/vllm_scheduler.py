@@ -1,0 +1,361 @@
+"""The scheduler's half of SiMM's connector for vLLM: what is stored of a prompt, and which blocks go where.
+
+Nothing here waits for a server: lookups run in threads, and vLLM is told to ask again later. One that takes longer than
+the deadline is a miss.
+
+Generations
+-----------
+A lookup reads the generation (``keyspace.py``), and what is loaded or stored for its request goes under just that one.
+So a reset while a request runs leaves what it still stores under the generation before, where no later request looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from ..client import Client
+from ..schemes.vllm import connector_keys, merged
+from .complaints import Complaints
+from .keyspace import Keyspace
+from .vllm_plan import Block, Group, Load, Plan, Report, first_needed, restorable
+
+__all__ = ["SchedulerSide", "Stored"]
+
+log = logging.getLogger("simm.connectors.vllm")
+
+_THREADS: Final = 2
+#: Blocks on their way to the store whose events are remembered.
+_EVENTS_MAX: Final = 1 << 16
+
+
+class Stored(NamedTuple):
+    """What an event says of a block that was stored."""
+
+    group: int
+    hash: bytes
+    parent: bytes | None
+    tokens: list[int]
+    lora: tuple[int, str] | None
+
+
+@dataclass
+class _Lookup:
+    """A question to the store: of which tokens it is, and the answer, how many of them can be had."""
+
+    computed: int
+    most: int
+    resets: int
+    until: float
+    answer: Future[tuple[int, str | None]]
+
+
+@dataclass
+class _Tracked:
+    """What is known of a request."""
+
+    request: Any
+    generation: str | None = None
+    lookup: _Lookup | None = None
+    #: A load of it has failed: vLLM asks again, and is told to compute.
+    failed: bool = False
+    #: Tokens whose blocks need no storing.
+    saved: int | None = None
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+class SchedulerSide:
+    """Decides what is loaded and stored. vLLM's scheduler calls it in one thread.
+
+    Args:
+        client, keyspace: the store.
+        groups: vLLM's KV cache groups.
+        hash_tokens: tokens that one of a request's block hashes covers.
+        align: a number of tokens that is a multiple of each group's block.
+        layerwise: requests are run while they load.
+        loads, saves: what this engine does with the store.
+        events: remember what events need.
+    """
+
+    def __init__(
+        self, client: Client, keyspace: Keyspace, groups: Sequence[Group], hash_tokens: int, align: int, *,
+        layerwise: bool = False, loads: bool = True, saves: bool = True, events: bool = False,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._keyspace = keyspace
+        self._groups = list(groups)
+        self._hash_tokens = hash_tokens
+        self._align = align
+        self._layerwise = layerwise
+        self._loads, self._saves = loads, saves
+        self._complain = Complaints(log)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="simm-vllm-lookup")
+        self._identities: list[str] = []
+        self._requests: dict[str, _Tracked] = {}
+        #: Loads of the step that is being scheduled.
+        self._due: list[Load] = []
+        #: The last generation that was read.
+        self._generation: str | None = None
+        self._resets = 0
+        #: A reset has failed: what is stored may be of other weights.
+        self._muted = False
+        self._failures = 0
+        #: (group, hash): what an event will say, and how many ranks have not stored it yet. Oldest first.
+        self._expected: OrderedDict[tuple[int, bytes], list[Any]] | None = OrderedDict() if events else None
+        self._stored: list[Stored] = []
+        self._gone: list[tuple[int, bytes]] = []
+        self.counts: dict[str, float] = {}
+
+    def use(self, identities: Sequence[str]) -> None:
+        """Take what the workers say of their memory: the identity of each rank. Nothing is looked for before."""
+        self._identities = list(dict.fromkeys(identities))
+        try:
+            self._threads.submit(self._read_generation)
+        except RuntimeError:
+            return  # shut down
+
+    def _count(self, name: str, number: float = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def _hashes(self, tracked: _Tracked, position: int) -> list[bytes]:
+        """Return the hashes of a request's full blocks in a group."""
+        factor = self._groups[position].block_tokens // self._hash_tokens
+        own = tracked.request.block_hashes
+        known = tracked.hashes.setdefault(position, [])
+        if len(own) // factor > len(known):
+            known[:] = merged([bytes(each) for each in own], factor)
+        return known[: len(own) // factor]
+
+    def _read_generation(self) -> str | None:
+        try:
+            resets = self._resets
+            generation = self._keyspace.generation()
+        except Exception as exc:
+            self._complain("generation", "the generation cannot be read: %s", str(exc), trace=True)
+            return None
+        if generation is not None and resets == self._resets:
+            self._generation = generation
+        return generation
+
+    def _look(self, computed: int, most: int, hashes: Sequence[Sequence[bytes]]) -> tuple[int, str | None]:
+        """Return how many tokens can be had, and under which generation. Runs in a thread."""
+        generation = self._read_generation()
+        if generation is None:
+            return computed, None
+        names = [
+            name
+            for identity in self._identities
+            for group, each in enumerate(hashes)
+            for name in connector_keys(each, identity, group=group)
+        ]
+        there = self._client.exists_digests(self._keyspace.digests(generation, names))
+        per = sum(map(len, hashes))
+        found = [all(there[at::per]) for at in range(per)]
+        of_groups = []
+        at = 0
+        for each in hashes:
+            of_groups.append(found[at : at + len(each)])
+            at += len(each)
+        return restorable(self._groups, of_groups, computed, most, self._align), generation
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond those computed can be loaded, None for later; and whether without the engine.
+
+        Never waits, never raises.
+        """
+        try:
+            return self._matched(request, computed)
+        except Exception as exc:
+            self._complain("lookup", "lookup failed, vLLM goes on without it: %s", str(exc), trace=True)
+            return 0, False
+
+    def _matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        tracked = self._track(request)
+        tokens = min(int(request.num_tokens) - 1, len(request.block_hashes) * self._hash_tokens)
+        most = tokens // self._align * self._align
+        computed = computed // self._align * self._align
+        if tracked.failed or self._muted or not self._loads or not self._identities or most <= computed:
+            return 0, False
+        lookup = tracked.lookup
+        if lookup is None or (lookup.computed, lookup.most, lookup.resets) != (computed, most, self._resets):
+            hashes = [
+                self._hashes(tracked, at)[computed // group.block_tokens : most // group.block_tokens]
+                for at, group in enumerate(self._groups)
+            ]
+            answer = self._threads.submit(self._look, computed, most, hashes)
+            until = time.monotonic() + self._client.deadline_s
+            lookup = tracked.lookup = _Lookup(computed, most, self._resets, until, answer)
+            self._count("lookups")
+        if not lookup.answer.done():
+            if time.monotonic() < lookup.until:
+                return None, False
+            self._count("lookups_late")
+            self._complain("late", "a lookup took longer than %.1f s: a miss", self._client.deadline_s)
+            return 0, False
+        tokens, generation = lookup.answer.result()
+        tracked.generation = generation
+        if tokens <= computed:
+            return 0, False
+        return tokens - computed, not self._layerwise
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """Take the blocks into which a request's ``external`` tokens go."""
+        tracked = self._track(request)
+        lookup, tracked.lookup = tracked.lookup, None
+        if external <= 0:
+            return
+        computed = lookup.computed if lookup is not None else 0
+        tokens = computed + external
+        blocks = []
+        for at, group in enumerate(self._groups):
+            hashes = self._hashes(tracked, at)
+            first = max(first_needed(group, tokens), computed // group.block_tokens)
+            numbers = range(first, tokens // group.block_tokens)
+            # Block 0 is vLLM's empty one.
+            blocks += [Block(at, int(block_ids[at][each]), hashes[each]) for each in numbers if block_ids[at][each]]
+        current = lookup is not None and lookup.resets == self._resets
+        self._due.append(Load(request.request_id, tracked.generation if current else None, blocks))
+        self._count("tokens_found", external)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> Plan:
+        """Return what the workers do in a step."""
+        plan = Plan(self._due, failures=self._failures)
+        self._due = []
+        if not self._saves or not self._identities or self._muted:
+            return plan
+        for number, computed, anew in _scheduled(output):
+            tracked_or_none = self._requests.get(number)
+            if tracked_or_none is not None:
+                try:
+                    self._save(plan, tracked_or_none, computed, anew, output)
+                except Exception as exc:
+                    self._complain("plan", "blocks are not stored: %s", str(exc), trace=True)
+        return plan
+
+    def _save(self, plan: Plan, tracked: _Tracked, computed: int, anew: bool, output: Any) -> None:
+        """Add the blocks that a request fills in this step."""
+        number = tracked.request.request_id
+        if anew and tracked.generation is None:
+            tracked.generation = self._generation
+        generation = tracked.generation  # if none was known then, a reset may have come since: nothing is stored
+        start = computed if anew or tracked.saved is None else min(tracked.saved, computed)
+        known = len(tracked.request.block_hashes) * self._hash_tokens
+        tracked.saved = end = max(start, min(computed + int(output.num_scheduled_tokens[number]), known))
+        if generation is None or start // self._hash_tokens == end // self._hash_tokens:
+            return
+        block_ids = output.kv_connector_block_state.get_block_ids(number)
+        for at, group in enumerate(self._groups):
+            size = group.block_tokens
+            hashes = self._hashes(tracked, at)
+            for block in range(start // size, end // size):
+                if block < len(block_ids[at]) and block_ids[at][block]:  # else out of the window already
+                    plan.saves.setdefault(generation, []).append(Block(at, int(block_ids[at][block]), hashes[block]))
+                    self._expect(tracked, at, block)
+
+    # -- what the workers say -------------------------------------------------------------------------
+
+    def heard(self, report: Report) -> None:
+        """Take a report of the workers."""
+        self._failures = max(self._failures, report.failures)
+        for number in report.failed:
+            if number in self._requests:
+                self._requests[number].failed = True
+        if self._expected is None:
+            return
+        for key in report.stored:
+            expected = self._expected.get(key)
+            if expected is not None:
+                expected[1] -= 1
+                if expected[1] <= 0:
+                    del self._expected[key]
+                    self._stored.append(expected[0])
+        self._gone += report.gone
+
+    def _expect(self, tracked: _Tracked, at: int, block: int) -> None:
+        """Remember what the event of a block will say."""
+        if self._expected is None:
+            return
+        size, hashes, request = self._groups[at].block_tokens, self._hashes(tracked, at), tracked.request
+        lora = getattr(request, "lora_request", None)
+        told = Stored(
+            at, hashes[block], hashes[block - 1] if block else None,
+            list(request.all_token_ids[block * size : (block + 1) * size]),
+            (int(lora.lora_int_id), str(lora.lora_name)) if lora is not None else None,
+        )  # fmt: skip
+        self._expected[at, hashes[block]] = [told, len(self._identities)]
+        while len(self._expected) > _EVENTS_MAX:
+            self._expected.popitem(last=False)
+
+    def running(self) -> list[str]:
+        """Return the numbers of all requests that have not ended."""
+        return list(self._requests)
+
+    def take_events(self) -> tuple[list[Stored], list[tuple[int, bytes]]]:
+        """Return the blocks that were stored, and those that were found gone, since the last call."""
+        stored, gone = self._stored, self._gone
+        self._stored, self._gone = [], []
+        return stored, gone
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        counts, self.counts = self.counts, {}
+        return counts
+
+    # -- the rest -----------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._requests[request.request_id] = _Tracked(request)
+        return tracked
+
+    def added(self, request: Any) -> None:
+        """Begin with a request."""
+        self._track(request)
+
+    def finished(self, request: Any) -> None:
+        """Forget a request."""
+        self._requests.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Make what is stored a miss from now on. If that fails, nothing is looked for until a reset that does not."""
+        try:
+            self._muted = True
+            if not self._keyspace.flush():
+                log.warning("the reset reaches other engines only when SiMM's servers can be reached again")
+            self._muted = False
+        except Exception as exc:
+            self._complain("reset", "the reset failed, SiMM is not used until the next one: %s", str(exc), trace=True)
+        finally:  # what lookups have read until now is forgotten
+            self._resets += 1
+            self._generation = None
+            for tracked in self._requests.values():
+                tracked.lookup = None
+        try:
+            self._threads.submit(self._read_generation)
+        except RuntimeError:
+            log.debug("a reset after the end")
+
+    def close(self) -> None:
+        """End the lookups."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _scheduled(output: Any) -> list[tuple[str, int, bool]]:
+    """Return the requests of a step: their number, the tokens computed before, and whether they begin or resume."""
+    found = [(each.req_id, int(each.num_computed_tokens), True) for each in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    found += [(each, int(done), each in resumed) for each, done in zip(cached.req_ids, cached.num_computed_tokens)]
+    return found

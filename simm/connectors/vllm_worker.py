@@ -1,0 +1,446 @@
+"""The workers' half of SiMM's connector for vLLM: blocks go between the engine's memory and the store.
+
+Loads
+-----
+A load runs in a thread. Without ``layerwise``, vLLM runs other requests meanwhile, and takes this one up when
+:meth:`WorkerSide.finished` names it. With it, the request runs at once. Its blocks are pinned and read layer by layer,
+and a layer waits for its own part only.
+
+Saves
+-----
+Each layer's new blocks are copied to *staging memory* by a thread when the layer is done, while the next one computes.
+A step ends when these copies have. Threads store the values after that, so no block of the engine is in use any more
+and no step waits for a server. Blocks that find no room in the staging memory are not stored.
+
+Failures
+--------
+What was not read whole is named to vLLM, which computes it. With ``layerwise`` a step may have computed on blocks whose
+load failed. So nothing of such a step is stored, nor of those behind it, until a plan says that the scheduler knows of
+the failure: the steps from there on are without its consequences.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final
+
+import numpy as np
+
+from ..client import Client, NoValue, WrongSize
+from ..host.buffers import Ranges, Span
+from ..schemes.vllm import connector_keys
+from ..wire.status import STATUS_NAMES, Status
+from .complaints import Complaints
+from .keyspace import Keyspace
+from .vllm_plan import Block, Group, Layer, Load, Plan, Report, ValueLayout
+
+__all__ = ["WorkerSide"]
+
+log = logging.getLogger("simm.connectors.vllm")
+
+_LOAD_THREADS: Final = 4
+_SAVE_THREADS: Final = 2
+_COPY_THREADS: Final = 2
+#: Bytes of staging memory, unless the engine is told otherwise.
+STAGING_BYTES: Final = 256 << 20
+#: Values of a call that stores.
+_BATCH: Final = 64
+
+
+class _Layers:
+    """The layers of a step that loads are still busy with."""
+
+    def __init__(self, layers: Iterable[str], loads: int) -> None:
+        self._changed = threading.Condition()
+        self._left = dict.fromkeys(layers, loads)
+        #: Layers that the engine has not waited for.
+        self.unseen = set(self._left)
+
+    def done(self, layer: str) -> None:
+        with self._changed:
+            self._left[layer] -= 1
+            self._changed.notify_all()
+
+    def wait(self, layer: str) -> None:
+        """Wait for a layer. Each load ends within its calls' deadlines."""
+        self.unseen.discard(layer)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left.get(layer, 0) <= 0)
+
+
+class _Staged:
+    """A block on its way to the store: its place in the staging memory."""
+
+    __slots__ = ("block", "generation", "row")
+
+    def __init__(self, block: Block, generation: str, row: int) -> None:
+        self.block, self.generation, self.row = block, generation, row
+
+
+class WorkerSide:
+    """Loads and stores blocks of a rank. vLLM's worker calls it in one thread; no method raises.
+
+    Args:
+        client, keyspace: the store.
+        groups: vLLM's KV cache groups.
+        layerwise: see above; with one group only.
+        staging_bytes: of the staging memory.
+        share: this rank's number and the number of ranks with the same blocks. Each stores a part of them.
+    """
+
+    def __init__(
+        self, client: Client, keyspace: Keyspace, groups: Sequence[Group], *, layerwise: bool = False,
+        staging_bytes: int = STAGING_BYTES, share: tuple[int, int] = (0, 1),
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._keyspace = keyspace
+        self._groups = list(groups)
+        self._layerwise = layerwise
+        self._staging_bytes = staging_bytes
+        self._share = share
+        self._complain = Complaints(log)
+        self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="simm-vllm-load")
+        self._savers = ThreadPoolExecutor(_SAVE_THREADS, thread_name_prefix="simm-vllm-save")
+        self._copiers = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="simm-vllm-copy")
+        self._identity = ""
+        self._values: list[ValueLayout] = []
+        self._group_of = {name: at for at, group in enumerate(self._groups) for name in group.layers}
+        self._spans: list[Span] = []
+        self._registered: list[Span] = []
+        self._staging: Span | None = None
+        self._row_bytes = 0
+        # What follows is guarded by the lock where threads use it too.
+        self._lock = threading.Lock()
+        self._free: list[int] = []
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad: set[int] = set()
+        self._report = Report()
+        self._counts: dict[str, float] = {}
+        self._saving = 0
+        self._idle = threading.Condition(self._lock)
+        # Of the step that runs.
+        self._layers: _Layers | None = None
+        self._step_failed = False
+        self._failures = self._known_failures = 0
+        self._saves: list[_Staged] = []
+        self._copied: set[str] = set()
+        self._copies: list[Future[None]] = []
+
+    def register(self, layers: Mapping[str, Layer], memory: Sequence[Span], identity: str) -> None:
+        """Take the engine's memory. Raises UsageError if its blocks cannot be values."""
+        values = [ValueLayout([(name, layers[name]) for name in group.layers]) for group in self._groups]
+        self._row_bytes = max(value.size for value in values)
+        rows = max(1, self._staging_bytes // self._row_bytes)
+        raw = np.empty(rows * self._row_bytes, np.uint8)
+        staging = Span(int(raw.__array_interface__["data"][0]), raw.nbytes, keep=raw)
+        self._spans = [self._known(span) for span in memory]
+        self._staging = self._known(staging)
+        self._free = list(range(rows))
+        self._values, self._identity = values, identity
+
+    def _known(self, span: Span) -> Span:
+        """Return memory as RDMA devices know it, or as it is."""
+        try:
+            span = self._client.register(span)
+            self._registered.append(span)
+        except Exception as exc:  # its bytes still go, by copies
+            log.info("memory is not registered: %s", exc)
+        return span
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan) -> None:
+        """Begin a step: get ready for its saves."""
+        self._known_failures = plan.failures
+        self._step_failed = False
+        wait(self._copies)
+        self._release(self._saves)  # of a step that has not ended, as the model has failed
+        self._copied, self._copies = set(), []
+        self._saves = self._stage(plan)
+
+    def load(self, plan: Plan) -> None:
+        """Begin the step's loads."""
+        if self._layerwise and plan.loads:
+            self._layers = _Layers(self._values[0].layers, len(plan.loads))
+        for load in plan.loads:
+            try:
+                self._loaders.submit(self._load_layers if self._layerwise else self._load, load, self._layers)
+            except RuntimeError:  # closed
+                self._ended(load, list(load.blocks), time.monotonic())
+                if self._layers is not None:
+                    for layer in self._values[0].layers:
+                        self._layers.done(layer)
+
+    def _stage(self, plan: Plan) -> list[_Staged]:
+        """Return places in the staging memory for what this rank stores of a step."""
+        own, ranks = self._share
+        staged = []
+        missing = 0
+        if not self._values or self._failures != self._known_failures:
+            return []
+        with self._lock:
+            for generation, blocks in plan.saves.items():
+                for block in blocks:
+                    if ranks > 1 and block.hash[-1] % ranks != own:
+                        continue
+                    if self._free:
+                        staged.append(_Staged(block, generation, self._free.pop()))
+                    else:
+                        missing += 1
+            self._count("blocks_dropped", missing)
+        if missing:
+            self._complain("staging", "%d blocks are not stored: the staging memory (staging_mb) is full", missing)
+        return staged
+
+    def _count(self, name: str, number: float = 1) -> None:
+        """Count. The lock is held."""
+        if number:
+            self._counts[name] = self._counts.get(name, 0) + number
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    def _keys(self, blocks: Sequence[Block]) -> list[str]:
+        return [connector_keys([block.hash], self._identity, group=block.group)[0] for block in blocks]
+
+    def _span(self, address: int, size: int) -> Span:
+        """Return a piece of the engine's memory, with its registration if it has one."""
+        for each in self._spans:
+            if each.address <= address and address + size <= each.address + each.size:
+                return each.part(address - each.address, size)
+        return Span(address, size)
+
+    def _sink(self, pieces: Sequence[tuple[int, int, int]]) -> Ranges:
+        end = max(offset + length for offset, length, _ in pieces)
+        parts = [(offset, length, address, self._span(address, length)) for offset, length, address in pieces]
+        return Ranges(parts, end, sum(length for _, length, _ in pieces))
+
+    def _load(self, load: Load, _: _Layers | None) -> None:
+        """Read a request's blocks, all layers at once."""
+        bad, gone = list(load.blocks), []
+        began = time.monotonic()
+        try:
+            if load.generation is not None and load.blocks:
+                digests = self._keyspace.digests(load.generation, self._keys(load.blocks))
+                sinks = [self._sink(self._values[block.group].whole(block.number)) for block in load.blocks]
+                results = self._client.get_digests(digests, sinks)
+                bad, wrong = [], {}
+                gone = [block for block, got in zip(load.blocks, results) if got == NoValue.MISS]
+                for block, digest, got in zip(load.blocks, digests, results):
+                    length = got.length if type(got) is WrongSize else int(got)
+                    if type(got) is WrongSize or length != self._values[block.group].size:
+                        bad.append(block)
+                        if length > 0:
+                            wrong[digest] = length
+                self._drop(wrong)
+        except Exception as exc:
+            self._complain("load", "a load failed, vLLM computes instead: %s", str(exc), trace=True)
+            bad = list(load.blocks)
+        finally:
+            self._ended(load, bad, began, gone)
+
+    def _load_layers(self, load: Load, layers: _Layers | None) -> None:
+        """Read a request's blocks layer by layer, and tell of each."""
+        assert layers is not None
+        value = self._values[0]
+        todo = list(value.layers)
+        good: dict[int, Block] = {}
+        began = time.monotonic()
+        try:
+            if load.generation is not None and load.blocks:
+                with self._client.pin(self._keyspace.names(load.generation, self._keys(load.blocks))) as pins:
+                    lengths = pins.lengths
+                    good = {at: each for at, each in enumerate(load.blocks) if lengths[at] == value.size}
+                    wrong = {at: length for at, length in enumerate(lengths) if length not in (None, value.size)}
+                    for layer in value.layers:
+                        places = list(good)
+                        wants = [(at, self._sink(value.of_layer(layer, good[at].number))) for at in places]
+                        for at, got in zip(places, pins.read_wants(wants) if wants else ()):
+                            if got is None:
+                                del good[at]
+                        if not good:
+                            break
+                        if layer != todo[-1]:
+                            layers.done(todo.pop(0))
+                            if time.monotonic() - began > 2 * self._client.deadline_s:
+                                good = {}
+                                break
+                    if wrong:
+                        digests = self._keyspace.digests(load.generation, self._keys([load.blocks[at] for at in wrong]))
+                        self._drop(dict(zip(digests, (length or 0 for length in wrong.values()))))
+        except Exception as exc:
+            self._complain("load", "a load failed, vLLM computes instead: %s", str(exc), trace=True)
+            good = {}
+        finally:
+            # Before the last layer: a step that has all of them knows what failed.
+            self._ended(load, [block for at, block in enumerate(load.blocks) if at not in good], began)
+            for layer in todo:
+                layers.done(layer)
+
+    def _drop(self, wrong: Mapping[bytes, int]) -> None:
+        """Delete values of another size than their keys promise, so that this engine's can be stored."""
+        if wrong:
+            self._complain("size", "%d blocks have another size than their keys promise: dropped", len(wrong))
+            self._client.delete_sized(list(wrong), list(wrong.values()))
+
+    def _ended(self, load: Load, bad: list[Block], began: float, gone: Sequence[Block] = ()) -> None:
+        """Note that a load has ended: nothing writes to its blocks any more."""
+        lost = set(bad)
+        size = sum(self._values[block.group].size for block in load.blocks if block not in lost) if self._values else 0
+        with self._lock:
+            self._count("load_seconds", time.monotonic() - began)
+            self._count("blocks_loaded", len(load.blocks) - len(bad))
+            self._count("bytes_loaded", size)
+            self._count("blocks_failed", len(bad))
+            self._report.gone += [(block.group, block.hash) for block in gone]
+            if not self._layerwise:
+                self._loaded.add(load.request)
+            if bad:
+                self._bad.update(block.number for block in bad)
+                self._failed.add(load.request)
+                self._report.failed.add(load.request)
+                self._step_failed = self._step_failed or self._layerwise
+
+    def wait_layer(self, name: str) -> None:
+        """Wait until a layer of the step's loads is there."""
+        if self._layers is not None:
+            self._layers.wait(name)
+
+    # -- saves ------------------------------------------------------------------------------------
+
+    def save_layer(self, name: str) -> None:
+        """Begin to copy a layer's new blocks, which the engine has computed, to the staging memory."""
+        group = self._group_of.get(name)
+        if group is None or name in self._copied or not self._saves:
+            return
+        self._copied.add(name)
+        mine = [each for each in self._saves if each.block.group == group]
+        if mine:
+            try:
+                self._copies.append(self._copiers.submit(self._copy, name, mine))
+            except RuntimeError:  # closed
+                self._step_failed = True
+
+    def _copy(self, name: str, staged: Sequence[_Staged]) -> None:
+        assert self._staging is not None
+        for each in staged:
+            row = self._staging.address + each.row * self._row_bytes
+            for offset, length, address in self._values[each.block.group].of_layer(name, each.block.number):
+                ctypes.memmove(row + offset, address, length)
+
+    def end(self) -> None:
+        """End a step: its loads are done if it waits for them, and its blocks may be overwritten."""
+        if self._layers is not None:
+            unseen = set(self._layers.unseen)
+            for name in self._values[0].layers if self._values else ():
+                self._layers.wait(name)
+            self._layers = None
+            if unseen:
+                self._step_failed = True
+                self._complain("layers", "vLLM ran without waiting for the layers %s: nothing of this step is stored",
+                               sorted(unseen)[:3])  # fmt: skip
+        for group in {each.block.group for each in self._saves}:
+            for name in self._groups[group].layers:  # those that vLLM does not name
+                self.save_layer(name)
+        saves, self._saves = self._saves, []
+        wait(self._copies)
+        failed = self._step_failed or any(each.exception() is not None for each in self._copies)
+        self._copies = []
+        if self._step_failed:
+            self._failures += 1
+            with self._lock:
+                self._report.failures = self._failures
+        if failed:
+            self._release(saves)
+            return
+        for at in range(0, len(saves), _BATCH):
+            batch = saves[at : at + _BATCH]
+            with self._lock:
+                self._saving += 1
+            try:
+                self._savers.submit(self._save, batch)
+            except RuntimeError:  # closed
+                self._release(batch, 1)
+
+    def _release(self, staged: Sequence[_Staged], ended: int = 0) -> None:
+        with self._lock:
+            self._free += [each.row for each in staged]
+            self._saving -= ended
+            self._idle.notify_all()
+
+    def _save(self, staged: Sequence[_Staged]) -> None:
+        """Store what was staged. Runs in a thread."""
+        began = time.monotonic()
+        try:
+            assert self._staging is not None
+            digests = [
+                self._keyspace.digests(each.generation, self._keys([each.block]))[0] for each in staged
+            ]  # fmt: skip
+            sizes = [self._values[each.block.group].size for each in staged]
+            sources = [self._staging.part(each.row * self._row_bytes, size) for each, size in zip(staged, sizes)]
+            statuses = self._client.put_digests(digests, sources, True)
+            good = [at for at, status in enumerate(statuses) if status == Status.OK]
+            with self._lock:
+                self._count("save_seconds", time.monotonic() - began)
+                self._count("blocks_stored", len(good))
+                self._count("bytes_stored", sum(sizes[at] for at in good))
+                self._count("blocks_not_stored", len(staged) - len(good))
+                self._report.stored += [(staged[at].block.group, staged[at].block.hash) for at in good]
+            if len(good) < len(staged):
+                first = next(status for status in statuses if status != Status.OK)
+                self._complain("put", "%d blocks were not stored: %s", len(staged) - len(good), STATUS_NAMES[first])
+        except Exception as exc:
+            self._complain("put", "blocks were not stored: %s", str(exc), trace=True)
+            with self._lock:
+                self._count("blocks_not_stored", len(staged))
+        finally:
+            self._release(staged, 1)
+
+    # -- what vLLM asks -----------------------------------------------------------------------------
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended since the last call, and those of them that have failed."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, set()
+            failed = self._failed & loaded
+            self._failed -= failed
+        return loaded, failed
+
+    def bad_blocks(self) -> set[int]:
+        """Return the blocks that were not loaded, since the last call."""
+        with self._lock:
+            bad, self._bad = self._bad, set()
+        return bad
+
+    def take_report(self) -> Report | None:
+        """Return what the scheduler is to know, None for nothing."""
+        with self._lock:
+            report, self._report = self._report, Report()
+        return report or None
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        return counts
+
+    def wait_saved(self, timeout_s: float) -> bool:
+        """Wait until all that was to be stored is, or has failed; return whether it is so."""
+        with self._lock:
+            return self._idle.wait_for(lambda: self._saving == 0, timeout_s)
+
+    def close(self) -> None:
+        """End the threads: loads and saves that run have ended then."""
+        for pool in (self._loaders, self._copiers, self._savers):
+            pool.shutdown(wait=True, cancel_futures=False)
+        for span in self._registered:
+            try:
+                self._client.deregister(span)
+            except Exception as exc:
+                self._complain("close", "memory is still registered: %s", str(exc))
+        self._registered = []
