@@ -214,6 +214,9 @@ def _local(argv: Sequence[str], prog: str) -> int:
                 print("Programs of this user find the token. Where they do not:")
                 print(f"  export SIMM_TOKEN_FILE={shlex.quote(str(token_file))}")
             print(f"  simm put KEY FILE --manager {cluster.manager}\n  simm status --manager {cluster.manager}")
+            if settings.http is not None and settings.http.port:
+                scheme = "https" if settings.tls_cert is not None else "http"
+                print(f"  {scheme}://{settings.http}/ shows what clients do, in a browser")
             print("Ctrl-C stops it and drops the stored values.", flush=True)
         ended = _wait_for_any(cluster.pids)
         raise SimmError(f"the {ended} has ended: {cluster.how_ended(ended)}")
@@ -457,6 +460,10 @@ COMMANDS: Final[dict[str, Command]] = {
     "status": _status,
     "node": _node,
     "ctl": _main_of("tools.ctl.command", "see this host's clients, namespaces and hit ratios, and why gets miss"),
+    "top": _main_of("tools.ctl.top", "watch rates, hit ratio, latencies, data servers and namespaces live"),
+    "trace": _main_of("tools.trace", "record what calls of this host's clients spend their time on, for Perfetto"),
+    "index": _main_of("tools.index", "tell routers which engine has a prompt's prefix, by the engines' events"),
+    "events": _main_of("tools.events", "publish what this host's data servers store and drop, for such an index"),
     "config": _config,
     "topo": _topo,
     "doctor": _doctor,

@@ -19,6 +19,11 @@ LMCACHE_SERVER: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 #: How vLLM finds SiMM's tier, among ``secondary_tiers``.
 VLLM: Final[Mapping[str, str]] = {"type": "SimmTier", "module_path": "simm.connectors.vllm"}
+#: How vLLM finds SiMM's connector. A block that was evicted is computed, which is not vLLM's default.
+VLLM_CONNECTOR: Final[Mapping[str, str]] = {
+    "kv_connector": "SimmConnector", "kv_connector_module_path": "simm.connectors.vllm_connector",
+    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+}  # fmt: skip
 #: How SGLang finds SiMM's backend, in ``--hicache-storage-backend-extra-config``.
 SGLANG: Final[Mapping[str, Any]] = {
     "backend_name": "simm", "module_path": "simm.connectors.sglang", "class_name": "HiCacheSimm", "interface_v1": 1,
@@ -125,9 +130,22 @@ def _vllm(settings: Settings) -> Recipe:
     return Recipe({}, (("--kv-transfer-config", json.dumps(transfer)),), notes)
 
 
+def _vllm_connector(settings: Settings) -> Recipe:
+    """vLLM on a CPU, with a KV connector"""
+    extra = {"manager_address": _manager(settings)}
+    if settings.origin("namespace") != "default":
+        extra["namespace"] = settings.namespace
+    transfer = {**VLLM_CONNECTOR, "kv_connector_extra_config": extra}
+    notes = (
+        "pip install simm in vLLM's environment; vLLM 0.32, with its KV cache in host memory",
+        "for a GPU take the flags of: simm engine vllm",
+    )
+    return Recipe({}, (("--kv-transfer-config", json.dumps(transfer)),), notes)
+
+
 ENGINES: Final[Mapping[str, Callable[[Settings], Recipe]]] = {
     "sglang": _sglang, "sglang-builtin": _sglang_builtin, "sglang-mooncake": _sglang_mooncake, "lmcache": _lmcache,
-    "lmcache-server": _lmcache_server, "vllm": _vllm,
+    "lmcache-server": _lmcache_server, "vllm": _vllm, "vllm-connector": _vllm_connector,
 }  # fmt: skip
 
 

@@ -350,7 +350,8 @@ class LoadThread:
     def burst(self, ops: Sequence[str], batch: int, floor: bool, seconds: float, counted: bool) -> dict[str, Any]:
         """Call ``ops`` for ``seconds`` and return their counts. A warm-up (not ``counted``) uses every row.
 
-        ``cpu_ns`` is this thread's processor time in calls. What it does between two calls waits for nothing.
+        ``cpu_ns`` is this thread's processor time in calls, None if it cannot be told. What it does between two calls
+        waits for nothing, so that is the time there, unless another process had the processor for longer than that.
         """
         puts = not floor and any(OPERATIONS[op].kind == "put" for op in ops)
         if puts:
@@ -397,7 +398,7 @@ class LoadThread:
                  "absent": tally.absent}
                 for tally in tallies
             ],
-            "cpu_ns": min(busy, max(0, cpu - between)),
+            "cpu_ns": min(busy, cpu - between) if cpu > between else None,
         }  # fmt: skip
 
     def _samples_of(self, position: int, floor: bool) -> Samples:

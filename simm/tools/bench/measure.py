@@ -94,7 +94,8 @@ class Bench:
             self.load.ask("store", again=True)
         seconds = self.plan.seconds / ROUNDS / 2
         counts = [{floor: _Counts() for floor in (False, True)} for _ in cells]
-        caller_ns, worker_ns = 0, _Spent(self.worker)
+        caller_us: list[float] = []
+        worker_ns = _Spent(self.worker)
         for number in range(ROUNDS + 1):
             rates = counts[0][False].rates
             pace = f", {rates[-1]:,.0f} keys/s" if rates else ""
@@ -110,14 +111,14 @@ class Bench:
                     continue
                 if not floor:
                     worker_ns.end()
-                    caller_ns += sum(thread["cpu_ns"] for answer in answers for thread in answer["threads"])
+                    caller_us += _caller_us(answers)
                 for position, counted in enumerate(counts):
                     counted[floor].add([[part["ops"][position] for part in each["threads"]] for each in answers])
         for position, (cell, counted) in enumerate(zip(cells, counts)):
             cell.rounds = [pair for pair in zip(counted[False].rates, counted[True].rates) if all(pair)]
             for floor, figures in ((False, cell.own), (True, cell.floor)):
                 self._summarise(figures, cell, position, counted[floor], floor)
-        self._account(cells, caller_ns, worker_ns.total)
+        self._account(cells, caller_us, worker_ns.total)
 
     def _burst(
         self, ops: Sequence[str], batch: int, floor: bool, seconds: float, counted: bool
@@ -147,14 +148,21 @@ class Bench:
             for threads, rates in zip(answers, counts.by_process):
                 cell.shares.append(Share(statistics.median(rates), *percentiles(threads, POINTS[:3])))
 
-    def _account(self, cells: Sequence[Cell], caller_ns: int, worker_ns: int | None) -> None:
+    def _account(self, cells: Sequence[Cell], caller_us: Sequence[float], worker_ns: int | None) -> None:
         """Set the processor time a key. Of a mix it cannot be told apart, and the worker polls while keys are read."""
         if self.plan.mix is not None:
             return
         (cell,) = cells
-        cell.caller_us = caller_ns / 1000 / max(1, cell.own.keys)
+        cell.caller_us = statistics.median(caller_us) if caller_us else None
         if worker_ns is not None and self.path == "shm":
             cell.worker_us = worker_ns / 1000 / max(1, cell.own.keys)
+
+
+def _caller_us(answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the processor time of a key in each thread's burst, microseconds, of those where it can be told."""
+    threads = [thread for answer in answers for thread in answer["threads"] if thread["cpu_ns"] is not None]
+    keys = [sum(part["keys"] for part in thread["ops"]) for thread in threads]
+    return [thread["cpu_ns"] / 1000 / count for thread, count in zip(threads, keys) if count]
 
 
 class _Spent:

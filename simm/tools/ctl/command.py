@@ -1,73 +1,216 @@
-"""``simm ctl``, also ``simmctl``: workers, clients, namespaces and slabs of this host, and why clients find nothing."""
+"""``simm ctl``, also ``simmctl``: see inside this host's data servers and the cluster, and change what may change."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from ...config.parsers import parse_duration
+from ...config.client_options import ClientOptions
+from ...config.parsers import node_name, parse_bytes, parse_duration
 from ...config.settings import Settings, add_arguments
-from ...errors import UsageError
-from ..connect import command_settings
+from ...errors import UsageError, printable
+from ..connect import command_settings, manager_client, token_of
 from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
-from . import why
-from .tables import TABLES, Row, namespace_rows, rates_text, table, worker_rows
-from .workers import ask_all, require_one
+from ..nodes import bytes_text, request, room_text, wait_drained
+from . import cluster, entries, tuning, why
+from .tables import TABLES, Row, kept_text, namespace_rows, rates_text, table, worker_rows
+from .workers import Asked, ask_all, require_one
 
 _ABOUT = (
-    "Show what the data servers of this host and their clients do, also without a manager. workers: memory, shards, "
-    "state. clients: who is connected by shared memory, and what each has done. namespaces: entries, bytes, hit "
-    "ratio. slabs: values by size of chunk, and waste. why [NAMESPACE]: why clients find few values, or none. Counts "
-    "are those of clients on this host since the worker began. Exit 1 if a worker does not answer, or if why has "
-    "found a cause."
+    "Show what the data servers of this host and their clients do, also without a manager, and change what may "
+    "change. workers: memory, shards, state. clients: who is connected by shared memory, and what each has done. "
+    "sessions: all of them, also those of the server's own processes. namespaces: entries, bytes, hit ratio; "
+    "namespaces flush NAME: make all its values unreadable on every host. slabs: values by size of chunk, and waste. "
+    "keys [sample|hot|large|old|new] [NAMESPACE]: values by their digests. evict NAMESPACE: delete its values, see "
+    "--older, --larger, --most, --dry-run; '*' is all. settings [list | get NAME | set NAME VALUE]: of this host's "
+    "data servers, with --of of one anywhere, with --of '*' of all, with --of-manager of the manager; until the next "
+    "start. node list|summary|drain NAME|resume NAME and shard list: of the cluster, or of this host if no manager "
+    "answers. why [NAMESPACE]: why clients find few values, or none. Counts are those of clients on this host since "
+    "the worker began. Exit 1 if a worker or the manager does not answer, or if why has found a cause; 2 if nothing "
+    "can be shown, or for wrong usage."
 )
+#: What is shown or done -> how many words may follow.
+_SUBJECTS: Final = {
+    "workers": 0, "clients": 0, "sessions": 0, "namespaces": 2, "slabs": 0, "keys": 2, "evict": 1, "settings": 3,
+    "node": 2, "shard": 1, "why": 1,
+}  # fmt: skip
+#: Rows, their text, and whether all is well.
+Shown = tuple[Any, str, bool]
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog=prog, description=_ABOUT)
     add_arguments(parser, "client")
-    parser.add_argument("what", choices=[*TABLES, "why"], metavar="|".join([*TABLES, "why"]))
-    parser.add_argument("only", nargs="?", metavar="NAMESPACE", help="for why: only this one")
+    parser.add_argument("what", choices=list(_SUBJECTS), metavar="WHAT", help="what to look at, or to do")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="what of it, see above")
     parser.add_argument("--server", metavar="NAME", default="", help="only this data server's workers")
+    parser.add_argument("--of-manager", action="store_true", help="settings: those of the manager, by an admin's token")
+    parser.add_argument("--of", metavar="NAME", default="", help="settings: of a data server anywhere; '*' is all")
+    parser.add_argument("--older", metavar="TIME", help="evict: only values that were put longer ago, as 1h")
+    parser.add_argument("--larger", metavar="SIZE", help="evict: only values of this size or more, as 1M")
+    parser.add_argument("--most", metavar="N", type=int, help="keys: so many, 20 without; evict: of each worker")
+    parser.add_argument("--dry-run", action="store_true", help="evict: only count the values")
+    parser.add_argument("--no-wait", action="store_true", help="node drain: request it and return")
+    parser.add_argument("--timeout", metavar="TIME", help="node drain, namespaces flush: wait no longer, as 10m")
     parser.add_argument("--watch", metavar="TIME", help="show it again after this time, as 2s, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch a line each time")
     arguments = parser.parse_args(argv)
-    if arguments.only is not None and arguments.what != "why":
-        parser.error("a NAMESPACE goes with why")
+    if len(arguments.words) > _SUBJECTS[arguments.what]:
+        parser.error(f"{arguments.what} takes {_SUBJECTS[arguments.what] or 'no'} words after it")
+    if arguments.most is not None and arguments.most < 1:
+        raise UsageError("--most is 1 at least")
     every_s = parse_duration(arguments.watch, "s") if arguments.watch is not None else 0.0
     if arguments.watch is not None and every_s < 0.1:
         raise UsageError("--watch is 0.1s at least")
     settings = command_settings("client", arguments)
+    act = _ACTIONS.get((arguments.what, arguments.words[0] if arguments.words else ""))
+    if act is None and arguments.what == "evict":
+        act = _evict
+    if act is not None:
+        if every_s:
+            raise UsageError("--watch only looks: it goes with what changes nothing")
+        return act(settings, arguments)
+    return _show(lambda: _look(settings, arguments), every_s, as_json=arguments.json, watch=bool(every_s))
 
-    def look() -> tuple[Any, str, bool]:
-        return _look(settings, arguments.what, arguments.server, arguments.only or "")
 
-    return _show(look, every_s, as_json=arguments.json, watch=arguments.watch is not None)
-
-
-def _look(settings: Settings, what: str, server: str, namespace: str) -> tuple[Any, str, bool]:
+def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
     """Return rows, their text, and whether all is well. Raises UsageError, TransportError."""
-    asked = ask_all(settings.runtime_dir, server)
+    what, words = arguments.what, arguments.words
+
+    def asked() -> list[Asked]:
+        return ask_all(settings.runtime_dir, arguments.server, settings.server_uid)
+
+    if what == "settings":
+        rows = tuning.settings_rows(settings, words, arguments.server, **_whose(arguments))
+        return rows, table(what, rows), True
+    if what == "node":
+        return _nodes(settings, words, asked)
+    if what == "shard":
+        if words != ["list"]:
+            raise UsageError("shard takes list")
+        rows, trouble = cluster.shard_rows(settings, asked)
+        return rows, _noted(table(what, rows), trouble), not trouble
+    return _local(what, words, asked(), arguments.most)
+
+
+def _nodes(settings: Settings, words: Sequence[str], asked: Callable[[], list[Asked]]) -> Shown:
+    if list(words) not in (["list"], ["summary"]):
+        raise UsageError("node takes list, summary, drain NAME or resume NAME")
+    rows, trouble = cluster.node_rows(settings, asked)
+    if words[0] == "list":
+        return rows, _noted(table("node", rows), trouble), not trouble
+    found = cluster.summary(rows)
+    states = ", ".join(f"{count} {state}" for state, count in sorted(found["states"].items())) or "none"
+    text = (
+        f"data servers: {states}\nmemory: {bytes_text(found['used_bytes'])} of {bytes_text(found['capacity_bytes'])}, "
+        f"{found['entries']:,} values\nputs: {found['puts']:,}, evictions: {found['evictions']:,}\n"
+        f"shards: {found['shards']:,}, {found['moving_in']:,} of them moving in"
+    )
+    return found, _noted(text, trouble), not trouble
+
+
+def _noted(text: str, trouble: str) -> str:
+    return f"{text}\nno manager answers, this is what this host knows: {printable(trouble)}" if trouble else text
+
+
+def _local(what: str, words: Sequence[str], asked: Sequence[Asked], most: int | None) -> Shown:
+    """Look at what the workers of this host say, and at their arenas."""
     if what == "workers":
         rows = worker_rows(asked)
         return rows, table(what, rows), not any(row["reason"] for row in rows)
     require_one(asked)
     silent = "".join(f"\n{each.name} does not answer: {each.why}" for each in asked if not each.stats)
     if what == "why":
-        findings = why.explain(worker_rows(asked), namespace_rows(asked), namespace)
+        findings = why.explain(worker_rows(asked), namespace_rows(asked), words[0] if words else "")
         return why.as_json(findings), why.text_of(findings), not any(each.bad for each in findings)
-    rows = TABLES[what][0](asked)
-    left = sum(each.stats.get("clients_left_out", 0) for each in asked) if what == "clients" else 0
+    if what == "keys":
+        order, namespace = [*words, "sample", ""][:2] if len(words) != 1 else (words[0], "")
+        rows = entries.key_rows(asked, order, namespace, most or 20)
+    elif words:
+        raise UsageError(f"{what} takes no {words[0]!r}")
+    else:
+        rows = TABLES[what][0](asked)
+    left = sum(each.stats.get("clients_left_out", 0) for each in asked) if what in ("clients", "sessions") else 0
     more = f"\nand {left:,} sessions more" if left else ""
-    return rows, table(what, rows) + more + silent, not silent
+    kept = kept_text(asked) if what == "namespaces" else ""
+    return rows, table(what, rows) + kept + more + silent, not silent
+
+
+# -- what changes something --------------------------------------------------------------------------
+
+
+def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
+    namespace = cluster.one_word(arguments.words, "evict NAMESPACE")
+    asked = ask_all(settings.runtime_dir, arguments.server, settings.server_uid)
+    require_one(asked)
+    rows = entries.evict(
+        asked, "" if namespace == "*" else namespace,
+        older_s=parse_duration(arguments.older, "s") if arguments.older is not None else 0.0,
+        larger=parse_bytes(arguments.larger) if arguments.larger is not None else 0,
+        most=arguments.most or 0, dry=arguments.dry_run,
+    )  # fmt: skip
+    _print(rows, table("evict", rows), as_json=arguments.json)
+    return EXIT_NO if any(row["reason"] for row in rows) else EXIT_OK
+
+
+def _flush(settings: Settings, arguments: argparse.Namespace) -> int:
+    from ...sdk.ops.epochs import advance
+
+    name = cluster.one_word(arguments.words[1:], "namespaces flush")
+    timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else 60.0
+    epoch = advance(ClientOptions.from_settings(settings, token=token_of(settings)), name, timeout_s)
+    text = f"nobody can read what was stored in {printable(repr(name))} before: its epoch is {epoch:,} now"
+    _print({"namespace": name, "epoch": epoch}, text, as_json=arguments.json)
+    return EXIT_OK
+
+
+def _drain(settings: Settings, arguments: argparse.Namespace) -> int:
+    drain = arguments.words[0] == "drain"
+    name = node_name(cluster.one_word(arguments.words[1:], f"node {arguments.words[0]}"))
+    timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else None
+    with manager_client(settings) as link:
+        warning = room_text(link.status(), name) if drain else ""
+        if warning:
+            print(warning, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+        shards = request(link, name, drain)
+        if drain and not arguments.no_wait:
+            wait_drained(link, name, sys.stderr if arguments.json else sys.stdout, timeout_s)
+            if not arguments.json:
+                return EXIT_OK
+    told = f"{name}: {'to be drained' if drain else 'takes its share'}, owned {shards:,} shards when asked"
+    _print({"node": name, "draining": drain, "shards": shards}, told, as_json=arguments.json)
+    return EXIT_OK
+
+
+def _whose(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return whose settings are meant, if not this host's."""
+    if arguments.of and arguments.of_manager:
+        raise UsageError("--of and --of-manager: one of them")
+    return {"manager": arguments.of_manager, "node": arguments.of}
+
+
+def _set(settings: Settings, arguments: argparse.Namespace) -> int:
+    rows = tuning.settings_rows(settings, arguments.words, arguments.server, **_whose(arguments))
+    _print(rows, table("settings", rows), as_json=arguments.json)
+    return EXIT_OK
+
+
+_ACTIONS: Final[dict[tuple[str, str], Callable[[Settings, argparse.Namespace], int]]] = {
+    ("namespaces", "flush"): _flush, ("node", "drain"): _drain, ("node", "resume"): _drain, ("settings", "set"): _set,
+}  # fmt: skip
+
+
+def _print(rows: Any, text: str, *, as_json: bool) -> None:
+    print(json.dumps(rows, indent=2) if as_json else text, flush=True)
 
 
 def _show(
-    look: Callable[[], tuple[Any, str, bool]], every_s: float, *, as_json: bool, watch: bool,
+    look: Callable[[], Shown], every_s: float, *, as_json: bool, watch: bool,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:  # fmt: skip
     """Show what ``look`` returns, once or again and again, and return the exit code."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import printable
+from ...host.processes import program_of
 from ...ipc.tally import Totals, counters_summary
 from ..nodes import bytes_text, columns
 from .workers import Asked, Stored, stored_in
@@ -69,21 +69,18 @@ def worker_rows(asked: Sequence[Asked]) -> list[Row]:
 
 def client_rows(asked: Sequence[Asked]) -> list[Row]:
     """Return a row for each session of a client, those that did something last first."""
+    return [row for row in session_rows(asked) if row["kind"] == "client"]
+
+
+def session_rows(asked: Sequence[Asked]) -> list[Row]:
+    """Return a row for each session, also of movers and of a server's own processes."""
     rows = []
     for each in asked:
         for claimed in each.stats.get("clients", ()):
-            if claimed["kind"] == "client":
-                row = {"worker": each.name, "program": program_of(claimed["pid"]), "path": "shm", **claimed}
-                rows.append({**row, **_done(row.pop("counts"))} if "counts" in row else row)
+            row = {"worker": each.name, "program": program_of(claimed["pid"]), "path": "shm", **claimed}
+            rows.append({**row, **_done(row.pop("counts"))} if "counts" in row else row)
     rows.sort(key=lambda row: (row["idle_s"] is None, row["idle_s"] or 0.0))
     return rows
-
-
-def program_of(pid: int) -> str:
-    """Return the name of a process; empty for one that has ended, or is not to be seen from here."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
-        return file.read().strip()
-    return ""
 
 
 def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
@@ -91,7 +88,7 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
     rows: dict[str, Row] = {}
 
     def row(name: str) -> Row:
-        empty = {"namespace": name, "entries": 0, "bytes": 0, "clients": 0, "quota_bytes": None}
+        empty = {"namespace": name, "entries": 0, "bytes": 0, "kept_bytes": 0, "clients": 0, "quota_bytes": None}
         return rows.setdefault(name, {**empty, **_done(counters_summary([0] * 32))})
 
     for name, counts in totals_of(asked).namespaces.items():
@@ -101,12 +98,33 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
         for name, (count, size) in (stored.namespaces if stored else {}).items():
             row(name)["entries"] += count
             row(name)["bytes"] += size
+        for name, sizes in kept_of(each).get("bytes", {}).items():
+            row(name)["kept_bytes"] += sizes.get("hard", 0)
         for name, quota in each.stats.get("quotas", {}).items():
             row(name)["quota_bytes"] = (row(name)["quota_bytes"] or 0) + quota["quota_bytes"]
         for claimed in each.stats.get("clients", ()):
             if claimed["kind"] == "client" and not claimed["quarantined"]:
                 row(claimed["namespace"])["clients"] += 1
     return sorted(rows.values(), key=lambda row: (-row["bytes"], row["namespace"]))
+
+
+def kept_of(asked: Asked) -> dict[str, Any]:
+    """Return what a worker says of kept values."""
+    found: dict[str, Any] = asked.stats.get("kept", {})
+    return found
+
+
+def kept_text(asked: Sequence[Asked]) -> str:
+    """Return a line on hard kept values, by how much may be; empty if there are none."""
+    found = [kept_of(each) for each in asked]
+    used = sum(sizes.get("hard", 0) for each in found for sizes in each.get("bytes", {}).values())
+    most, own = (sum(each.get(key, 0) for each in found) for key in ("hard_max", "namespace_max"))
+    if not used:
+        return ""
+    return (
+        f"\nhard kept: {bytes_text(used)} of the {bytes_text(most)} that may be (keep_share), "
+        f"{bytes_text(own)} of one namespace (keep_namespace_share)"
+    )
 
 
 def chunk_rows(asked: Sequence[Asked]) -> list[Row]:
@@ -130,8 +148,27 @@ def chunk_rows(asked: Sequence[Asked]) -> list[Row]:
 def _idle(row: Row) -> str:
     if row["idle_s"] is None:
         return "-"
-    seconds = row["idle_s"]
+    return _time(row["idle_s"])
+
+
+def _time(seconds: float) -> str:
     return f"{seconds:.1f}s" if seconds < 60 else f"{seconds / 60:.0f}m" if seconds < 3600 else f"{seconds / 3600:.0f}h"
+
+
+def _nothing(_asked: Sequence[Asked]) -> list[Row]:
+    """Return no rows: others than workers have them."""
+    return []
+
+
+#: Runs of shards that a line shows.
+RUNS_SHOWN: Final = 4
+
+
+def runs_text(row: Row) -> str:
+    """Return a worker's shards as text, the first runs of them."""
+    runs: list[list[int]] = row["runs"]
+    texts = [f"{first}-{last}" if last > first else str(first) for first, last in runs[:RUNS_SHOWN]]
+    return ", ".join(texts) + (f", and {len(runs) - RUNS_SHOWN:,} runs more" if len(runs) > RUNS_SHOWN else "")
 
 
 def _reason(row: Row) -> str:
@@ -165,17 +202,52 @@ TABLES: Final[dict[str, tuple[Callable[[Sequence[Asked]], list[Row]], dict[str, 
     }, (0, 2, 3, 12)),
     "namespaces": (namespace_rows, {
         "NAMESPACE": lambda row: str(row["namespace"]), "ENTRIES": lambda row: f"{row['entries']:,}",
-        "BYTES": lambda row: bytes_text(row["bytes"]),
+        "BYTES": lambda row: bytes_text(row["bytes"]), "KEPT": lambda row: bytes_text(row["kept_bytes"]),
         "QUOTA": lambda row: "-" if row["quota_bytes"] is None else bytes_text(row["quota_bytes"]),
         "CLIENTS": lambda row: f"{row['clients']:,}", "GETS": lambda row: f"{row['gets']:,}",
         "HITS": lambda row: _percent(row["hit_ratio"]), "PUTS": lambda row: f"{row['puts']:,}",
         "FAILED": lambda row: f"{row['put_failures']:,}", "MISSES ARE MOST": _reason,
-    }, (0, 9)),
+    }, (0, 10)),
     "slabs": (chunk_rows, {
         "CHUNK": lambda row: f"{row['chunk_bytes']:,}", "ENTRIES": lambda row: f"{row['entries']:,}",
         "BYTES": lambda row: bytes_text(row["bytes"]), "WASTED": lambda row: bytes_text(row["wasted_bytes"]),
         "OF THEM": lambda row: _percent(row["wasted_bytes"] / (row["bytes"] + row["wasted_bytes"])),
     }, ()),
+    "sessions": (session_rows, {
+        "WORKER": lambda row: str(row["worker"]), "SESSION": lambda row: f"{row['session']:#x}",
+        "KIND": lambda row: str(row["kind"]), "PID": lambda row: str(row["pid"]),
+        "PROGRAM": lambda row: str(row["program"]), "NAMESPACE": lambda row: str(row["namespace"]),
+        "GRANTS": lambda row: f"{row['grants']:,}", "GRANTED": lambda row: bytes_text(row["granted_bytes"]),
+        "PINS": lambda row: f"{row['pins']:,}", "IDLE": _idle,
+        "STATE": lambda row: "gone, its process lives" if row["quarantined"] else "ok",
+    }, (0, 2, 4, 5, 10)),
+    "keys": (_nothing, {
+        "DIGEST": lambda row: str(row["digest"]), "WORKER": lambda row: str(row["worker"]),
+        "NAMESPACE": lambda row: str(row["namespace"]), "BYTES": lambda row: f"{row['bytes']:,}",
+        "CHUNK": lambda row: f"{row['chunk_bytes']:,}", "AGE": lambda row: _time(row["age_s"]),
+    }, (0, 1, 2)),
+    "evict": (_nothing, {
+        "WORKER": lambda row: str(row["worker"]), "FOUND": lambda row: f"{row['found']:,}",
+        "BYTES": lambda row: bytes_text(row["bytes"]), "EVICTED": lambda row: f"{row['evicted']:,}",
+        "STATE": lambda row: row["reason"] or "ok",
+    }, (0, 4)),
+    "settings": (_nothing, {
+        "SERVER": lambda row: str(row["server"]), "SETTING": lambda row: str(row["name"]),
+        "VALUE": lambda row: str(row["value"]),
+        "STARTED WITH": lambda row: str(row["started_with"]) if row["started_with"] != row["value"] else "",
+        "WHAT IT IS": lambda row: str(row["about"]),
+    }, (0, 1, 2, 3, 4)),
+    "node": (_nothing, {
+        "NODE": lambda row: str(row["node"]), "STATE": lambda row: str(row["state"]),
+        "WORKERS": lambda row: f"{row['workers']:,}", "SHARDS": lambda row: f"{row['shards']:,}",
+        "IN": lambda row: f"{row['moving_in']:,}", "OUT": lambda row: f"{row['moving_out']:,}",
+        "USED": lambda row: bytes_text(row["used_bytes"]), "OF": lambda row: bytes_text(row["capacity_bytes"]),
+        "ENTRIES": lambda row: f"{row['entries']:,}", "ADDRESS": lambda row: str(row["address"]),
+    }, (0, 1, 9)),
+    "shard": (_nothing, {
+        "WORKER": lambda row: str(row["worker"]), "SHARDS": lambda row: f"{row['shards']:,}",
+        "MOVING IN": lambda row: f"{row['moving_in']:,}", "WHICH": runs_text,
+    }, (0, 3)),
 }  # fmt: skip
 
 

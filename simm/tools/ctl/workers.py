@@ -1,7 +1,8 @@
 """What the workers of this host say of themselves, asked by their UNIX sockets, and what lies in their arenas.
 
 Sockets are found in the runtime folder. The arenas are read as clients do, in place: that costs their workers nothing.
-A worker that does not answer is a row with the reason.
+A worker that does not answer is a row with the reason. So is one of a user that this one does not trust: anybody can
+make a folder in /tmp that has this user's number in its name, and an arena in it that ends who maps it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import glob
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,8 +19,10 @@ import numpy as np
 
 from ...arena.reader import ArenaReader
 from ...errors import SegmentError, TransportError, UsageError
+from ...host.users import NOT_TRUSTED, trusts
 from ...ipc.arena_lister import Lister
 from ...net.channel import Channel
+from ...net.peer_uid import credentials
 from ...wire import messages as M
 
 #: A worker that takes longer is shown as silent, seconds.
@@ -29,42 +32,51 @@ _PAGE: Final = 1 << 18
 
 
 class Asked(NamedTuple):
-    """A worker: its data server's name, its number, its answer, or why there is none."""
+    """A worker: its data server's name, its number, its answer, or why there is none. ``uid``: who answered."""
 
     server: str
     worker: int
     path: str
     stats: dict[str, Any]
     why: str = ""
+    uid: int = -1
 
     @property
     def name(self) -> str:
         return f"{self.server}/{self.worker}"
 
 
-def ask_all(runtime_dir: Path, server: str = "") -> list[Asked]:
-    """Ask all workers, or those of one data server. Raises UsageError if there is no socket."""
+def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -> list[Asked]:
+    """Ask all workers, or those of one data server. Raises UsageError if there is no socket.
+
+    ``trusted``: users besides this process's own and root whose workers are believed.
+    """
     found = []
     for path in sorted(glob.glob(os.path.join(glob.escape(str(runtime_dir)), "*.sock"))):
         name, _, number = os.path.basename(path).removesuffix(".sock").rpartition(".")
         if name and number.isdigit() and server in ("", name):
-            found.append(_ask(name, int(number), path))
+            found.append(_ask(name, int(number), path, trusted))
     if not found:
         of = f" of the data server {server!r}" if server else ""
         raise UsageError(f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir")
     return found
 
 
-def _ask(server: str, worker: int, path: str) -> Asked:
+def _ask(server: str, worker: int, path: str, trusted: Container[int]) -> Asked:
     try:
         with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
+            uid = credentials(channel.sock)[1]
+            if not trusts(uid, trusted):
+                return Asked(server, worker, path, {}, f"it is of uid {uid}, {NOT_TRUSTED}")
             answer = channel.call(M.Stats(1))
             stats: dict[str, Any] = json.loads(answer.json)
     except (TransportError, AttributeError, ValueError) as exc:
         return Asked(server, worker, path, {}, str(exc))
+    except RecursionError:
+        return Asked(server, worker, path, {}, "its answer is nested too deeply")
     if not isinstance(stats, dict) or "clients" not in stats:
         return Asked(server, worker, path, {}, "it is an older version of SiMM, which does not tell this")
-    return Asked(server, worker, path, stats)
+    return Asked(server, worker, path, stats, uid=uid)
 
 
 def require_one(asked: Sequence[Asked]) -> None:
@@ -83,8 +95,7 @@ class Stored(NamedTuple):
 def stored_in(asked: Asked) -> Stored | None:
     """Return what an arena holds now; None if it cannot be read. O(slots), by numpy."""
     try:
-        owner = os.stat(asked.path).st_uid
-        reader = ArenaReader(str(asked.stats["segment"]), trusted=(owner,))
+        reader = ArenaReader(str(asked.stats["segment"]), trusted=(asked.uid,))
     except (OSError, SegmentError):
         return None
     lister = Lister(reader)

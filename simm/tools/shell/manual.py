@@ -69,14 +69,15 @@ def _parser_of(run: Run, prog: str) -> argparse.ArgumentParser:
     def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         raise _Parsed(parser)
 
-    before = argparse.ArgumentParser.parse_args
+    before = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args
     argparse.ArgumentParser.parse_args = stop  # type: ignore[assignment, method-assign]
+    argparse.ArgumentParser.parse_intermixed_args = stop  # type: ignore[assignment, method-assign]
     try:
         run([], prog)
     except _Parsed as parsed:
         return parsed.parser
     finally:
-        argparse.ArgumentParser.parse_args = before  # type: ignore[method-assign]
+        argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_intermixed_args = before  # type: ignore[method-assign]
     raise RuntimeError(f"{prog} parses no arguments")
 
 

@@ -1,0 +1,124 @@
+"""``simm ctl settings``: what can be changed while servers run, by admin sockets, or at the manager by its token."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ...config.settings import Settings
+from ...errors import SimmError, TransportError, UsageError, printable
+from ...host.users import NOT_TRUSTED, trusts
+from ...net.channel import Channel, Refused
+from ...net.peer_uid import credentials
+from ...wire.admin_messages import AskNodeSettings, AskSettings
+from ...wire.messages import StatsReply, Status
+from ..connect import manager_client
+from .workers import ANSWER_S
+
+_SUFFIX: Final = ".admin.sock"
+#: In place of a data server's name: all of them.
+EVERY: Final = "*"
+
+
+def settings_rows(
+    settings: Settings, words: Sequence[str], server: str, *, manager: bool, node: str = ""
+) -> list[dict[str, Any]]:
+    """Return the settings of the data servers of this host, after setting one of them.
+
+    Or those of the manager, or of the data server ``node``, wherever it is, by an admin's token; ``*``: of all of them.
+
+    ``words``: list, get NAME, or set NAME VALUE. Raises UsageError, TransportError, SimmError.
+    """
+    action, *rest = words or ["list"]
+    if (action, len(rest)) not in (("list", 0), ("get", 1), ("set", 2)):
+        raise UsageError("settings takes list, get NAME, or set NAME VALUE")
+    ask = AskSettings(*rest) if action == "set" else AskSettings("", "")
+    if manager:
+        found = _from_afar(settings, ask, "(manager)")
+    elif node == EVERY:
+        found = _everywhere(settings, ask)
+    elif node:
+        found = _from_afar(settings, AskNodeSettings(node, *ask), node)
+    else:
+        found = _servers(settings, server, ask)
+    if action == "list":
+        return found
+    rows = [row for row in found if row["name"] == rest[0]]
+    if not rows:
+        names = ", ".join(sorted({row["name"] for row in found}))
+        raise UsageError(f"{rest[0]} cannot be changed at run time; {names} can")
+    return rows
+
+
+def _from_afar(settings: Settings, ask: AskSettings | AskNodeSettings, server: str) -> list[dict[str, Any]]:
+    with manager_client(settings) as link:
+        try:
+            answer = link.call(ask, StatsReply)
+        except Refused as exc:
+            if exc.status in (Status.BAD_REQUEST, Status.UNKNOWN_NODE):
+                raise UsageError(str(exc)) from None
+            raise
+    return _rows(answer.json, server)
+
+
+def _everywhere(settings: Settings, ask: AskSettings) -> list[dict[str, Any]]:
+    """Ask each data server that the manager knows. What one refuses, the others have taken. Raises SimmError."""
+    found: list[dict[str, Any]] = []
+    failed = []
+    with manager_client(settings) as link:
+        for node in sorted(str(each["name"]) for each in link.status()["nodes"]):
+            try:
+                answer = link.call(AskNodeSettings(node, *ask), StatsReply)
+                found += _rows(answer.json, node)
+            except Refused as exc:
+                failed.append(f"{printable(node)}: {exc}")
+    if failed:
+        done = f"{len({row['server'] for row in found})} have answered" if found else "none has answered"
+        raise (SimmError if found else UsageError)(f"not all data servers: {done}; {'; '.join(failed)}")
+    if not found:
+        raise UsageError("the manager knows no data server")
+    return found
+
+
+def _rows(raw: bytes, server: str) -> list[dict[str, Any]]:
+    """Return a server's settings. Raises TransportError for what cannot be one's answer."""
+    try:
+        return [
+            {"server": server, **{key: str(row[key]) for key in ("name", "value", "started_with", "about")}}
+            for row in json.loads(raw)
+        ]
+    except (ValueError, TypeError, KeyError) as exc:
+        raise TransportError(f"{server} has sent what are no settings") from exc
+
+
+def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:
+    folder = str(settings.runtime_dir)
+    found: list[dict[str, Any]] = []
+    failed = []
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*" + _SUFFIX))):
+        name = os.path.basename(path).removesuffix(_SUFFIX)
+        if server not in ("", name):
+            continue
+        try:
+            with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
+                uid = credentials(channel.sock)[1]
+                if not trusts(uid, settings.server_uid):
+                    raise TransportError(f"it is of uid {uid}, {NOT_TRUSTED}")
+                answer = channel.call(ask)
+                if not isinstance(answer, StatsReply):
+                    raise TransportError(f"it answers with {type(answer).__name__}: another version of SiMM?")
+                found += _rows(answer.json, name)
+        except Refused as exc:
+            raise UsageError(f"{name}: {exc}") from None
+        except TransportError as exc:
+            failed.append(f"{name}: {exc}")
+    if failed and found and ask.name:
+        raise SimmError(f"not all servers have taken it: {'; '.join(failed)}")
+    if not found:
+        of = f" of the data server {server!r}" if server else ""
+        raise TransportError("; ".join(failed) or f"{folder} has no admin socket{of}: name the folder by --runtime-dir")
+    return found

@@ -1,0 +1,74 @@
+"""``simm events``: publish what this host's data servers store and drop, as KV cache events over ZMQ."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+from ..config.settings import add_arguments
+from ..errors import UsageError
+from .connect import command_settings
+from .console import EXIT_OK, Parser
+
+#: Where the events are without a flag.
+DEFAULT_AT: Final = "tcp://127.0.0.1:5567,tcp://127.0.0.1:5568"
+
+
+def _parser(prog: str) -> Parser:
+    about = (
+        "Publish what this host's data servers store and drop, for routers and their indexes, until it is ended. The "
+        "data servers have --events. Whoever can connect can read which blocks are stored, not what is in them."
+    )
+    parser = Parser(prog=prog, description=about)
+    parser.add_argument("--rfc1527", metavar="STREAM,REPLAY",
+                        help=f"addresses of the events in the form of Mooncake's RFC 1527 ({DEFAULT_AT})")  # fmt: skip
+    parser.add_argument("--vllm", metavar="STREAM,REPLAY", help="addresses of the events in vLLM's form; none without")
+    parser.add_argument("--node", default="", help="name of this host in the events (the host's name)")
+    parser.add_argument("--server", default="", metavar="NAME", help="only the data server of this name")
+    parser.add_argument("--json", action="store_true", help="print JSON when it is ready")
+    add_arguments(parser, "client")
+    return parser
+
+
+def _pair(flag: str, text: str) -> tuple[str, str]:
+    stream, comma, replay = text.partition(",")
+    if not comma or not all(each.startswith(("tcp://", "ipc:///")) for each in (stream, replay)):
+        raise UsageError(f"{flag} {text!r}: two addresses with a comma between them, as {DEFAULT_AT}")
+    return stream, replay
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Run the command. Raises SimmError."""
+    arguments = _parser(prog).parse_args(argv)
+    settings = command_settings("client", arguments)
+    wanted = {}
+    if arguments.rfc1527 or not arguments.vllm:
+        wanted["rfc1527"] = _pair("--rfc1527", arguments.rfc1527 or DEFAULT_AT)
+    if arguments.vllm:
+        wanted["vllm"] = _pair("--vllm", arguments.vllm)
+
+    from ..config.startup import say
+    from ..index.publish.publisher import EventPublisher
+    from ..net.loop import Loop
+    from ..net.process import stop_on_signals
+
+    with contextlib.ExitStack() as stack:
+        node = arguments.node or socket.gethostname()
+        publisher = EventPublisher(wanted, node, server=arguments.server, trusted=settings.server_uid)
+        stack.callback(publisher.close)
+        loop = Loop()
+        stack.callback(loop.close)
+        loop.running = True
+        stop_on_signals(loop, interrupt=True)
+        at = {form: outlet.addresses for form, outlet in publisher.outlets.items()}
+        if arguments.json:
+            say(json.dumps({"ready": "events", "node": node, "at": at}))
+        else:
+            say("READY events " + " ".join(f"{form}={','.join(each)}" for form, each in at.items()))
+        while loop.running:
+            publisher.turn()
+            loop.run_once(0.0)
+    return EXIT_OK

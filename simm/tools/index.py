@@ -1,0 +1,163 @@
+"""``simm index``: run the event index, or list the publishers of one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..config.parsers import Address, parse_address
+from ..config.settings import Settings, add_arguments
+from ..errors import SimmError, TransportError, UsageError, printable
+from .connect import client_arguments, command_settings, token_of
+from .console import EXIT_NO, EXIT_OK, Parser
+
+#: Where the index answers, without --at.
+DEFAULT_AT: Final = "127.0.0.1:8090"
+_ANSWER_BYTES_MAX: Final = 64 << 20
+_DEADLINE_S: Final = 10.0
+
+
+def _parser(prog: str) -> Parser:
+    about = (
+        "serve (without a word): read engines' KV cache events, and answer by HTTP which engine has a prompt's prefix. "
+        "workers: list the publishers of an index that runs. Exit 1 if one of them is stale."
+    )
+    parser = Parser(prog=prog, description=about)
+    parser.add_argument("what", nargs="?", default="serve", choices=["serve", "workers"], metavar="serve|workers")
+    parser.add_argument("--at", default=DEFAULT_AT, metavar="HOST:PORT",
+                        help=f"where the index answers ({DEFAULT_AT}); beyond loopback with tokens")  # fmt: skip
+    parser.add_argument("--register", metavar="FILE", help="JSON list of publishers, each as for POST /register")
+    parser.add_argument("--weights", metavar="TIER=W,...", help="weights of tiers, as gpu=1,cpu=0.8,storage=0.5")
+    parser.add_argument("--hash-seed", type=int, metavar="N", help="seed of RFC 1527's hash (1337, as Dynamo)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_arguments(parser, "client")
+    return parser
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Run the command. Raises SimmError."""
+    arguments = _parser(prog).parse_args(argv)
+    settings = command_settings("client", arguments)
+    at = parse_address(arguments.at)
+    if arguments.what == "workers":
+        return _workers(at, settings, as_json=arguments.json)
+    return _serve(arguments, settings, at)
+
+
+def parse_weights(text: str | None) -> dict[str, float]:
+    """Return weights of tiers, those that are named replaced. Raises UsageError."""
+    from ..index.scores import WEIGHTS
+
+    weights = dict(WEIGHTS)
+    for part in text.split(",") if text else ():
+        name, _, value = part.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if name.strip() not in weights or not 0 <= weight <= 1000:
+            raise UsageError(f"--weights {part!r}: TIER=WEIGHT, of the tiers {', '.join(WEIGHTS)}, 0 to 1000")
+        weights[name.strip()] = weight
+    return weights
+
+
+def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
+    from ..index import libraries
+
+    assert libraries.__all__  # one sentence now if the extra is not installed
+    from ..config.startup import read_tokens, say
+    from ..index.blocks import Blocks
+    from ..index.keys import SEED
+    from ..index.publishers import Publishers
+    from ..index.service import BODY_BYTES_MAX, Service, asking
+    from ..net.http import Web
+    from ..net.listeners import bound_address, open_listener
+    from ..net.loop import Loop
+    from ..net.process import stop_on_signals
+
+    weights = parse_weights(arguments.weights)
+    seed = SEED if arguments.hash_seed is None else arguments.hash_seed
+    if not 0 <= seed < 1 << 64:
+        raise UsageError(f"--hash-seed {seed}: 0 to 2**64 - 1")
+    tokens = () if at.loopback else read_tokens(settings.token_file)
+    if not at.loopback and not tokens:
+        raise UsageError(f"--at {at} is not loopback: give --token-file, or an address of 127.0.0.1")
+    first = _registrations(arguments.register)
+    with contextlib.ExitStack() as stack:
+        shared = None
+        if not settings.origin("manager").startswith("default"):
+            from ..client import Client
+
+            shared = asking(stack.enter_context(Client(**client_arguments(settings))))
+        index = Blocks(seed)
+        publishers = Publishers(index)
+        stack.callback(publishers.close)
+        service = Service(index, publishers, shared=shared, weights=weights)
+        for body in first:
+            service.register(body)
+        loop = Loop()
+        stack.callback(loop.close)
+        listener = open_listener(at, "--at")
+        address = bound_address(listener)
+        web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX)
+        stack.callback(web.close)
+        loop.running = True
+        stop_on_signals(loop, interrupt=True)
+        if loop.running:
+            if arguments.json:
+                say(json.dumps({"ready": "index", "at": str(address), "publishers": len(first)}))
+            else:
+                say(f"READY index {address}")
+        while loop.running:
+            loop.run_once(None)
+    return EXIT_OK
+
+
+def _registrations(path: str | None) -> list[dict[str, Any]]:
+    if path is None:
+        return []
+    with open(path, "rb") as source:
+        raw = source.read(1 << 20)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"{path} is no JSON: {exc}") from None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise UsageError(f"{path} is a JSON list of objects, each as for POST /register")
+    return found
+
+
+def _workers(at: Address, settings: Settings, *, as_json: bool) -> int:
+    token = token_of(settings)
+    headers = {"Authorization": f"Bearer {token}"} if token and not at.loopback else {}
+    try:
+        connection = http.client.HTTPConnection(at.host, at.port, timeout=_DEADLINE_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/workers", headers=headers)
+            answer = connection.getresponse()
+            body = answer.read(_ANSWER_BYTES_MAX)
+    except (OSError, http.client.HTTPException) as exc:
+        raise TransportError(f"no index answers at {at} ({exc}): start one with `simm index`, or give --at") from exc
+    if answer.status != 200:
+        raise SimmError(f"the index at {at} says: {printable(body[:200].decode(errors='replace').strip())}")
+    try:
+        found = json.loads(body)
+        rows = [
+            (str(each["instance_id"]), str(each["tenant_id"]), str(each["dp_rank"]), str(each["type"]),
+             f"{each['blocks']:,}", "stale" if each["stale"] else "all" if each["complete"] else "partly",
+             str(each["endpoint"])) for each in found
+        ]  # fmt: skip
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise SimmError(f"what answers at {at} is no index") from None
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        head = ("INSTANCE", "TENANT", "RANK", "TYPE", "BLOCKS", "KNOWN", "ENDPOINT")
+        widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+        for row in (head, *rows):
+            print("  ".join(f"{printable(text):{width}}" for text, width in zip(row, widths)).rstrip())
+    return EXIT_NO if any(row[5] == "stale" for row in rows) else EXIT_OK
