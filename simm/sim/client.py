@@ -7,7 +7,7 @@ Some clients run on a server's host: they read the arena directly, even while th
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,8 @@ class Ask(NamedTuple):
     kind: str
     digest: bytes
     version: int = 0
+    #: All digests of a question about several, which are of one shard.
+    digests: tuple[bytes, ...] = ()
 
 
 class Pause(NamedTuple):
@@ -280,12 +282,14 @@ class Client:
         self._exchange(Ask(info, "ping", bytes(16)), answered)
         self.process.later(self.world.options.deadline_s, answered, None)
 
-    def _ask_at(self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0) -> Steps:
+    def _ask_at(
+        self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0, digests: tuple[bytes, ...] = ()
+    ) -> Steps:
         """Make an exchange, unless the server failed and has not answered a probe since."""
         if info.instance in self.down:
             return None
         try:
-            answer = yield Ask(info, kind, digest, version)
+            answer = yield Ask(info, kind, digest, version, digests)
         except GeneratorExit:
             self._failed(info)  # the deadline has passed
             raise
@@ -334,8 +338,28 @@ class Client:
         found = yield from self._ask_at(previous, "look previous", digest)
         return (found.version, previous.node) if found is not None and found.version else (0, "")
 
-    def mutate(self, kind: str, digest: bytes, version: int) -> Steps:
-        """Put or delete. Return the status; WRONG_OWNER: nothing was done; None: the outcome is unknown."""
+    def exists(self, digests: Sequence[bytes]) -> Steps:
+        """Return for each whether it is stored. All are of one shard."""
+        owner = self.owner(shard_of(digests[0]))
+        answers = None
+        if owner is not None:
+            answers = yield from self._ask_at(owner, "exists", digests[0], 0, tuple(digests))
+        if answers is None:
+            return [False] * len(digests)
+        previous = OwnerTable(self.map).previous(shard_of(digests[0]))
+        found = []
+        for digest, status in zip(digests, answers):
+            there = status == Status.OK
+            if status == Status.PREVIOUS and previous is not None:
+                there = bool((yield from self._get_previous(previous, digest))[0])
+            found.append(there)
+        return found
+
+    def mutate(self, kind: str, digest: bytes, version: int, digests: tuple[bytes, ...] = ()) -> Steps:
+        """Put, delete, keep for ``version`` seconds, or make a group of ``digests``.
+
+        Return the status. WRONG_OWNER: nothing was done; None: the outcome is unknown.
+        """
         shard = shard_of(digest)
         until = self.net.now + self.world.options.deadline_s
         pause = AGAIN_S[0]
@@ -345,7 +369,7 @@ class Client:
                 return Status.WRONG_OWNER
             if owner.instance in self.down:
                 return Status.UNAVAILABLE
-            status = yield from self._ask_at(owner, kind, digest, version)
+            status = yield from self._ask_at(owner, kind, digest, version, digests)
             if status is None:
                 return None
             if status != Status.WRONG_OWNER:
@@ -371,6 +395,10 @@ def _act(worker: Worker, ask: Ask) -> Any:
         return _look(worker.arena, ask.digest, ask.kind == "look previous")
     if ask.kind == "resolve":
         return worker.resolve(ask.digest)
+    if ask.kind == "exists":
+        return worker.exists(ask.digests)
+    if ask.kind == "group":
+        return worker.group(ask.digests)
     if ask.kind == "ping":
         return Status.OK
-    return (worker.put if ask.kind == "put" else worker.delete)(ask.digest, ask.version)
+    return {"put": worker.put, "delete": worker.delete, "keep": worker.keep}[ask.kind](ask.digest, ask.version)

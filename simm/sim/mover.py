@@ -10,11 +10,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..arena.hashing import shard_of
+from ..arena.marks.arrivals import Arrivals
+from ..arena.marks.groups import MARK_BITS
 from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, ProgressTimeout
 from ..constants import SHARD_COUNT
 from ..wire.messages import Status, WorkerInfo
 from ..wire.shard_set import FROZEN
-from .net import Process
+from .net import Net, Process
 from .worker import Arena, Server, Worker
 
 BATCH_KEYS: Final = 64
@@ -147,8 +149,9 @@ class Mover:
         for group in adopted.copy:
             self._run(self._copy(group))
 
-    def _finish(self, shards: Sequence[int]) -> Steps:
-        yield Exchange(self.worker.process, self.worker.finish, (self._plan.epoch, shards))
+    def _finish(self, shards: Sequence[int], source: Arena | None = None) -> Steps:
+        """FINISH shards. ``source``: an arena of which all was copied."""
+        yield Exchange(self.worker.process, self.worker.finish, (self._plan.epoch, shards, source))
         self.replan()
 
     def _timeout_of(self, info: WorkerInfo) -> ProgressTimeout:
@@ -180,14 +183,35 @@ class Mover:
             if left is None and (yield from self._gives_up(job, began)):
                 return
         self._timeout_of(job.source).progress(self.net.now)
+        listed = left
         while True:
             wanted = self._wanted_of(job)
             still = set(wanted)
             left = [digest for digest in left if digest not in self.worker.arena.entries and shard_of(digest) in still]
-            if not left:
-                yield from self._finish(wanted)
-                return
             source = self._source(job.source)
+            following = left[:BATCH_KEYS] if left else listed
+            if source is not None and options.keeps and "no_marks" not in options.plants:
+                marks, _ = yield Exchange(source.server.stream, _marks, (source.arena, following, self.net))
+                if marks is None:
+                    if (yield from self._gives_up(job, began)):
+                        return
+                    continue
+                _, done = yield Exchange(self.worker.process, self.worker.carry, (self._plan.epoch, marks))
+                if not done:
+                    return
+            if not left and source is not None and options.groups and "no_groups" not in options.plants:
+                numbers, _ = yield Exchange(source.server.stream, _numbers, (source.arena, listed))
+                if numbers is None:
+                    if (yield from self._gives_up(job, began)):
+                        return
+                    continue
+                whole = Arrivals().add(numbers)
+                _, done = yield Exchange(self.worker.process, self.worker.carry_groups, (self._plan.epoch, whole))
+                if not done:
+                    return
+            if not left:
+                yield from self._finish(wanted, None if source is None else source.arena)
+                return
             values, _ = yield source and Exchange(source.server.stream, _fetch, (source.arena, left[:BATCH_KEYS]))
             if values is None:
                 if (yield from self._gives_up(job, began)):
@@ -208,6 +232,16 @@ class Mover:
 def _list(arena: Arena, shards: frozenset[int]) -> list[bytes]:
     words = arena.words
     return [digest for digest in arena.entries if shard_of(digest) in shards and words[shard_of(digest)] >= FROZEN]
+
+
+def _marks(arena: Arena, digests: list[bytes], net: Net) -> list[tuple[bytes, float]]:
+    return [(digest, arena.kept[digest] - net.now) for digest in digests if arena.kept.get(digest, 0.0) > net.now]
+
+
+def _numbers(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:
+    slots = arena.slots
+    found = [(digest, slots.lookup(digest)) for digest in digests]
+    return [(digest, slots.marks(slot) >> MARK_BITS) for digest, slot in found if slot >= 0]
 
 
 def _fetch(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:

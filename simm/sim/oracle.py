@@ -8,6 +8,12 @@
 * *Values are kept.* A worker gives up a shard that it accepted only if the manager has made another arena its owner
   since. So a server that was away, and that no other has replaced, finds all its values. Two exceptions: its own cold
   goodbye, and a manager that lost its state or got an old one back, as it cannot know then.
+* *Kept.* A worker evicts no key that it has said to be hard kept, before its time; nor does the next owner, once it has
+  finished the move. What has left the table there meanwhile, and a move that was given up, end that.
+* *Groups.* Once a worker has said that keys are a group, all of them are there or none: with the first one that leaves,
+  the others do, but for hard kept ones, and what is left is no group any more. The next owner has the group once it has
+  finished the move, if it has all of its members and none of them has left the table there meanwhile.
+* *Parts.* What a read of a value in parts returns is, whole, what one put has stored. Its version is judged as any.
 * *Split off.* The documented exception: a server that is cut off from the manager, and serves clients that are cut off
   with it, may give them a superseded value, and values stored there are lost. A read is exempt if both were cut off,
   a mutation if the server was, within the time that it takes to notice and repair a broken connection (``TOUCH_S``).
@@ -17,6 +23,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -24,11 +31,12 @@ from numpy.typing import NDArray
 
 from ..arena.hashing import shard_of
 from ..constants import NO_OWNER, SHARD_COUNT
-from ..wire.messages import MapReply
+from ..wire.messages import MapReply, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
 from .client import Client
 from .manager import decoded
-from .worker import Worker, World
+from .whole import PART_BYTES, value_bytes
+from .worker import Arena, Worker, World
 
 #: A host counts as cut off for so long after it was.
 TOUCH_S: Final = 12.0
@@ -41,7 +49,7 @@ class SimFailure(AssertionError):
 class Key:
     """One key's history."""
 
-    __slots__ = ("deleted", "digest", "done", "lost", "number", "seen", "started")
+    __slots__ = ("deleted", "digest", "done", "kept_at", "kept_until", "lost", "number", "seen", "started")
 
     def __init__(self, number: int, digest: bytes) -> None:
         self.number = number
@@ -53,11 +61,27 @@ class Key:
         self.deleted: set[int] = set()
         #: Split off: its right version is not known any more.
         self.lost = False
+        #: Until when it is hard kept, and in which arena.
+        self.kept_until = 0.0
+        self.kept_at = 0
 
     @property
     def floor(self) -> int:
         """The oldest version that a read which begins now may return."""
         return max(self.done, self.seen)
+
+
+class Group:
+    """Keys that one client stores as a group."""
+
+    __slots__ = ("at", "digests", "keys", "names")
+
+    def __init__(self, names: list[str], keys: list[Key]) -> None:
+        self.names = names
+        self.keys = keys
+        self.digests = frozenset(key.digest for key in keys)
+        #: In which arena it is one, 0: in none.
+        self.at = 0
 
 
 class Oracle:
@@ -66,6 +90,7 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.by_digest: dict[bytes, Key] = {}
+        self.groups: list[Group] = []
         #: By cluster: the highest epoch at which each shard was accepted, and by which arena.
         self._accepted: dict[int, tuple[NDArray[np.uint64], NDArray[np.int64]]] = {}
         #: Each shard's last owner by the map, as an arena, and the epoch in which it followed another.
@@ -78,6 +103,10 @@ class Oracle:
         self._troubles: dict[str, int] = {}
         self._touched: dict[str, float] = {}
         self.exempt_reads = self.split_writes = self.checks = 0
+        #: Evictions that were judged while a key was kept elsewhere in the arena, and kept keys that have moved.
+        self.spared = self.kept_moved = 0
+        #: Groups that have left whole, and those that have moved; values in parts that were read whole.
+        self.groups_left = self.groups_moved = self.wholes = 0
 
     def fail(self, text: str) -> None:
         """Fail the run."""
@@ -191,6 +220,83 @@ class Oracle:
             )
         key.lost = True
         self.split_writes += 1
+
+    def kept(self, worker: Worker, digest: bytes, until: float) -> None:
+        """A worker has said until when a key is kept, 0.0 for not at all."""
+        key = self.by_digest[digest]
+        key.kept_until, key.kept_at = until, worker.arena.number
+
+    def gone(self, worker: Worker, digest: bytes) -> None:
+        """A kept entry has left an arena: by a delete, or with its shard."""
+        key = self.by_digest[digest]
+        if key.kept_at == worker.arena.number:
+            key.kept_until = 0.0
+
+    def evicted(self, worker: Worker, digest: bytes) -> None:
+        """A worker is about to evict an entry."""
+        key = self.by_digest.get(digest)
+        self.spared += bool(worker.arena.kept)
+        if key is None or key.kept_at != worker.arena.number or key.kept_until <= self.world.net.now:
+            return
+        self.fail(f"{worker.process.name} evicts key {key.number}, which is kept until {key.kept_until:.3f}")
+
+    def moved(self, worker: Worker, source: Arena, shards: Sequence[int]) -> None:
+        """A worker is about to finish a move of shards, of which it has all that the source had."""
+        words, wanted = worker.shards, set(shards)
+        for digest in source.kept:
+            key = self.by_digest.get(digest)
+            if key is None or key.kept_at != source.number or shard_of(digest) not in wanted:
+                continue
+            if digest in worker.arena.entries and digest not in words.dropped:
+                key.kept_at = worker.arena.number
+                self.kept_moved += 1
+            else:
+                key.kept_until = 0.0
+        for group in self.groups:
+            if group.at == source.number and shard_of(group.keys[0].digest) in wanted:
+                whole = all(each in worker.arena.entries and each not in words.dropped for each in group.digests)
+                group.at = worker.arena.number if whole else 0
+                self.groups_moved += whole
+
+    def grouped(self, worker: Worker, digests: Sequence[bytes]) -> None:
+        """A worker has said that keys are a group."""
+        for group in self.groups:
+            if group.digests == set(digests):
+                group.at = worker.arena.number
+
+    def groups_of(self, worker: Worker) -> None:
+        """Something may have left a worker's arena: fail if a group has lost some of its members only."""
+        entries = worker.arena.entries
+        for group in self.groups:
+            if group.at != worker.arena.number:
+                continue
+            self.checks += 1
+            left = [key for key in group.keys if key.digest in entries]
+            if len(left) == len(group.keys):
+                continue
+            group.at = 0
+            self.groups_left += 1
+            for key in left:
+                if not worker.is_kept(key.digest):
+                    self.fail(f"{worker.process.name} has key {key.number}, though others of its group have left")
+
+    def exists(self, worker: Worker, digests: Sequence[bytes], statuses: Sequence[int]) -> None:
+        """A worker answers which of a group's keys it has."""
+        self.groups_of(worker)
+        for group in self.groups:
+            if group.at == worker.arena.number and group.digests == set(digests):
+                there = sum(status == Status.OK for status in statuses)
+                if 0 < there < len(statuses) and not set(statuses) - {Status.OK, Status.NOT_FOUND}:
+                    self.fail(f"{worker.process.name} has {there} of the {len(statuses)} keys of a group")
+
+    def whole(self, client: Client, key: Key, value: bytes) -> int:
+        """A read of a value in parts has returned these bytes; return the version of their put."""
+        versions = {int.from_bytes(value[at : at + PART_BYTES], "little") for at in range(0, len(value), PART_BYTES)}
+        version = min(versions)
+        if len(versions) > 1 or len(value) != value_bytes(version):
+            self.fail(f"{client.name} read key {key.number}: {len(value)} bytes, of the puts {sorted(versions)}")
+        self.wholes += len(value) > PART_BYTES
+        return version
 
     def read(self, client: Client, key: Key, floor: int, version: int, node: str) -> None:
         """A read has returned a version; ``floor``: the key's when it began."""

@@ -73,7 +73,8 @@ class Server:
         if not self.warm:
             for worker in self.workers:
                 worker.arena.closed = True
-            self.workers = [Worker(self, number, Arena(self.world.number())) for number in range(self.count)]
+            entries = self.world.options.entries
+            self.workers = [Worker(self, at, Arena(self.world.number(), entries)) for at in range(self.count)]
         for worker in self.workers:
             self.world.arena_numbers[self.name, self.instance, worker.number] = worker.arena.number
             worker.start(recover=self.warm)

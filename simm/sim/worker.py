@@ -1,8 +1,8 @@
 """Simulate a worker and its arena, and name what the parts of a simulation need of each other.
 
-The worker runs the real ``ShardWords`` and restates what a mutation asks of them (``arena/store.py``). The arena is a
-dict of digests with version numbers. A new worker on the same arena finds them again, and so does a warm start; a cold
-start makes a new arena.
+The worker runs the real ``ShardWords``, ``Told`` and ``Groups``, and restates what a mutation asks of them
+(``arena/store.py``). The arena is a dict of digests with version numbers. A new worker on the same arena finds them
+again, and so does a warm start; a cold start makes a new arena.
 
 The classes of a simulation use each other. The protocols here keep their modules free of cycles; the classes that
 implement them say what each method does.
@@ -10,7 +10,7 @@ implement them say what each method does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.hashing import shard_of
+from ..arena.marks.awaited import Awaited, AwaitedMarks
+from ..arena.marks.groups import Groups
+from ..arena.marks.kept import HARD
+from ..arena.marks.told import Told
 from ..arena.shard_words import ShardWords
 from ..cluster.assignment import Member
 from ..constants import SHARD_COUNT
+from ..table import Entry
 from ..wire.messages import MapReply, ShardRole, Shards, Status
-from ..wire.shard_set import FROZEN
+from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING
 from .manager import ManagerHost
 from .net import Net, Process
 
@@ -35,6 +40,13 @@ class Oracle(Protocol):
     def stored(self, worker: Worker, digest: bytes, version: int, /) -> None: ...
     def told(self, reply: MapReply) -> None: ...
     def observed(self, name: str, cluster: int, epoch: int) -> None: ...
+    def kept(self, worker: Worker, digest: bytes, until: float, /) -> None: ...
+    def gone(self, worker: Worker, digest: bytes, /) -> None: ...
+    def evicted(self, worker: Worker, digest: bytes, /) -> None: ...
+    def moved(self, worker: Worker, source: Arena, shards: Sequence[int], /) -> None: ...
+    def grouped(self, worker: Worker, digests: Sequence[bytes], /) -> None: ...
+    def groups_of(self, worker: Worker, /) -> None: ...
+    def exists(self, worker: Worker, digests: Sequence[bytes], statuses: Sequence[int], /) -> None: ...
 
 
 @dataclass
@@ -60,6 +72,12 @@ class Options:
     sampling: int = 1
     latency_s: float = 0.0004
     moves_at_once: int = 2048
+    #: Of a client's operations on keys of its own so many keep one from eviction, or end that, and for how long.
+    keeps: float = 0.0
+    keep_s: float = 15.0
+    #: So many of a client's operations are on groups, and on values in parts, of its own.
+    groups: float = 0.0
+    large: float = 0.0
     plants: frozenset[str] = frozenset()
     verbose: bool = False
 
@@ -73,6 +91,8 @@ class World(Protocol):
     plants: frozenset[str]
     arena_numbers: dict[tuple[str, int, int], int]
     moved_bytes: int
+    #: The bytes of each manifest that was put; an entry has -1 - its index here in place of a version.
+    manifests: list[bytes]
     died: dict[str, float]
 
     @property
@@ -105,15 +125,91 @@ class Server(Protocol):
     def report(self) -> None: ...
 
 
+class Slots:
+    """The slots of an arena's entries, with their marks, as ``arena/marks/groups.py`` asks for them."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._by_digest: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._marks: dict[int, int] = {}
+        self._free = list(range(slots))
+
+    def take(self, digest: bytes) -> None:
+        """Give an entry a slot, unless it has one."""
+        if digest not in self._by_digest:
+            slot = self._by_digest[digest] = self._free.pop()
+            self._digests[slot], self._marks[slot] = digest, 0
+
+    def release(self, slot: int) -> None:
+        """Empty a slot."""
+        del self._by_digest[self._digests.pop(slot)], self._marks[slot]
+        self._free.append(slot)
+
+    def lookup(self, digest: bytes) -> int:
+        """Return an entry's slot, or -1."""
+        return self._by_digest.get(digest, -1)
+
+    def entry(self, slot: int) -> Entry:
+        """Return what is in a slot; all but the digest is the same for all."""
+        return Entry(self._digests[slot], slot, 1, 0, 1, 0, 0, 0)
+
+    def marks(self, slot: int) -> int:
+        """Return a slot's marks."""
+        return self._marks[slot]
+
+    def set_marks(self, slot: int, marks: int) -> None:
+        """Replace a slot's marks."""
+        self._marks[slot] = marks
+
+    def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the slots that have marks, the low words of their digests, and the marks."""
+        slots = sorted(slot for slot, marks in self._marks.items() if marks)
+        low = [int.from_bytes(self._digests[slot][:8], "little") for slot in slots]
+        marks = [self._marks[slot] for slot in slots]
+        return np.array(slots, np.int64), np.array(low, np.uint64), np.array(marks, np.uint64)
+
+
+class Chunks:
+    """What ``arena/marks/groups.py`` asks of the room for values: nothing is held, and uses do not count."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def kept(self) -> Chunks:
+        """Return what says how entries are kept."""
+        return self
+
+    def how(self, slot: int) -> int:
+        """Return how the entry in a slot is kept."""
+        worker = self._worker
+        return HARD if worker.is_kept(worker.arena.slots.entry(slot).digest) else 0
+
+    def offset(self, slot: int) -> int:
+        """Return the offset of a slot's chunk."""
+        return slot
+
+    def is_held(self, _offset: int) -> bool:
+        """Return whether a chunk is held."""
+        return False
+
+    def heed(self, is_used: Callable[[int], bool], on_use: Callable[[int], None]) -> None:
+        """Ignore uses: the simulated eviction is first in, first out."""
+
+
 class Arena:
     """A worker's segment: shard words and entries. Survives the worker."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, entries: int) -> None:
         self.number = number
+        self.slots = Slots(entries + 1)
         self.memory = bytearray(8 * SHARD_COUNT)
         self.words = memoryview(self.memory).cast("Q")
-        #: digest -> version, oldest first.
+        #: digest -> version, oldest first. Below 0: a manifest, see :class:`World`.
         self.entries: dict[bytes, int] = {}
+        #: digest -> until when it is hard kept.
+        self.kept: dict[bytes, float] = {}
         #: Highest epoch acted on.
         self.epoch = 0
         self.closed = False
@@ -135,16 +231,38 @@ class Worker:
         self.arena = arena
         self.process = Process(server.net, server.host, f"{server.name}/{number}")
         self.shards = ShardWords(arena.words)
+        self.told = Told(self.shards)
+        self.awaited = AwaitedMarks(self.shards, self.told)
+        self.groups = self._groups()
         self.most = server.world.options.entries
 
     def start(self, *, recover: bool) -> None:
         """Start on its arena."""
         self.process.start()
         self.shards = ShardWords(self.arena.words)
+        self.told = Told(self.shards)
+        self.awaited = AwaitedMarks(self.shards, self.told)
+        self.groups = self._groups()
         if recover:
             self.shards.recover()
             self._drop_lost()
+            self.groups.restore()
         self._accepting()
+
+    def _groups(self) -> Groups:
+        def drop(slot: int) -> None:
+            self._drop(self.arena.slots.entry(slot).digest)
+
+        no_uses = memoryview(bytearray(self.arena.slots.slots))
+        chunks = Chunks(self)
+        return Groups(self.arena.slots, chunks, no_uses, self.shards, lambda *_: True, drop)
+
+    def _settle(self) -> None:
+        """Drop what is left of groups, as the real worker does before its next request."""
+        if self.groups.orphans:
+            self.groups.drop_orphans()
+        if self.server.world.options.groups:
+            self.server.world.oracle.groups_of(self)
 
     def _accepting(self) -> None:
         self.server.world.oracle.accepting(self)
@@ -178,27 +296,90 @@ class Worker:
     def _drop_lost(self) -> None:
         words, entries = self.arena.words, self.arena.entries
         for digest in [digest for digest in entries if not words[shard_of(digest)]]:
-            del entries[digest]
+            self._remove(digest)
+        self._settle()
 
     def _drop(self, digest: bytes) -> None:
         if self.shards.moving:
             self.shards.note_dropped(digest)
+        self._remove(digest)
+
+    def _remove(self, digest: bytes) -> None:
+        slot = self.arena.slots.lookup(digest)
+        if self.groups.used:
+            self.groups.leave(slot)
         del self.arena.entries[digest]
+        self.arena.slots.release(slot)
+        self._forget(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        if self.arena.kept.pop(digest, 0.0):
+            self.server.world.oracle.gone(self, digest)
 
     def _store(self, digest: bytes, version: int) -> None:
         entries = self.arena.entries
         entries.pop(digest, None)
         if len(entries) >= self.most:
-            victim = next((each for each in entries if self.arena.words[shard_of(each)] < FROZEN), None)
-            victim = victim if victim is not None else next(iter(entries))
+            free = [each for each in entries if not self.is_kept(each)]  # never empty: see keep()
+            victim = next((each for each in free if self.arena.words[shard_of(each)] < FROZEN), None)
+            victim = victim if victim is not None else free[0]
+            self.server.world.oracle.evicted(self, victim)
             self._drop(victim)
+            self.groups.drop_orphans()
         entries[digest] = version
+        self.arena.slots.take(digest)
+        if self.awaited.marks:
+            mark = self.awaited.take(digest)
+            if mark is not None:
+                kept = self._keep(digest, mark.until)
+                self.server.world.oracle.kept(self, digest, mark.until if kept else 0.0)
+
+    def is_kept(self, digest: bytes) -> bool:
+        kept = self.arena.kept
+        return bool(kept) and kept.get(digest, 0.0) > self.server.net.now
+
+    def _keep(self, digest: bytes, until: float) -> bool:
+        """Keep an entry; return False if too many are kept."""
+        kept = self.arena.kept
+        for each in [each for each in kept if not self.is_kept(each)]:
+            del kept[each]
+        if digest not in kept and len(kept) >= self.most // 2:
+            return False
+        kept[digest] = until
+        return True
+
+    def keep(self, digest: bytes, seconds: int) -> int:
+        """Take a KEEP from a client, hard, 0 seconds to end it."""
+        if not self.shards.accepts(shard_of(digest)):
+            return Status.WRONG_OWNER
+        if digest not in self.arena.entries:
+            behind = self.shards.moving and self.shards.status_of_miss(digest) == Status.PREVIOUS
+            return Status.WRONG_OWNER if behind else Status.NOT_FOUND  # as sdk/writes.py takes PREVIOUS
+        until = self.server.net.now + seconds if seconds else 0.0
+        if not self._keep(digest, until):
+            return Status.OVER_QUOTA
+        self.told.note(digest)
+        self.server.world.oracle.kept(self, digest, until)
+        return Status.OK
+
+    def carry(self, epoch: int, marks: list[tuple[bytes, float]]) -> bool:
+        """Take the marks that our mover carries; those of values that are not there yet wait for them."""
+        for digest, seconds in marks:
+            until = self.server.net.now + seconds
+            if not self.told.takes_mark(digest, epoch):
+                continue
+            if digest not in self.arena.entries:
+                self.awaited.add(digest, Awaited(HARD, until, epoch))
+            elif not self._keep(digest, until):
+                self.server.world.oracle.kept(self, digest, 0.0)
+        return True
 
     def put(self, digest: bytes, version: int) -> int:
         """Take a COMMIT."""
         if not self.shards.accepts(shard_of(digest)):
             return Status.WRONG_OWNER
         self._store(digest, version)
+        self._settle()
         self.server.world.oracle.stored(self, digest, version)
         return Status.OK
 
@@ -210,8 +391,23 @@ class Worker:
             self._drop(digest)
         elif self.shards.moving and self.shards.status_of_miss(digest) == Status.PREVIOUS:
             self.shards.note_dropped(digest)
+        self._settle()
         self.server.world.oracle.stored(self, digest, version)
         return Status.OK
+
+    def group(self, digests: Sequence[bytes]) -> int:
+        """Take a GROUP of a client."""
+        (status,) = self.groups.mark_many([digests])
+        if status == Status.OK:
+            self.server.world.oracle.grouped(self, digests)
+        self._settle()
+        return status
+
+    def exists(self, digests: Sequence[bytes]) -> list[int]:
+        """Answer EXISTS."""
+        statuses = [Status.OK if self.arena.hit(each) else self.shards.status_of_miss(each) for each in digests]
+        self.server.world.oracle.exists(self, digests, statuses)
+        return statuses
 
     def resolve(self, digest: bytes) -> tuple[int, int]:
         """Answer LOCATE: return the status, with the epoch of the move for PREVIOUS."""
@@ -231,8 +427,12 @@ class Worker:
         self.shards.adopt(epoch, shards, fallback)
         self._accepting()
 
-    def finish(self, epoch: int, shards: list[int]) -> None:
-        """Take FINISH from our mover."""
+    def finish(self, epoch: int, shards: Sequence[int], source: Arena | None) -> None:
+        """Take FINISH from our mover. ``source``: an arena of which it has brought all."""
+        words = self.arena.words
+        moving = [shard for shard in shards if words[shard] & MOVING and words[shard] & EPOCH_MASK <= epoch]
+        if source is not None:
+            self.server.world.oracle.moved(self, source, moving)
         self.shards.finish(shards, epoch)
 
     def copy(self, epoch: int, values: list[tuple[bytes, int]]) -> int:
@@ -242,4 +442,11 @@ class Worker:
             if digest not in self.arena.entries and self.shards.may_copy(digest, epoch):
                 self._store(digest, version)
                 stored += 1
+        self._settle()
         return stored
+
+    def carry_groups(self, epoch: int, groups: list[list[bytes]]) -> bool:
+        """Take the groups that our mover carries."""
+        self.groups.mark_many(groups, epoch)
+        self._settle()
+        return True

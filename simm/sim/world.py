@@ -19,6 +19,7 @@ from ..wire.messages import MapReply, Status
 from ..wire.shard_set import FROZEN
 from .client import Client
 from .faults import DEFAULT, Plan
+from .load import GroupLoad, LargeLoad
 from .manager import ManagerHost, decoded
 from .net import Net
 from .oracle import Key, Oracle, SimFailure
@@ -60,6 +61,9 @@ class World:
         self.keys: list[Key] = []
         self.mine: dict[int, list[int]] = {}
         self.plan = Plan(self)
+        self.manifests: list[bytes] = []
+        self._groups = GroupLoad(self)
+        self._larges = LargeLoad(self)
         self.manager.on_turn = self._turned
         self.manager.on_made = self.oracle.made
         #: (name, instance, worker) -> the number of its arena.
@@ -114,6 +118,11 @@ class World:
             self.mine[number] = []
         for number in range(options.keys):
             self._new_key(number % count)
+
+    def add_key(self, digest: bytes) -> Key:
+        """Let the oracle judge a key that no ordinary operation uses."""
+        key = self.oracle.by_digest[digest] = Key(10_000 + len(self.oracle.by_digest), digest)
+        return key
 
     def _new_key(self, writer: int) -> Key:
         number = len(self.keys)
@@ -176,7 +185,15 @@ class World:
         if self.stopping:
             return
         rng = self.net.random
-        if rng.random() < 0.35 and self.mine[client.number]:
+        if self.options.keeps and self.mine[client.number] and rng.random() < self.options.keeps:
+            key = self.keys[rng.choice(self.mine[client.number])]
+            seconds = round(self.options.keep_s * rng.random()) if rng.random() < 0.8 else 0
+            client.run(client.mutate("keep", key.digest, seconds), lambda *_: None)
+        elif self.options.groups and rng.random() < self.options.groups:
+            self._groups.work(client)
+        elif self.options.large and rng.random() < self.options.large:
+            self._larges.work(client)
+        elif rng.random() < 0.35 and self.mine[client.number]:
             number = rng.choice(self.mine[client.number])
             self.mutate(client, self.keys[number], delete=rng.random() < 0.15)
         else:
@@ -193,7 +210,7 @@ class World:
             client.counts["gets"] += 1
             client.counts["hits" if version else "misses"] += 1
             client.counts["late"] += result is None
-            self._in_time(client, seconds)
+            self.in_time(client, seconds)
             self.oracle.read(client, key, floor, version, node)
             if self.options.verbose:
                 self.net.say(f"{client.name} get {key.number}: {version} at {node or '-'}")
@@ -213,7 +230,7 @@ class World:
 
         def ended(status: int | None, seconds: float) -> None:
             client.counts["puts"] += 1
-            self._in_time(client, seconds)
+            self.in_time(client, seconds)
             if status == Status.OK:
                 key.done = version
             else:
@@ -231,7 +248,8 @@ class World:
 
         client.run(client.mutate("delete" if delete else "put", key.digest, version), ended)
 
-    def _in_time(self, client: Client, seconds: float) -> None:
+    def in_time(self, client: Client, seconds: float) -> None:
+        """Judge how long an operation has taken."""
         if seconds > self.options.deadline_s + 0.05 and client.process.running:
             self.oracle.fail(f"{client.name} waited {seconds:.3f} s for an answer")
 
@@ -366,6 +384,11 @@ class World:
             "checks": self.oracle.checks,
             "exempt_reads": self.oracle.exempt_reads,
             "split_writes": self.oracle.split_writes,
+            "spared": self.oracle.spared,
+            "kept_moved": self.oracle.kept_moved,
+            "groups_left": self.oracle.groups_left,
+            "groups_moved": self.oracle.groups_moved,
+            "wholes": self.oracle.wholes,
             "faults": dict(sorted(self.plan.counts.items())),
             **counts,
         }
