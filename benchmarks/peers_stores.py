@@ -57,14 +57,14 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_for(self, address: str | tuple[str, int]) -> None:
-        """Return once a process accepts connections at ``address``.
+    def wait_for(self, address: str | tuple[str, int], seconds: float = START_SECONDS) -> None:
+        """Return once a process accepts connections at ``address``, within ``seconds``.
 
         Raises:
             PeerError: no process accepts connections in time.
         """
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 try:
@@ -180,6 +180,8 @@ class Simm(Peer):
     """SiMM: manager and data server as child processes, values copied to and from shared memory."""
 
     name = "simm"
+    #: Of the client, beside the memory of its cluster.
+    ARGUMENTS: ClassVar[dict[str, Any]] = {}
     _client: Any = None
 
     @classmethod
@@ -194,7 +196,7 @@ class Simm(Peer):
         return f"SiMM {getattr(importlib.import_module('simm'), '__version__', '?')}"
 
     def start(self) -> None:
-        self._client = importlib.import_module("simm.client").Client.local(memory=self.memory)
+        self._client = importlib.import_module("simm.client").Client.local(memory=self.memory, **self.ARGUMENTS)
         self.put = self._client.put  # type: ignore[method-assign]
         self.get_into = self._client.get_into  # type: ignore[method-assign]
         self.mput = self._client.put_many  # type: ignore[method-assign]
@@ -209,6 +211,13 @@ class Simm(Peer):
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+class SimmTcp(Simm):
+    """The same over TCP on the loopback, as from another host."""
+
+    name = "simm-tcp"
+    ARGUMENTS: ClassVar[dict[str, Any]] = {"path": "tcp"}
 
 
 class _OnSocket(Peer):
@@ -572,7 +581,7 @@ def _leave(number: int, frame: object) -> None:
 
 PEERS: dict[str, type[Peer]] = {
     kind.name: kind
-    for kind in (Simm, Redis, Memcached, MooncakeLocal, MooncakeShm, MooncakeTcp, RedisPy, PyMemcache)
+    for kind in (Simm, SimmTcp, Redis, Memcached, MooncakeLocal, MooncakeShm, MooncakeTcp, RedisPy, PyMemcache)
 }
 #: Short names for ``--peers``.
 GROUPS: dict[str, list[str]] = {"mooncake": ["mooncake-local", "mooncake-shm", "mooncake-tcp"]}

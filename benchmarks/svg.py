@@ -21,16 +21,21 @@ class Line(NamedTuple):
     points: Sequence[tuple[float, float]]
 
 
-def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
-    """Return a chart: x logarithmic with a tick at each x of the first line, y from 0 to a round number above all."""
+def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], *, log_y: bool = False) -> str:
+    """Return a chart: x logarithmic with a tick at each x of the first line, y from 0 to a round number above all.
+
+    ``log_y``: y is logarithmic, too, between round numbers around all, which are above 0.
+    """
     xs = [x for x, _ in lines[0].points]
     low, high = math.log(min(xs)), math.log(max(xs))
-    step = _step(max(y for line in lines for _, y in line.points))
-    top = step * math.ceil(max(y for line in lines for _, y in line.points) / step - 1e-9)
+    ys = [y for line in lines for _, y in line.points]
+    grid = _decades(min(ys), max(ys)) if log_y else _even(max(ys))
+    bottom, top = (math.log(grid[0]), math.log(grid[-1])) if log_y else (0.0, grid[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (math.log(x) - low) / (high - low) if high > low else 0.5
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
+        up = ((math.log(y) if log_y else y) - bottom) / (top - bottom)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -39,12 +44,13 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
         f'  <rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'  <text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
     ]
-    for number in range(round(top / step) + 1):
-        _, at = place(xs[0], number * step)
+    for y in grid:
+        _, at = place(xs[0], y)
+        text = f"{y:g}" if log_y else f"{y:.2f}"
         out.append(f'  <path d="M{LEFT} {at:.1f} H{WIDTH - RIGHT}" stroke="#dddddd"/>')
-        out.append(f'  <text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number * step:.2f}</text>')
+        out.append(f'  <text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     for x in xs:
-        across, at = place(x, 0)
+        across, at = place(x, grid[0])
         out.append(f'  <path d="M{across:.1f} {at:.1f} v5" stroke="#666666"/>')
         out.append(f'  <text x="{across:.1f}" y="{at + 18:.1f}" text-anchor="middle">{x:,.0f}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
@@ -61,6 +67,21 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
         out.append(f'  <path d="M{WIDTH - RIGHT + 12} {at} h24" {style}/>')
         out.append(f'  <text x="{WIDTH - RIGHT + 42}" y="{at + 4}">{escape(line.name)}</text>')
     return "\n".join([*out, "</svg>", ""])
+
+
+def _even(top: float) -> list[float]:
+    """Return the grid lines from 0 to a round number that is ``top`` or above."""
+    step = _step(top)
+    return [number * step for number in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Return grid lines 1, 2, 5, 10, 20 and so on, from one at or below ``low`` to one at or above ``high``."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
+    lines = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    first = max(number for number, line in enumerate(lines) if line <= low * (1 + 1e-9))
+    last = min(number for number, line in enumerate(lines) if line >= high * (1 - 1e-9))
+    return lines[first : max(last, first + 1) + 1]
 
 
 def _step(top: float) -> float:

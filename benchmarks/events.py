@@ -1,0 +1,234 @@
+"""Measure events: what the ring costs a PUT, and how long an index takes to be complete again.
+
+    python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60
+    python benchmarks/events.py cost | parts | restart
+
+*Cost*: two stores in this process, one with a ring and one without, in turns of some thousand PUTs each: commits in
+batches of one, grants in batches of 32, and a heartbeat after each turn. The arenas are full, so each PUT evicts. The
+figure is processor time of the quick turns. It is compared with the wall time of a whole PUT of a client, of the quick
+ones too, in the same run.
+
+*Restart*: a data server with so many values. An index begins anew while ``simm events`` runs; then ``simm events``
+begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
+``simm events`` is a process of its own, the index a thread of this one.
+
+Needs the extra ``simm[index]`` for the restarts. Leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from simm.arena.events.ring import HEADER_BYTES, EventRing, attach
+from simm.arena.store import Store
+from simm.client import Client
+from simm.constants import SHARD_COUNT
+from simm.ipc.arena_files import OwnedArena
+from simm.sdk.local_cluster import LocalCluster
+from simm.wire.messages import ShardRole
+
+VALUE: Final = 4096
+TURN: Final = 3000
+GRANTS: Final = 32
+#: Of turns and of calls: on a busy machine the higher ones tell of others.
+QUANTILE: Final = 0.1
+MIB: Final = 1 << 20
+
+
+class Side:
+    """A store that is full, and a session that puts."""
+
+    def __init__(self, number: int, ring: bool) -> None:
+        self.arena = OwnedArena.create(f"simm-bench-{os.getpid()}-{number}", 64 * MIB)
+        self.store = Store.create(self.arena.mm)
+        epochs = np.full(SHARD_COUNT, 1, np.uint64).tobytes()
+        self.store.begin_shards(1, epochs, bytes([ShardRole.OWNER]) * SHARD_COUNT)
+        self.store.open()
+        if ring:
+            memory = memoryview(np.zeros((HEADER_BYTES + 4 * MIB) // 8, np.uint64)).cast("B")
+            attach(EventRing(memory), self.store.table, self.store.shard_words, self.store.ledger.namespaces)
+        self.session = self.store.sessions.open(os.getpid(), 1, "bench")
+        self.grants: list[tuple[int, int, int]] = []
+
+    def turn(self, digests: list[bytes]) -> float:
+        """Put one value for each digest. Return the processor time of one, in us."""
+        store, session = self.store, self.session
+        began = time.process_time_ns()
+        for digest in digests:
+            if not self.grants:
+                self.grants = store.sessions.grant(session, VALUE, GRANTS)
+            number = self.grants.pop()[0]
+            store.commit(session, [(digest, number, VALUE, 0, 0, 0)])
+            store.apply_pending()
+        store.table.tell()
+        return (time.process_time_ns() - began) / 1000 / len(digests)
+
+    def close(self) -> None:
+        self.store.release()
+        self.arena.unlink()
+        self.arena.close()
+
+
+def cost(rounds: int) -> None:
+    """Print what the ring costs."""
+    rng = np.random.default_rng(1)
+
+    def digests() -> list[bytes]:
+        raw = rng.bytes(16 * TURN)
+        return [raw[at : at + 16] for at in range(0, len(raw), 16)]
+
+    sides = [Side(0, False), Side(1, True)]
+    plain, ringed = [], []
+    try:
+        for number in range(rounds + 8):
+            for side in sides if number % 2 else sides[::-1]:
+                took = side.turn(digests())
+                if number >= 8:  # the arenas are full by then
+                    (ringed if side is sides[1] else plain).append(took)
+    finally:
+        for side in sides:
+            side.close()
+    low, high = (float(np.quantile(each, QUANTILE)) for each in (plain, ringed))
+    with Client.local("64M") as client:
+        value, walls = bytes(VALUE), []
+        for number in range(20_000):
+            began = time.perf_counter_ns()
+            client.put(f"key {number}", value)
+            walls.append((time.perf_counter_ns() - began) / 1000)
+    put = float(np.quantile(walls[5000:], QUANTILE))
+    print(f"store's part of a PUT: {low:.2f} us of processor time, with a ring {high:.2f}: {high - low:+.3f} us "
+          f"(p{100 * QUANTILE:.0f} of {rounds} turns)")  # fmt: skip
+    print(f"a whole PUT of {VALUE} bytes by shm: {put:.1f} us (p{100 * QUANTILE:.0f}); the ring is "
+          f"{100 * (high - low) / put:.1f} % of it")  # fmt: skip
+
+
+# -- restarts ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def events(at: tuple[str, str], server: str) -> Iterator[subprocess.Popen[str]]:
+    """Run ``simm events``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "simm", "events", "--rfc1527", ",".join(at), "--server", server],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("READY")
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def parts(blocks: int) -> None:
+    """Print the processor time of each part of a restart, without sockets and without waiting for a core."""
+    from simm.arena.events.follow import Step
+    from simm.arena.events.listing import ENTRY_FIELDS
+    from simm.arena.events.ring import RECORD_FIELDS
+    from simm.index.blocks import Blocks
+    from simm.index.events import decode
+    from simm.index.publish.claims import Claims
+    from simm.index.publish.messages import snapshot
+    from simm.index.sources import Registration
+
+    rows = np.zeros(blocks, ENTRY_FIELDS)
+    rows["low"] = np.random.default_rng(1).integers(1, 1 << 64, blocks, np.uint64)
+    step = Step(rows, np.zeros(0, RECORD_FIELDS))
+    found = []
+    for _ in range(5):
+        claims, index = Claims(lambda owner, number: "default"), Blocks()
+        source = index.register(Registration("pool", "m", "simm"))
+        times = [time.process_time()]
+        claims.take(1, step)
+        times.append(time.process_time())
+        told = snapshot("rfc1527", claims.all(), "host")
+        times.append(time.process_time())
+        for raw in told:
+            index.apply(source, decode(raw).events)
+        times.append(time.process_time())
+        assert index.entries == claims.entries
+        found.append(np.diff(times))
+    first, second, third = np.min(found, axis=0)
+    print(f"processor time for {blocks:,} entries, the least of 5: claims from a table {first:.2f} s, a snapshot "
+          f"{second:.2f} s, an index from it {third:.2f} s")  # fmt: skip
+
+
+def restart(blocks: int) -> None:
+    """Print how long it takes until an index is complete again."""
+    from simm.index.blocks import Blocks
+    from simm.index.publishers import Publishers
+    from simm.index.sources import Registration
+    from simm.ipc.event_files import EventFile, told_by_servers
+
+    memory = max(256 * MIB, blocks * 64 * 5)  # values, slots, and room
+    flags = "--events", "4M", "--value-size", "64"
+    with (
+        tempfile.TemporaryDirectory() as folder, LocalCluster(memory, arguments=flags) as cluster,
+        Client(cluster.manager, token=cluster.token) as client,
+    ):  # fmt: skip
+        at = f"ipc://{folder}/stream", f"ipc://{folder}/replay"
+        for start in range(0, blocks, 4096):
+            count = min(4096, blocks - start)
+            client.put_many([f"key {number}" for number in range(start, start + count)], [bytes(64)] * count)
+        (name,) = told_by_servers(cluster.name)
+        here = len(EventFile(name).step().whole)  # type: ignore[arg-type]
+        print(f"{here:,} entries")
+
+        index = Blocks()
+        publishers = Publishers(index)
+        told = Registration("pool", "m", "simm", endpoint=at[0], replay=at[1], pool="p")
+
+        def until_complete() -> float:
+            began = time.perf_counter()
+            while True:
+                source = index.sources[told.name]
+                stream = publishers.stream(source)
+                known = stream is not None and stream.complete and not source.stale and not source.lost
+                if known and source.blocks == here:
+                    return time.perf_counter() - began
+                time.sleep(0.002)
+
+        with events(at, cluster.name):
+            publishers.register(told)
+            until_complete()
+            for _ in range(3):
+                publishers.unregister(told.name)
+                publishers.register(told)
+                print(f"index anew: {until_complete():.2f} s")
+        for _ in range(3):
+            began = time.perf_counter()
+            with events(at, cluster.name):
+                ready = time.perf_counter()
+                until_complete()
+                print(f"simm events anew: {time.perf_counter() - ready:.2f} s after it was ready, which took "
+                      f"{ready - began:.2f} s")  # fmt: skip
+        publishers.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "parts", "restart"])
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    if arguments.what in ("all", "cost"):
+        cost(arguments.rounds)
+    if arguments.what in ("all", "parts"):
+        parts(arguments.blocks)
+    if arguments.what in ("all", "restart"):
+        restart(arguments.blocks)
+
+
+if __name__ == "__main__":
+    main()

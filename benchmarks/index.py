@@ -1,0 +1,148 @@
+"""Measure the event index: blocks taken in on one core, questions by HTTP and by a call, bytes of a block.
+
+    python benchmarks/index.py [--blocks 200000] [--pods 8]
+
+Needs the extra ``simm[index]``. Times of ingest are processor time, so a busy machine changes them little; questions
+are wall time of a client in this process. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+from simm.index.blocks import Blocks
+from simm.index.events import decode
+from simm.index.keys import request_keys
+from simm.index.libraries import msgspec
+from simm.index.scores import score
+from simm.index.service import BODY_BYTES_MAX, Service
+from simm.index.sources import Registration, Source, Space
+from simm.net.http import Web
+from simm.net.loop import Loop
+
+SIZE = 16
+SPACE = Space("m", "", "default", "", SIZE)
+
+
+def messages(blocks: int, per_event: int, rng: random.Random) -> list[bytes]:
+    """Return messages of 16 events each, as vLLM's: new prompts of ``per_event`` blocks."""
+    found = []
+    for first in range(0, blocks, 16 * per_event):
+        events = [
+            {"type": "BlockStored", "block_hashes": [rng.getrandbits(64) for _ in range(per_event)],
+             "parent_block_hash": None, "token_ids": [rng.randrange(150_000) for _ in range(SIZE * per_event)],
+             "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None}
+            for _ in range(16)
+        ]  # fmt: skip
+        found.append(msgspec.msgpack.encode([float(first), events, 0]))
+    return found
+
+
+def ingest(blocks: int, per_event: int) -> tuple[float, float]:
+    """Return blocks taken in for each second of processor time, and bytes of a block."""
+    index = Blocks()
+    source = index.register(Registration("a", "m", block_size=SIZE))
+    told = messages(blocks, per_event, random.Random(1))
+    began = time.process_time()
+    for payload in told:
+        batch = decode(payload)
+        index.apply(source, batch.events, batch.rank)
+    return index.entries / (time.process_time() - began), index.nbytes / index.entries
+
+
+def removals(blocks: int, per_event: int) -> float:
+    """Return blocks taken out for each second of processor time."""
+    index = Blocks()
+    source = index.register(Registration("a", "m", block_size=SIZE))
+    names: list[list[int]] = []
+    for payload in messages(blocks, per_event, random.Random(2)):
+        batch = decode(payload)
+        index.apply(source, batch.events, batch.rank)
+        names += [event.hashes for event in batch.events]  # type: ignore[union-attr]
+    told = [msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": each}], 0]) for each in names]
+    count = index.entries
+    began = time.process_time()
+    for payload in told:
+        batch = decode(payload)
+        index.apply(source, batch.events, batch.rank)
+    assert not index.entries
+    return count / (time.process_time() - began)
+
+
+def quartiles(
+    call: Callable[[], object], times: int, clock: Callable[[], float] = time.thread_time
+) -> tuple[float, float, float]:
+    """Return the quartiles of a call's time, ms: processor time of this thread, unless ``clock`` is another."""
+    spent = []
+    for _ in range(times):
+        began = clock()
+        call()
+        spent.append(1000 * (clock() - began))
+    first, middle, third = statistics.quantiles(spent, n=4)
+    return first, middle, third
+
+
+def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float, float, float]]]:
+    """Return quartiles of a question: every pod has the first quarter of the prompt, and one has all of it."""
+    index = Blocks()
+    prompt = [random.Random(3).randrange(150_000) for _ in range(tokens)]
+    for pod in range(pods):
+        source: Source = index.register(Registration(f"pod-{pod}", "m", block_size=SIZE))
+        mine = prompt[: tokens if pod == 0 else tokens // 4]
+        payload = msgspec.msgpack.encode([0.0, [
+            {"type": "BlockStored", "block_hashes": list(range(len(mine) // SIZE)), "parent_block_hash": None,
+             "token_ids": mine, "block_size": SIZE}
+        ], 0])  # fmt: skip
+        batch = decode(payload)
+        index.apply(source, batch.events, batch.rank)
+    found = [("call, keys and scores", quartiles(lambda: score(index, SPACE, request_keys(prompt, SIZE)), times))]
+    loop = Loop()
+    service = Service(index)
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    Web(loop, listener, service.routes, posts=service.posts, body_max=BODY_BYTES_MAX)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    body = json.dumps({"model": "m", "token_ids": prompt, "block_size": SIZE}).encode()
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection(host, port, timeout=60)
+        connection.request("POST", "/query", body, {"Content-Type": "application/json"})
+        assert json.loads(connection.getresponse().read())["default"]["pod-0"]["longest_matched"] == tokens
+        connection.close()
+
+    hashes = json.dumps({"model": "m", "seq_hashes": request_keys(prompt, SIZE), "block_size": SIZE}).encode()
+    found.append(("POST body without HTTP", quartiles(lambda: service.posts["/query"](body), times)))
+    found.append(("by hash, without HTTP", quartiles(lambda: service.posts["/query_by_hash"](hashes), times)))
+    found.append(("POST /query, new connection, wall time", quartiles(ask, times, time.perf_counter)))
+    return found
+
+
+def main() -> None:
+    """Print all figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=200_000)
+    parser.add_argument("--pods", type=int, default=8)
+    parser.add_argument("--times", type=int, default=200)
+    arguments = parser.parse_args()
+    for per_event in (1, 4, 32, 512):
+        rate, size = ingest(max(arguments.blocks, 16 * per_event), per_event)
+        gone = removals(max(arguments.blocks // 4, 16 * per_event), per_event)
+        print(
+            f"events of {per_event:4} blocks: {rate:9,.0f} stored/s, {gone:9,.0f} removed/s, {size:.1f} bytes a block"
+        )
+    for tokens in (2048, 8192):
+        for name, (first, middle, third) in questions(arguments.pods, tokens, arguments.times):
+            print(f"{tokens} tokens, {arguments.pods} pods, {name}: {middle:.2f} ms ({first:.2f} to {third:.2f})")
+
+
+if __name__ == "__main__":
+    main()
