@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,23 +20,12 @@ import psutil
 import pytest
 
 from simm.config import engine_flags
-from tests.support import faults, report, time_limit
+from tests.support import dose, faults, report, schedule, time_limit
 from tests.support.child import STOP_S
 from tests.support.processes import HERE, Cluster, new_folder
 from tests.support.waiting import wait_until
 
-#: Folders whose tests need nothing of the machine but a processor: models, networks and GPUs in software, the engines.
-#: All others start servers, stop and kill them, and look at clocks.
-_APART: Final = ("tests/unit/", "tests/models/", "tests/engines/")
-#: But these look at what the whole machine has, or at clocks.
-_NOT_APART: Final = (
-    "tests/unit/ipc/test_session.py", "tests/unit/net/test_channel.py", "tests/unit/net/test_http.py",
-    "tests/unit/sdk/test_deadlines.py", "tests/unit/sdk/test_routing.py", "tests/unit/server/test_migration_wire.py",
-    "tests/unit/server/test_worker_session.py", "tests/unit/shm/",
-    "tests/unit/tools/test_doctor.py", "tests/unit/wire/test_fast_commit.py",
-)  # fmt: skip
-_FAULTS: Final = ("tests/system/faults/", "tests/system/partitions/")
-#: What ``scripts/test`` runs without ``--full``: these folders, and elsewhere the tests that are marked ``quick``.
+#: What ``scripts/test`` runs without ``--full``: of these folders a dose, and elsewhere the tests marked ``quick``.
 _QUICK: Final = ("tests/unit/", "tests/models/")
 
 
@@ -52,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``full`` whatever the quick run leaves out, and choose by doses of faults, before ``-m`` selects.
 
-    Chains of tests come first.
+    Then sort them (``tests/support/schedule.py``).
     """
     asked = faults.chosen()
     for item in items:
@@ -61,36 +49,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = _doses(item)
         if marks and asked is None and faults.amount(marks, asked) is None:
             item.add_marker("slow")
+    everywhere = [item.nodeid for item in items if not any(map(item.get_closest_marker, ("full", "slow", "quick")))]
+    left_out = dose.left_out(everywhere)
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker("full")
     if asked is not None:
         items[:] = [item for item in items if faults.amount(_doses(item), asked) is not None]
-    items.sort(key=lambda item: _chain(item.nodeid) is None)
+    schedule.sort(items, limited=time_limit.from_environment() is not None)
 
 
 def _doses(item: Any) -> list[faults.Dosed]:
     return [faults.read(mark.args, mark.kwargs) for mark in item.iter_markers("fault")]
 
 
-def _chain(nodeid: str) -> str | None:
-    """Return the name of the chain of tests that run one after another, or None for a test that runs wherever."""
-    file = nodeid.partition("::")[0]
-    if file.startswith(_APART) and not file.startswith(_NOT_APART):
-        return None
-    return "faults" if file.startswith(_FAULTS) else f"servers {zlib.crc32(file.encode()) % 2}"
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the test modules once, not in each process."""
+    schedule.import_in_turn(session.config)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist (``-n 4``): two processes have what starts servers, one faults and hosts, the rest is shared.
-
-    Chains wait a part of their time. Files that belong to none fill the processors, and are left for the end.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Chains(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _chain(nodeid) or nodeid.partition("::")[0]
-
-    return Chains(config, log)
+    """With pytest-xdist (``-n 4``): files go to processes by their kind."""
+    return schedule.scheduler(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -176,6 +176,22 @@ class Engine:
             raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
         return {**report, "stderr": done.stderr}
 
+    def run_vllm(self, **request: Any) -> dict[str, Any]:
+        """The report of vllm_whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
+        # Without the compiler: vLLM compiles some small functions even in eager mode, which takes longer than the rest.
+        environment = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", **request.pop("environment", {}),
+        }  # fmt: skip
+        done = self._run(
+            "vllm_whole_driver.py", {"folder": str(self.folder), **request}, (ROOT, HERE / "shim"), "", False,
+            **environment,
+        )  # fmt: skip
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
+        return {**report, "stderr": done.stderr}
+
     def _run(
         self, driver: str, request: dict[str, Any], path: Sequence[Path], module: str, as_expected: bool,
         **environment: str,

@@ -17,6 +17,7 @@ from simm.errors import UsageError
 from simm.sim.faults import DEFAULT, FAULTS
 from simm.sim.net import Net, Process
 from simm.sim.oracle import SimFailure
+from simm.sim.worker import Worker
 from simm.sim.world import Options, Report, World, run_scenario, scenario
 from simm.tools import simulate
 from simm.wire.messages import Status
@@ -165,6 +166,29 @@ def test_a_manager_that_never_calls_anybody_dead_is_seen(monkeypatch: pytest.Mon
 def world_kill(world: World, name: str) -> None:
     world.oracle.trouble(name, True)
     world.servers[name].crash()
+
+
+#: Small arenas that evict all the time, keys that are kept, and shards that move.
+KEEPS: dict[str, Any] = {
+    "faults": ("join", "drain", "worker", "mover", "partition"), "keeps": 0.25, "op_s": 0.03, "fault_s": 1.5,
+    "entries": 12, "nodes": 2, "seconds": 14.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", dose(range(12), 2))
+def test_what_is_hard_kept_is_not_evicted(seed: int) -> None:
+    report = run_scenario(seed, **KEEPS)
+    assert not report.failure, report.failure
+    assert report.figures["spared"] > 0
+
+
+@pytest.mark.full
+def test_kept_keys_that_are_evicted_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a mover that carries no marks, and by a worker that does not look whether a key is kept."""
+    first_failure(range(12), partial(fail, plants=frozenset(["no_marks"]), **KEEPS), SimFailure, wanted=["is kept"])
+    monkeypatch.setattr(Worker, "is_kept", lambda self, digest: False)
+    monkeypatch.setattr(Worker, "_keep", lambda self, digest, until: not self.arena.kept.update({digest: until}))
+    first_failure(range(12), partial(fail, **KEEPS), SimFailure, wanted=["is kept"])
 
 
 # --- what was asked for by name ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from simm.client import Client
-from simm.config.settings import ensure_runtime_dir
+from simm.config.startup import ensure_runtime_dir
 from simm.net.named_socket import NamedSocket
 from simm.rpc import encode
 from simm.wire import messages as M

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from simm.net.channel import Refused
 from simm.sdk.ops.parts import ranges_of
 from simm.sdk.path import ClientContext
 from simm.sdk.tcp import TcpPath
+from simm.server import worker_session
 from simm.server.stream import Stream
 from simm.wire import messages as M
+from simm.wire.keep_messages import Keep
 from simm.wire.messages import Status
 from simm.wire.shard_set import MOVING
 from tests.support.store_world import digest_of
@@ -55,8 +58,9 @@ class Finished:
 
 
 @pytest.fixture
-def connect(worker: WorkerThread) -> Iterator[Opener]:
+def connect(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     """Connects to the worker's stream: by a token, in a namespace."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)  # its worker is a thread of this process
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(StreamThread(worker.path, tokens=(FREE, *TEAMS.values())))
 
@@ -107,7 +111,7 @@ def test_values_are_stored_in_the_namespace_of_their_client(worker: WorkerThread
     with worker.frozen() as store:
         bound = [bool(store.table.entry(store.table.lookup(digest_of(key))).flags & ENTRY_BOUND) for key in "rfp"]
     assert bound == [True, False, False]
-    assert red.delete([digest_of("r")]) == [Status.OK] and get(red, "r") == Status.NOT_FOUND
+    assert red.statuses(M.Delete, [digest_of("r")]) == [Status.OK] and get(red, "r") == Status.NOT_FOUND
 
 
 @pytest.mark.quick
@@ -125,9 +129,28 @@ def test_a_bound_client_reaches_no_value_of_others(connect: Opener) -> None:
             assert red.fetch_ranges([wanted], previous=previous)[0][0] == Status.NOT_FOUND
         assert owner.fetch_ranges([(digest, ranges_of([(0, 1, bytearray(1))]))])[0][0] == Status.OK
         assert red.exists([digest, digest_of("none")]) == [Status.NOT_FOUND] * 2
-        assert red.delete([digest]) == red.delete_sized([(digest, len(value))]) == [Status.NOT_FOUND]
+        assert red.statuses(M.Delete, [digest]) == [Status.NOT_FOUND]
+        assert red.statuses(M.DeleteSized, [(digest, len(value))]) == [Status.NOT_FOUND]
+        assert red.statuses(partial(Keep, 2, 60), [digest]) == [Status.NOT_FOUND]
+        assert owner.statuses(partial(Keep, 1, 60), [digest]) == [Status.OK]
         assert put(red, key, b"forged") == Status.UNAUTHORIZED
         assert get(owner, key) == value
+
+
+@pytest.mark.quick
+def test_a_bound_client_groups_no_value_of_others(worker: WorkerThread, connect: Opener) -> None:
+    """Or it could delete a value by way of its own."""
+    red, free = connect(TEAMS["red"], "red"), connect(FREE, "blue")
+    mine, theirs = "{x}mine", "{x}theirs"
+    assert put(red, mine, b"red's") == put(free, theirs, b"blue's") == Status.OK
+    group, alone = [digest_of(mine), digest_of(theirs)], [digest_of("{x}2"), digest_of(mine)]
+    assert red.group([[group, alone]]) == [Status.NOT_FOUND] * 2
+    assert red.statuses(M.Delete, group[:1]) == [Status.OK] and get(free, theirs) == b"blue's"
+    assert put(red, mine, b"red's") == put(red, "{x}2", b"red's") == Status.OK
+    assert red.group([[group, alone]]) == [Status.NOT_FOUND, Status.OK]
+    assert red.statuses(M.Delete, alone[:1]) == [Status.OK] and get(red, mine) == Status.NOT_FOUND
+    assert put(free, "{x}3", b"blue's") == Status.OK
+    assert free.group([[[digest_of("{x}3"), digest_of(theirs)], [group[1]]]]) == [Status.OK, Status.BAD_REQUEST]
 
 
 class Guesser:
@@ -169,11 +192,11 @@ class Guesser:
         elif what == 2:
             assert self.path.exists([digest]) == [absent]
         elif what == 3:
-            assert self.path.delete([digest]) == [absent]
+            assert self.path.statuses(M.Delete, [digest]) == [absent]
             own.pop(digest, None)
         elif what == 4:
             size = self.rng.choice((len(self.theirs.get(digest, b"")), 0, 40, 1 << 20))
-            (status,) = self.path.delete_sized([(digest, size)])
+            (status,) = self.path.statuses(M.DeleteSized, [(digest, size)])
             assert status == (Status.OK if mine is not None and len(mine) == size else Status.NOT_FOUND)
             if status == Status.OK:
                 del own[digest]
@@ -291,7 +314,7 @@ def test_issue_a_slot_that_changes_as_its_namespace_is_read(
             monkeypatch.setattr(ArenaReader, "holds", lambda *_: True)
         missed = [Status.NOT_FOUND] if checked else [Status.OK]
         assert red.exists([digest_of("own"), digest_of("k")]) == [Status.OK, *missed]
-        assert red.delete([digest_of("k")]) == missed
+        assert red.statuses(M.Delete, [digest_of("k")]) == missed
         assert (near.reader.locate(digest_of("k")) is not None) == checked
 
 
@@ -302,11 +325,12 @@ def test_a_bound_client_deletes_nothing_that_a_previous_owner_may_have(worker: W
         for key in ("mine", "k"):
             store.shards[shard_of(digest_of(key))] |= MOVING
             store.shard_words.moving += 1
-    assert red.delete([digest_of("k")]) == red.delete_sized([(digest_of("k"), 5)]) == [Status.UNAVAILABLE]
-    assert put(red, "mine", b"value") == Status.OK and red.delete([digest_of("mine")]) == [Status.OK]
+    assert red.statuses(M.Delete, [digest_of("k")]) == [Status.UNAVAILABLE]
+    assert red.statuses(M.DeleteSized, [(digest_of("k"), 5)]) == [Status.UNAVAILABLE]
+    assert put(red, "mine", b"value") == Status.OK and red.statuses(M.Delete, [digest_of("mine")]) == [Status.OK]
     with worker.frozen() as store:
         assert store.shard_words.dropped == {digest_of("mine")}
-    assert free.delete([digest_of("k")]) == [Status.OK], "the control: one that is not bound does"
+    assert free.statuses(M.Delete, [digest_of("k")]) == [Status.OK], "the control: one that is not bound does"
     with worker.frozen() as store:
         assert digest_of("k") in store.shard_words.dropped
 
@@ -335,7 +359,7 @@ def test_a_quota_holds_by_each_path(worker: WorkerThread, connect: Opener) -> No
             session.ask([(64, 1)])
             number, _, _ = session.pool.take(64) or (0, 0, 0)
             assert session.commit_one(digest_of(f"{status}"), number, 64, 0, 0, 64, 0) == status
-    assert red.delete([digest_of("k0")]) == [Status.OK] and red.store(entries[:1]) == [Status.OK]
+    assert red.statuses(M.Delete, [digest_of("k0")]) == [Status.OK] and red.store(entries[:1]) == [Status.OK]
     with worker.frozen() as store:
         assert store.stats()["put_failures"]["over_quota"] == 3
 

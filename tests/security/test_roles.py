@@ -18,9 +18,14 @@ from simm.errors import TransportError
 from simm.net.channel import Channel, Refused, greet
 from simm.net.peer_uid import credentials
 from simm.rpc import CODECS, OPCODES
+from simm.wire import admin_messages as A
 from simm.wire import epoch_messages as E
+from simm.wire import group_messages as G
+from simm.wire import keep_messages as K
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
+from simm.wire import report_messages as P
+from simm.wire import trace_messages as T
 from simm.wire.auth import Gate
 from simm.wire.hello import FOR_MANAGERS, client_hello
 from simm.wire.messages import Role, Status
@@ -55,7 +60,11 @@ RULES: dict[type, TokenRole | None] = {
     R.RdmaGranted: None,
     M.Join: SERVER, M.Joined: None, M.Heartbeat: SERVER, M.HeartbeatAck: None, M.Leave: SERVER, M.Moved: SERVER,
     M.MapGet: CLIENT, M.MapReply: None, M.MapOffer: SERVER, M.ClusterStatus: CLIENT, M.Drain: ADMIN,
+    G.Group: CLIENT, K.Keep: CLIENT, K.Marks: SERVER, K.Marked: None,
     E.Advance: CLIENT, E.Advanced: None, E.Epochs: SERVER, E.EpochLease: SERVER, E.LeaseAck: None,
+    T.Traced: CLIENT, T.Timed: None, T.AskTrace: ADMIN, T.OrderTrace: None,
+    P.ReportEvery: None, P.Report: SERVER,
+    A.AskSettings: ADMIN, A.AskNodeSettings: ADMIN, A.OrderSettings: None, A.SettingsDone: SERVER,
 }  # fmt: skip
 #: Those of the opening have their own order, which tests/unit/wire/test_auth.py has.
 OPENING = (M.Hello, M.Auth, M.Prove)

@@ -103,6 +103,14 @@ class LyingManager(FrameServer):
         sock.sendall(reply(answer, frame.request_id, status))
 
 
+#: Those that show what a manager says.
+COMMANDS = (
+    ("node", "list"), ("node", "list", "--json"), ("node", "drain", "a", "--no-wait"), ("ctl", "node", "list"),
+    ("ctl", "node", "summary"), ("ctl", "node", "drain", "a", "--no-wait"), ("ctl", "shard", "list"),
+    ("status", "--deadline-ms", "300"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -116,7 +124,7 @@ class LyingManager(FrameServer):
 def test_a_lying_manager_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str], answer: Any) -> None:
     manager = LyingManager(*answer)
     try:
-        for command in (("node", "list"), ("node", "list", "--json"), ("node", "drain", "a", "--no-wait")):
+        for command in COMMANDS:
             cli.main([*command, "--manager", "{}:{}".format(*manager.address)])
             said = capsys.readouterr()
             assert clean(said.out) and clean(said.err) and "Traceback" not in said.err

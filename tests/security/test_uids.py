@@ -16,12 +16,15 @@ import pytest
 from simm.arena.reader import ArenaReader
 from simm.client import Client
 from simm.config.parsers import TlsOptions
+from simm.config.settings import Settings
 from simm.errors import SegmentError, TransportError
 from simm.ipc.session import NotTrusted, WorkerSession
 from simm.rpc import Connection, decode
 from simm.sdk.local_cluster import LocalCluster
 from simm.sdk.manager_link import ManagerClient as TlsManagerClient
 from simm.shm import SHM_DIR, AttachedSegment, data_name
+from simm.tools.ctl import tuning
+from simm.tools.ctl.workers import ask_all
 from simm.wire import messages as M
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.child import Child
@@ -261,6 +264,31 @@ def test_a_worker_of_another_user_is_told_nothing_and_nothing_of_it_is_mapped(
     with pytest.raises(TransportError, match="has passed no data"):  # positive control
         WorkerSession(worker.at, "default", WAIT_S, trusted=(UID,))
     assert worker.heard() == ["Hello", "DataAttach"]
+
+
+def test_simm_ctl_tells_and_maps_nothing_of_another_users_worker(
+    public: Path, squatter: Callable[..., Squatter]
+) -> None:
+    """Whoever made the folder first: its name, /tmp/simm-UID, can be guessed."""
+    worker = squatter(str(public / "evil.0.sock"), f"simm-{UID}-{HERE}evil-0-{3:016x}")
+    (found,) = ask_all(public)
+    assert not found.stats and f"of uid {UID}" in found.why and "SIMM_SERVER_UID" in found.why
+    (found,) = ask_all(public, trusted=(UID,))  # positive control
+    assert not found.stats and "of uid" not in found.why
+    assert worker.heard() == ["Stats"]
+
+
+def test_simm_ctl_believes_no_admin_socket_of_another_user(
+    public: Path, squatter: Callable[..., Squatter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = squatter(str(public / "evil.admin.sock"), f"simm-{UID}-{HERE}evil-0-{4:016x}")
+    settings = Settings(runtime_dir=public)
+    with pytest.raises(TransportError, match=f"evil: it is of uid {UID}, .*SIMM_SERVER_UID"):
+        tuning.settings_rows(settings, ["list"], "", manager=False)
+    monkeypatch.setattr(tuning, "trusts", lambda *_: True)  # positive control
+    with pytest.raises(TransportError):
+        tuning.settings_rows(settings, ["list"], "", manager=False)
+    assert worker.heard() == ["AskSettings"]
 
 
 def test_an_arena_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

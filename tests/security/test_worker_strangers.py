@@ -9,8 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from simm.errors import TransportError
+from simm.ipc.commit_ring import TAIL
 from simm.net import admission
-from simm.net.admission import HELLO_BYTES_MAX, STRANGERS_PER_ADDRESS
+from simm.net.admission import HELLO_BYTES_MAX, LINES_MAX, STRANGERS_PER_ADDRESS
+from simm.net.channel import Refused
 from simm.net.peer import Peer
 from simm.rpc import HEADER, HEADER_BYTES, encode
 from simm.server.worker import Worker
@@ -117,3 +120,31 @@ def test_a_stranger_s_descriptors_are_not_kept() -> None:
             socket.send_fds(sock, [HELLO[:20]], [file.fileno()] * 3)
         wait_until(lambda: sum(peer.in_bytes == 20 for peer in list(worker.loop.peers)) == 8, "all have been read")
         assert held() == 1
+
+
+def test_issue_no_client_keeps_a_stream_from_the_worker() -> None:
+    """By one session after the other, until the arena had no line left: all values by TCP were misses then."""
+    with WorkerThread() as worker, contextlib.ExitStack() as stack:
+        while True:
+            channel = stack.enter_context(contextlib.closing(worker.channel()))
+            try:
+                channel.call(client_hello(M.Role.CLIENT, namespace="greedy"))
+            except Refused as exc:
+                assert exc.status == M.Status.NO_SPACE and "too many clients" in str(exc)
+                break
+        for role in (M.Role.STREAM, M.Role.MOVER):
+            served, _ = worker.hello(role)
+            stack.enter_context(contextlib.closing(served))
+
+
+def test_issue_rings_that_make_no_sense_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    with WorkerThread() as worker:
+        for _ in range(3 * LINES_MAX):
+            with contextlib.closing(worker.session()) as session:
+                assert session.ring is not None
+                session.ring.words[TAIL] = 1 << 40
+                with pytest.raises(TransportError):
+                    session.channel.call(M.Kick(0))
+        assert worker.loop.protocol_errors == 3 * LINES_MAX
+    lines = [record for record in caplog.records if "ring tail" in record.getMessage()]
+    assert 0 < len(lines) <= LINES_MAX

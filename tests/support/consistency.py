@@ -15,6 +15,7 @@ from simm.arena.extents import Extents, _key
 from simm.arena.hashing import shard_of
 from simm.arena.layout import HOLD_LINE_BYTES, SEQ_BITS, SESSION_LINE_BYTES, SLOT_WORDS
 from simm.arena.ledger import Ledger
+from simm.arena.marks.kept import HARD, HARD_GROUP, KEPT_GROUPS, NEAR, NEAR_GROUPS, SOFT, SOFT_GROUPS, KeptEntries
 from simm.arena.queues import _NOWHERE, Policy
 from simm.arena.shard_words import ShardWords
 from simm.arena.space import Space
@@ -31,11 +32,11 @@ from simm.slab import (
     _SLAB_SHIFT,
     CHUNKS_PER_SLAB,
     FREE,
-    GROUPS,
     LARGE,
     LARGE_GROUP,
     SLAB,
     Allocator,
+    class_of,
 )
 from simm.table import Table, sets_of
 from simm.wire.messages import ShardRole
@@ -161,6 +162,33 @@ def _policy(policy: Policy) -> None:
 
 
 @check.register
+def _kept(kept: KeptEntries) -> None:
+    used: dict[tuple[int, int], int] = {}
+    slabs: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+    near: dict[int, int] = {}
+    for slot, entry in kept.items():
+        offset = kept._offsets[slot]
+        demand(offset >= 0, f"slot {slot} is kept, but has no chunk")
+        size = kept._allocator.chunk_bytes(offset)
+        demand(size == entry.bytes, f"kept slot {slot} counts {entry.bytes} bytes, not {size}")
+        small = kept._allocator.class_of_slab(offset) >= 0
+        demand(entry.slab == (offset & -SLAB_BYTES if small else -1), f"kept slot {slot} is in another slab")
+        used[entry.namespace, entry.how] = used.get((entry.namespace, entry.how), 0) + size
+        if small:
+            slabs[entry.how][entry.slab] = slabs[entry.how].get(entry.slab, 0) + 1
+        if entry.how == NEAR:
+            near[class_of(size)] = near.get(class_of(size), 0) + 1
+        demand((entry.until, slot) in kept._due, f"kept slot {slot} never expires")
+    demand(used == kept.bytes, "kept bytes do not add up")
+    demand(slabs == kept._slabs, "slabs with kept entries do not add up")
+    hard = sum(count for (_, how), count in used.items() if how == HARD)
+    demand(hard == kept.hard_bytes <= kept.hard_max, f"{hard} bytes are hard kept")
+    copied = sum(count for (_, how), count in used.items() if how == NEAR)
+    demand(copied == kept.near_bytes, f"near copies have {copied} bytes")
+    demand(near == kept.near, "near copies are miscounted")
+
+
+@check.register
 def _coldest(coldest: Coldest) -> None:
     coldest._take_in()
     entries: set[tuple[int, int, int]] = set()
@@ -184,6 +212,7 @@ def _space(space: Space) -> None:
     check(allocator)
     check(policy)
     check(space._coldest)
+    check(space.kept)
     published = 0
     chunks: list[tuple[int, int, int]] = []
     for span in allocator.walk():
@@ -196,10 +225,12 @@ def _space(space: Space) -> None:
             published += 1
             agreed = slot < len(offsets) and offsets[slot] == offset
             demand(agreed, f"chunk at {offset} and slot {slot} disagree")
+            groups = {0: group, SOFT: SOFT_GROUPS + group, HARD: HARD_GROUP, NEAR: NEAR_GROUPS + group}
+            group = groups[space.kept.how(slot)]
             demand(policy.group_of(slot) == group, f"slot {slot} is in the wrong group")
     known = len(offsets) - offsets.count(-1)
     demand(published == known, f"{known} slots have a chunk, but {published} chunks a slot")
-    queued = sum(len(list(policy.slots(group))) for group in range(GROUPS))
+    queued = sum(len(list(policy.slots(group))) for group in range(KEPT_GROUPS))
     demand(published == queued, f"{published} chunks are published, but {queued} slots queued")
     allocated = {offset: slot for offset, slot, _ in chunks}
     for offset, count in space._holds.items():

@@ -93,6 +93,16 @@ def live_on(world: World, mine: bytes) -> None:
     world.wind_up()
 
 
+def fill(world: World, size: int) -> Player:
+    """As many values of a size as the region takes."""
+    player = world.join()
+    for number in range(500):
+        world.put(player, digest_of(f"fill {number}"), size)
+        if world.evicted:
+            return player
+    raise AssertionError("the region does not run full")
+
+
 # -- readers -----------------------------------------------------------------------------------------
 
 

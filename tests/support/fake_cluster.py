@@ -159,10 +159,10 @@ class Node:
 class FakeCluster:
     """Some nodes, a manager, and the map that both have."""
 
-    def __init__(self, nodes: int = 2, *, cluster: int = 7) -> None:
+    def __init__(self, nodes: int = 2, *, cluster: int = 7, size: int = 16 << 20) -> None:
         self.cluster = cluster
         self.manager = FakeManager()
-        self.nodes = [Node(number) for number in range(nodes)]
+        self.nodes = [Node(number, size=size) for number in range(nodes)]
         self.epoch = 10  # workers come up with a map of their own, of epoch 1
         self.owners = array("H", [NO_OWNER]) * SHARD_COUNT
         self.since = array("Q", bytes(8 * SHARD_COUNT))

@@ -59,6 +59,7 @@ from tests.support.fake_region import FakeRegion, FakeWindow, Refused
 WORD: Final = 8
 #: How often the background thread looks again when nothing can move, in seconds.
 _NAP_S: Final = 0.002
+_LOCAL_WRITE: Final = int(Access.LOCAL_WRITE)
 
 
 class FakeRail:
@@ -133,7 +134,7 @@ class FakeRail:
 
     def check_local(self, lkey: int, address: int, length: int, write: bool) -> FakeRegion:
         region = self.lkeys.get(lkey)
-        if region is None or not region.covers(address, length) or (write and not region.access & Access.LOCAL_WRITE):
+        if region is None or not region.covers(address, length) or (write and not region.rights & _LOCAL_WRITE):
             raise Refused("LOC_PROT_ERR")
         return region
 
@@ -143,7 +144,7 @@ class FakeRail:
         if isinstance(held, FakeWindow):
             allowed = held.qp is qp and right == Access.REMOTE_WRITE
         else:
-            allowed = held is not None and bool(held.access & right)
+            allowed = held is not None and bool(held.rights & int(right))
         if held is None or not allowed or not held.covers(address, length):
             raise Refused("REM_ACCESS_ERR")
 
@@ -314,6 +315,11 @@ class FakeNetwork:
             fake.why = "the device has gone"
             for qp in list(fake.queue_pairs):
                 qp.fail("the device has gone", "WR_FLUSH_ERR")
+
+    @property
+    def hindered(self) -> bool:
+        """True if :meth:`stops` may stop something. The caller holds the lock."""
+        return self._held is not None or bool(self._dropped or self._severed)
 
     def stops(self, qp: FakeQueuePair, far: FakeQueuePair, op: Op) -> bool:
         """Return True if an operation of ``qp`` cannot arrive now. The caller holds the lock."""

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -266,13 +267,20 @@ class FakeQueuePair:
 
     def _advance(self, far: FakeQueuePair) -> bool:
         """Copy a piece of a READ, or let a WRITE leave, or acknowledge a WRITE that arrived."""
-        operations = [self.queue[number] for number in range(self.begun)]
-        writes = [operation for operation in operations if operation.op[0] == WRITE and not operation.acked]
-        leaves = next((operation for operation in writes if operation.data is None), None)
-        able = [operation for operation in operations if operation.op[0] != WRITE and operation.pieces]
-        if writes and writes[0].data is not None:
-            able.append(writes[0])
-        able = [operation for operation in able if not self.network.stops(self, far, operation.op)]
+        first = leaves = None
+        able = []
+        for operation in islice(self.queue, self.begun):
+            if operation.op[0] != WRITE:
+                if operation.pieces:
+                    able.append(operation)
+            elif not operation.acked:
+                first = first or operation
+                if leaves is None and operation.data is None:
+                    leaves = operation
+        if first is not None and first.data is not None:
+            able.append(first)
+        if self.network.hindered:
+            able = [operation for operation in able if not self.network.stops(self, far, operation.op)]
         if leaves is not None:
             able.append(leaves)
         if not able:

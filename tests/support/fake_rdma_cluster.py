@@ -16,6 +16,7 @@ from simm.client import Client
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
 from simm.rdma import registration
+from simm.sdk import rdma_pool
 from simm.sdk.rdma_pool import RdmaPath
 from simm.server.rdma_endpoint import Endpoint
 from tests.support.fake_cluster import ALL, FakeCluster, Node, StreamThread
@@ -110,6 +111,8 @@ class FakeRdmaCluster(FakeCluster):
             return made
 
         monkeypatch.setattr(registration, "opener", opener)
+        # A busy machine's silence is not a dead device's. A test whose devices are silent says how long they may be.
+        monkeypatch.setattr(rdma_pool, "HEARTBEAT_TIMEOUT_S", WAIT_S)
         monkeypatch.setattr(registration, "_SHARED", {})  # whatever an earlier test has left open is of another network
         self.settled({0: ALL} if nodes == 1 else {number: ALL[number::nodes] for number in range(nodes)})
 

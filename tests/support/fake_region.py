@@ -23,6 +23,8 @@ class FakeRegion:
 
     def __init__(self, rail: FakeRail, address: int, length: int, access: Access) -> None:
         self.address, self.length, self.access = address, length, access
+        #: The same as a plain number: an operator of a flag takes a microsecond, and each piece asks.
+        self.rights = int(access)
         self.rail = rail
         #: What is added to an address of a GPU's memory; None for host memory.
         self.device: int | None = None

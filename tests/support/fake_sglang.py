@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import enum
-import importlib
-import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from tests.support.fake_modules import imported_over
 
 
 class PoolName(str, enum.Enum):
@@ -173,14 +173,5 @@ def install(served: Served | None) -> Iterator[Any]:
     modules = {name: types.ModuleType(name) for name in names}
     modules["sglang.srt"].runtime_context = context  # type: ignore[attr-defined]
     modules |= {storage.__name__: storage, context.__name__: context}
-    before = {name: sys.modules.get(name) for name in (*modules, "simm.connectors.sglang")}
-    sys.modules.update(modules)
-    sys.modules.pop("simm.connectors.sglang", None)
-    try:
-        yield importlib.import_module("simm.connectors.sglang")
-    finally:
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
+    with imported_over("simm.connectors.sglang", modules) as imported:
+        yield imported

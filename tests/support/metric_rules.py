@@ -22,8 +22,11 @@ LABELS: Final = {
     "server": "a data server's name", "worker": "number of one of its workers", "numa": "NUMA node of that worker",
     "process": "what a process does for a worker", "namespace": "a namespace of keys",
     "path": "by which values go: shm, rdma or tcp", "op": "what a client asks for",
-    "state": "of a data server", "reason": "of an eviction or a miss, or why there is no RDMA",
-    "cause": "of a failed put",
+    "state": "of a data server",
+    "reason": "of an eviction or a miss, why there is no RDMA, or why an event does not count",
+    "cause": "of a failed put or keep", "class": "how a value is kept: soft or hard, or near for a near copy",
+    "endpoint": "an engine or store whose events are read", "tenant": "the tenant it is registered for",
+    "rank": "its data-parallel rank", "kind": "what came of it", "request": "an HTTP request's path",
     "version": "of SiMM", "protocol": "of the wire", "layout": "of an arena", "python": "its version",
 }  # fmt: skip
 #: Prefixes of names: SiMM's, and those that every exporter has.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from simm.control import pages as manager
+from simm.index import figures as index
 from simm.net.metrics import OF_PROCESSES, Metric
-from simm.server import pages as server
+from simm.server.operators import pages as server
 from tests.support.metric_rules import LABELS
 
 HEAD = """# Metrics
@@ -27,6 +28,7 @@ def page() -> str:
         ("Manager", "Only the manager that leads knows the cluster; a standby shows an empty one.", manager.METRICS),
         ("Data server", "What is counted is counted since the start of the process that counts: a worker that is "
          "restarted begins anew, as `rate()` expects.", server.METRICS),
+        ("Event index", "Of `simm index`, which is described in [index.md](index.md).", index.METRICS),
     ):  # fmt: skip
         lines += ["", f"## {head}", "", about, "", *table(each for each in metrics if each not in OF_PROCESSES)]
     lines += ["", "## Both", "", "Of the manager, or of a data server's supervisor.", "", *table(OF_PROCESSES)]

@@ -102,8 +102,10 @@ class Side:
         assert self.member.take_map(shard_map) is not None
         self.worker.supervisor.call(self.member.order(0))
 
-    def put(self, digest: bytes, value: bytes, *, namespace: str = "default", crc: bool = False) -> None:
-        """A client's PUT, which must succeed."""
+    def put(
+        self, digest: bytes, value: bytes, *, namespace: str = "default", crc: bool = False, more: int = 0
+    ) -> None:  # fmt: skip
+        """A client's PUT, which must succeed. ``more``: further flags of the entry."""
         session = WorkerSession(self.worker.path, namespace, WAIT_S, ring=False)
         try:
             session.ask([(len(value), 1)])
@@ -112,10 +114,16 @@ class Side:
             start = grant[1] - session.reader.data_offset
             session.reader.data[start : start + len(value)] = value
             flags, check = (ENTRY_CRC, zlib.crc32(value)) if crc else (0, 0)
-            answer = session.exchange(M.Commit([(digest, grant[0], len(value), check, flags, 0)], []))
+            answer = session.exchange(M.Commit([(digest, grant[0], len(value), check, flags | more, 0)], []))
             assert answer.statuses == [Status.OK], answer
         finally:
             session.close()
+
+    def flags(self, digest: bytes) -> int | None:
+        """The flags of an entry, None if it is not there."""
+        with contextlib.closing(WorkerSession(self.worker.path, "default", WAIT_S, ring=False)) as session:
+            status, flags, *_ = session.exchange(M.Locate(0, [digest])).entries[0]
+            return flags if status == Status.OK else None
 
     def delete(self, digest: bytes) -> int:
         """A client's DELETE: its status."""

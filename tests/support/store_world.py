@@ -17,6 +17,7 @@ import numpy as np
 
 from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import Geometry
+from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.reader import ArenaReader, Unsettled
 from simm.arena.sessions import FAIR, Session
 from simm.arena.store import Store
@@ -365,12 +366,12 @@ class World:
         """Publish a granted chunk under a digest."""
         return self.commit_many(player, [(number, digest, length)])[0]
 
-    def commit_many(self, player: Player, items: list[tuple[int, bytes, int]]) -> list[int]:
+    def commit_many(self, player: Player, items: list[tuple[int, bytes, int]], flags: int = 0) -> list[int]:
         """Publish granted chunks, (grant id, digest, length) each, in one request."""
         before = self.count_evicted()
         self.store.now_ms = next(self._clock)
         statuses = self.store.commit(
-            player.session, [(digest, number, length, 0, 0, 0) for number, digest, length in items]
+            player.session, [(digest, number, length, 0, flags, 0) for number, digest, length in items]
         )
         for (number, digest, length), status in zip(items, statuses, strict=True):
             grant = player.grants.pop(number, None)
@@ -381,6 +382,8 @@ class World:
                 wanted = Status.BAD_REQUEST
             elif not self.owns(digest):
                 wanted = Status.WRONG_OWNER
+            elif flags & COMMIT_NEAR and grant.chunk > self.store.space.kept.near_max:
+                wanted = Status.OVER_QUOTA
             elif status == Status.NO_SPACE:
                 wanted = Status.NO_SPACE
                 pinned = {pin.offset for other in self.players for pin in other.pins.values()}
@@ -390,7 +393,7 @@ class World:
                 raise Wrong(f"commit answered {status}, not {wanted}")
             if grant is not None and status == Status.OK:
                 self.values[digest] = Value(grant.token, length)
-        self.forget_evicted(before, exact=len(items) == 1)
+        self.forget_evicted(before, exact=len(items) == 1 and not flags)
         return statuses
 
     def put(self, player: Player, digest: bytes, length: int) -> bool:
@@ -460,7 +463,8 @@ class World:
     def count_evicted(self) -> int:
         """Return the number of entries that the store has evicted."""
         stats = self.store.stats()
-        return sum(stats["evictions"].values()) + int(stats["set_evictions"])
+        near = stats["near"]
+        return sum(stats["evictions"].values()) + int(stats["set_evictions"]) + near["replaced"] + near["expired"]
 
     def forget_evicted(self, before: int, *, exact: bool = True) -> None:
         """Remove evicted entries from the model: exactly as many as the store has counted.

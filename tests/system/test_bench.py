@@ -161,7 +161,9 @@ def test_every_operation_beside_its_floor(extra: list[str], path: str, nothing_i
         assert result["path"] == path and result["floor"]["name"] == ("memcpy" if path == "shm" else "raw socket")
         assert result["keys_not_served"] == result["wrong_values"] == 0
         assert len(result["ratio_rounds"]) == (0 if "exists" in result["op"] else ROUNDS)
-        assert (result["worker_cpu_us_per_key"] is None) == (path == "tcp") and result["caller_cpu_us_per_key"] > 0
+        assert (result["worker_cpu_us_per_key"] is None) == (path == "tcp")
+        caller = result["caller_cpu_us_per_key"]
+        assert caller is None or caller > 0, "a busy machine hides it"
         assert len(result["processes"]) == (found["plan"]["processes"] if found["plan"]["processes"] > 1 else 0)
         for side in (result, result["floor"]):
             assert 0 < side["p10_us"] <= side["p50_us"] <= side["p99_us"] <= side["p99.9_us"]

@@ -8,10 +8,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import time
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -330,6 +332,29 @@ def test_local_serves_until_a_signal_and_leaves_nothing(number: signal.Signals, 
     out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out, err) == (128 + number, b"", b"")
     assert not psutil.wait_procs(family, timeout=WAIT_S)[1] and not left_by(process)
+
+
+def test_local_tells_a_person_where_the_page_is(nothing_is_left: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    terminal, theirs = os.openpty()
+    words = ["local", "--listen", "127.0.0.1:0", "--memory", "32M", "--http", f"127.0.0.1:{port}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "simm", *words], stdout=theirs, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    os.close(theirs)
+    try:
+        text = ""
+        while "Ctrl-C stops it" not in text:
+            text += os.read(terminal, 4096).decode()
+        assert f"  http://127.0.0.1:{port}/ shows what clients do" in text
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=WAIT_S) as page:
+            assert b"<title>SiMM</title>" in page.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(WAIT_S)
+        os.close(terminal)
 
 
 def test_local_says_which_of_its_servers_ended(nothing_is_left: Path) -> None:

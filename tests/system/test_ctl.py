@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from simm.cli import COMMANDS
 from simm.client import Client
+from simm.tools.console import guarded
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
@@ -25,11 +30,15 @@ def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
 
 
 def ctl(cluster: Cluster, *arguments: str) -> tuple[int, str]:
-    """Run the command; return its exit code and output."""
-    line = [sys.executable, "-m", "simm", "ctl", *arguments, "--runtime-dir", str(cluster.folder / "run")]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout
+    """Run the command in this process; return its exit code and output."""
+    root, out = logging.getLogger("simm"), io.StringIO()
+    before = root.handlers[:], root.propagate, root.level
+    line = [*arguments, "--runtime-dir", str(cluster.folder / "run")]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = guarded(lambda: COMMANDS["ctl"](line, "simm ctl"), "simm ctl")
+    root.handlers[:], root.propagate = before[:2]
+    root.setLevel(before[2])
+    return code, out.getvalue()
 
 
 def rows(cluster: Cluster, what: str) -> list[dict[str, Any]]:
@@ -87,4 +96,142 @@ def test_a_worker_that_is_stopped_is_shown(cluster: Cluster) -> None:
 def test_exit_codes(cluster: Cluster, tmp_path: Path) -> None:
     assert ctl(cluster, "workers", "--server", "nobody")[0] == 2
     line = [sys.executable, "-m", "simm", "ctl", "workers", "--runtime-dir", str(tmp_path)]
-    assert subprocess.run(line, capture_output=True, check=False).returncode == 2
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+# -- values, settings and the cluster ----------------------------------------------------------------
+
+
+def test_keys_and_evict(cluster: Cluster) -> None:
+    with Client(cluster.manager, namespace="keep") as keep, Client(cluster.manager, namespace="drop") as drop:
+        assert all(keep.put(f"k{number}", b"k" * 100) for number in range(5))
+        assert all(drop.put(f"d{number}", b"d" * (1000 + number)) for number in range(30))
+        assert drop.get("d3") is not None
+        found = json.loads(ctl(cluster, "keys", "large", "drop", "--most", "3", "--json")[1])
+        assert [row["bytes"] for row in found] == [1029, 1028, 1027] and found[0]["namespace"] == "drop"
+        assert found[0]["digest"] == drop.digest("d29").hex() and found[0]["age_s"] < 600
+        hot = json.loads(ctl(cluster, "keys", "hot", "drop", "--json")[1])
+        assert [row["digest"] for row in hot] == [drop.digest("d3").hex()]
+        sample = json.loads(ctl(cluster, "keys", "--json")[1])
+        assert len(sample) == 20 and len({row["digest"] for row in sample}) == 20
+        assert ctl(cluster, "keys", "cold")[0] == 2 and ctl(cluster, "evict")[0] == 2
+
+        (row,) = json.loads(ctl(cluster, "evict", "drop", "--larger", "1020", "--dry-run", "--json")[1])
+        assert (row["found"], row["evicted"]) == (10, 0) and drop.get("d29") is not None, "nothing has changed"
+        (row,) = json.loads(ctl(cluster, "evict", "drop", "--larger", "1020", "--most", "4", "--json")[1])
+        assert (row["found"], row["evicted"]) == (4, 4)
+        assert ctl(cluster, "evict", "drop", "--older", "1h")[0] == 0 and drop.get("d0") is not None
+        (row,) = json.loads(ctl(cluster, "evict", "drop", "--json")[1])
+        assert row["evicted"] == 26 and not any(drop.exists_many([f"d{number}" for number in range(30)]))
+        assert all(keep.exists_many([f"k{number}" for number in range(5)])), "another namespace's stay"
+
+        assert drop.put("again", b"x") and drop.get("again")
+        code, text = ctl(cluster, "namespaces", "flush", "drop", "--manager", cluster.manager)
+        assert code == 0 and "nobody can read" in text
+        wait_until(lambda: drop.get("again") is None, "its values are unreadable")
+        assert keep.get("k0") and drop.put("again", b"y"), "it goes on with a new epoch"
+        sessions = {row["kind"] for row in rows(cluster, "sessions")}
+        assert sessions >= {"client", "server"}
+
+
+@pytest.mark.quick
+def test_settings_change_in_all_processes_and_stay_over_a_restart_of_the_worker(cluster: Cluster) -> None:
+    def value(name: str) -> str:
+        (row,) = json.loads(ctl(cluster, "settings", "get", name, "--json")[1])
+        return str(row["value"])
+
+    names = {row["name"] for row in json.loads(ctl(cluster, "settings", "--json")[1])}
+    assert names == {"log_level", "poll_us", "move_mib_s", "slow_ms", "policy", "keep_share", "keep_namespace_share"}
+    assert ctl(cluster, "settings", "set", "poll_us", "77")[0] == 0 and value("poll_us") == "77"
+    wait_until(lambda: rows(cluster, "workers")[0]["poll_us"] == 77, "the worker has it")
+    assert ctl(cluster, "settings", "set", "log_level", "debug")[0] == 0
+    log = cluster.log("dataserver")
+    with Client(cluster.manager) as client:
+        client.get("x")
+    wait_until(lambda: " DEBUG " in log.read_text(), "processes log more")
+    with Client(cluster.manager) as client:
+        assert client.put("kept", b"k" * 4096) and client.keep(["kept"], 600, "hard") == [True]
+        for setting, new in (("policy", "sieve"), ("keep_share", "80"), ("keep_namespace_share", "0")):
+            assert ctl(cluster, "settings", "set", setting, new)[0] == 0 and value(setting) == new
+        wait_until(lambda: rows(cluster, "workers")[0]["policy"] == "sieve", "the worker has it")
+        wait_until(lambda: not client.put("late", b"k", ttl=600, keep="hard"), "no more may be kept")
+        assert client.get("kept") == b"k" * 4096, "what is kept stays"
+        (row,) = (each for each in rows(cluster, "namespaces") if each["namespace"] == "default")
+        assert row["kept_bytes"] >= 4096 and "hard kept: " in ctl(cluster, "namespaces")[1]
+        assert ctl(cluster, "settings", "set", "keep_namespace_share", "70")[0] == 0
+        wait_until(lambda: client.put("late", b"k", ttl=600, keep="hard"), "again")
+    os.kill(rows(cluster, "workers")[0]["pid"], signal.SIGKILL)
+    wait_until(lambda: rows(cluster, "workers")[0].get("poll_us") == 77, "its successor has it too")
+    assert rows(cluster, "workers")[0]["policy"] == "sieve" and value("keep_share") == "80"
+    for bad in (("set", "memory", "1G"), ("set", "poll_us", "x"), ("get", "memory"), ("set", "poll_us"), ("show",)):
+        assert ctl(cluster, "settings", *bad)[0] == 2
+    assert value("poll_us") == "77" and "an operator has set poll_us to 77, from 50" in log.read_text()
+    assert ctl(cluster, "settings", "set", "log_level", "info")[0] == 0
+    assert ctl(cluster, "settings", "--server", "nobody")[0] == 2
+
+    at_manager = ("--of-manager", "--manager", cluster.manager, "--json")
+    found = {row["name"]: row["value"] for row in json.loads(ctl(cluster, "settings", "list", *at_manager)[1])}
+    assert found["moves_at_once"] == "2048"
+    (row,) = json.loads(ctl(cluster, "settings", "set", "moves_at_once", "9", *at_manager)[1])
+    assert row["value"] == "9" and row["started_with"] == "2048"
+    assert ctl(cluster, "settings", "set", "poll_us", "9", *at_manager)[0] == 2
+
+    afar = ("--of", cluster.name, "--manager", cluster.manager, "--json")
+    (row,) = json.loads(ctl(cluster, "settings", "set", "poll_us", "88", *afar)[1])
+    assert row["server"] == cluster.name and row["value"] == "88" and value("poll_us") == "88"
+    wait_until(lambda: rows(cluster, "workers")[0].get("poll_us") == 88, "the worker has it")
+    assert ctl(cluster, "settings", "set", "poll_us", "x", *afar)[0] == 2
+    every = ("--of", "*", "--manager", cluster.manager, "--json")
+    (row,) = json.loads(ctl(cluster, "settings", "set", "policy", "reuse", *every)[1])
+    assert row["server"] == cluster.name and row["value"] == "reuse" and value("policy") == "reuse"
+    assert ctl(cluster, "settings", "set", "policy", "best", *every)[0] == 2
+    assert ctl(cluster, "settings", "--of", "nobody", "--manager", cluster.manager)[0] == 2
+
+
+def test_the_cluster_with_a_manager_and_without(cluster: Cluster) -> None:
+    there = ("--manager", cluster.manager)
+    code, text = ctl(cluster, "node", "list", *there)
+    assert code == 0 and cluster.name in text and "running" in text
+    found = json.loads(ctl(cluster, "node", "summary", *there, "--json")[1])
+    assert found["nodes"] == 1 and found["shards"] == 16384 and found["states"] == {"running": 1}
+    (row,) = json.loads(ctl(cluster, "shard", "list", *there, "--json")[1])
+    assert row["worker"] == f"{cluster.name}/0" and row["runs"] == [[0, 16383]] and row["moving_in"] == 0
+    code, text = ctl(cluster, "node", "drain", cluster.name, "--no-wait", *there)
+    assert code == 1, "no other server could hold its shards"
+    assert ctl(cluster, "node", "drain", "nobody", *there)[0] == 2 and ctl(cluster, "node", "drain", *there)[0] == 2
+
+    cluster.kill("manager")
+    code, text = ctl(cluster, "node", "list", *there)
+    assert code == 1 and cluster.name in text and "no manager answers" in text
+    assert json.loads(ctl(cluster, "node", "summary", *there, "--json")[1])["shards"] == 16384
+    code, text = ctl(cluster, "shard", "list", *there)
+    assert code == 1 and "0-16383" in text
+    assert ctl(cluster, "settings", "set", "move_mib_s", "512")[0] == 0, "the admin socket needs no manager"
+    assert ctl(cluster, "keys")[0] == 0 and ctl(cluster, "sessions")[0] == 0
+    assert ctl(cluster, "namespaces", "flush", "x", "--timeout", "1s", *there)[0] == 2
+    cluster.start_manager()
+
+
+def test_top_shows_the_cluster_with_a_manager_and_without(cluster: Cluster) -> None:
+    def top() -> str:
+        out, root = io.StringIO(), logging.getLogger("simm")
+        before = root.handlers[:], root.propagate, root.level
+        line = ["--every", "0.2s", "--count", "2", "--manager", cluster.manager, "--runtime-dir",
+                str(cluster.folder / "run")]  # fmt: skip
+        with contextlib.redirect_stdout(out):
+            assert guarded(lambda: COMMANDS["top"](line, "simm top"), "simm top") == 0
+        root.handlers[:], root.propagate = before[:2]
+        root.setLevel(before[2])
+        return out.getvalue()
+
+    with Client(cluster.manager, namespace="seen-by-top") as client:
+        assert client.put("k", b"x" * 5000) and client.get("k")
+        wait_until(lambda: "seen-by-top" in top(), "its counts")
+        text = top()
+        assert text.count("simm top") == 2 and f"{cluster.name}  running" in text and str(os.getpid()) in text
+        assert "gets 0/s" in text, "the second view has rates"
+        cluster.kill("manager")
+        text = top()
+        assert "no manager answers" in text and "seen-by-top" in text and f"{cluster.name}/0  serving" in text
+        cluster.start_manager()

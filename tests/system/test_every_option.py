@@ -46,6 +46,8 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--http": ("127.0.0.1:{port}",),
     "--huge-pages": ("", "no"),
     "--insecure": ("", "no"),
+    "--keep-namespace-share": ("0", "90"),
+    "--keep-share": ("0", "90"),
     "--listen": ("127.0.0.1:{port}",),
     "--log-file": ("{folder}/made/server.log",),
     "--log-format": ("json",),
@@ -66,11 +68,13 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--runtime-dir": ("{folder}/own",),
     "--server-uid": ("{uid}",),
     "--slots": ("4096",),
+    "--slow-ms": ("0", "50"),
     "--state-dir": ("{folder}/state",),
     "--streams": ("0", "2"),
     "--suspect-after": ("2",),
     "--token-file": ("{folder}/token",),
     "--value-size": ("64K",),
+    "--events": ("1M",),
     "--warm": ("", "no"),
     "--workers": ("2",),
 }
@@ -118,6 +122,7 @@ def right(manager: str, *, paths: tuple[str, ...], token: str = "") -> int:
     count = 0
     for path in paths:
         with Client(manager, path=path, deadline_s=20.0, token=token) as client:
+            assert client.wait_ready(20.0), f"a worker is reached by {path}"
             for number in range(KEYS):
                 value = f"{path} {number}".encode() * (1 << number % 12)
                 count += client.put(f"{path}{number}", value) and client.get(f"{path}{number}") == value

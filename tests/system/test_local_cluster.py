@@ -75,7 +75,23 @@ def test_issue_a_server_that_was_killed_left_its_arena(victim: str, sig: signal.
     try:
         pids = cluster.pids
         worker = forked_by(pids["dataserver"])[0].pid
+        assert segments()  # those that are left may remove them at once
         os.kill({**pids, "worker": worker}[victim], sig)
+    finally:
+        cluster.close()
+    assert not segments() and not local_files()
+
+
+def test_a_server_that_was_killed_with_all_its_processes_leaves_no_arena() -> None:
+    """None of them is left to remove it."""
+    cluster = LocalCluster("32M")
+    try:
+        server = psutil.Process(cluster.pids["dataserver"])
+        family = [server, *server.children(recursive=True)]
+        for sig in (signal.SIGSTOP, signal.SIGKILL):  # all stand still before the first one ends
+            for process in family:
+                process.send_signal(sig)
+        psutil.wait_procs(family[1:], WAIT_S)
         assert segments()
     finally:
         cluster.close()

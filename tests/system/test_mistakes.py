@@ -16,18 +16,16 @@ from simm import kv
 from simm.client import Client
 from simm.cluster.machine import Cluster as Machine
 from simm.cluster.nodes import Answer
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX
 from simm.errors import ConfigError, UsageError
-from simm.net.channel import Channel, Refused
+from simm.host.buffers import Span
 from simm.rpc import encode
 from simm.testing import FakeClient
-from simm.wire import messages as M
-from simm.wire.hello import client_hello
 from simm.wire.messages import Status
 from tests.support.child import ROOT
-from tests.support.worker_thread import WorkerThread
 
-MIB64 = 64 << 20
+#: An address that is not mapped: nobody must look at it.
+TOO_LARGE = Span(4096, LARGE_BYTES_MAX + 1)
 
 #: Arguments of ``simm``, and a part of the sentence. "RUN" is a folder of the test's own.
 COMMANDS: list[tuple[Sequence[str], str]] = [
@@ -99,8 +97,8 @@ CALLS: list[tuple[Callable[[Client], Any], str]] = [
     (lambda client: client.put_many("kk", [b"1", b"2"]), "keys is a list"),
     (lambda client: client.get_into_many("kk", [bytearray(1), bytearray(1)]), "keys is a list"),
     (lambda client: client.exists_many(b"kk"), "a key is a str"),
-    (lambda client: client.put("k", bytes(MIB64)), f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {MIB64}"),
-    (lambda client: client.put_many(["a", "b"], [b"1", bytes(VALUE_BYTES_MAX + 1)]), "a value has 1 to"),
+    (lambda client: client.put("k", TOO_LARGE), f"a value has 1 to {LARGE_BYTES_MAX} bytes, this one {len(TOO_LARGE)}"),
+    (lambda client: client.put_many(["a", "b"], [b"1", TOO_LARGE]), "a value has 1 to"),
     (lambda client: client.put_many(["a", "b"], b"12"), "a value is bytes-like"),
 ]
 
@@ -126,22 +124,6 @@ def test_a_drain_of_a_name_that_cannot_be_is_refused_in_a_few_words() -> None:
     assert len(encode(answer.message)) < 200
     (answer,) = Machine(1, 0.0).drain(0.0, "n" * 128, True)
     assert isinstance(answer, Answer) and answer.status == Status.UNKNOWN_NODE
-
-
-@pytest.mark.parametrize("bits", [0, M.LOCATE_PIN])
-def test_a_locate_of_too_many_keys_is_refused(bits: int) -> None:
-    """The answer did not fit a frame, and the pins that it named were taken already."""
-    with WorkerThread() as worker:
-        channel = Channel.unix(worker.path, 30.0)
-        try:
-            channel.call(client_hello(M.Role.CLIENT, namespace="default", pid=os.getpid()))
-            digest = bytes(16)
-            with pytest.raises(Refused, match="LOCATE of 65000 keys: 32768 at most") as caught:
-                channel.call(M.Locate(bits, [digest] * 65_000))
-            assert caught.value.status == Status.BAD_REQUEST
-            assert len(channel.call(M.Locate(0, [digest] * M.LOCATE_KEYS_MAX)).entries) == M.LOCATE_KEYS_MAX
-        finally:
-            channel.close()
 
 
 def test_a_flag_without_a_value_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -140,6 +140,22 @@ def test_no_manager(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None
     assert code == 2 and out == "" and "no manager answers" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("node",), ("ctl", "node")], ids=" ".join)
+def test_a_drain_says_what_it_will_evict(
+    manager: str, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    """Before it begins: it used to evict without a word."""
+    with linked(manager) as link:
+        for name, used in (("alpha", GIB - (1 << 20)), ("beta", 3 << 20)):
+            join(link, name)
+            link.heartbeat(1, name, link.get_map().epoch, [WorkerLoad(used, 5, 5, 0)])
+        code, out, _ = run(capsys, *command, "drain", "beta", "--no-wait", "--manager", manager)
+        assert code == 0 and "beta holds 3M, and the other servers have 1M free: about 2M of values" in out
+        assert out.index("will be evicted there") < out.index("to be drained")
+        code, out, _ = run(capsys, *command, "resume", "beta", "--manager", manager)
+        assert code == 0 and "evicted" not in out
+
+
 # --- watching ---------------------------------------------------------------------------------------
 
 
@@ -165,9 +181,9 @@ class Script:
 
 def step(
     shards: int, out: int = 0, copied: int = 0, rate: int = 0, state: str = "draining", draining: bool = True,
-    moving: int = 1, evicted: int = 7, room: int = 1 << 20,
+    moving: int = 1, evicted: int = 7, room: int = 1 << 20, own: int = 100,
 ) -> dict[str, Any]:  # fmt: skip
-    memory = {"used_bytes": 1 << 20, "capacity_bytes": 1 << 30, "evictions": 100}
+    memory = {"used_bytes": 1 << 20, "capacity_bytes": 1 << 30, "evictions": own}
     leaver = {"worker": 0, "shards": shards, "moving_out": out, "moved_bytes": 0, **memory}
     taker = {"worker": 0, "shards": 0, "moving_out": 0, "moved_bytes": copied, "used_bytes": 1 << 20,
              "capacity_bytes": (1 << 20) + room, "evictions": evicted}
@@ -209,6 +225,7 @@ def test_what_a_drain_evicts_is_said_before_and_counted_after() -> None:
     text = watch(Script(step(9, evicted=7), step(3, evicted=1000), step(0, evicted=1241)), io.StringIO())
     assert text.rstrip().endswith("s, 1,234 values evicted by the other servers meanwhile; it may be stopped")
     assert "evicted" not in watch(Script(step(9), step(0)), io.StringIO())
+    assert "evicted" not in watch(Script(step(9), step(0, own=900)), io.StringIO()), "its own evictions are no loss"
 
 
 def test_elsewhere_a_line_now_and_then() -> None:

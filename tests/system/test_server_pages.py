@@ -10,7 +10,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from simm.server.pages import Row, healthz, metrics
+from simm.server.operators.pages import Row, healthz, metrics
 from tests.support.http_page import page
 from tests.support.processes import HERE, Cluster
 from tests.support.server_process import ServerProcess

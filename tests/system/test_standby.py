@@ -376,7 +376,9 @@ def test_pages_of_a_leader_and_a_standby(folder: Path) -> None:
         assert page(f"{stands_by}/readyz") == (200, f"ready, standing by, {address} leads\n")
         assert "simm_manager_leading 1" in page(f"{leads}/metrics")[1]
         assert "simm_manager_leading 0" in page(f"{stands_by}/metrics")[1]
-        assert f"{address} leads" in page(f"{stands_by}/")[1]
+        said = json.loads(page(f"{stands_by}/api/v1/status")[1])["manager"]
+        assert not said["leading"] and said["trouble"] == f"standing by, {address} leads"
+        assert page(f"{stands_by}/") == page(f"{leads}/"), "a file that asks for that"
         found = etcd.client().get(b"/simm/leader")
         assert found is not None
         assert json.loads(found.value)["address"] == address

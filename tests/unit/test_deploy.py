@@ -88,6 +88,16 @@ def test_the_server_beside_an_engine_can_start_as_it_is_confined() -> None:
         compile(code, probe, "exec")
 
 
+def test_the_data_servers_memory_holds_on_any_number_of_numa_nodes() -> None:
+    """``auto`` shares the limit among the workers, one for each node. A size is each worker's: two did not fit."""
+    (pod,) = [pod for name, pod in pods() if "dataserver" in name]
+    (container,) = pod["containers"]
+    (memory,) = [each["value"] for each in container["env"] if each["name"] == "SIMM_MEMORY"]
+    assert load("dataserver", {}, {"SIMM_MEMORY": memory}).memory is None
+    resources = container["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+
+
 def test_the_patch_adds_no_capability_that_the_servers_user_cannot_have() -> None:
     """Capabilities that Kubernetes adds are in force for root only, and the data server is not root."""
     (patch,) = documents("rdma-patch.yaml")

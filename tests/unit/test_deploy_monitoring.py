@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from simm.control import pages as manager
-from simm.server import pages as server
+from simm.server.operators import pages as server
 from tests.support.child import ROOT
 from tests.support.monitoring import (
     ADDED_LABELS,
@@ -107,6 +107,10 @@ WELL = {
     'simm_evictions_total{server="a",worker="0",reason="own"}': "0+6000x600",
     'simm_evictions_total{server="a",worker="0",reason="set_full"}': "0+100x600",
     'simm_pins{server="a",worker="0"}': "500x600",
+    'simm_kept_bytes{server="a",worker="0",namespace="n",class="hard"}': "20x600",
+    'simm_kept_bytes{server="a",worker="0",namespace="n",class="soft"}': "90x600",
+    'simm_keep_max_bytes{server="a",worker="0"}': "50x600",
+    'simm_keep_namespace_max_bytes{server="a",worker="0"}': "25x600",
     _GETS: "0+6000x600",
     _FOUND: "0+3000x600",
     'simm_sessions_disbelieved_total{server="a",worker="0"}': "0x600",
@@ -145,6 +149,11 @@ FAULTS: dict[str, list[dict[str, str | None]]] = {
     "SimmSessionsQuarantined": [{'simm_sessions_quarantined{server="a",worker="0"}': "0x40 1x560"}],
     "SimmNoRoom": [{'simm_put_failures_total{server="a",worker="0",cause="no_room"}': "0x99 0+120x500"}],
     "SimmOverQuota": [{'simm_put_failures_total{server="a",worker="0",cause="over_quota"}': "0x99 0+1x500"}],
+    "SimmKeptNearShare": [
+        {'simm_kept_bytes{server="a",worker="0",namespace="n",class="hard"}': "20x99 24x500"},
+        {f'simm_kept_bytes{{server="a",worker="0",namespace="{name}",class="hard"}}': "0x99 16x500" for name in "pq"},
+        {'simm_keep_max_bytes{server="a",worker="0"}': "50x99 20x500"},
+    ],
     "SimmTableTooSmall": [{'simm_evictions_total{server="a",worker="0",reason="set_full"}': "0x80 0+1000x520"}],
     "SimmPinsGrow": [{'simm_pins{server="a",worker="0"}': "200+1x600"}],
     "SimmNoHits": [{_FOUND: "7x600"}],

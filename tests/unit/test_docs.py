@@ -16,12 +16,13 @@ import pytest
 import simm
 from simm.config.settings import SETTINGS, Settings
 from simm.control import pages
+from simm.index import figures
 from simm.ipc.counts import GET, Word
 from simm.ipc.tally import Totals
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.net.metrics import CERTIFICATE
-from simm.server.pages import _RDMA, _WORKER, METRICS, Row, metrics
+from simm.server.operators.pages import _RDMA, _WORKER, METRICS, Row, metrics
 from tests.support import metrics_page
 from tests.support.endpoint_thread import EndpointThread
 from tests.support.fake_fabric import FakeNetwork
@@ -79,7 +80,7 @@ def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
 
 @pytest.mark.parametrize("path", [*DOCS.glob("*.md"), DOCS.parent / "README.md"], ids=lambda path: path.name)
 def test_pages_name_only_metrics_that_there_are(path: Path) -> None:
-    known = {metric.name for metric in (*pages.METRICS, *METRICS)}
+    known = {metric.name for metric in (*pages.METRICS, *METRICS, *figures.METRICS)}
     assert {name for name in names_in(path.read_text()) if name.startswith("simm_")} - known == set()
 
 
@@ -105,7 +106,10 @@ def test_a_manager_shows_what_it_declares() -> None:
 
 def test_a_data_server_shows_what_it_declares() -> None:
     quotas = {"a": {"used_bytes": 1, "quota_bytes": 2}}
-    stats = {"evictions": {"own": 1}, "put_failures": {"no_room": 1}, "quotas": quotas}
+    kept = {"bytes": {"a": {"hard": 1}}, "failures": {"over_quota": 1}}
+    stats = {
+        "evictions": {"own": 1}, "put_failures": {"no_room": 1}, "quotas": quotas, "kept": kept, "near": {"made": 1},
+    }  # fmt: skip
     rdma = dict.fromkeys(_RDMA, 0) | {"ready": True, "reason": ""}
     totals = Totals()
     totals.counters("a")[Word.HITS] += 1

@@ -250,8 +250,9 @@ def test_a_foreign_magic_is_found_at_its_first_wrong_byte(foreign: bytes) -> Non
     [
         (M.Error, b"\5\0ab", "past the end"), (M.Error, b"\2\0\xff\xfe", "malformed Error"),
         (M.Error, b"\3\0\xed\xa0\x80", "malformed Error"), (M.StatsReply, b"\xff\xff\xff\xff", "past the end"),
-        (M.Delete, b"\xff\xff\xff\xff", "past the end"), (M.Delete, b"\2\0\0\0" + b"d" * 31, "past the end"),
-        (M.Join, struct.pack("<QBHH", 1, 0, 0, 0xFFFF), "malformed"),
+        (M.Delete, b"\xff\xff\xff\xff", "at most 4096"), (M.Delete, b"\0\x10\0\0", "past the end"),
+        (M.Delete, b"\2\0\0\0" + b"d" * 31, "past the end"),
+        (M.Join, struct.pack("<QBHH", 1, 0, 0, 0xFFFF), "at most 4096"),
         (M.Join, struct.pack("<QBHH", 1, 0, 0, 1), "malformed"),
         (M.Ping, b"", "malformed Ping"), (M.Ping, b"1234567", "malformed Ping"),
     ],

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import simm.testing
+import simm.testing.store
 from simm.constants import VALUE_BYTES_MAX
 from simm.errors import ConfigError, UsageError
 from simm.host.buffers import Span
@@ -206,13 +207,14 @@ def test_each_call_counts_once() -> None:
         assert client.put_many(list("ab"), [b"v"] * 2) == [True] * 2
         with client.pin(list("abc")) as pins:
             assert pins.read([(0, 1, [bytearray(1) for _ in range(3)])]) == [1, 1, None]
+        assert client.keep(list("abc"), 5) == [True, True, False]
         with pytest.raises(UsageError):
             client.put("", b"v")  # the call is refused before it counts
         assert [operation for operation, _ in seen] == [
             "put", "get", "get", "exists", "view", "delete", "put", "get", "get", "exists", "delete", "put",
-            "put", "pin", "get",
+            "put", "pin", "get", "keep",
         ]  # fmt: skip
-        assert [keys for _, keys in seen] == [1, 1, 1, 1, 1, 1, 2, 3, 2, 4, 2, 1, 2, 3, 2]
+        assert [keys for _, keys in seen] == [1, 1, 1, 1, 1, 1, 2, 3, 2, 4, 2, 1, 2, 3, 2, 3]
         assert {operation for operation, _ in seen} == set(simm.testing.OPERATIONS)
 
 
@@ -246,7 +248,7 @@ def test_a_fork_waits_for_the_store() -> None:
     holding, has_forked = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with simm.testing._lock:
+        with simm.testing.store.LOCK:
             holding.set()
             has_forked.wait(0.5)  # the fork waits for this lock
 

@@ -28,7 +28,7 @@ ALLOWED: Final = {
     "sdk.ops.kv_memory.Block.as_ref": "of the API of simm.kv",
     "sdk.ops.kv_memory.BlockView.as_ref": "of the API of simm.kv",
     "sdk.ops.kv_memory.BlockView.from_tensor": "of the API of simm.kv",
-    "sdk.ops.kv_pins.PinnedKeys.read_async": "the awaitable form of a documented method",
+    "sdk.calls.kv_pins.PinnedKeys.read_async": "the awaitable form of a documented method",
     "sdk.ops.pins.Pins.read_async": "the awaitable form of a documented method",
 }
 

@@ -8,6 +8,7 @@ real client by shared memory and by TCP, on the fake, and on the broken fake.
 import pytest
 
 pytest.register_assert_rewrite(
-    "tests.support.conformance.keys", "tests.support.conformance.lifetime", "tests.support.conformance.parts",
-    "tests.support.conformance.if_absent", "tests.support.conformance.pins", "tests.support.conformance.values",
-)
+    *(f"tests.support.conformance.{name}" for name in (
+        "groups", "if_absent", "keep", "keys", "large", "lifetime", "parts", "pins", "prefetch", "values",
+    ))
+)  # fmt: skip

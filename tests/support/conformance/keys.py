@@ -63,7 +63,7 @@ class OneNamespace(FakeClient):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._digest = self.digest  # type: ignore[assignment]
+        self._digest = self.digest
 
 
 @promise
@@ -217,11 +217,16 @@ def a_view_is_a_buffer(world: World) -> None:
         assert bytes(view) == value
         assert client.put("copy", view) is True  # the client's own calls take a view on every Python
         assert client.get("copy") == value
-        if sys.version_info >= (3, 12):  # PEP 688
+        once = view.__buffer__(0)  # what PEP 688 has the interpreter call, from 3.12 on
+        assert once == value and once.readonly
+        once.release()  # as the interpreter does, with no effect on the view
+        assert bytes(view) == value
+        if sys.version_info >= (3, 12):
             part, whole = memoryview(view)[10:20], np.frombuffer(view, np.uint8)
             assert part.readonly and not whole.flags.writeable
-    with pytest.raises(UsageError, match="closed"):
-        client.put("copy", view)
+    for use in (lambda: client.put("copy", view), lambda: view.__buffer__(0)):
+        with pytest.raises(UsageError, match="closed"):
+            use()
     if sys.version_info >= (3, 12):
         client.put_many([f"other{number}" for number in range(50)], [pattern(50_000, number) for number in range(50)])
         client.delete("k")
@@ -304,7 +309,7 @@ class CountsNoViews(FakeClient):
 #: What stats() has while the client is open, and each of its workers.
 STATS = {
     "hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved", "redirects",
-    "single_copies", "present", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks", "epoch", "manager",
+    "single_copies", "present", "large", "rdma_gets", "rdma_puts", "rdma_retries", "rdma_fallbacks", "epoch", "manager",
     "workers", "last_put_failure", "paths",
 }  # fmt: skip
 

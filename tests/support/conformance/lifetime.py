@@ -233,6 +233,38 @@ class AsyncPutsSayNothing(FakeClient):
 
 
 @promise
+def a_block_of_asyncio_closes_the_client(world: World) -> None:
+    """All batches have their forms there, and the block ends when no call is in flight any more."""
+    opened = world.client()
+
+    async def body() -> None:
+        async with opened as client:
+            assert client is opened
+            assert await client.put_many_async(["a", "b"], [b"1", b"22"]) == [True, True]
+            assert await client.get_many_async(["a", "no", "b"]) == [b"1", None, b"22"]
+            view = await client.view_async("b")
+            assert view and bytes(view.data) == b"22"
+            view.close()
+            assert await client.delete_many_async(["a", "no"]) == [True, False]
+            running = asyncio.ensure_future(client.get_async("b"))
+            await asyncio.sleep(0)
+        assert running.done() or await running in (b"22", None)
+        with pytest.raises(UsageError):
+            await opened.get_async("b")
+        await opened.close_async()  # twice is harmless
+
+    asyncio.run(body())
+    with pytest.raises(UsageError):
+        opened.get("b")
+
+
+@breaks(a_block_of_asyncio_closes_the_client)
+class StaysOpen(FakeClient):
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+@promise
 def a_cancellation_waits_for_the_call_under_way(world: World) -> None:
     """After CancelledError no thread writes into the buffer any more."""
     client = world.client()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX
 from simm.errors import UsageError
 from simm.testing import FakeClient
 from tests.support.client_values import pattern
@@ -75,7 +75,7 @@ def wrong_parts_are_usage_errors_and_change_nothing(world: World) -> None:
     buffer, other = bytearray(b"\xee" * 20), bytearray(b"\xee" * 20)
     bad: list[list[Any]] = [
         [], [(0, 0, buffer)], [(-1, 2, buffer)], [(0, 21, buffer)], [(0, 1, b"x")], [(0, 1, "x")], [(0, 1)],
-        [(VALUE_BYTES_MAX, 1, buffer)], [(0, 2, buffer), (5, 2, buffer)], [(0.5, 1, buffer)],
+        [(LARGE_BYTES_MAX, 1, buffer)], [(0, 2, buffer), (5, 2, buffer)], [(0.5, 1, buffer)],
         [(0, 1, other), (3, 1, None)],
     ]  # fmt: skip
     for ranges in bad:
@@ -86,7 +86,7 @@ def wrong_parts_are_usage_errors_and_change_nothing(world: World) -> None:
         for call in calls:
             with pytest.raises(UsageError):
                 call()
-    for pieces in ([], [b""], [b"x", 5], [b"x", None], b"x", 5, [bytes(VALUE_BYTES_MAX), b"x"]):
+    for pieces in ([], [b""], [b"x", 5], [b"x", None], b"x", 5):
         with pytest.raises(UsageError):
             client.put_gather("k", pieces)  # type: ignore[arg-type]
         with pytest.raises(UsageError):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm.constants import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from simm.constants import KEY_BYTES_MAX, LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import ConfigError, SimmError, UsageError
 from simm.host.buffers import Span, address_of, view_of
 from simm.testing import FakeClient
@@ -220,7 +220,7 @@ class FirstStays(FakeClient):
 
 
 @promise
-def a_value_has_at_most_the_named_bytes(world: World) -> None:
+def the_largest_value_of_one_entry_comes_back(world: World) -> None:
     client = world.client()
     value = bytearray(VALUE_BYTES_MAX)
     value[-1] = 7
@@ -228,16 +228,28 @@ def a_value_has_at_most_the_named_bytes(world: World) -> None:
     buffer = bytearray(VALUE_BYTES_MAX)
     assert client.get_into("k", buffer) == VALUE_BYTES_MAX
     assert buffer[-1] == 7
-    client.delete("k")
-    with pytest.raises(UsageError, match="a value has 1 to"):
-        client.put("k", value + b"\0")
+    assert client.stats()["large"] == 0 and client.delete("k") is True
+
+
+@breaks(the_largest_value_of_one_entry_comes_back)
+class RefusesTheLargest(FakeClient):
+    def put(self, key: str, value: Any) -> bool:
+        return len(value) < VALUE_BYTES_MAX and super().put(key, value)
+
+
+@promise
+def a_value_has_at_most_the_named_bytes(world: World) -> None:
+    client = world.client()
+    for put in (client.put, lambda key, value: client.put_many([key], [value])[0]):
+        with pytest.raises(UsageError, match="a value has 1 to"):
+            put("k", Span(4096, LARGE_BYTES_MAX + 1))
     assert client.exists("k") is False
 
 
 @breaks(a_value_has_at_most_the_named_bytes)
 class TooLargeIsFalse(FakeClient):
     def put(self, key: str, value: Any) -> bool:
-        return len(value) <= VALUE_BYTES_MAX and super().put(key, value)
+        return len(value) <= LARGE_BYTES_MAX and super().put(key, value)
 
 
 # --- callers' mistakes ------------------------------------------------------------------------
@@ -297,7 +309,7 @@ def a_bad_value_is_a_usage_error(world: World) -> None:
     client = world.client()
     bad: list[Any] = [
         "text", 5, None, [1], b"", np.zeros((2, 0)), np.zeros((4, 4), np.uint8)[:, ::2], np.zeros(8, np.uint8)[::-1],
-        memoryview(bytes(16))[::2], np.zeros((4, 4)).T, np.array([object()]), Span(4096, VALUE_BYTES_MAX + 1),
+        memoryview(bytes(16))[::2], np.zeros((4, 4)).T, np.array([object()]), Span(4096, LARGE_BYTES_MAX + 1),
     ]  # fmt: skip
     for value in bad:
         with pytest.raises(UsageError):

@@ -29,6 +29,11 @@ class Records:
         began = self.rows["began"]
         return Records(self.rows[(began >= begin) & (began < end)], self.said)
 
+    def within(self, begin: float, end: float) -> Records:
+        """Calls that began and ended in this piece of time.monotonic()."""
+        calls = self.between(begin, end)
+        return Records(calls.rows[calls.rows["began"] + calls.rows["took"] < end], self.said)
+
     def of(self, *outcomes: int, kind: int | None = None) -> Records:
         """Calls with one of these outcomes."""
         chosen = np.isin(self.rows["outcome"], outcomes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from tests.support.kv_sizes import forget_clients
 ROOT = Path(simm.__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = ("parts.md", "load.md", "routing.md", "pins.md", "epochs.md")
+PAGES = (
+    "parts.md", "load.md", "routing.md", "pins.md", "epochs.md", "keep.md", "groups.md", "large.md", "tracing.md",
+    "prefetch.md",
+)  # fmt: skip
+#: What the client of a page is made with.
+OPTIONS: dict[str, dict[str, Any]] = {"prefetch.md": {"near_copies": True}}
 #: The README's blocks, by a word that only one of them has.
 CLIENT, TESTING, ENGINE = "Client.local(", "FakeStore(", "mget("
 PAGE_BYTES = 64 << 10
@@ -79,12 +85,13 @@ def run(page: str, client: Client) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_on_the_fake(page: str) -> None:
     assert examples(page)
-    run(page, FakeClient())
+    run(page, FakeClient(**OPTIONS.get(page, {})))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_on_a_cluster(client: Client, page: str) -> None:
-    run(page, client)
+    with Client(**{**asdict(client._options), **OPTIONS.get(page, {})}) as its_own:
+        run(page, its_own)
 
 
 # -- the README --------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ def test_the_readme_stores_and_reads(client_example: str) -> None:
 def test_the_readme_with_a_missing_key(client_example: str) -> None:
     """Without its puts every line of it is a miss, and none raises. The control: a view that raises, as it once did."""
     code, puts = re.subn(r"^    client\.put.*\n", "", client_example, flags=re.MULTILINE)
-    assert puts == 2 and "client.view(" in code
+    assert puts == 3 and "client.view(" in code
     caller = Caller()
     caller.run(code)
     assert caller.seen == [] and not any(caller.buffer) and not any(caller.half)

@@ -9,8 +9,10 @@ Commands come on stdin, one a line: ``state`` is answered by a line of JSON, ``l
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +26,13 @@ from simm.rpc import OPCODES, Frame, decode
 from simm.server import membership
 from simm.server.membership import Callback, Membership
 from simm.wire import messages as M
-from simm.wire.epoch_messages import NamespaceEpoch
+from simm.wire.epoch_messages import LeaseAck, NamespaceEpoch
 from simm.wire.identity import instance_of, new_secret
 from simm.wire.messages import MapReply, Status, WorkerInfo
 from tests.support.seen_maps import SeenMaps
 
 CAPACITY = 1 << 30
+SIGNS_OF_LIFE = (M.Joined, LeaseAck, M.HeartbeatAck)
 _MAP = OPCODES[M.MapReply]
 
 
@@ -65,12 +68,19 @@ class Session(Membership):
         super().__init__(*arguments, **more)
         self.house = house
         self.deaf = deaf
+        #: When the newest request left that the manager has counted as a sign of life.
+        self.alive_at = -math.inf
 
     def request(self, msg: Any, callback: Callback) -> None:
         self.house.sent[type(msg).__name__] += 1
+        sent = time.monotonic()
 
         def answered(reply: Any, status: int) -> None:
             self.house.heard[type(reply).__name__ if status == Status.OK else M.status_name(status)] += 1
+            if isinstance(reply, SIGNS_OF_LIFE):
+                self.alive_at = sent
+            elif status == Status.UNKNOWN_NODE:
+                self.house.silences.append(sent - self.alive_at)
             if not (self.deaf and status == Status.UNKNOWN_NODE):
                 callback(reply, status)
 
@@ -157,6 +167,8 @@ class House:
         self.sent: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
         self.gave_up: list[str] = []
+        #: How long a server had been silent, by its own clock, when it was taken for dead; seconds.
+        self.silences: list[float] = []
         self.maps = SeenMaps()
         shared = SharedMaps()
         vars(membership).update(decode=shared.decode, ShardMap=shared.shard_map)
@@ -180,6 +192,7 @@ class House:
         return {
             "servers": {server.member.name: server.state() for server in self.servers},
             "sent": self.sent, "heard": self.heard, "gave_up": self.gave_up,
+            "silences": self.silences,
             "maps": self.maps.sums, "faults": self.maps.faults,
         }  # fmt: skip
 

@@ -148,9 +148,19 @@ def test_logs_that_become_read_only(make_fleet: Callable[..., Fleet], nothing_is
         manager_arguments=(*debug, str(files[1])),
     )  # fmt: skip
     with Client(fleet.manager.address, deadline_s=20.0) as client:
-        for _ in range(amount):
+        for again in range(amount):
+            if again:  # the manager that has started without a log has none until it is started anew
+                fleet.manager.end()
+                fleet.manager.start()
+                fleet.wait_settled()
             sizes = [path.stat().st_size for path in files]
-            wait_until(lambda sizes=sizes: [path.stat().st_size for path in files] > sizes, "they are written to")  # type: ignore[misc]
+            for drain in (1, 0):  # who is idle writes nothing
+                change_the_map(fleet, drain)
+            wait_until(
+                lambda sizes=sizes: all(path.stat().st_size > size for path, size in zip(files, sizes)),  # type: ignore[misc]
+                "both are written to",
+            )
+            all_well(client)
             with read_only(*files):
                 with pytest.raises(OSError):  # the positive control: nobody can write there
                     files[0].open("a").close()

@@ -68,7 +68,6 @@ def malformed(fleet: Fleet, count: int, seed: int) -> None:
 
 
 @pytest.mark.fault("F11", ci=20_000)
-@pytest.mark.quick
 def test_malformed_frames(make_fleet: Callable[..., Fleet]) -> None:
     malformed(make_fleet(1), 20_000, 7)
 

@@ -26,7 +26,7 @@ SHIFT_S = 10.0
 def test_no_put_fails_for_want_of_room(make_fleet: Callable[..., Fleet], amount: int) -> None:
     fleet = make_fleet(1, memory="64M")
     mixed(fleet, amount)
-    shifts = (4096, 2 * MIB) if amount < 60 else random.Random(29).choices(SIZES[2:], k=amount // 20)
+    shifts = (4096, 2 * MIB, 1000) if amount < 60 else random.Random(29).choices(SIZES[2:], k=amount // 20)
     for number, size in enumerate(shifts):
         shift(fleet, number, size)
     fleet.assert_no_traceback()
@@ -52,7 +52,9 @@ def mixed(fleet: Fleet, seconds: float) -> None:
 
 def shift(fleet: Fleet, number: int, size: int) -> None:
     """Put values of one size, as many as the arena holds of it and half as many; all are stored, and most stay."""
-    count = 96 * MIB // max(size, 512)
+    # Of small values it holds as many as its table has slots.
+    enough = min(32 * MIB, fleet.servers[0].worker_stats()["slots"] // 2 * size)
+    count = 3 * enough // size
     keys = [f"shift/{number}/{each}" for each in range(count)]
     value = value_of("shift", 1, number, size)
     with Client(fleet.manager.address, path="shm", deadline_s=20.0) as client, Pace() as pace:
@@ -61,7 +63,7 @@ def shift(fleet: Fleet, number: int, size: int) -> None:
         for first in range(0, count, 512):
             batch = keys[first : first + 512]
             assert client.put_many(batch, [value] * len(batch)) == [True] * len(batch), (size, first)
-            if half is None and there(client, keys[: first + 512]) * size >= 32 * MIB:
+            if half is None and there(client, keys[: first + 512]) * size >= enough:
                 half = time.monotonic() - began
         assert half is not None, f"of {count} values of {size} bytes {there(client, keys)} are there"
         some = [client.get(key) for key in keys[-3:]]

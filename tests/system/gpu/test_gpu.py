@@ -19,7 +19,7 @@ import pytest
 from simm import kv
 from simm.client import Client
 from simm.config import engine_flags
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX
 from simm.errors import UsageError
 from simm.gpu import copy, cuda, pinning
 from simm.gpu.buffers import DeviceSpan, device_span
@@ -37,6 +37,7 @@ from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
 from tests.support.gpu import KIB, MIB, Array, Tensor, all_of, noise, shut_down, span_of, use_driver
 from tests.support.invariants import InvariantViolation
+from tests.support.small_limits import small_limits
 from tests.support.waiting import wait_until
 
 #: From 3.12 on CPython warns of every fork next to threads. They are the point of some tests.
@@ -94,6 +95,24 @@ def test_put_and_get(both: Any, cluster: Any, path: str, namespace: str) -> None
             assert client.get_into(f"of the host {size}", device_span(Tensor(room, size))) == size
             assert both.peek(room, size) == value
         assert client.get_into("absent", Tensor(both.alloc(0, 64), 64)) is None
+
+
+def test_values_in_parts(both: Any, cluster: Any, path: str, namespace: str) -> None:
+    """Out of a device's memory and into it, and ranges of both kinds of memory."""
+    value = noise(7, 2000)
+    with small_limits(), connect(cluster, namespace, path) as client:
+        address, room = both.alloc(0, 2000), both.alloc(1, 2010)
+        both.poke(address, value)
+        assert client.put("k", Tensor(address, 2000)) and client.stats()["large"] == 1
+        assert client.get("k") == value
+        assert client.get_into("k", Tensor(room, 2010)) == 2000
+        assert both.peek(room, 2010) == value + bytes(10)
+        assert client.put_gather("g", [value[:99], Tensor(address, 2000)])
+        both.poke(room, bytes(2010))
+        head = bytearray(300)
+        assert client.get_ranges("g", [(0, 300, head), (200, 1500, Tensor(room, 1500))]) == 2099
+        whole = value[:99] + value
+        assert head == whole[:300] and both.peek(room, 1500) == whole[200:1700]
 
 
 @pytest.mark.parametrize("end", ["close", "lost"])
@@ -175,8 +194,8 @@ def test_small_buffers_and_wrong_ones(fake: FakeCuda, cluster: Any, path: str, n
             client.put("key", Tensor(room, 99, contiguous=False))
         with pytest.raises(UsageError, match="a tensor on xpu cannot be copied"):
             client.put("key", Tensor(room, 99, kind="xpu"))
-        with pytest.raises(UsageError, match=f"1 to {VALUE_BYTES_MAX} bytes"):
-            client.put("key", Tensor(fake.alloc(0, 1), VALUE_BYTES_MAX + 1))
+        with pytest.raises(UsageError, match=f"1 to {LARGE_BYTES_MAX} bytes"):
+            client.put("key", Tensor(fake.alloc(0, 1), LARGE_BYTES_MAX + 1))
         span = client.register(Tensor(room, 99))
         assert type(span) is DeviceSpan
         assert client.register(span) is span

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX
 from simm.errors import Code
 from simm.kv import Block, BlockView, Store, register_mr
 from tests.support.kv_values import content, filled
@@ -65,7 +65,7 @@ def test_only_the_offending_key_fails(store: Store) -> None:
     nowhere = BlockView.from_buffer(0, 5)
     bad: list[Any] = [
         [], [(0, 0, room)], [(-1, 1, room)], [(0, 11, room)], [(0, 1, read_only)], [(0, 1, nowhere)], [(0, 1)], 5, None,
-        [(0, 1, bytearray(1))], [(VALUE_BYTES_MAX, 1, room)], [(0, 2, room), (1, 2, room)], room,
+        [(0, 1, bytearray(1))], [(LARGE_BYTES_MAX, 1, room)], [(0, 2, room), (1, 2, room)], room,
     ]  # fmt: skip
     for ranges in bad:
         good = view_of(2)
@@ -82,7 +82,7 @@ def test_only_the_offending_key_fails(store: Store) -> None:
     assert store.mget_ranges(["k", "l"], [[(0, 3, shared)], [(0, 3, shared)]]) == [10, Code.INVALID_ARGUMENT]
     assert content(shared)[:3] == b"012"
     assert store.mget_ranges(["k"], []) == [Code.INVALID_ARGUMENT]
-    for pieces in ([], [nowhere], [b"x"], 5, None, room, [room, view_of(VALUE_BYTES_MAX)]):
+    for pieces in ([], [nowhere], [b"x"], 5, None, room):
         assert store.mput_gather(["k", "m"], [pieces, [filled(b"m")]]) == [Code.INVALID_ARGUMENT, 0]  # type: ignore[list-item]
     assert store.get("k", view_of(10)) == 10
 

@@ -10,7 +10,7 @@ import pytest
 
 from simm.errors import Code
 from simm.kv import Block, BlockView, Store, register_mr
-from simm.sdk.ops.kv_pins import PinnedKeys
+from simm.sdk.calls.kv_pins import PinnedKeys
 from tests.support.kv_values import content, filled
 
 PAGES, LAYERS, LAYER = 20, 3, 1000

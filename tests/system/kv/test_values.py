@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from simm import kv
-from simm.constants import PAGE_BYTES, VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX, PAGE_BYTES, VALUE_BYTES_MAX
 from simm.errors import Code, UsageError
 from simm.kv import Block, BlockView, MrExt, Store, deregister_mr, register_mr, set_flag
 from simm.sdk.ops import kv_memory
@@ -175,7 +175,7 @@ def test_one_bad_key_or_view_fails_alone(store: Store) -> None:
     read_only = BlockView.from_tensor(b"constant")
     keys: list[Any] = ["a", "", "b", "x" * 257, "c", 5, "d", "\ud800", "e", "f", "g", "h", None, b"i", "\0"]
     views: list[Any] = [good] * 8 + [
-        BlockView.from_buffer(4096, VALUE_BYTES_MAX + 1), BlockView.from_buffer(0, 10), BlockView.from_buffer(4096, 0),
+        BlockView.from_buffer(4096, LARGE_BYTES_MAX + 1), BlockView.from_buffer(0, 10), BlockView.from_buffer(4096, 0),
         None, good, good, good,
     ]  # fmt: skip
     bad = int(Code.INVALID_ARGUMENT)
@@ -207,7 +207,7 @@ def test_a_single_call_answers_as_a_batch_of_one(store: Store) -> None:
     assert mr is not None
     views: list[Any] = [
         filled(b"value"), filled(b"much longer"), filled(b"v"), BlockView.from_tensor(b"constant"),
-        BlockView.from_buffer(registered.ctypes.data, VALUE_BYTES_MAX + 1), BlockView.from_buffer(0, 10), None, "text",
+        BlockView.from_buffer(registered.ctypes.data, LARGE_BYTES_MAX + 1), BlockView.from_buffer(0, 10), None, "text",
         BlockView.from_buffer(registered.ctypes.data, 8, mr), BlockView.from_tensor(np.zeros(100_000, np.uint8)),
     ]  # fmt: skip
     keys: list[Any] = ["a", "", "x" * 257, 5, None, "\ud800", b"bytes", ["a"], "absent", "a\0"]

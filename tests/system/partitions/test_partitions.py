@@ -147,8 +147,8 @@ def everything(hosts: Hosts, fleet: Fleet, seconds: float) -> None:
         hosts, fleet, "everything cut", lambda: hosts.cut_off(*range(5)), seconds, (DEADLINE_S, DEADLINE_S)
     )
     assert seen.near.between(seen.began, seen.healed).count(OK, kind=GET) > 20, "its own host is whole"
-    # What was sent before the cut may have been answered; then nothing is.
-    assert seen.far.between(seen.began + 0.2, seen.healed).count(OK) == 0
+    # What was sent before the cut may have been answered, and what waited when it ended. In between nothing is.
+    assert seen.far.within(seen.began + 0.2, seen.healed).count(OK) == 0
 
 
 def one_way(hosts: Hosts, fleet: Fleet, seconds: float) -> None:
@@ -225,7 +225,9 @@ def test_a_client_behind_a_bad_line(wire: Hosts, fleet: Fleet, amount: int, dela
     for number in range(amount):
         played: list[str] = []
         line = partial(wire.slow, FAR, delay_ms=delay_ms, jitter_ms=delay_ms / 4, loss=loss, seed=number)
-        seen = broken(wire, fleet, what, lambda line=line, played=played: played.append(line()), 3.0)  # type: ignore[misc]
+        # A packet that comes late, behind its successors, can hold up a call for two seconds: time for many calls.
+        seconds = 3.0 + 40 * delay_ms / 1e3
+        seen = broken(wire, fleet, what, lambda line=line, played=played: played.append(line()), seconds)  # type: ignore[misc]
         during = seen.far.between(seen.began + 0.5, seen.healed)
         # Calls that fail at once, as the server has just been silent for a whole deadline, tell nothing of the line.
         median = during.of(OK).quantile(0.5)

@@ -19,6 +19,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.table import Table
 from tests.support.consistency import check
 from tests.support.crash import A, B, C, Operation, die_everywhere, read_everywhere, reuse_of_a_chunk, small
+from tests.support.dose import dose
 from tests.support.store_world import Player, World, digest_of
 
 KIB = 1 << 10
@@ -38,7 +39,7 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 # -- the same as one by one -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_taking_victims_is_victim_and_remove_in_turns(name: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -103,7 +104,7 @@ class Twin:
 @pytest.mark.parametrize(
     ("policy", "sizes"), [("lru", [16 * KIB]), ("fifo", [*[16 * KIB] * 4, 64 * KIB, 300_000])], ids=["lru", "fifo"]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_many_chunks_are_those_that_come_one_by_one(policy: str, sizes: list[int], seed: int) -> None:
     rng = random.Random(seed)
     one, many = Twin(policy, many=False), Twin(policy, many=True)

@@ -23,6 +23,7 @@ from tests.support.crash import (
     Scene,
     chosen,
     die_everywhere,
+    fill,
     lose_shards,
     new_commit,
     overwrite,
@@ -224,16 +225,6 @@ def end_session(world: World) -> Operation:
 def regain_shards(world: World) -> Operation:
     lose_shards(world)()
     return lambda: world.set_shards(ALL_SHARDS)
-
-
-def fill(world: World, size: int) -> Player:
-    """As many values of a size as the region takes."""
-    player = world.join()
-    for number in range(500):
-        world.put(player, digest_of(f"fill {number}"), size)
-        if world.evicted:
-            return player
-    raise AssertionError("the region does not run full")
 
 
 SCENES: list[Scene] = [

@@ -13,10 +13,11 @@ from simm.constants import DEFAULT_POLICY, POLICY_NAMES
 from simm.server.options import DataServerOptions
 from simm.traces.generate import generate
 from simm.traces.simulate import simulate
+from tests.support.dose import dose
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", dose([1, 2, 3], quick=1))
 def test_no_policy_finds_much_more_of_a_conversation_than_the_default(seed: int, share: float) -> None:
     trace = generate("chat", seed, 1500)
     room = int(share * len({block for request in trace.requests for block in request.blocks}))

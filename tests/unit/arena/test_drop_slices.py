@@ -294,7 +294,7 @@ def test_no_order_shows_an_old_entry(
 
 def test_the_worker_serves_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to SHARDS waits only if the map gives a shard back whose old entries are still there."""
-    monkeypatch.setattr("simm.server.worker.DROP_S", 0.0)  # one slice a turn
+    monkeypatch.setattr("simm.server.requests.shards.DROP_S", 0.0)  # one slice a turn
     monkeypatch.setattr("simm.server.worker.HEARTBEAT_S", 0.0)
     entries = 1000
     with WorkerThread() as worker:

@@ -10,6 +10,7 @@ import pytest
 from simm.arena import reader as reader_module
 from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
 from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES
+from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.namespaces import FREE_LINES_MIN, line_of
 from simm.arena.reader import ArenaReader, EpochReader, guard
 from simm.arena.sessions import Session
@@ -89,6 +90,7 @@ class Bench:
         answers.add(guarded.contains(digest))
         answers.add(guarded.contains_previous(digest))
         answers.add(guarded.contains_many([digest] * 20)[3])
+        answers.add(bool(guarded.contain([digest] * 20)[0][3]))
         assert type(guarded) is EpochReader and len(answers) == 1, answers
         return answers.pop()
 
@@ -137,6 +139,7 @@ def test_late_puts_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert bench.put(plain) == Status.OLD_EPOCH
     bench.advance(6)
     assert bench.put(old) == Status.OLD_EPOCH and bench.put(new) == Status.OK
+    assert bench.store.stats()["put_failures"]["old_epoch"] == 2
     monkeypatch.setattr(bench.store.shard_words, "may_copy", lambda *_: True)
     assert bench.put(digests(5)[1], ABSENT) == Status.PRESENT, "a mover has nothing to do about it"
     number = bench.session.namespace
@@ -408,7 +411,8 @@ def test_an_old_entry_that_gives_way_between_two_looks_is_not_found(
 def test_a_client_says_nothing_that_the_worker_says(bench: Bench) -> None:
     other = bench.store.sessions.open(1, 1, "other")
     every = (1 << 16) - 1
-    for copies, left in ((0, every & ~(ENTRY_EPOCH | ENTRY_BOUND)), (1, every & ~ENTRY_EPOCH)):
+    kept = every & ~(ENTRY_EPOCH | COMMIT_NEAR)  # the latter asks for a copy, and is no flag of an entry
+    for copies, left in ((0, kept & ~ENTRY_BOUND), (1, kept)):
         other.copies = copies  # a mover copies what another worker has said
         digest = Hasher("other")(f"key {copies}")
         ((number, _, _),) = bench.store.sessions.grant(other, 64, 1)

@@ -21,6 +21,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.slab import SLAB_BYTES, Allocator
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.dose import dose
 from tests.support.store_world import new_segment, remove_segment
 
 SEGMENT_BYTES = 16 << 20
@@ -41,7 +42,7 @@ def put(store: Store, session: Session, key: str, grant: int, length: int = 4096
 # -- many at once ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", dose(range(6), quick=2))
 def test_alloc_many_is_alloc_many_times(seed: int) -> None:
     rng = random.Random(seed)
     one, many = Allocator(8 * SLAB_BYTES), Allocator(8 * SLAB_BYTES)
@@ -104,7 +105,7 @@ def test_end_holds_is_end_hold_many_times() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_insert_many_is_insert_many_times(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     slots, groups = 200, 3
@@ -158,7 +159,7 @@ def made_space(slots: int = 600) -> Space:
     return space
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_publish_many_is_publish_many_times(seed: int) -> None:
     rng = random.Random(seed)
     one, many = made_space(), made_space()

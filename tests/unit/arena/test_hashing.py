@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simm.arena.hashing import Hasher, check_namespace, sets_of, sets_of_words, shard_of, split
+from simm.arena.hashing import EpochHasher, Hasher, check_namespace, hash_tag, sets_of, sets_of_words, shard_of, split
 from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
 from simm.errors import UsageError
 
@@ -22,6 +23,7 @@ def test_vectors_never_change() -> None:
     """Other releases and other machines must find the same slots: these bytes are part of the protocol."""
     assert Hasher("default")("a").hex() == "564be66da1272ae0805fef835b1216ee"
     assert Hasher("default")("prefix-1f3a/ключ").hex() == "ee28d679c60d528221f4db3560d6a869"
+    assert Hasher("default")("page{1f3a}/k").hex() == "29297993857ed79fd4d9e90b4aff8934"
     assert Hasher("n" * NAMESPACE_BYTES_MAX)("k" * KEY_BYTES_MAX).hex() == "a344e4cfbeddf4275e0eab62506ac787"
     digest = bytes(range(16))
     assert shard_of(digest) == 0x0100 & (SHARD_COUNT - 1)
@@ -29,14 +31,45 @@ def test_vectors_never_change() -> None:
     assert sets_of(digest, 1000) == ((0x0706050403020100 >> 14) % 1000, 0x0F0E0D0C0B0A0908 % 1000)
 
 
-@given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=16))
+KEYS = st.text(min_size=1, max_size=80) | st.from_regex(r"[a{}]{1,9}", fullmatch=True)
+
+
+@given(KEYS, st.text(min_size=1, max_size=16))
 def test_a_digest_is_blake2b_with_the_namespace_as_person(key: str, namespace: str) -> None:
     try:
         raw, person = key.encode(), blake2b(namespace.encode(), digest_size=16).digest()
     except UnicodeEncodeError:
         return
     if len(raw) <= KEY_BYTES_MAX and len(namespace.encode()) <= NAMESPACE_BYTES_MAX:
-        assert Hasher(namespace)(key) == blake2b(raw, digest_size=DIGEST_BYTES, person=person).digest()
+        expected = blake2b(raw, digest_size=DIGEST_BYTES, person=person).digest()
+        if tag := re.match(rb"[^{]*\{([^}]+)\}", raw):
+            own = blake2b(tag[1], digest_size=DIGEST_BYTES, person=person).digest()
+            assert shard_of(Hasher(namespace)(key)) == shard_of(own)
+            low = int.from_bytes(expected, "little") >> 14 << 14 | int.from_bytes(own, "little") & 0x3FFF
+            expected = low.to_bytes(DIGEST_BYTES, "little")
+        assert Hasher(namespace)(key) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "tag"),
+    [("a{b}c", "b"), ("{b}", "b"), ("a{b}{c}", "b"), ("a{{b}}", "{b"), ("}a{b}", "b"), ("a{é😀}", "é😀"),
+     ("a", ""), ("a{}b", ""), ("a{}{b}", ""), ("a{b", ""), ("a}b{", ""), ("a}b", "")],
+)  # fmt: skip
+def test_a_hash_tag_names_the_shard(key: str, tag: str) -> None:
+    """As in Redis Cluster: from the first brace to the first closing one after it, if something is between them."""
+    assert hash_tag(key) == tag
+    for digest in (Hasher("x"), EpochHasher("x", 7)):
+        plain = blake2b(key.encode(), digest_size=16, person=blake2b(b"x", digest_size=16).digest()).digest()
+        assert shard_of(digest(key)) == shard_of(digest(tag) if tag else plain)
+        assert split(digest(key))[0] >> 14 == split(plain)[0] >> 14  # and all else is the key's own
+        assert digest(key)[8:12] == plain[8:12]
+        assert digest.many(["k", key, "k{"]) == [digest("k"), digest(key), digest("k{")]
+
+
+def test_keys_of_one_tag_lie_in_all_sets() -> None:
+    digests = Hasher("x").many([f"{{tag}}{number}" for number in range(2000)])
+    assert len({shard_of(digest) for digest in digests}) == 1
+    assert {which for digest in digests for which in sets_of(digest, 64)} == set(range(64))
 
 
 def test_digests_are_the_same_in_every_process() -> None:
@@ -66,7 +99,7 @@ def test_the_longest_keys_are_taken(key: str) -> None:
     assert len(Hasher("default")(key)) == DIGEST_BYTES
 
 
-@pytest.mark.parametrize("name", ["", "n" * 65, "é" * 33, b"bytes", None])
+@pytest.mark.parametrize("name", ["", "n" * 65, "é" * 33, b"bytes", None, "\ud800"])
 def test_bad_namespaces_are_refused(name: object) -> None:
     with pytest.raises(UsageError):
         check_namespace(name)  # type: ignore[arg-type]

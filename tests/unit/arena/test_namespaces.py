@@ -17,6 +17,7 @@ from simm.arena.store import Store
 from simm.errors import CapacityError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
+from tests.support.dose import dose
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, owned, remove_segment
 from tests.support.trace_replay import Tape
@@ -152,7 +153,7 @@ def churn(store: Store, arena: OwnedArena, rng: random.Random, steps: int) -> tu
     return fresh, refused
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_names_come_and_go_against_a_twin(store: Store, arena: OwnedArena, seed: int) -> None:
     fresh, refused = churn(store, arena, random.Random(seed), 1500)
     assert fresh > NAMESPACES and refused < fresh

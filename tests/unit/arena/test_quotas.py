@@ -48,6 +48,14 @@ def used(store: Store, namespace: str) -> int:
     return store.quotas.stats()[namespace]["used_bytes"]
 
 
+def test_issue_as_many_quotas_are_told_of_as_there_are_places(store: Store) -> None:
+    """A token file may have 65,536. What a worker tells must fit a frame."""
+    opened(store, "zz")
+    store.set_quotas({"zz": 7, **{f"n{number}": 1 for number in range(3 * NAMESPACES)}})
+    told = store.stats()["quotas"]
+    assert len(told) == NAMESPACES and told["zz"] == {"quota_bytes": 7, "used_bytes": 0}
+
+
 def test_a_put_over_the_quota_is_refused(store: Store) -> None:
     store.set_quotas({"small": 20 * KIB, "none": 0})
     small, free, none = (opened(store, name) for name in ("small", "free", "none"))

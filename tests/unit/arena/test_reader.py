@@ -6,11 +6,12 @@ import os
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from simm.arena.hashing import Hasher, sets_of
 from simm.arena.layout import ENTRY_BOUND, SLOT_WORDS, Word
-from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled
+from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled, words_of
 from simm.arena.store import Store
 from simm.sdk.ops.prefix import stored_length, stored_many
 from simm.table import Table
@@ -50,6 +51,9 @@ def agree(reader: ArenaReader, digests: list[bytes]) -> tuple[list[int], list[bo
     reader.visited[:] = bytes(len(reader.visited))
     assert reader.contains_many(digests) == singly
     assert bytes(reader.visited) == seen
+    if digests:
+        hits, words = reader.contain(digests)
+        assert hits.tolist() == singly and words.tolist() == [reader.shard_word(digest) for digest in digests]
     return slots, singly
 
 
@@ -119,7 +123,7 @@ def test_what_is_stored_for_certain(arena: tuple[Store, ArenaReader], seed: int)
     writing = [each for each in digests if table.lookup(each) >= 0 and not expected[each] and reader.contains(each)]
     assert writing, "contains() says of an entry in a write that it is there"
     store.header[Word.CLUSTER] = 9
-    reader._clusters = frozenset((8,))
+    reader._clusters, reader._cluster = frozenset((8,)), 8
     assert not any(lengths(reader, digests))
 
 
@@ -173,8 +177,13 @@ def test_a_batch_of_strangers_finds_nothing(arena: tuple[Store, ArenaReader]) ->
     assert agree(reader, strangers) == ([-1] * 200, [False] * 200)
 
 
-@pytest.mark.parametrize("batch", [False, True], ids=["one", "batch"])
-def test_a_slot_that_leads_out_of_the_data_is_no_value(arena: tuple[Store, ArenaReader], batch: bool) -> None:
+def column(reader: ArenaReader, digest: bytes, slot: int) -> tuple[bool, int]:
+    """Whether a batch takes this entry for settled, and the length that it copies then."""
+    found = reader.locate_many(words_of([digest]), np.array([slot]))
+    return bool(found.settled[0]), int(found.lengths[0])
+
+
+def test_a_slot_that_leads_out_of_the_data_is_no_value(arena: tuple[Store, ArenaReader]) -> None:
     """A process that may write the arena may scribble on its slots. No reader touches memory that is not the data."""
     store, reader = arena
     begin, end = reader.data_offset, reader.data_end
@@ -188,9 +197,11 @@ def test_a_slot_that_leads_out_of_the_data_is_no_value(arena: tuple[Store, Arena
         assert store.table.publish(digest, offset, length, 0, 4096, 0, 0, 1) is not None
         slot = store.table.lookup(digest)
         if inside:
-            found = reader.locate_at(digest, slot) if batch else reader.locate(digest)
+            found = reader.locate(digest)
             assert found is not None and (found.offset, found.length) == (offset, length)
             assert len(reader.value(found)) == length
+            assert column(reader, digest, slot) == (True, length)
         else:
+            assert column(reader, digest, slot) == (False, 0), "nor does a batch"
             with pytest.raises(Unsettled):
-                reader.locate_at(digest, slot) if batch else reader.locate(digest)
+                reader.locate(digest)

@@ -13,15 +13,15 @@ from simm.arena.eviction import make_policy
 from simm.arena.layout import Word
 from simm.arena.ledger import Ledger
 from simm.arena.queues import Policy
-from simm.arena.rebuild import groups_of
+from simm.arena.rebuild import groups_of, whole_slabs
 from simm.arena.space import Space
 from simm.arena.store import Store
 from simm.constants import DEFAULT_POLICY, POLICY_NAMES, SHARD_COUNT
 from simm.errors import CorruptionError
 from simm.host import beats
 from simm.ipc.arena_files import OwnedArena
-from simm.slab import SLAB_BYTES, class_of
-from simm.table import Table
+from simm.slab import SLAB_BYTES, Allocator, class_of
+from simm.table import LiveSlots, Table
 from tests.support.consistency import check
 from tests.support.store_world import World, digest_of
 from tests.support.waiting import wait_until
@@ -70,7 +70,7 @@ def spoilt(rng: random.Random, rows: list[tuple[int, int, int]]) -> list[tuple[i
         if rng.random() < 0.03:
             offset = rng.choice([-4096, offset + 64, offset ^ 4096, REGION - 64, REGION + 64, rng.randrange(REGION)])
         if rng.random() < 0.03:
-            size = rng.choice([size + 1, 64, 4096, 8192, 1 << 31, SLAB_BYTES])
+            size = rng.choice([size - 1, size + 1, 64, 4096, 8192, 1 << 31, SLAB_BYTES])
         found.append((slot, offset, size))
     return found
 
@@ -130,6 +130,43 @@ def test_impossible_rows_are_refused_and_nothing_overlaps(seed: int) -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
+def test_issue_only_large_values_and_slabs_with_a_fault_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry was reserved by itself: seconds for some 100,000 of them, in which the worker answered nobody."""
+    single: list[int] = []
+    real = Allocator.reserve
+
+    def reserve(self: Allocator, offset: int, chunk_bytes: int) -> None:
+        single.append(offset)
+        real(self, offset, chunk_bytes)
+
+    rows = [(slab * 512 + index, slab * SLAB_BYTES + index * 4096, 4096) for slab in range(3) for index in range(512)]
+    large = (3 * 512, 3 * SLAB_BYTES, 3 << 20)
+    monkeypatch.setattr(Allocator, "reserve", reserve)
+    _, refused = at_once([*rows, large], DEFAULT_POLICY)
+    assert not refused and single == [large[1]]
+    single.clear()
+    slot, offset, size = rows[512]
+    _, refused = at_once([*rows[:512], (slot, offset + 64, size), *rows[513:], large], DEFAULT_POLICY)
+    assert refused and {each // SLAB_BYTES for each in single} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(20 * 102_400, 102_400)],  # over the slab's end: 20.5 of them fit
+        [(0, 4095)], [(64, 4096)], [(0, 4096), (0, 4096)], [(0, 4096), (5120, 5120)], [(0, 3 << 20)],
+        [(-4096, 4096)], [(REGION // SLAB_BYTES * SLAB_BYTES, 4096)],
+    ],
+)  # fmt: skip
+def test_a_slab_with_one_impossible_row_is_not_whole(rows: list[tuple[int, int]]) -> None:
+    """Not the sound one beside it, which would be taken for impossible as well."""
+    sound = (SLAB_BYTES, 4096)
+    offsets, sizes = np.array([*rows, sound], np.int64).T
+    assert [(each.base, each.rows.tolist()) for each in whole_slabs(offsets, sizes, REGION)] == [
+        (SLAB_BYTES, [len(rows)])
+    ]
+
+
 def test_groups_are_those_of_class_of() -> None:
     sizes = [*range(1, 5000), *range(5000, 300_000, 97), 1 << 31]
     assert groups_of(np.array(sizes, np.int64)).tolist() == [class_of(size) for size in sizes]
@@ -168,6 +205,31 @@ def entries_of(world: World, count: int) -> None:
     table, data = world.store.table, world.geometry.data_offset
     for number in range(count):
         assert table.publish(digest_of(f"e{number}"), data + 64 * number, 60, 0, 64, 0, 0, number + 1) is not None
+
+
+@pytest.mark.parametrize(
+    ("offset", "chunk"), [(None, 0xFFFF_FFFF), (1 << 63, 64), (0, 0xFFFF_FFFF), (None, 0)], ids=repr
+)
+def test_a_row_that_cannot_be_takes_no_other_with_it(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, offset: int | None, chunk: int
+) -> None:
+    """A slot may change after it was checked. A chunk over the whole arena would share bytes with all others."""
+    world = World(segment, slots=1000)
+    player = world.join()
+    for number in range(20):
+        world.put(player, digest_of(f"i{number}"), 64)
+    real = Table.live
+
+    def live(self: Table) -> LiveSlots:
+        found = real(self)
+        at = int(np.argmin(found.offsets))
+        found.chunks[at] = chunk
+        found.offsets[at] = found.offsets[at] if offset is None else offset
+        return found
+
+    monkeypatch.setattr(Table, "live", live)
+    store = Store.recover(segment.mm, segment.name)
+    assert store.table.entries == 19, store.notes
 
 
 @pytest.mark.parametrize("step", ["restore", "entries", "ledger"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
 import pytest
 
-from simm.arena.sessions import FAIR, RECALL_AGAIN_MS, Session, SessionTable
+from simm.arena.sessions import FAIR, LINES_KEPT, RECALL_AGAIN_MS, Session, SessionTable
 from simm.arena.store import Store
 from simm.constants import VALUE_BYTES_MAX
+from simm.errors import CapacityError
 from simm.ipc.arena_files import OwnedArena
 from simm.slab import chunk_bytes_for
 from simm.wire.messages import Status
@@ -169,7 +171,7 @@ def test_shortages_go_round_all_who_hold_grants(store: Store) -> None:
     assert asked
 
 
-def test_failed_puts_are_counted_by_cause(store: Store) -> None:
+def test_failed_puts_are_counted_by_cause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     session, other = join(store, 2)
     assert set(store.stats()["put_failures"].values()) == {0}
     ((first, *_), (second, *_), (third, *_)) = store.sessions.grant(session, 64, 3)
@@ -180,8 +182,13 @@ def test_failed_puts_are_counted_by_cause(store: Store) -> None:
     store.shard_words.fence()
     assert store.commit(session, [(digest_of("a"), number, 64, 0, 0, 0)]) == [Status.WRONG_OWNER]
     assert store.sessions.grant(other, 1 << 30, 1) == []
+    store.shard_words.take()
+    ((number, *_),) = store.sessions.grant(session, 64, 1)
+    monkeypatch.setattr(store.table, "publish", lambda *_: None)
+    monkeypatch.setattr(store, "_evict_from_sets", lambda _: False)  # all of its set is pinned
+    assert store.commit(session, [(digest_of("a"), number, 64, 0, 0, 0)]) == [Status.NO_SPACE]
     assert store.stats()["put_failures"] == {
-        "bad_request": 3, "stale_grant": 1, "wrong_owner": 1, "no_room": 1, "table_full": 0, "over_quota": 0,
+        "bad_request": 3, "stale_grant": 1, "wrong_owner": 1, "no_room": 1, "table_full": 1, "over_quota": 0,
         "old_epoch": 0,
     }  # fmt: skip
 
@@ -199,6 +206,27 @@ def test_one_process_gets_no_more_by_many_sessions(store: Store) -> None:
     store.sessions.return_grants(many[0], list(many[0].grants))
     store.sessions.return_grants(many[1], list(many[1].grants))
     assert store.sessions.grant(many[-1], size, 1)
+
+
+def test_issue_no_process_takes_all_sessions_and_clients_never_those_of_the_server(store: Store) -> None:
+    def opened(pid: int, *, serves: bool = False) -> int:
+        """Open sessions until there is none; how many there were."""
+        for count in itertools.count():
+            try:
+                store.sessions.open(pid, 1, "a", serves)
+            except CapacityError:
+                return count
+        raise AssertionError
+
+    lines = store.ledger.free_sessions
+    counts = [opened(pid) for pid in range(1, 20)]
+    assert lines * 2 // 3 < counts[0] <= lines * 4 // 5, "a lone one has nearly all"
+    assert counts[1] >= (lines - counts[0] - LINES_KEPT) // 2, "and one that comes late finds some left"
+    assert sum(counts) == lines - LINES_KEPT
+    assert opened(99, serves=True) == LINES_KEPT
+    for session in list(store.sessions.by_id.values()):
+        store.sessions.close(session)
+    assert store.ledger.free_sessions == lines and opened(7) == counts[0]
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["GRANT", "wanted with a COMMIT"])

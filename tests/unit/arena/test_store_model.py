@@ -19,7 +19,7 @@ from simm.arena.layout import State, Word
 from simm.arena.sessions import FAIR
 from simm.arena.store import Store
 from simm.arena.vault import INCARNATION_MAX
-from simm.constants import POLICY_NAMES, SHARD_COUNT
+from simm.constants import POLICY_NAMES
 from simm.errors import CapacityError, SegmentError, UsageError
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
@@ -27,14 +27,10 @@ from tests.models.explorer import walk
 from tests.support.consistency import check
 from tests.support.dose import dose
 from tests.support.shards import set_shards
+from tests.support.store_steps import HALF, KEYS, OTHER, SIZES, step
 from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, new_segment, owned, remove_segment
 
 MIB = 1 << 20
-KEYS = [digest_of(f"key {number}") for number in range(120)]
-#: Not below 2 KiB: a slab of 64-byte chunks takes its check() 20 ms.
-SIZES = [2001, 4000, 4096, 4096, 4096, 5000, 20_000, 70_000, 131_072, 131_073, 300_000, MIB, 2 * MIB + 1, 5 * MIB]
-HALF = b"\x0f" * (SHARD_COUNT // 8)
-OTHER = b"\xcc" * (SHARD_COUNT // 8)
 
 
 @pytest.fixture(scope="module")
@@ -42,50 +38,6 @@ def segment() -> Iterator[OwnedArena]:
     made = new_segment(16 * MIB)
     yield made
     remove_segment(made)
-
-
-def step(world: World, rng: random.Random) -> None:
-    """One random thing."""
-    players = [player for player in world.players if player.connected]
-    if not players or rng.random() < 0.02:
-        if len(world.players) < 12:
-            world.join(rng.choice(["a", "b"]))
-        return
-    player = rng.choice(players)
-    digest = rng.choice(KEYS)
-    size = rng.choice(SIZES)
-    what = rng.random()
-    if what < 0.40:
-        world.put(player, digest, size)
-    elif what < 0.46:
-        world.grant(player, size, rng.randint(1, 4))
-    elif what < 0.50:
-        world.want(player, size, rng.randint(1, 4), take=rng.random() < 0.7)
-    elif what < 0.60 and player.grants:
-        chosen = rng.sample(sorted(player.grants), rng.randint(1, len(player.grants)))
-        items = [(number, rng.choice(KEYS), rng.randint(1, player.grants[number].chunk)) for number in chosen]
-        world.commit_many(player, items + items[: rng.randint(0, 1)])  # the same id once more is stale
-    elif what < 0.63 and player.grants:
-        number, grant = rng.choice(list(player.grants.items()))
-        world.commit(player, number, digest, rng.choice([0, grant.chunk + 1]))
-    elif what < 0.66 and player.grants:
-        world.return_grants(player, [*rng.sample(sorted(player.grants), 1), 12345])
-    elif what < 0.72:
-        world.delete(digest)
-    elif what < 0.82:
-        world.pin(player, digest)
-    elif what < 0.90 and player.pins:
-        world.unpin(player, [*rng.sample(sorted(player.pins), rng.randint(1, len(player.pins))), 12345])
-    elif what < 0.92:
-        world.set_shards(rng.choice([ALL_SHARDS, ALL_SHARDS, HALF, OTHER]))
-    elif what < 0.94:
-        world.disconnect(player)
-    elif what < 0.97:
-        world.exit(rng.choice(world.players))
-    elif what < 0.99:
-        world.die()
-    else:
-        world.reader.visited[rng.randrange(world.geometry.slots)] = rng.randrange(256)  # readers may
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -363,9 +315,9 @@ def test_a_shard_that_comes_back_comes_back_empty(segment: OwnedArena) -> None:
 def test_sessions_and_namespaces_run_out_with_an_error(segment: OwnedArena) -> None:
     world = World(segment)
     store = world.store
-    sessions = [store.sessions.open(1, 1, "x") for _ in range(world.geometry.session_lines)]
+    sessions = [store.sessions.open(1, 1, "x", serves=True) for _ in range(world.geometry.session_lines)]
     with pytest.raises(CapacityError, match="session lines"):
-        store.sessions.open(1, 1, "x")
+        store.sessions.open(1, 1, "x", serves=True)
     for session in sessions:
         store.sessions.close(session)
     check(store)

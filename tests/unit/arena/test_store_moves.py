@@ -27,7 +27,7 @@ from tests.support.trace_replay import Tape
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("seed", dose(range(16), quick=4))
+@pytest.mark.parametrize("seed", dose(range(16), quick=2))
 def test_nothing_superseded_is_ever_read(segments: list[OwnedArena], seed: int) -> None:
     play(segments, seed)
 
@@ -38,6 +38,7 @@ def test_nothing_superseded_is_ever_read_long(segments: list[OwnedArena]) -> Non
         play(segments, seed)
 
 
+@pytest.mark.full
 def test_runs_come_to_what_they_are_for(segments: list[OwnedArena]) -> None:
     seen: dict[str, int] = {}
     for seed in range(100, 116):

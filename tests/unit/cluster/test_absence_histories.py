@@ -331,12 +331,13 @@ class History:
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("seed", dose(SEEDS, quick=3))
+@pytest.mark.parametrize("seed", dose(SEEDS, quick=2))
 def test_history(seed: int) -> None:
     seen = History(seed).run(40)
     assert seen["values there"] and seen["puts"]
 
 
+@pytest.mark.full
 def test_histories_see_what_they_are_for() -> None:
     total: dict[str, int] = {}
     for seed in range(100, 106):

@@ -23,6 +23,7 @@ from simm.wire.messages import (
 )
 from simm.wire.shard_set import bitmap_of
 from tests.models.explorer import first_failure
+from tests.support.dose import dose
 from tests.support.machine import GIB, SEEDS, answer, join, states
 from tests.support.shards import shards_held
 
@@ -229,7 +230,7 @@ def check_step(
     assert (into <= np.maximum(limit, already)).all()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", dose(SEEDS, quick=1))
 def test_storm_against_the_reference_model(seed: int) -> None:
     rng = random.Random(seed)
     # Binary fractions only, so that both sides' sums of time are exact.

@@ -33,6 +33,10 @@ SOURCES: dict[str, tuple[str, str, Any, Any]] = {
     "tls_name": ("SIMM_TLS_NAME", "simm", "simm", ""),
     "rdma_devices": ("SIMM_RDMA_DEVICES", "mlx5_0", "mlx5_0", ""),
     "put_if_absent": ("SIMM_PUT_IF_ABSENT", "yes", True, False),
+    "trace": ("SIMM_TRACE", "1e-2", "0.01", "off"),
+    "slow_ms": ("SIMM_SLOW_MS", "1s", 1000, 0),
+    "trace_dir": ("SIMM_TRACE_DIR", "/traces", "/traces", "/elsewhere"),
+    "near_copies": ("SIMM_NEAR_COPIES", "yes", True, False),
     "server_uids": ("SIMM_SERVER_UID", "1001,root", (1001, 0), ()),
 }
 

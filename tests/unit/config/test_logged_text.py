@@ -25,7 +25,6 @@ ELSEWHERE: Final = frozenset((
     ("sdk/worker_path.py", "self.key[:2]"),  # of a worker: node and number
     ("server/migration.py", "mover.values"),  # their number
     ("config/settings.py", "key"),  # the name of a variable in the environment
-    ("manager.py", "action.after.value"),  # a state
 ))  # fmt: skip
 
 

@@ -21,12 +21,11 @@ from simm.config.settings import (
     SETTINGS,
     Settings,
     add_arguments,
-    ensure_runtime_dir,
     format_value,
     load,
     load_command,
 )
-from simm.config.startup import read_tokens
+from simm.config.startup import ensure_runtime_dir, read_tokens
 from simm.errors import ConfigError
 
 
@@ -241,6 +240,8 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"memory": "lots"}, {}, r"memory \(from --memory\).*8G"),
         ({}, {"SIMM_WARM": "perhaps"}, r"warm \(from environment SIMM_WARM\).*true nor false"),
         ({"policy": "seive"}, {}, "did you mean 'sieve'"),
+        ({"keep_share": "91"}, {}, r"keep_share \(from --keep-share\).*from 0 to 90"),
+        ({}, {"SIMM_KEEP_NAMESPACE_SHARE": "half"}, "SIMM_KEEP_NAMESPACE_SHARE.*from 0 to 90"),
         ({"streams": "-1"}, {}, "from 0 to 256"),
         ({"streams": 1.0}, {}, "from 0 to 256"),
         ({"workers": "0"}, {}, "from 1 to 64"),
@@ -253,6 +254,9 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"heartbeat_ms": "9"}, {}, "from 10 to 60000"),
         ({"dead_after": "3"}, {}, r"dead_after \(3, --dead-after\) must be larger than suspect_after \(3, default\)"),
         ({"path": ["udp"]}, {}, "some of shm, rdma, tcp"),
+        ({"trace": "1%"}, {}, r"trace \(from --trace\): '1%' is no share of the calls"),
+        ({"trace": True}, {}, "from 0 to 1"),
+        ({"slow_ms": "-1"}, {}, "slow_ms"),
         ({}, {"POD_NAME": "a b"}, "is no name of a data server"),
         ({"allow_uid": "0,no-such-user"}, {}, r"allow_uid \(from --allow-uid\): 'no-such-user' is no user"),
         ({}, {"SIMM_SERVER_UID": "4294967295"}, "SIMM_SERVER_UID.*is no user"),

@@ -17,10 +17,10 @@ import pytest
 from simm.client import Client
 from simm.connectors.keyspace import Keyspace
 from simm.connectors.mooncake import MooncakeDistributedStore
-from simm.errors import TransportError
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang
 from tests.support.fake_sglang import Config, Pool, PoolName, PoolTransfer, Served
+from tests.support.faulty_client import FAULTS, Faulty
 from tests.support.pace import Pace
 from tests.support.silent_servers import Silent
 
@@ -28,46 +28,6 @@ PAGES = 6
 KEYS = [f"{number:064x}" for number in range(PAGES)]
 #: Prompts, by their pages. The first ones fill the store.
 PROMPTS = [range(4), range(6), range(3), range(6)]
-DEADLINE_S = 0.01
-#: What adapters call of a client.
-CALLED = frozenset((
-    "delete_digests", "delete_sized", "deregister", "exists_digests", "exists_many", "get_digest",
-    "get_digests", "get_many", "pin", "put_digest", "put_digests", "register", "stats",
-))  # fmt: skip
-FAULTS = ("raises", "breaks", "outage", "hangs", "late")
-
-
-class Faulty:
-    """A client whose call number ``at`` fails, from the moment on that it is armed."""
-
-    def __init__(self, store: FakeStore, how: str, at: int) -> None:
-        self._client = FakeClient(store=store)
-        self._store, self._how, self._left = store, how, at
-        self.deadline_s = DEADLINE_S
-        self.armed = self.hit = False
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-        if name not in CALLED:
-            return found
-        return lambda *given, **named: self._call(name, found, *given, **named)
-
-    def _call(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        self._left -= self.armed
-        if self._left != -1 or self.hit:
-            return call(*given, **named)
-        self.hit = True
-        if self._how == "raises":
-            raise TransportError("a fault of the test")
-        if self._how == "breaks":
-            raise ZeroDivisionError("a bug")
-        if self._how in ("hangs", "late"):
-            time.sleep(1.1 * DEADLINE_S)
-        self._store.unavailable = self._how in ("outage", "hangs")
-        try:
-            return call(*given, **named)
-        finally:
-            self._store.unavailable = False
 
 
 def computed(page: int) -> bytes:

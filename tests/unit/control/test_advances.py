@@ -6,7 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from simm.cluster.epochs import NamespaceEpochs
-from simm.control.epochs import WAIT_S_MAX, WAITING_MAX, WAITING_OF_PEER_MAX, Advances
+from simm.control.epochs import (
+    ADVANCES_A_SECOND,
+    ADVANCES_AT_ONCE,
+    WAIT_S_MAX,
+    WAITING_MAX,
+    WAITING_OF_PEER_MAX,
+    Advances,
+)
 from simm.wire.epoch_messages import Advance, Advanced
 
 STORED = 1 << 64
@@ -43,10 +50,10 @@ def test_a_connection_has_a_share_of_those_that_wait() -> None:
     advances, greedy, other = made(), Peer(), Peer()
     peers: list[Any] = [greedy, other]
     for number in range(WAITING_OF_PEER_MAX):
-        assert not advances.fault(peers[0])
+        assert not advances.fault(peers[0], 0.0)
         advances.wait(peers[0], number, Advance("n", 1000), 7, 0.0)
-    assert "of this connection" in advances.fault(peers[0])
-    assert not advances.fault(peers[1])
+    assert "of this connection" in advances.fault(peers[0], 0.0)
+    assert not advances.fault(peers[1], 0.0)
 
 
 def test_all_together_are_bounded() -> None:
@@ -56,7 +63,22 @@ def test_all_together_are_bounded() -> None:
         for number in range(WAITING_OF_PEER_MAX):
             advances.wait(peer, number, Advance("n", 1000), 7, 0.0)
     late: Any = Peer()
-    assert len(advances) == WAITING_MAX and "advances wait already" in advances.fault(late)
+    assert len(advances) == WAITING_MAX and "advances wait already" in advances.fault(late, 1e6)
+
+
+def test_issue_nobody_makes_a_map_with_each_request() -> None:
+    """Who waits for no answer could send one after the other, and all servers and clients would get a map for each."""
+    advances = made()
+    made_of = dict.fromkeys((0.0, 1.0, 1e6), 0)
+    for now in made_of:
+        for number in range(2 * ADVANCES_AT_ONCE):
+            peer: Any = Peer()
+            if not advances.fault(peer, now):
+                advances.wait(peer, number, Advance("n", 0), 7, now)
+                made_of[now] += 1
+            advances.maintain(now, STORED)
+    assert list(made_of.values()) == [ADVANCES_AT_ONCE, ADVANCES_A_SECOND, ADVANCES_AT_ONCE]
+    assert "a second" in advances.fault(peer, 1e6)
 
 
 def test_no_wait_is_for_ever() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from simm.control.activity import Activity
+from simm.control.events import EventLog
 from simm.control.pages import ManagerPages
 
 
@@ -15,7 +17,7 @@ def pages(*, leading: bool = True, leader: str = "", rebuilding: bool = False, t
         "manager": {"leading": leading, "leader": leader}, "rebuilding": rebuilding, "epoch": 7, "nodes": nodes,
         "shards_without_owner": 0,
     }  # fmt: skip
-    return ManagerPages(lambda: status, lambda: trouble)
+    return ManagerPages(lambda: status, lambda: trouble, Activity(), EventLog(lambda: 0), lambda: 0.0)
 
 
 @pytest.mark.parametrize(

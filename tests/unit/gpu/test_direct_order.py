@@ -470,6 +470,7 @@ def test_registrations_end_with_their_span_and_with_their_rail(fake: FakeCuda, m
         gc.collect()
         assert on_gpu() == 0 and Owner.gone
         span = memory(client, fake, 5000)
+        until_rdma(client)  # a busy machine's connection may have been made anew meanwhile
         assert client.get_into("key", span) == 5000
         assert sorted(rail.name for rail in rails_of(span.registration)) == ["r0", "r1"]
         client.deregister(span)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from simm.ipc.grant_pool import (
     request_count,
     return_all,
     return_idle,
+    single_count,
     target_count,
 )
 from simm.slab import chunk_bytes_for
@@ -145,7 +147,8 @@ class World:
         if fate < 0.2:
             holder.pool.release(holder.busy.pop())
         elif fate < 0.9:
-            count = refill_count(len(stock), 1, 0, target)
+            one = self.rng.random() < 0.5
+            count = single_count(len(stock), target) if one else refill_count(len(stock), 1, 0, target)
             if not target:
                 count = int(holder.pool.repeats_large(grant[2]) and not stock)
             holder.commit([(length, count)] if count else [])
@@ -350,6 +353,27 @@ def test_a_pool_finds_its_level_and_stays(chunk: int, batch: int) -> None:
         assert pool + coming <= 2 * target + max(TOP_UP, batch) + 16
     assert not [turn for turn in asks if turn > 20] or batch > target
     assert target <= TARGET_MAX
+
+
+@pytest.mark.parametrize("chunk", [64, 4096, 64 << 10, 128 << 10, 256 << 10, 512 << 10, MIB, 2 * MIB, 4 * MIB])
+def test_single_puts_ask_for_a_quarter_at_a_time(chunk: int) -> None:
+    """And the pool neither runs dry nor grows. What a commit asks for comes with the next answer."""
+    target = target_count(chunk)
+    pool, coming = target, 0
+    asks: list[tuple[int, int]] = []
+    for turn in range(20 * target):
+        assert pool, f"dry at turn {turn}"
+        pool -= 1
+        count = single_count(pool, target)
+        pool, coming = pool + coming, count
+        if count:
+            asks.append((turn, count))
+        assert pool + coming <= 2 * target + TOP_UP
+    if target >= 8:
+        assert {count for _, count in asks} == {target // 4}
+        assert {later - turn for (turn, _), (later, _) in itertools.pairwise(asks)} == {target // 4}
+    assert single_count(target, target) == single_count(2 * target, target) == 0
+    assert single_count(0, target) > 1, "a pool that is low grows"
 
 
 @pytest.mark.parametrize("length", LENGTHS)

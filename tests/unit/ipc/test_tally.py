@@ -30,6 +30,7 @@ from simm.ipc.tally import (
     quantile_s,
     summary,
 )
+from simm.net.admission import LINES_MAX
 from simm.wire.status import Status
 from tests.support.child import ROOT
 
@@ -354,6 +355,25 @@ def test_issue_a_client_that_names_very_many_namespaces_takes_no_counters(known:
     assert (served.namespaces.get("blue") or served.counters(OTHERS))[Word.FOUND] >= 1
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a\0", "a\u202eb", "a\u2028b"])
+def test_issue_a_name_that_acts_on_a_page_is_one_of_others(name: str) -> None:
+    served = Served()
+    served.looked(name, [Status.OK], 0)
+    served.looked("a b/\"{c}\\", [Status.OK], 0)
+    assert set(served.namespaces) == {OTHERS, "a b/\"{c}\\"} and served.namespaces[OTHERS][Word.FOUND] == 1
+
+
+def test_issue_sessions_that_claim_nonsense_one_after_the_other_fill_no_log(
+    tally: Tally, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1000):
+        words = new_words()
+        tally.open(number, "a", words)
+        words[Word.HITS] = (1 << 64) - 1
+        tally.close(number)
+    assert tally.disbelieved == 1000 and 0 < len(caplog.records) <= LINES_MAX
+
+
 def test_a_sum_of_several_processes_lumps_nothing() -> None:
     together = Totals(None)
     for process in range(3):
@@ -383,6 +403,7 @@ def calls_while_counting(text: str) -> list[str]:
 def test_issue_a_client_calls_nothing_while_it_counts() -> None:
     """Servers count in one thread, and may."""
     package = ROOT / "simm"
-    paths = [*(package / name for name in ("client.py", "kv.py", "testing.py")), *(package / "sdk").rglob("*.py")]
+    paths = [package / "client.py", package / "kv.py"]
+    paths += [path for name in ("sdk", "testing") for path in (package / name).rglob("*.py")]
     assert {str(path): found for path in paths if (found := calls_while_counting(path.read_text()))} == {}
     assert len(calls_while_counting("counts[A] += len(source)\nself._counters['b'] += n\nx[1] += f()")) == 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from simm.config.parsers import parse_address
-from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Page, Route, Web
+from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, UNSENT_BYTES_MAX, Page, Route, Web
 from simm.net.loop import Loop
 from simm.net.metrics import Metric, Samples
 from tests.support.manager_process import WAIT_S
@@ -99,7 +99,8 @@ def test_web_tokens(web: Callable[..., tuple[Loop, Web, str]]) -> None:
         (b"Authorization: Basic good-token\r\n", b"401"),
         (b"authorization: bearer good-token\r\n", b"200"),
     ]:  # fmt: skip
-        assert ask(loop, address, b"GET / HTTP/1.1\r\n" + header + b"\r\n").split(b" ")[1] == status
+        assert ask(loop, address, b"GET /metrics HTTP/1.1\r\n" + header + b"\r\n").split(b" ")[1] == status
+    assert ask(loop, address, b"GET / HTTP/1.1\r\n\r\n").split(b" ")[1] == b"200", "the page asks for the token"
     assert ask(loop, address, b"GET /healthz HTTP/1.1\r\n\r\n").split(b" ")[1] == b"200"
     assert ask(loop, address, b"GET /readyz HTTP/1.1\r\n\r\n").split(b" ")[1] == b"404", "it needs no token either"
 
@@ -117,6 +118,20 @@ def test_web_drops_the_slow(web: Callable[..., tuple[Loop, Web, str]]) -> None:
         assert server.connections == 0
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
+
+
+def test_issue_answers_that_nobody_reads_are_bounded(web: Callable[..., tuple[Loop, Web, str]]) -> None:
+    """Each may have megabytes: 64 of them would be a server's memory."""
+    loop, server, address = web()
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            sock = stack.enter_context(contextlib.closing(socket.create_connection(parse_address(address), WAIT_S)))
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while loop.run_once(0.01):
+                unsent = [len(client.outgoing) for client in server._clients]
+                assert sum(unsent) <= UNSENT_BYTES_MAX
+        assert max(unsent) > 1_000_000 and len(unsent) > 5 and server.displaced > 20
+        assert len(ask(loop, address, b"GET / HTTP/1.1\r\n\r\n")) > 2_000_000, "who reads gets it"
 
 
 def test_metrics_come_in_the_form_that_is_asked_for(web: Callable[..., tuple[Loop, Web, str]]) -> None:

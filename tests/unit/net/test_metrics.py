@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from simm import __version__
 from simm.control import pages as manager
+from simm.index import figures as index
 from simm.net import metrics
 from simm.net.metrics import OF_PROCESSES, Metric, Samples, wants_openmetrics
-from simm.server import pages as server
+from simm.server.operators import pages as server
 from tests.support.metric_rules import LABELS, faults
 
 EVIL = 'x"\\\n} 1\n# EOF'
@@ -137,7 +138,7 @@ def test_a_system_that_does_not_tell_costs_no_page(monkeypatch: pytest.MonkeyPat
 
 # -- names -------------------------------------------------------------------------------------------
 
-ALL = [*manager.METRICS, *server.METRICS]
+ALL = [*manager.METRICS, *server.METRICS, *index.METRICS]
 
 
 def test_all_metrics_keep_the_rules() -> None:

@@ -199,7 +199,7 @@ def local_reader(digest: bytes, image: bytes, word: int) -> ArenaReader:
     words[16_384 + SLOT_NUMBER * 8 : 16_384 + SLOT_NUMBER * 8 + 8] = array("Q", image)
     reader.words = memoryview(words)
     reader._shard_word, reader._slot_word = 0, 16_384
-    reader._clusters = range(1 << 64)
+    reader._clusters, reader._cluster = range(1 << 64), 0
     return reader
 
 

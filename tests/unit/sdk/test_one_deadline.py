@@ -308,3 +308,15 @@ def test_a_part_of_a_call_has_what_the_call_has_left(clock: Clock) -> None:
         with Patience(DEADLINE_S) as inner:
             assert inner.has_time_for(Server(clock, 0.0, 0.0)) and ALLOWANCE.seconds <= 0.7 + 1e-9
         assert abs(ALLOWANCE.seconds - 0.7) < 1e-9
+
+
+@pytest.mark.parametrize("path", ["down", "shm"])
+def test_what_a_server_that_failed_has_cost_is_taken_off(clock: Clock, path: str) -> None:
+    """One server after another: a transfer with one that answered costs the next one nothing."""
+    before: Any = SimpleNamespace(fresh=False, path="shm")
+    after: Any = SimpleNamespace(fresh=False, path="shm")
+    with Patience(DEADLINE_S) as patience:
+        assert patience.has_time_for(before)
+        clock.now += 0.6 * DEADLINE_S
+        before.path = path
+        assert patience.has_time_for(after) is (path == "shm")

@@ -10,6 +10,7 @@ import pytest
 
 from simm.arena.reader import ArenaReader
 from simm.client import Client
+from simm.constants import VALUE_BYTES_MAX
 from simm.sdk.ops.pins import ArenaPins, Pins
 from simm.server.worker_session import Leased, Leases
 from simm.wire import messages as M
@@ -185,6 +186,25 @@ def test_a_value_with_a_wrong_checksum_is_a_miss(cluster: FakeCluster, path: str
     with reader.pin(KEYS) as pins:
         got = read(pins)
         assert got[2:] == VALUES[2:] and (got[1] is None) == checksum
+
+
+@pytest.mark.parametrize("length", [0, VALUE_BYTES_MAX + 1, (1 << 32) - 1])
+def test_issue_a_length_that_no_value_has_is_not_believed(
+    cluster: FakeCluster, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller makes room for it, and a client with checksums would make 4 GiB."""
+    client = full(cluster, "tcp", checksum=True)
+    take = Leases.take
+
+    def lie(self: Leases, *given: Any, **named: Any) -> Any:
+        return [(entry[0], entry[1], length, *entry[3:]) for entry in take(self, *given, **named)]
+
+    monkeypatch.setattr(Leases, "take", lie)
+    with client.pin(KEYS) as pins:
+        assert pins.lengths == [None] * len(KEYS)
+    monkeypatch.undo()
+    with client.pin(KEYS) as pins:
+        assert read(pins) == VALUES
 
 
 def test_an_entry_with_a_flag_of_later_versions_is_not_pinned(cluster: FakeCluster, path: str) -> None:

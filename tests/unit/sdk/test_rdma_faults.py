@@ -429,6 +429,7 @@ def test_a_server_whose_memory_does_not_answer(monkeypatch: pytest.MonkeyPatch) 
     """The background thread finds out that the path is down without any call."""
     with FakeRdmaCluster(monkeypatch) as cluster:
         client = cluster.rdma()
+        monkeypatch.setattr(rdma_pool, "HEARTBEAT_TIMEOUT_S", 0.2)
         cluster.network.hold()
         wait_until(lambda: path_of(client).down_reason is not None, "the background finds out")
         cluster.network.release()

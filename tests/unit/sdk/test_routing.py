@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import random
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from simm.client import Client
 from simm.cluster import lookup
 from simm.config.client_options import ClientOptions
 from simm.constants import SHARD_COUNT
+from simm.errors import TransportError
 from simm.host.buffers import Copier
 from simm.ipc import session as session_module
-from simm.sdk import manager_link
+from simm.sdk import manager_link, routing
 from simm.sdk.reads import Gets
 from simm.sdk.routing import RetryPolicy, Router
 from simm.sdk.worker_path import Target
@@ -208,6 +211,28 @@ def test_mutations_wait_for_the_new_owner_and_none_fails(cluster: FakeCluster, p
     assert client.get("k30") is None
     assert client.get("k40") == value_of("k40")
     assert client.counters["put_failures"] == 0
+    assert client.stats()["outages"] == 0
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_issue_a_delete_goes_on_to_the_new_owner(cluster: FakeCluster, path: str, batch: bool) -> None:
+    """It said False at the first refusal and counted nothing, and the value was there for its readers."""
+    client = full(cluster, path)
+    cluster.own({1: ALL}, previous=0)
+    cluster.instruct()
+    done: list[list[bool]] = []
+    keys = KEYS[:3] if batch else KEYS[:1]
+    thread = threading.Thread(
+        target=lambda: done.append(client.delete_many(keys) if batch else [client.delete(keys[0])])
+    )
+    thread.start()
+    wait_until(lambda: client.counters["redirects"] > 0 or done, "the delete is tried again")
+    assert not done
+    cluster.publish()
+    cluster.nodes[1].adopt(cluster.epoch, ALL)
+    thread.join(WAIT_S)
+    assert done == [[True] * len(keys)]
+    assert client.get_many(KEYS) == [None if key in keys else value_of(key) for key in KEYS]
     assert client.stats()["outages"] == 0
 
 
@@ -617,3 +642,30 @@ def test_an_interrupted_close_leaves_no_session(
     assert [target.session for target in targets[where == "target" :]] == [None] * len(targets[where == "target" :])
     for target in targets:
         target.close()
+
+
+def test_a_forked_child_without_a_manager_warns_once_for_each_outage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls make a router again and again until one is there."""
+    monkeypatch.setattr(routing, "RESTART_S", 0.0)
+    made = SimpleNamespace(route=[None])
+    works = True
+
+    def connect(_timeout_s: float | None) -> Any:
+        if not works:
+            raise TransportError("no manager answers at 127.0.0.1:1")
+        return made
+
+    routes = routing.Routes(connect)
+    for outage in (1, 2):
+        works = False
+        routes.router, routes.route = None, []
+        for _ in range(5):
+            assert routes.restart() == []
+        assert [each.levelno for each in caplog.records].count(logging.WARNING) == outage
+        works = True
+        assert routes.restart() == made.route
+    routes._after_fork()
+    works = False
+    assert routes.restart() == [] and [each.levelno for each in caplog.records].count(logging.WARNING) == 3

@@ -242,8 +242,8 @@ def test_many_threads_open_no_more_than_the_pool_keeps(connected: Callable[..., 
     for thread in threads:
         thread.join(WAIT_S)
     assert results == [True] * 20
-    # Each call has one of its own at least. Beyond those, none is made while the pool's number is open.
-    assert all(count <= POOL_MAX + len(threads) for count in most)
+    # A call makes one where none is idle, and has as many as its batch wants at most. Who is fast has them.
+    assert all(count <= POOL_MAX + len(threads) * 8 for count in most)
     wait_until(lambda: idle(path) >= 0, "all are back")
     assert idle(path) <= POOL_MAX
 

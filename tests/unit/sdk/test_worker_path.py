@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import socket
@@ -97,6 +98,37 @@ def test_a_dead_server_is_tried_at_the_breakers_pace_and_by_no_operation(
     there.close()
     there.connect_soon()
     assert not there.connecting
+
+
+def test_each_outage_is_one_warning_and_its_end_another(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second outage as well as the first, however often each is met; and the end of none is said twice.
+
+    With real servers, and one outage: tests/system/client/test_outages.py.
+    """
+    there = Target(cluster.nodes[0].info, ClientContext(ClientOptions(namespace="n", deadline_s=WAIT_S, path="tcp")))
+    connect = TcpPath.connect
+
+    def attempt(*, works: bool) -> bool:
+        monkeypatch.setattr(TcpPath, "connect", connect if works else refused)
+        there._attempt()
+        return there.path != "down"
+
+    try:
+        for outage in range(1, 4):  # the first one is there from the beginning
+            for _ in range(3):
+                assert not attempt(works=False)
+            for _ in range(3):
+                assert attempt(works=True)
+            said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+            assert ["is down" in each for each in said] == [True, False] * outage, said
+            assert " answers again, by tcp, after " in said[-1]
+            assert there.tcp is not None
+            there.tcp_lost(there.tcp, "it broke")
+            assert there.path == "down"
+    finally:
+        there.close()
 
 
 def test_the_first_connection_costs_a_deadline_at_most_and_only_once(

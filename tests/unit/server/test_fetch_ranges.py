@@ -115,7 +115,7 @@ def test_a_request_that_comes_byte_by_byte_and_several_at_once(stream: StreamThr
 @pytest.mark.parametrize(
     "msg",
     [
-        M.FetchRanges(0, [(SMALL, 1)] * 4097, [(0, 1)] * 4097), M.FetchRanges(0, [(SMALL, 2)], [(0, 1)]),
+        M.FetchRanges(0, [(SMALL, 2)], [(0, 1)]),
         M.FetchRanges(0, [(SMALL, 1)], [(0, 0)]), M.FetchRanges(9, [(SMALL, 1)], [(0, 1)]),
         M.FetchRanges(0, [(SMALL, 2)], [(0, 1 << 31)] * 2), M.FetchRanges(0, [(SMALL, 0)], []),
     ],

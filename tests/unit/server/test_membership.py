@@ -18,8 +18,10 @@ from simm.net.loop import Loop
 from simm.rpc import Connection, Flag, decode, encode, reply
 from simm.server import membership as membership_module
 from simm.server.membership import Membership
+from simm.wire import admin_messages as A
 from simm.wire import epoch_messages as E
 from simm.wire import messages as M
+from simm.wire import report_messages as R
 from simm.wire.auth import Gate
 from simm.wire.epoch_messages import NamespaceEpoch
 from simm.wire.messages import MapReply, Status, WorkerInfo
@@ -204,7 +206,7 @@ def test_epochs_and_leases(manager: Manager, make_house: Callable[..., House]) -
     house = make_house(manager)
     house.known = [NamespaceEpoch("n", 2)]
     house.until(lambda: manager.of(E.Epochs) and manager.of(M.MapGet), "what it knows")
-    assert manager.of(E.Epochs) == [E.Epochs(0, 0, 0, house.known)] and manager.of(M.MapGet)[0].subscribe == 7
+    assert manager.of(E.Epochs) == [E.Epochs(0, 0, 0, house.known)] and manager.of(M.MapGet)[0].subscribe == 31
     house.until(lambda: house.member.epoch == 3, "a map")
     manager.answers[M.Heartbeat] = (M.HeartbeatAck(3), 0)
     house.until(lambda: house.leases, "a lease: the manager has the same map")
@@ -636,7 +638,7 @@ def test_an_epoch_that_freezes_a_shard_reaches_the_manager(manager: Manager, mak
     house.until(lambda: house.member.epoch == 3, "its map")
     assert {msg.known_epoch for msg in manager.of(M.MapGet)} <= {0, 3}
     house.frozen_by = 900
-    house.until(lambda: manager.of(M.MapGet)[-1] == M.MapGet(900, 7), "it says so")
+    house.until(lambda: manager.of(M.MapGet)[-1] == M.MapGet(900, 31), "it says so")
     manager.answers[M.MapGet] = (make_map(901), 0)
     house.until(lambda: house.member.epoch == 901, "a newer map")
     asked = len(manager.of(M.MapGet))
@@ -657,3 +659,26 @@ def test_reconnects_of_a_server_that_waits_add_no_joins(manager: Manager, make_h
         house.until(lambda: house.membership.peer is None, "it is disconnected")
     manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
     house.until(lambda: house.membership.joined, "it joins in the end")
+
+
+def test_a_manager_asks_for_reports_by_its_own_connection(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.member.epoch == 3, "its map")
+    asked: list[int] = []
+    manager.push(R.ReportEvery(2000))  # nobody listens yet
+    house.membership.on_report_every = asked.append
+    manager.push(R.ReportEvery(500))
+    house.until(lambda: 500 in asked, "the manager's wish")
+    assert house.membership.joined
+
+
+def test_an_admins_order_is_answered(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.member.epoch == 3, "its map")
+    manager.answers[A.SettingsDone] = (M.Done(1), 0)
+    manager.push(A.OrderSettings(5, "poll_us", "9"))
+    house.until(lambda: manager.of(A.SettingsDone), "an answer")
+    assert manager.of(A.SettingsDone) == [A.SettingsDone(5, 1, b"no")], "nobody carries orders out yet"
+    house.membership.on_order = lambda msg: A.SettingsDone(msg.order, 0, msg.value.encode())
+    manager.push(A.OrderSettings(6, "poll_us", "9"))
+    house.until(lambda: manager.of(A.SettingsDone)[-1] == A.SettingsDone(6, 0, b"9"), "the answer")

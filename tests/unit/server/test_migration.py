@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simm.arena.layout import ENTRY_CRC
+from simm.arena.layout import ENTRY_CRC, ENTRY_LARGE
 from simm.cluster import move_plan
 from simm.cluster.move_plan import MovePlan
 from simm.constants import VALUE_BYTES_MAX
@@ -79,6 +79,16 @@ def test_copiers_give_way_and_freezers_do_not(world: Pair, monkeypatch: pytest.M
 
 
 # --- it moves -----------------------------------------------------------------------------------
+
+
+def test_a_manifest_stays_one(world: Pair) -> None:
+    """A value in parts: without its flag the manifest would be a value."""
+    manifest, other = digest_in(5, "manifest"), digest_in(6, "other")
+    world.p.put(manifest, value_of(manifest, 64), crc=True, more=ENTRY_LARGE)
+    world.p.put(other, value_of(other, 64))
+    world.move(SHARDS)
+    assert world.mover().wait() is True
+    assert (world.n.flags(manifest), world.n.flags(other)) == (ENTRY_CRC | ENTRY_LARGE, 0)
 
 
 def test_everything_moves_with_flags_and_namespaces(world: Pair) -> None:
@@ -417,7 +427,6 @@ LIES: dict[str, tuple[type, Callable[[Any], bytes | None]]] = {
     "lists another shard's": (M.List, listed((digest_in(SHARDS[-1] + 1, 1), 9, 0, 3))),
     "lists a namespace without a name": (M.List, listed((BAD, 9, 0, 4))),
     "lists in a circle": (M.List, lambda msg: listed(cursor=1)(msg)),
-    "lists too much": (M.List, lambda _msg: answer(M.Listed(0, [(BAD, 9, 0, 3)] * 4097, NAMED))),
     "answers LIST with PONG": (M.List, lambda _msg: answer(M.Pong(1))),
     "sends too few": (M.FetchPrevious, fetched(TWO[0], bare=BARE[:10], verdict=(0,))),
     "sends shorter ones": (M.FetchPrevious, fetched(TWO[0], (0, 0, 8, 0), bare=BARE[:18])),
@@ -629,3 +638,21 @@ def test_previous_says_what_was_refused(world: Pair) -> None:
     assert refused.value.status == Status.WRONG_OWNER, "P has the shard by a map as new as ours"
     assert previous.freeze(2, [0, 1]) == [0, 1]
     assert np.all(np.frombuffer(world.p.worker.store.shards, np.uint64)[:2] == np.uint64(FROZEN | 2))
+
+
+def test_a_rate_that_is_changed_holds_for_whoever_waits() -> None:
+    now, naps = [0.0], []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        now[0] += seconds
+        if len(naps) == 3:
+            bucket.set_rate(0)
+
+    bucket = TokenBucket(10, lambda: now[0], nap)
+    bucket.take(1000)  # overdraws it
+    bucket.take(1)
+    assert len(naps) == 3 and max(naps) <= 0.5, "without the change it were 100 s"
+    bucket.set_rate(1000)
+    bucket.take(1)
+    assert bucket.burst == 100

@@ -12,9 +12,8 @@ from simm.arena.hashing import Hasher, shard_of
 from simm.arena.layout import ENTRY_CRC
 from simm.arena.reader import Located
 from simm.config.client_options import ClientOptions
-from simm.constants import SHARD_COUNT
+from simm.constants import BATCH_KEYS_MAX, SHARD_COUNT
 from simm.errors import RemoteProtocolError, TransportError
-from simm.ipc.arena_lister import ENTRIES_MAX
 from simm.ipc.steps import finish
 from simm.net.channel import Channel, Refused
 from simm.rpc import HEADER, Frame, decode, encode
@@ -211,7 +210,7 @@ def test_a_worker_that_is_down(tmp_path: Any) -> None:
 
 def test_a_page_of_a_listing_fits_a_frame() -> None:
     names = [M.NamespaceName(number, "n" * 64) for number in range(256)]
-    assert len(encode(M.Listed(1, [(bytes(16), 1, 0, 0)] * ENTRIES_MAX, names))) < MANY
+    assert len(encode(M.Listed(1, [(bytes(16), 1, 0, 0)] * BATCH_KEYS_MAX, names))) < MANY
     assert FROZEN > MOVING > SHARD_COUNT
 
 
@@ -250,7 +249,6 @@ def test_a_worker_takes_them_from_whom_they_are_for(worker: WorkerThread, role: 
         (M.Role.CLIENT, M.Freeze(5, BITMAP)), (M.Role.CLIENT, M.List(BITMAP, 0, 1)),
         (M.Role.MOVER, M.Adopt(5, BITMAP, BITMAP)), (M.Role.MOVER, M.Finish(5, BITMAP)),
         (M.Role.MOVER, M.Shards(0, b"", b"")), (M.Role.MOVER, M.List(b"", 0, 1)),
-        (M.Role.MOVER, M.FetchPrevious([(bytes(16), 1)] * 4097)),
     ],
     ids=lambda value: getattr(value, "name", type(value).__name__),
 )  # fmt: skip

@@ -10,7 +10,6 @@ import pytest
 
 from simm.arena.hashing import Hasher
 from simm.config.tokens import Token, TokenRole
-from simm.constants import RANGES_MAX
 from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel, greet
@@ -18,6 +17,7 @@ from simm.server import stream as stream_module
 from simm.server import worker_session
 from simm.server.worker_session import Leased, Leases
 from simm.wire import messages as M
+from simm.wire.auth import Gate
 from simm.wire.hello import client_hello
 from simm.wire.messages import Role, Service, Status
 from tests.support.waiting import wait_until
@@ -260,10 +260,8 @@ def test_without_a_worker_a_value_is_held_by_its_version(world: World) -> None:
 @pytest.mark.parametrize(
     "msg",
     [
-        M.Pin(0, [A] * 4097), M.Pin(2, [A]), M.FetchPinned([(1, 2)], [(0, 1)]), M.FetchPinned([(1, 1)], [(0, 0)]),
+        M.Pin(2, [A]), M.FetchPinned([(1, 2)], [(0, 1)]), M.FetchPinned([(1, 1)], [(0, 0)]),
         M.FetchPinned([(1, 0)], []), M.FetchPinned([(1, 2)], [(0, 1 << 31)] * 2),
-        M.FetchPinned([(1, RANGES_MAX + 1)], [(0, 1)] * (RANGES_MAX + 1)),
-        M.FetchPinned([(1, 1)] * 4097, [(0, 1)] * 4097),
     ],
 )  # fmt: skip
 def test_what_costs_the_connection(world: World, msg: Any) -> None:
@@ -310,5 +308,41 @@ def test_a_client_that_is_bound_to_a_namespace_pins_none_of_others() -> None:
         assert pins(worker)[0] == 1
         assert mine.call(M.Delete([digest])).statuses == [Status.OK]
         assert whole(mine, handle) == (Status.OK, OLD)
+        for channel in channels:
+            channel.close()
+
+
+@pytest.mark.parametrize("size", [3 * MIB, 1000], ids=["in pieces", "at once"])
+def test_issue_a_bound_client_without_a_pin_sees_no_bytes_of_who_has_the_place_now(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own value was held by its version alone. By now the chunk is another tenant's."""
+    monkeypatch.setattr(Leases, "_pin", lambda *_: None)
+    red = Token("the-token-of-team-red", TokenRole.CLIENT, "red", {"red": None})
+    blue = Token("the-token-of-team-blue", TokenRole.CLIENT, "blue", {"blue": None})
+    with WorkerThread(ARENA) as worker, StreamThread(worker.path, tokens=(red, blue)) as stream:
+        channels = []
+        for token in (red, blue):
+            channel = stream.channel(hello=False)
+            greet(channel, Service.STREAM, client_hello(Role.CLIENT, namespace=token.label), token.secret)
+            channels.append(channel)
+        mine, theirs = channels
+        digest = Hasher("red")("k")
+        put(mine, digest, OLD[:size])
+        (handle,) = pin(mine, digest)
+        place = stream.stream.keeper.arena()
+        assert place is not None
+        found = place.locate(digest)
+        assert found is not None
+        assert mine.call(M.Delete([digest])).statuses == [Status.OK]
+        for number in range(200):
+            put(theirs, Hasher("blue")(f"k{number}"), NEW[:size])
+            if bytes(place.value(found)) == NEW[:size]:
+                break
+        else:
+            raise AssertionError("nobody has taken the place")
+        assert fetch(mine, [(handle, [(0, size)])]) == [(Status.OK, Status.TORN, [bytes(size)])]
+        monkeypatch.setattr(Gate, "bound", property(lambda _: False))  # positive control
+        assert fetch(mine, [(handle, [(0, size)])]) == [(Status.OK, Status.TORN, [NEW[:size]])]
         for channel in channels:
             channel.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from simm.tools.bench import load
 from simm.tools.bench.apis import Api, ClientApi, KvApi
 from simm.tools.bench.contents import FreshKeys, fault, key_name, stamp
 from simm.tools.bench.floor import Area, stride_of
@@ -119,11 +121,11 @@ def thread_on(
         called.__dict__.update(_store=KvStore(store, lambda block: memoryview(block.as_ref())), _registered={})
     else:
         called = ClientApi(client)
-    load: Any = SimpleNamespace(
+    held: Any = SimpleNamespace(
         run="r", verify=True, full=full, mix=mix, api=called, source=source, target=target, shared=Area(room),
         raw=None, samples=[{}], client=client,
     )  # fmt: skip
-    thread = LoadThread(load, 0, 0, rows, size)
+    thread = LoadThread(held, 0, 0, rows, size)
     assert thread.store() == 0
     return thread
 
@@ -246,6 +248,16 @@ def test_fresh_keys_never_come_twice() -> None:
     assert len(set(taken)) == len(taken) == fresh.taken == 5013
     assert {len(key) for key in taken} == {len(key_name("r", 1, 0, 0))}
     assert not set(taken) & set(FreshKeys("another").take(5013))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_processor_time_that_is_hidden_is_not_told(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that lost the processor between its calls ran for less time than passed there."""
+    thread = thread_on(Store())
+    ran = (lambda: 0) if hidden else time.perf_counter_ns
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter_ns=time.perf_counter_ns, thread_time_ns=ran))
+    told = thread.burst(("get",), 1, False, 0.001, True)["cpu_ns"]
+    assert told is None if hidden else told > 0
 
 
 def test_a_miss_is_counted_and_is_no_wrong_value() -> None:

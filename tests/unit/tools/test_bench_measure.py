@@ -146,6 +146,25 @@ def test_the_worker_is_billed_for_the_rounds_that_count() -> None:
     assert cell.own.p10 == cell.own.p50 == 2.0 and cell.shares == [] and done == [cell]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_burst_whose_processor_time_is_hidden_is_not_billed(every: int) -> None:
+    """Another process had the processor between the calls. If that was so in all bursts, nothing is said."""
+
+    class Preempted(Processes):
+        bursts = 0
+
+        def _burst(self, ops: tuple[str, ...], batch: int, floor: bool, **more: Any) -> dict[str, Any]:
+            answer = super()._burst(ops, batch, floor, **more)
+            self.bursts += not floor
+            if not self.bursts % every:
+                answer["threads"][0]["cpu_ns"] = None
+            return answer
+
+    arena = Arena(100)
+    (cell,) = bench_of(plan_of(), Preempted(arena), arena)[0].run()
+    assert cell.caller_us == (None if every == 1 else 0.5)
+
+
 @pytest.mark.parametrize("what", ["mix", "tcp", "no worker", "dead"])
 def test_what_cannot_be_told_apart_is_not_told(what: str) -> None:
     arena = Arena(100)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 
 from simm.errors import UsageError
 from simm.ipc.counts import COUNTERS, Word
+from simm.rpc import Connection, reply
 from simm.tools.ctl import command, why
-from simm.tools.ctl.tables import TABLES, client_rows, namespace_rows, rates_text, table, worker_rows
+from simm.tools.ctl.tables import TABLES, client_rows, kept_text, namespace_rows, rates_text, table, worker_rows
 from simm.tools.ctl.workers import Asked, ask_all
+from simm.wire import messages as M
 
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
@@ -119,6 +123,18 @@ def test_rows_of_several_workers_are_added_up() -> None:
     assert (found["hits"], found["gets"], found["bytes_read"], found["hit_ratio"]) == (6, 6, 18, 1.0)
 
 
+def test_what_namespaces_keep_is_added_up_beside_what_they_may() -> None:
+    kept = {"bytes": {"a": {"soft": 9 << 20, "hard": 3 << 20}, "b": {"soft": 1, "hard": 0}}, "hard_max": 8 << 20,
+            "namespace_max": 4 << 20}  # fmt: skip
+    two = [asked(kept=kept), asked(kept=kept)]
+    found = {row["namespace"]: row["kept_bytes"] for row in namespace_rows(two)}
+    assert found == {"a": 6 << 20, "b": 0}
+    assert kept_text(two) == (
+        "\nhard kept: 6M of the 16M that may be (keep_share), 8M of one namespace (keep_namespace_share)"
+    )
+    assert kept_text([asked(), asked(kept={**kept, "bytes": {}})]) == "", "a worker of an older version says nothing"
+
+
 def test_rates_are_those_between_two_looks() -> None:
     before = [row("a", HITS=10, ABSENT=10, HIT_BYTES=1000, PUTS=1), row("gone", HITS=5)]
     now = [row("a", HITS=40, ABSENT=20, HIT_BYTES=1000 + (4 << 10), PUTS=5, PUT_BYTES=2 << 20), row("new", HITS=9)]
@@ -140,6 +156,27 @@ def test_a_folder_without_sockets_is_a_usage_error(tmp_path: Path) -> None:
     assert found.name == "a/0" and found.why and not found.stats
     with pytest.raises(UsageError, match="data server 'b'"):
         ask_all(tmp_path, "b")
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"clients": ' * 50_000, b"7", b"\xff", b"{}"])
+def test_issue_an_answer_that_is_none_is_a_reason(tmp_path: Path, answer: bytes) -> None:
+    """Also one that is nested so deeply that its reading fails in another way."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "a.0.sock"))
+        listener.listen()
+
+        def say() -> None:
+            with listener.accept()[0] as sock:
+                conn = Connection()
+                while (frame := conn.next_frame()) is None:
+                    conn.receive_data(sock.recv(1 << 16))
+                sock.sendall(reply(M.StatsReply(answer), frame.request_id))
+
+        thread = threading.Thread(target=say)
+        thread.start()
+        (found,) = ask_all(tmp_path)
+        thread.join()
+    assert found.why and not found.stats
 
 
 def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:

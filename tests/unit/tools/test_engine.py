@@ -96,6 +96,17 @@ def test_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"class {engine.VLLM['type']}(SecondaryTierManager)" in Path(spec.origin).read_text()
 
 
+def test_vllm_connector(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "vllm-connector", "--manager", MANAGER, "--namespace", "n")
+    transfer = json.loads(flags_of(text)["--kv-transfer-config"])
+    extra = {"manager_address": MANAGER, "namespace": "n"}
+    assert transfer == {**engine.VLLM_CONNECTOR, "kv_connector_extra_config": extra}
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    spec = importlib.util.find_spec(engine.VLLM_CONNECTOR["kv_connector_module_path"])
+    assert spec is not None and spec.origin is not None
+    assert f"class {transfer['kv_connector']}(KVConnectorBase_V1, SupportsHMA)" in Path(spec.origin).read_text()
+
+
 @pytest.mark.parametrize(("found", "base"), [(engine.LMCACHE, "ConnectorAdapter"),
                                              (engine.LMCACHE_SERVER, "L2AdapterInterface")])  # fmt: skip
 def test_the_classes_that_lmcache_loads_are_there(found: dict[str, str], base: str) -> None:

@@ -29,6 +29,8 @@ KNOWN: Final = {
     ("config/startup.py", "tokens == self._tokens"): "the file before, with the file",
     ("wire/auth.py", "token in self._tokens"): "the token that AUTH's id has named, with those of the file",
     ("wire/auth.py", "token.id == msg.token"): "an id is no secret",
+    ("connectors/vllm_scheduler.py", "start // self._hash_tokens == end // self._hash_tokens"):
+        "numbers of a prompt's tokens",
 }
 
 

@@ -28,8 +28,6 @@ def test_ranges_go_to_their_keys() -> None:
 @pytest.mark.parametrize(
     ("msg", "text"),
     [
-        (FetchRanges(0, [(A, 1)] * (BATCH_KEYS_MAX + 1), [(0, 1)] * RANGES_MAX), "4097 keys"),
-        (FetchRanges(0, [(A, 60_000)], [(0, 1)] * (RANGES_MAX + 1)), "4097 ranges"),
         (FetchRanges(2, [(A, 1)], [(0, 1)]), "previous=2"),
         (FetchRanges(0, [(A, 1)], []), "has 0 ranges"),
         (FetchRanges(0, [(A, 1)], [(0, 1), (0, 1)]), "has 2 ranges"),

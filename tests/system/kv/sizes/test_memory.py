@@ -63,7 +63,7 @@ def play_singles(store: Store, make: Callable[[int], Any], sizes: list[int]) -> 
         assert memory.data() == untouched
 
 
-@pytest.mark.parametrize("kind", dose(KINDS, quick=2))
+@pytest.mark.parametrize("kind", dose(KINDS, quick=1))
 def test_single_values(
     path: str, kind: str, request: pytest.FixtureRequest, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

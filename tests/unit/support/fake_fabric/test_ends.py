@@ -235,14 +235,18 @@ def test_two_threads_in_one_link_are_told_on() -> None:
     pair.network.hold()
     pair.qp.post([pair.op(READ, 0, 0)])
     thread = threading.Thread(target=lambda: late(pair))
-    inside = threading.Event()
-    pair.network.between = inside.set
+    inside, go_on = threading.Event(), threading.Event()
+
+    def between() -> None:
+        inside.set()
+        go_on.wait(60)
+
+    pair.network.between = between
     thread.start()
-    inside.wait(20)
-    pair.network.between = lambda: time.sleep(0.005)
+    assert inside.wait(60)
     with pytest.raises(AssertionError, match="two threads"):
-        while thread.is_alive():
-            pair.qp.poll()
+        pair.qp.poll()
+    go_on.set()
     thread.join()
     pair.near.close()
     pair.far.close()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from simm.ipc.counts import Word
 from simm.ipc.tally import Totals
 from simm.net.loop import Loop
-from simm.server.pages import DataServerPages, Row, metrics
+from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
 
 
 class FakeServer:
@@ -41,7 +45,7 @@ def server() -> Any:
 
 
 def test_a_server_is_ready_when_it_takes_part(server: FakeServer) -> None:
-    assert server.pages.readyz() == ("ready\n", server.pages.readyz().content_type, 200)
+    assert server.pages.readyz()[:3] == ("ready\n", server.pages.readyz().content_type, 200)
     server.trouble = "starting: READY has not been said"
     assert server.pages.readyz().status == 503 and server.pages.readyz().body == f"{server.trouble}\n"
     server.trouble, server.slot.ready = "", False
@@ -81,3 +85,17 @@ def test_a_page_names_no_namespace_to_tenants(server: Any, bound: bool) -> None:
             if line.startswith("simm_hits_total{")}  # fmt: skip
     assert hits == ({"open": "1", "(others)": "5"} if bound else {"open": "1", "secret-a": "2", "secret-b": "3"})
     assert ("secret" in text) == (not bound), "the control"
+
+
+def test_what_processes_of_one_kind_use_is_added() -> None:
+    """As psutil has it, and without what has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    own: Any = SimpleNamespace(pid=os.getpid())
+    gone: Any = SimpleNamespace(pid=ended.pid)
+    before = psutil.Process().cpu_times()
+    found = usage_of([("worker", own), ("stream", own), ("stream", own), ("endpoint", gone)])
+    assert sorted(found) == ["stream", "worker"]
+    (one, resident, private), (two, twice, _) = found["worker"], found["stream"]
+    assert one >= before.user + before.system > 0 and two >= 2 * one
+    assert 0 < private < resident and twice > 1.5 * resident, "this process has shared memory: its libraries"

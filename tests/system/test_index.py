@@ -1,0 +1,80 @@
+"""``simm index`` as a process: an engine's events, a router's question, and what the store itself has of the prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from simm import Client  # noqa: E402
+from simm.schemes import registry  # noqa: E402
+from tests.support.child import child_environment  # noqa: E402
+from tests.support.processes import Cluster  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+TOKENS = list(range(1000, 1064))
+
+
+def _ask(at: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{at}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_router_asks_for_a_prompt(cluster: Cluster, tmp_path: Path) -> None:
+    context = zmq.Context()
+    pub = context.socket(zmq.PUB)
+    pub.bind(f"ipc://{tmp_path}/events")
+    publishers = [{"endpoint": f"ipc://{tmp_path}/events", "instance_id": "vllm-0", "modelname": "m", "block_size": 16}]
+    (tmp_path / "publishers.json").write_text(json.dumps(publishers))
+    flags = ["--at", "127.0.0.1:0", "--register", str(tmp_path / "publishers.json"), "--manager", cluster.manager]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "simm", "index", *flags], stdout=subprocess.PIPE, text=True,
+        env=child_environment() | {"SIMM_RUNTIME_DIR": os.environ.get("SIMM_RUNTIME_DIR", "")},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline().split()
+        assert ready[:2] == ["READY", "index"], ready
+        at = ready[2]
+        question = {"model": "m", "token_ids": TOKENS, "block_size": 16}
+        event = {"type": "BlockStored", "block_hashes": [1, 2, 3], "parent_block_hash": None,
+                 "token_ids": TOKENS[:48], "block_size": 16, "medium": "GPU"}  # fmt: skip
+        number = 0
+
+        def told() -> bool:
+            nonlocal number
+            message = msgspec.msgpack.encode([0.0, [event], 0])
+            pub.send_multipart([b"kv@vllm-0@m", number.to_bytes(8, "big"), message])
+            number += 1
+            return bool(_ask(at, "/query", question)["default"])
+
+        wait_until(told, "the event", pause_s=0.1)
+        with Client(cluster.manager) as client:
+            scheme = registry.Scheme("m", "sglang-simm", page=16)
+            assert registry.register(client, scheme)
+            keys, _ = scheme.keys(TOKENS)
+            assert all(client.put_many(keys[:4], [b"v"] * 4))
+            wait_until(lambda: _ask(at, "/query", question)["shared"], "the store's answer", pause_s=0.5)
+            found = _ask(at, "/query", question)
+        assert found["default"]["vllm-0"]["longest_matched"] == 48
+        assert found["shared"]["tokens"] == 32 and found["shared"]["by_host"]
+        assert _ask(at, "/workers")[0]["blocks"] == 3
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        process.stdout.close()  # type: ignore[union-attr]
+        context.destroy(0)
+    assert code == 0

@@ -1,0 +1,354 @@
+"""Claims are never false, and in the end they are what the arena has: the store's model, with a ring beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from simm.arena.events import ring as ring_module
+from simm.arena.events.ring import EventRing
+from simm.arena.hashing import EpochHasher, Hasher, shard_of
+from simm.arena.reader import ArenaReader
+from simm.arena.shard_words import ShardWords
+from simm.arena.store import Store
+from simm.constants import POLICY_NAMES
+from simm.ipc.arena_files import OwnedArena
+from simm.table import Table
+from simm.wire.messages import Status
+from tests.support import trace_replay
+from tests.support.crash import A, B, C, Operation, fill, lose_shards, new_commit, overwrite
+from tests.support.dose import dose
+from tests.support.event_claims import Claims, Watcher, attach_to, listed, new_ring
+from tests.support.shards import set_shards
+from tests.support.store_steps import step
+from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, owned, remove_segment
+
+MIB = 1 << 20
+#: States of an operation that are all looked at.
+LOOKS = 150
+
+
+@pytest.fixture(scope="module")
+def segment() -> Iterator[OwnedArena]:
+    made = new_segment(16 * MIB)
+    yield made
+    remove_segment(made)
+
+
+def told(memory: memoryview) -> type[Store]:
+    """Return a store that tells this ring, as workers and their successors do."""
+
+    class Told(Store):
+        @classmethod
+        def create(cls, *args: Any, **options: Any) -> Store:
+            store = super().create(*args, **options)
+            attach_to(store, memory)
+            return store
+
+        @classmethod
+        def recover(cls, *args: Any, **options: Any) -> Store:
+            EventRing(memory).anew()
+            store = super().recover(*args, **options)
+            attach_to(store, memory)
+            return store
+
+    return Told
+
+
+class Scene:
+    """A world whose store tells a ring, and one who watches."""
+
+    def __init__(self, segment: OwnedArena, slots: int = 24, policy: str = "lru") -> None:
+        self.memory = new_ring()
+        self.world = World(segment, slots=slots, policy=policy, store=told(self.memory))
+        self.watcher = Watcher(self.memory, self.world.reader)
+
+    def false_claims(self) -> list[bytes]:
+        """Return what is claimed and cannot be read. A slot in an overwrite has its old or its new value."""
+        claims, real = self.watcher.catch_up(), listed(self.world.reader)
+        return [each for each in claims if each not in real and not self.world.reader.contains(each)]
+
+    def tell(self) -> None:
+        """Do what a heartbeat does."""
+        self.world.store.apply_pending()
+        self.world.store.table.tell()
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", dose(range(6), quick=2))
+def test_random_runs(segment: OwnedArena, seed: int, policy: str) -> None:
+    rng, scene = random.Random(seed), Scene(segment, policy=policy)
+    seen = 0
+    for _ in range(400):
+        step(scene.world, rng)
+        assert not scene.false_claims()
+        if rng.random() < 0.3:
+            scene.tell()
+            assert scene.watcher.catch_up() == listed(scene.world.reader)
+            assert set(scene.watcher.claims) == set(scene.world.values)
+            seen = max(seen, len(scene.watcher.claims))
+    scene.tell()
+    assert scene.watcher.catch_up() == listed(scene.world.reader) and seen > 5
+    assert scene.world.evicted + scene.world.deaths > 0
+
+
+def test_a_late_watcher_finds_the_same(segment: OwnedArena) -> None:
+    rng, scene = random.Random(3), Scene(segment)
+    for _ in range(200):
+        step(scene.world, rng)
+        if rng.random() < 0.1:
+            scene.tell()
+            assert Watcher(scene.memory, scene.world.reader).catch_up() == listed(scene.world.reader)
+
+
+def test_a_watcher_that_is_lapped_looks_again(segment: OwnedArena) -> None:
+    rng, scene = random.Random(4), Scene(segment)
+    scene.watcher.catch_up()
+    player, looks = scene.world.join(), scene.watcher.follower.looks
+    for _ in range(3):
+        for number in range(40):
+            scene.world.put(player, digest_of(f"key {number}"), 4096)
+        scene.tell()
+        for _ in range(scene.watcher.follower._ring.capacity):
+            scene.world.store.table.events.append(ring_module.SHARD, 16383)  # type: ignore[union-attr]
+        assert not scene.false_claims()
+        assert scene.watcher.claims == listed(scene.world.reader)
+        step(scene.world, rng)
+    assert scene.watcher.follower.gaps == 3 and scene.watcher.follower.looks == looks + 3
+
+
+# -- at every instruction ------------------------------------------------------------------------------
+
+
+def evict_one(world: World) -> Operation:
+    player = fill(world, 70_000)
+    return lambda: world.put(player, A, 70_000)
+
+
+def evict_many(world: World) -> Operation:
+    player = fill(world, 4096 * 16)
+    world.store.table.tell()
+    return lambda: world.grant(player, 4096 * 16, 30)
+
+
+def delete(world: World) -> Operation:
+    player = world.join()
+    world.put(player, A, 4096)
+    return lambda: world.delete(A)
+
+
+def put_and_tell(world: World) -> Operation:
+    player = world.join()
+
+    def operation() -> None:
+        world.put(player, A, 4096)
+        world.store.table.tell()
+        world.delete(A)
+        world.put(player, B, 5000)
+        world.store.table.tell()
+
+    return operation
+
+
+def die(world: World) -> Operation:
+    player = world.join()
+    for digest in (A, B, C):
+        world.put(player, digest, 4096)
+    world.store.table.tell()
+    return world.die
+
+
+def freeze(world: World) -> Operation:
+    player = world.join()
+    world.put(player, A, 4096)
+
+    def operation() -> None:
+        assert world.store.freeze(9, [shard_of(A)]) is not None
+
+    return operation
+
+
+SCENES = [evict_one, evict_many, delete, put_and_tell, die, freeze, new_commit, overwrite, lose_shards]
+
+
+def falsehoods(segment: OwnedArena, prepare: Callable[[World], Operation]) -> tuple[int, int]:
+    """Run a scene and look at every state of memory. Return the states, and in how many a claim is false."""
+    scene = Scene(segment, slots=512)
+    operation = prepare(scene.world)
+    scene.tell()
+    scene.watcher.catch_up()
+    states = wrong = calls = 0
+    last = b""
+    began: list[Watcher] = []
+    size = scene.world.geometry.ledger_offset
+
+    def look(*_: object) -> None:
+        nonlocal states, wrong, last, calls
+        calls += 1
+        if states > LOOKS and calls % 9973:  # thousands of shards, one like the other
+            return
+        now = bytes(scene.world.segment.buf[:size]) + bytes(scene.memory[:64])
+        if now == last:
+            return
+        last = now
+        states += 1
+        began.append(Watcher(scene.memory, scene.world.reader))
+        wrong += bool(scene.false_claims()) or bool(set(began[-1].catch_up()) - known(scene.world.reader))
+
+    class Quiet:
+        """The look runs code of SiMM itself, which is not to be traced."""
+
+        inside = False
+
+        def __call__(self, *_: object) -> None:
+            if not self.inside:
+                self.inside = True
+                try:
+                    look()
+                finally:
+                    self.inside = False
+
+    with trace_replay._each_instruction(Quiet()):
+        operation()
+    calls = -1
+    look()
+    # Those that looked at the table in the middle, and have followed since.
+    wrong += sum(bool(set(each.catch_up()) - known(scene.world.reader)) for each in began)
+    return states, wrong
+
+
+def known(reader: ArenaReader) -> set[bytes]:
+    """Return the digests that can be read, those in an overwrite too."""
+    return {each for each in (A, B, C) if reader.contains(each)} | set(listed(reader))
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_no_claim_is_false_at_any_instruction(segment: OwnedArena, scene: Callable[[World], Operation]) -> None:
+    states, wrong = falsehoods(segment, scene)
+    assert states > 2 and not wrong
+
+
+@pytest.mark.parametrize("broken", ["late removals", "early stores", "late shards", "no look back"])
+def test_each_order_is_needed(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """What happens without it: some state has a false claim."""
+    scene: Callable[[World], Operation] = delete
+    if broken == "late removals":
+
+        def clear(self: Table, slot: int, real: Callable[[Table, int], None] = Table.clear) -> None:
+            ring, self.events = self.events, None
+            digest = self.entry(slot).digest
+            real(self, slot)
+            self.events = ring
+            if ring is not None:
+                ring.append(ring_module.REMOVED, 0, 0, digest)
+
+        monkeypatch.setattr(Table, "clear", clear)
+    elif broken == "early stores":
+        scene = new_commit
+
+        def publish(self: Table, digest: bytes, *rest: Any, real: Any = Table.publish) -> Any:
+            if self.events is not None:
+                self.events.append(ring_module.STORED, 1, 0, digest)
+            return real(self, digest, *rest)
+
+        monkeypatch.setattr(Table, "publish", publish)
+    elif broken == "late shards":
+        scene = lose_shards
+
+        def store(self: ShardWords, shard: int, word: int) -> None:
+            self.words[shard] = word
+
+        monkeypatch.setattr(ShardWords, "_store", store)
+    else:
+        scene = evict_many
+        monkeypatch.setattr("simm.arena.events.follow.LOOKBACK", 0)
+    assert falsehoods(segment, scene)[1] > 0
+
+
+def test_claims_at_the_end_need_every_hook(segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what recovery tells, what a predecessor told and did not do stays unclaimed."""
+    scene = Scene(segment)
+    player = scene.world.join()
+    scene.world.put(player, A, 4096)
+    scene.tell()
+    assert set(scene.watcher.catch_up()) == {A}
+    ring = scene.world.store.table.events
+    assert ring is not None
+    ring.append(ring_module.REMOVED, 0, 0, A)  # and death, before the entry went
+    assert not scene.watcher.catch_up()
+    scene.world.die()
+    assert set(scene.watcher.catch_up()) == {A} == set(Watcher(scene.memory, scene.world.reader).catch_up())
+    monkeypatch.setattr(EventRing, "anew", lambda self: None)
+    scene.world.store.table.events.append(ring_module.REMOVED, 0, 0, A)  # type: ignore[union-attr]
+    scene.world.die()
+    assert not scene.watcher.catch_up()
+
+
+def test_nothing_is_claimed_of_a_closed_arena(segment: OwnedArena) -> None:
+    scene = Scene(segment)
+    scene.world.put(scene.world.join(), A, 4096)
+    scene.tell()
+    assert set(scene.watcher.catch_up()) == {A}
+    scene.world.store.close()
+    assert not scene.watcher.catch_up() and not Watcher(scene.memory, scene.world.reader).catch_up()
+
+
+def test_a_spoilt_slot(segment: OwnedArena) -> None:
+    scene = Scene(segment, slots=64)
+    player = scene.world.join()
+    for digest in (A, B):
+        scene.world.put(player, digest, 4096)
+    scene.tell()
+    assert set(scene.watcher.catch_up()) == {A, B}
+    store = scene.world.store
+    slot = store.table.lookup(A)
+    at = scene.world.geometry.slots_offset + slot * 64 + 8
+    segment.buf[at : at + 16] = C  # a stray store of somebody else
+    store.drop_spoilt(slot)
+    assert set(scene.watcher.catch_up()) == {B}
+    del scene.world.values[A]
+
+
+# -- epochs -----------------------------------------------------------------------------------------------
+
+
+def test_an_advance_takes_all_claims_of_the_namespace_at_once(segment: OwnedArena) -> None:
+    memory = new_ring()
+    segment.buf[: 1 << 20] = bytes(1 << 20)
+    store = Store.create(segment.mm, slots=512)
+    attach_to(store, memory)
+    set_shards(store, 1, *owned(ALL_SHARDS, 1))
+    store.open()
+    watcher = Watcher(memory, ArenaReader(segment.name))
+    session = store.sessions.open(1, 1, "weights")
+    other = store.sessions.open(1, 1, "other")
+
+    def put(digest: bytes, by: Any = session) -> int:
+        ((number, _, _),) = store.sessions.grant(by, 100, 1)
+        return store.commit(by, [(digest, number, 100, 0, 0, 0)])[0]
+
+    def tell() -> Claims:
+        store.apply_pending()
+        store.table.tell()
+        return watcher.catch_up()
+
+    keys = [f"key {number}" for number in range(20)]
+    plain, of_other = Hasher("weights"), Hasher("other")
+    for key in keys:
+        assert put(plain(key)) == put(of_other(key), other) == Status.OK
+    assert len(tell()) == 40
+    kept = {of_other(key) for key in keys}
+    for epoch in (7, 8):
+        store.stale.take({"weights": epoch})  # nothing is dropped yet
+        assert set(watcher.catch_up()) == kept == set(listed(watcher.reader))
+        assert set(Watcher(memory, watcher.reader).catch_up()) == kept
+        while store.stale.step():
+            assert set(watcher.catch_up()) == kept
+        hasher = EpochHasher("weights", epoch)
+        for key in keys:
+            assert put(hasher(key)) == Status.OK
+        assert set(tell()) == kept | {hasher(key) for key in keys} == set(listed(watcher.reader))
+    store.release()

@@ -1,0 +1,342 @@
+"""Groups in a store: what is marked, what leaves together, by which policy, and what a death leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from simm.arena.hashing import shard_of
+from simm.arena.marks.groups import Groups, is_group, members_of, number_of
+from simm.constants import GROUP_KEYS_MAX, KEEP_HARD, KEEP_SOFT, POLICY_NAMES
+from simm.errors import CorruptionError
+from simm.ipc.arena_files import OwnedArena
+from simm.wire.messages import Status
+from tests.support.crash import TORN_MAX, Cut, Operation, chosen
+from tests.support.dose import dose
+from tests.support.group_world import GroupWorld, check_groups, members
+from tests.support.store_world import digest_of, new_segment, remove_segment
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def segment() -> Iterator[OwnedArena]:
+    made = new_segment(16 * MIB)
+    yield made
+    remove_segment(made)
+
+
+@pytest.fixture(scope="module")
+def small_segment() -> Iterator[OwnedArena]:
+    """For deaths at each store: what is not data is copied for each."""
+    made = new_segment(8 * MIB, 64)
+    yield made
+    remove_segment(made)
+
+
+def test_a_number_says_how_many_there_are() -> None:
+    for count in (2, 3, 17, GROUP_KEYS_MAX):
+        digests = members("m", count)
+        number = number_of(digests)
+        assert 0 < number < 1 << 32 and members_of(number) == count
+        assert number_of(digests[::-1]) == number != number_of(members("n", count))
+
+
+def test_what_is_no_group() -> None:
+    digests = members("a", GROUP_KEYS_MAX + 1)
+    assert is_group(digests[:2]) and is_group(digests[:-1])
+    assert not is_group(digests)
+    assert not is_group(digests[:1]) and not is_group([])
+    assert not is_group([digests[0], digests[1], digests[0]])
+    other = next(each for each in map(digest_of, "abc") if shard_of(each) != shard_of(digests[0]))
+    assert not is_group([digests[0], other])
+
+
+def test_marking_is_all_or_nothing(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    player = world.join()
+    pair, triple = members("p"), members("t", 3)
+    for digest in (*pair, *triple[:2]):
+        world.put(player, digest, 5000)
+    groups = world.store.groups
+    assert groups.mark_many([pair, triple, pair[:1], [*pair, triple[0]]]) == [
+        Status.OK, Status.NOT_FOUND, Status.BAD_REQUEST, Status.BAD_REQUEST
+    ]  # fmt: skip
+    assert groups.count == 1
+    check_groups(world.store)
+    assert groups.mark_many([pair]) == [Status.OK] and groups.count == 1  # once more
+    world.set_shards(bytes(2048))
+    assert groups.mark_many([pair]) == [Status.WRONG_OWNER]
+
+
+def test_marks_of_others_stay(segment: OwnedArena) -> None:
+    """The lower half of a slot's marks says until when it is kept."""
+    world = GroupWorld(segment)
+    player = world.join()
+    pair = members("p")
+    for digest in pair:
+        world.put(player, digest, 5000)
+    table = world.store.table
+    slots = [table.lookup(digest) for digest in pair]
+    table.set_marks(slots[0], 77)
+    world.group(pair)
+    assert [table.marks(slot) & 0xFFFF_FFFF for slot in slots] == [77, 0]
+    world.put(player, pair[0], 6000)  # an overwrite changes nothing
+    world.check()
+    world.store.groups._ungroup(slots[0])
+    assert [table.marks(slot) for slot in slots] == [77, 0]
+
+
+def test_a_member_of_two_groups_is_in_the_last_one(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    player = world.join()
+    four = members("four", 4)
+    for digest in four:
+        world.put(player, digest, 5000)
+    world.group(four[:3])
+    world.group(four[2:])
+    world.check()
+    world.delete(four[0])  # of no group any longer
+    assert set(world.values) == set(four[1:])
+    world.delete(four[2])
+    assert set(world.values) == {four[1]}
+
+
+def test_what_is_hard_kept_stays(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    player = world.join()
+    triple = members("t", 3)
+    for digest in triple:
+        world.put(player, digest, 5000)
+    world.group(triple)
+    assert world.store.keep([triple[1]], KEEP_HARD, 60, 0) == world.store.keep([triple[2]], KEEP_SOFT, 60, 0) == [0]
+    assert world.store.delete([triple[0]]) == [Status.OK]
+    assert [world.store.table.lookup(digest) >= 0 for digest in triple] == [False, True, False]
+    assert world.store.groups.count == 0 and world.store.keeping.kept.hard_bytes
+
+
+def test_what_is_pinned_stays_as_an_ordinary_entry(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    player = world.join()
+    triple = members("t", 3)
+    for digest in triple:
+        world.put(player, digest, 5000)
+    world.group(triple)
+    pin = world.pin(player, triple[1])
+    world.delete(triple[0])
+    assert set(world.values) == {triple[1]}
+    world.check()
+    world.unpin(player, [pin])
+    world.die()  # nothing says any longer that it is of a group
+    world.check()
+    assert set(world.values) == {triple[1]}
+
+
+def test_a_spoilt_member_takes_the_others_along(segment: OwnedArena) -> None:
+    world = GroupWorld(segment)
+    player = world.join()
+    pair = members("s")
+    for digest in pair:
+        world.put(player, digest, 5000)
+    world.group(pair)
+    world.store.drop_spoilt(world.store.table.lookup(pair[0]))
+    world.store.apply_pending()
+    assert world.store.table.lookup(pair[1]) < 0 and world.store.stats()["group_evictions"] == 1
+    check_groups(world.store)
+
+
+# -- against the model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", dose(range(2), 1))
+def test_seeded_runs(segment: OwnedArena, seed: int, policy: str) -> None:
+    rng = random.Random(seed)
+    world = GroupWorld(segment, slots=rng.choice([64, 512]), policy=policy)
+    names = [members(number, rng.choice([2, 2, 3, 7])) for number in range(60)]
+    world.join()
+    for number in range(250):
+        players = [player for player in world.players if player.connected]
+        player = rng.choice(players) if players else world.join()
+        what, digests = rng.random(), rng.choice(names)
+        if what < 0.45:
+            stored = [world.put(player, digest, rng.choice([5000, 70_000, 300 * KIB, 600 * KIB])) for digest in digests]
+            if all(stored) and rng.random() < 0.9:
+                world.group(digests)
+        elif what < 0.50:
+            world.group(rng.sample(digests, 2))
+        elif what < 0.60:
+            world.put(player, rng.choice(digests), 20_000)
+        elif what < 0.65:
+            world.put(player, digest_of(f"single {rng.randrange(30)}"), 300 * KIB)
+        elif what < 0.73:
+            world.delete(rng.choice(digests))
+        elif what < 0.80:
+            world.pin(player, rng.choice(digests))
+        elif what < 0.90 and player.pins:
+            world.unpin(player, rng.sample(sorted(player.pins), rng.randint(1, len(player.pins))))
+        elif what < 0.98:
+            slot = world.store.table.lookup(rng.choice(digests))
+            if slot >= 0:
+                world.store.visited[slot] = 1
+        else:
+            world.die()
+        if number % 25 == 0:
+            world.check()
+    world.check()
+    assert world.together and world.deaths
+    world.wind_up_groups()
+
+
+# -- eviction -----------------------------------------------------------------------------------------
+
+
+class Arena:
+    """A store with one client that fills no chunk."""
+
+    def __init__(self, segment: OwnedArena, policy: str = "lru") -> None:
+        world = GroupWorld(segment, slots=4096, policy=policy)
+        self.store, self.session = world.store, world.join().session
+
+    def put_group(self, digests: list[bytes], sizes: tuple[int, ...]) -> None:
+        store = self.store
+        for digest, size in zip(digests, sizes):
+            ((number, _, _),) = store.sessions.grant(self.session, size, 1)
+            store.apply_pending()
+            assert store.commit(self.session, [(digest, number, size, 0, 0, 0)]) == [Status.OK]
+            store.apply_pending()
+        assert store.groups.mark_many([digests]) == [Status.OK]
+
+    def read(self, digest: bytes) -> None:
+        """Get a value as a reader does."""
+        slot = self.store.table.lookup(digest)
+        if slot >= 0:
+            self.store.visited[slot] = 1
+
+    def orphaned(self, pairs: list[list[bytes]]) -> float:
+        """Return the share of all stored bytes that is of no use, as the other one of the pair is gone."""
+        lookup, entry = self.store.table.lookup, self.store.table.entry
+        total = lost = 0
+        for pair in pairs:
+            sizes = [entry(slot).chunk for slot in map(lookup, pair) if slot >= 0]
+            total += sum(sizes)
+            lost += sum(sizes) if len(sizes) == 1 else 0
+        return lost / total
+
+
+def churn(segment: OwnedArena, policy: str) -> float:
+    """Put pairs of two sizes through an arena, of which some are read; return the greatest share of orphaned bytes."""
+    rng, arena = random.Random(3), Arena(segment, policy)
+    pairs: list[list[bytes]] = []
+    worst = 0.0
+    for number in range(800):
+        pairs.append(members(number))
+        arena.put_group(pairs[-1], (60 * KIB, 20 * KIB))
+        for pair in rng.sample(pairs[-150:], min(len(pairs), 8)):
+            arena.read(pair[0])
+        if number % 100 == 99:
+            worst = max(worst, arena.orphaned(pairs))
+    check_groups(arena.store)
+    return worst
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_nothing_is_orphaned_by_churn(segment: OwnedArena, policy: str) -> None:
+    assert churn(segment, policy) == 0.0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_control_without_groups_bytes_are_orphaned(
+    segment: OwnedArena, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Groups, "drop_orphans", lambda groups: groups.orphans.clear())
+    monkeypatch.setattr(f"{__name__}.check_groups", lambda store: None)
+    assert churn(segment, policy) > 0.01
+
+
+def used_pairs_left(segment: OwnedArena, policy: str) -> int:
+    """Return how many of 20 pairs stay, of each of which one member is read, while 60 MiB are put."""
+    arena = Arena(segment, policy)
+    hot = [members(f"hot {number}") for number in range(20)]
+    for number in range(500):
+        arena.put_group(hot[number] if number < 20 else members(number), (60 * KIB, 60 * KIB))
+        for first, _ in hot[: number + 1]:
+            arena.read(first)
+    lookup = arena.store.table.lookup
+    return sum(lookup(first) >= 0 and lookup(second) >= 0 for first, second in hot)
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse", "sieve"])
+def test_a_use_of_one_member_counts_for_all(
+    segment: OwnedArena, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert used_pairs_left(segment, policy) == 20
+    monkeypatch.setattr(Groups, "is_used", lambda _groups, _slot: False)
+    assert used_pairs_left(segment, policy) < 20
+
+
+# -- deaths -------------------------------------------------------------------------------------------
+
+TRIPLE = members("triple", 3)
+Scene = Callable[[GroupWorld], Operation]
+
+
+def marking(world: GroupWorld) -> Operation:
+    player = world.join()
+    for digest in TRIPLE:
+        world.put(player, digest, 4096)
+    return lambda: world.group(TRIPLE)
+
+
+def marking_otherwise(world: GroupWorld) -> Operation:
+    player = world.join()
+    for digest in TRIPLE:
+        world.put(player, digest, 4096)
+    world.group(TRIPLE[:2])
+    return lambda: world.group(TRIPLE)
+
+
+def deleting(world: GroupWorld) -> Operation:
+    operation = marking(world)
+    operation()
+    return lambda: world.delete(TRIPLE[1])
+
+
+def evicting(world: GroupWorld) -> Operation:
+    """The victim's class gives a chunk, and the others of its group are of other classes."""
+    player = world.join()
+    for digest, size in zip(TRIPLE, (MIB, 4096, 4096)):
+        world.put(player, digest, size)
+    world.group(TRIPLE)
+    for number in range(3):  # and there is no room for more
+        world.put(player, digest_of(f"more {number}"), MIB)
+    return lambda: world.grant(player, MIB)
+
+
+@pytest.mark.parametrize("scene", [marking, marking_otherwise, deleting, evicting])
+def test_no_death_leaves_a_part_of_a_group(small_segment: OwnedArena, scene: Scene) -> None:
+    """A worker dies at every store. Then the group is whole, or nothing says that there is one."""
+    world = GroupWorld(small_segment, slots=64)
+    cut = Cut(world, scene)  # type: ignore[arg-type]
+    seen = set()
+    for frame in chosen(cut.tape.frames, TORN_MAX):
+        cut.show(frame)
+        world.recover()
+        check_groups(world.store)
+        here = [world.store.table.lookup(digest) >= 0 for digest in TRIPLE]
+        whole = world.store.groups.count == 1 and all(here)
+        seen.add((whole, sum(here)))
+        if scene in (deleting, evicting):
+            assert whole or not any(here)
+    if scene is marking:  # before the first mark, after one or two, and after the last one
+        assert {(False, 3), (False, 2), (False, 1), (True, 3)} <= seen
+    else:
+        assert len(seen) > 1 and (scene is marking_otherwise or {(True, 3), (False, 0)} <= seen)
+
+
+def test_control_a_recovery_that_keeps_parts(small_segment: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Groups, "restore", lambda groups: [])
+    with pytest.raises((AssertionError, CorruptionError)):
+        test_no_death_leaves_a_part_of_a_group(small_segment, deleting)

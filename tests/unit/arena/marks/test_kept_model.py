@@ -1,0 +1,238 @@
+"""Kept entries against a naive model: what may be evicted, what is counted, and when it ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from simm.arena.marks import kept as kept_module
+from simm.arena.marks.kept import HARD, SOFT, KeptEntries, pack, unpack
+from simm.arena.space import Space
+from simm.constants import KEEP_S_MAX, NO_SLOT, POLICY_NAMES, SLAB_CHUNK_BYTES_MAX
+from simm.slab import chunk_bytes_for
+from tests.support.consistency import check
+from tests.support.dose import dose
+from tests.support.space_owner import Chunk, Owner
+
+MIB = 1 << 20
+
+
+class Keeper(Owner):
+    """The model with kept entries: (class, time, namespace) by slot."""
+
+    def __init__(self, size: int, slots: int, policy: str = "lru", kind: type[Space] = Space) -> None:
+        super().__init__(size, slots, policy, kind)
+        self.kept: dict[int, tuple[int, int, int]] = {}
+        self.now = 0
+        self.soft_evicted = 0
+
+    def on_evict(self, slot: int) -> None:
+        how = self.kept.get(slot, (0, 0, 0))[0]
+        assert how != HARD, "a hard kept entry was evicted"
+        self.soft_evicted += how == SOFT
+        super().on_evict(slot)
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self.kept.pop(slot, None)
+
+    def possible(self, n: int) -> bool:
+        """A hard kept entry is as fixed as one that is held."""
+        hard = [self.chunks[self.slots[slot]] for slot, (how, _, _) in self.kept.items() if how == HARD]
+        for chunk in hard:
+            chunk.holds += 1
+        try:
+            return super().possible(n)
+        finally:
+            for chunk in hard:
+                chunk.holds -= 1
+
+    def hard_bytes(self, but: int, namespace: int | None = None) -> int:
+        return sum(
+            self.chunks[self.slots[slot]].size for slot, (how, _, owner) in self.kept.items()
+            if how == HARD and slot != but and namespace in (None, owner)
+        )  # fmt: skip
+
+    def admits(self, slot: int, namespace: int, size: int) -> bool:
+        whole, own = self.hard_bytes(slot) + size, self.hard_bytes(slot, namespace) + size
+        return whole <= self.space._allocator.size // 2 and own <= self.space._allocator.size // 4
+
+    def space_for(self, value: int) -> int:
+        """Do `grant` without the model's look at every interval."""
+        offset = self.space.allocate(value)
+        assert offset >= 0
+        self.chunks[offset] = Chunk(chunk_bytes_for(value))
+        return offset
+
+    def keep(self, slot: int, how: int, until: int, namespace: int) -> None:
+        right = how == SOFT or self.admits(slot, namespace, self.chunks[self.slots[slot]].size)
+        assert self.space.kept.keep(slot, how, until, namespace) == right
+        if right:
+            self.kept[slot] = how, until, namespace
+
+    def replace(self, slot: int, new: int) -> None:
+        before = self.chunks[self.slots[slot]].size
+        super().replace(slot, new)
+        if slot in self.kept:
+            how, until, namespace = self.kept[slot]
+            size = self.chunks[new].size
+            if how == HARD and size > before and not self.admits(slot, namespace, size):
+                self.kept[slot] = SOFT, until, namespace
+
+    def expire(self) -> None:
+        due = self.space.kept.due(self.now, 1 << 30)
+        assert sorted(due) == sorted(slot for slot, (_, until, _) in self.kept.items() if until <= self.now)
+        for slot in due:
+            self.space.kept.end(slot)
+            del self.kept[slot]
+
+    def compare(self) -> None:
+        super().compare()
+        found = {slot: (each.how, each.until, each.namespace) for slot, each in self.space.kept.items()}
+        assert found == self.kept
+
+
+def step(rng: random.Random, owner: Keeper, sizes: tuple[int, ...]) -> bool:
+    """Do one random thing. Return False if an allocation was refused."""
+    action = rng.random()
+    slots = list(owner.slots)
+    if action < 0.55 or not slots:
+        if not owner.free_slots:
+            owner.release(rng.choice(slots))
+        offset = owner.grant(rng.choice(sizes))
+        if offset < 0:
+            return False
+        if owner.slots and rng.random() < 0.15:
+            owner.replace(rng.choice(list(owner.slots)), offset)
+        else:
+            owner.publish(offset)
+    elif action < 0.8:
+        owner.keep(rng.choice(slots), rng.choice((SOFT, HARD, HARD)), owner.now + rng.randint(1, 60), rng.randrange(3))
+    elif action < 0.85:
+        slot = rng.choice(slots)
+        owner.space.kept.end(slot)
+        owner.kept.pop(slot, None)
+    elif action < 0.9:
+        owner.release(rng.choice(slots))
+    elif action < 0.95:
+        owner.visited[rng.choice(slots)] = 1
+    else:
+        owner.now += rng.randint(0, 9)
+        owner.expire()
+    return True
+
+
+SMALL = (65_536, 122_880, SLAB_CHUNK_BYTES_MAX)
+MIXED = (*SMALL, 300_000, MIB, 2 * MIB + 1)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
+def test_hard_kept_entries_stay_and_all_else_may_go(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    owner = Keeper(8 * MIB, 400, policy)
+    refused = sum(not step(rng, owner, rng.choice((SMALL, MIXED))) for _ in range(500))
+    owner.compare()
+    assert refused > 0 and owner.soft_evicted > 0
+    owner.now += 100
+    owner.expire()
+    assert not owner.kept
+    assert owner.grant(owner.size) == 0  # and all comes back
+
+
+@pytest.mark.parametrize("broken", ["queues", "fences"])
+def test_without_a_part_of_it_hard_kept_entries_go(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: entries that stay in the queue of their class; slabs and large chunks that are not fenced."""
+    if broken == "queues":
+        monkeypatch.setattr(KeptEntries, "_enqueue", lambda *_: None)
+    else:
+        monkeypatch.setattr(KeptEntries, "fences", lambda *_: False)
+    with pytest.raises(AssertionError, match="a hard kept entry was evicted"):
+        for seed in range(10):
+            rng, owner = random.Random(seed), Keeper(8 * MIB, 400)
+            for _ in range(500):
+                step(rng, owner, MIXED)
+
+
+def filled(size: int, value: int, *, how: int) -> tuple[Keeper, list[int]]:
+    """A full space, a fifth of which is kept."""
+    owner = Keeper(size, 3 * size // value)
+    slots = [owner.publish(owner.space_for(value)) for _ in range(size // chunk_bytes_for(value))]
+    some = random.Random(1).sample(slots, len(slots) // 5)
+    for slot in some:
+        owner.keep(slot, how, 100, 1)
+    return owner, some
+
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("how", [SOFT, HARD])
+def test_a_fifth_survives_a_scan_of_ten_times_the_region(how: int, policy: str) -> None:
+    owner, kept = filled(8 * MIB, 65_536, how=how)
+    for _ in range(10 * len(owner.slots)):
+        owner.publish(owner.space_for(65_536))
+    assert owner.kept.keys() == set(kept) and owner.soft_evicted == 0
+    owner.evicted.clear()
+    owner.now = 101
+    owner.expire()
+    for _ in range(2 * owner.size // 65_536):
+        owner.publish(owner.space_for(65_536))
+    assert set(kept) <= set(owner.evicted), "they are not evicted after their time"
+    check(owner.space)
+
+
+def test_soft_ones_go_when_nothing_else_is_left_and_hard_ones_do_not() -> None:
+    owner = Keeper(8 * MIB, 400)
+    slots = [owner.publish(owner.space_for(65_536)) for _ in range(8 * MIB // 65_536)]
+    for at, slot in enumerate(slots):
+        owner.keep(slot, HARD if at < len(slots) // 4 else SOFT, 100, 1)
+    for _ in range(len(slots)):
+        owner.publish(owner.space_for(65_536))
+    assert sum(how == HARD for how, _, _ in owner.kept.values()) == len(slots) // 4
+    assert owner.soft_evicted > 0
+
+
+def test_a_value_that_grows_beyond_the_quota_is_soft_kept() -> None:
+    owner = Keeper(8 * MIB, 400)
+    told: list[int] = []
+    owner.space.kept.softened_one = lambda slot, _: told.append(slot)
+    slots = [owner.publish(owner.space_for(65_536)) for _ in range(40)]
+    for slot in slots:
+        owner.keep(slot, HARD, 100, 1)
+    hard = [slot for slot, (how, _, _) in owner.kept.items() if how == HARD]
+    assert len(hard) == 2 * MIB // 65_536 < len(slots)
+    owner.replace(hard[0], owner.space_for(65_536))
+    assert not told
+    owner.replace(hard[0], owner.space_for(100_000))
+    assert told == hard[:1] and owner.space.kept.softened == 1
+    owner.compare()
+
+
+def test_a_put_that_finds_only_hard_kept_victims_fails() -> None:
+    owner = Keeper(8 * MIB, 400)
+    slots = [owner.publish(owner.space_for(SLAB_CHUNK_BYTES_MAX)) for _ in range(8 * MIB // SLAB_CHUNK_BYTES_MAX)]
+    for at, slot in enumerate(slots[: len(slots) // 2]):
+        owner.keep(slot, HARD, 100, at % 2)
+    for slot in slots[len(slots) // 2 :]:
+        owner.hold(owner.slots[slot])
+    assert owner.grant(4096) == -1 and owner.grant(SLAB_CHUNK_BYTES_MAX) == -1
+    owner.space.kept.end(slots[0])
+    owner.kept.pop(slots[0])
+    assert owner.grant(SLAB_CHUNK_BYTES_MAX) >= 0
+
+
+def test_the_heap_of_times_stays_small() -> None:
+    owner = Keeper(8 * MIB, 400)
+    slot = owner.publish(owner.space_for(65_536))
+    for until in range(1, 5000):
+        owner.keep(slot, SOFT, until, 1)
+    assert len(owner.space.kept._due) < 100 and owner.space.kept.due(4998, 10) == []
+    assert owner.space.kept.due(4999, 10) == [slot]
+
+
+def test_words() -> None:
+    for how in (SOFT, HARD):
+        assert unpack(pack(how, 12_345)) == (how, 12_345) and pack(how, 1 << 40) < 1 << 32
+    assert unpack(7 << 32) == (0, 0), "that is a group"
+    assert KEEP_S_MAX < kept_module.UNTIL_MASK and NO_SLOT

@@ -1,0 +1,201 @@
+"""SiMM's connector for vLLM over fakes of what it needs of vLLM. tests/engines runs it in the released engine."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.connectors.vllm_plan import Block, Load, Plan, Report
+from simm.testing import FakeClient, FakeStore
+from tests.support import fake_vllm
+from tests.support.fake_vllm import Role, World
+
+
+class Engines:
+    """Makes connectors as vLLM does, each with a client of its own on one store."""
+
+    def __init__(self, module: Any, world: World) -> None:
+        self.module, self.world, self.store = module, world, FakeStore()
+        self.made: list[Any] = []
+
+    def __call__(self, role: Role = Role.WORKER, **changes: Any) -> Any:
+        world = replace(World(), **changes)
+        vars(self.world).update(vars(world))
+        client = FakeClient(store=self.store)
+        one = self.module.SimmConnector(world.config(), role, world.cache(), client=client)
+        self.made.append(one)
+        if role is Role.WORKER:
+            one.register_kv_caches(world.tensors())
+        return one
+
+    def identity(self, **changes: Any) -> tuple[str, str]:
+        one = self(**changes)
+        return one._keyspace.scope, one.get_handshake_metadata().identity
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    world = World()
+    with fake_vllm.install(world) as module:
+        made = Engines(module, world)
+        yield made
+        for each in made.made:
+            each.shutdown()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "org/other"}, {"revision": "2"}, {"dtype": "bfloat16"}, {"cache_dtype": "fp8"}, {"layers": 3},
+        {"quantization": "awq"}, {"tokens": 8}, {"tp": 2}, {"tp": 2, "rank": 1}, {"stages": 2, "stage": 1},
+        {"turned": True}, {"heads": 1}, {"hash": "sha256_cbor"}, {"draft": "org/draft"}, {"extra": {"salt": "s"}},
+        {"extra": {"weight_version": "2"}}, {"extra": {"model": "name"}}, {"kind": "sliding_window", "window": 64},
+        {"kinds": ("full_attention", "sliding_window"), "window": 9}, {"kind": "mla_attention"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_engines_that_differ_share_nothing(engines: Engines, other: dict[str, Any]) -> None:
+    own = engines.identity()
+    assert own == engines.identity() and own != engines.identity(**other)
+
+
+def test_models_and_weights_have_scopes_of_their_own_and_ranks_one(engines: Engines) -> None:
+    """A reset covers a scope."""
+    scope = engines.identity()[0]
+    assert {engines.identity(**each)[0] for each in ({"tp": 2}, {"dtype": "bfloat16"}, {"layers": 3})} == {scope}
+    others = [{"model": "x"}, {"extra": {"salt": "s"}}, {"extra": {"weight_version": "2"}}, {"revision": "r"}]
+    assert len({scope, *(engines.identity(**each)[0] for each in others)}) == 5
+    assert engines.identity(extra={"model": "n"}) == engines.identity(extra={"model": "n"}, model="/a/path")
+
+
+def test_ranks_of_a_model_with_latent_attention_have_one_identity(engines: Engines) -> None:
+    same = {engines.identity(kind="mla_attention", heads=1, tp=tp, rank=rank) for tp, rank in ((1, 0), (2, 0), (2, 1))}
+    assert len(same) == 1
+    kinds = ("mla_attention", "full_attention")
+    assert engines.identity(kinds=kinds, tp=2) != engines.identity(kinds=kinds, tp=2, rank=1)
+    shares = [engines.made[at]._worker._share for at in range(3)]
+    assert shares == [(0, 1), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"extra": {"manager": "x"}}, r"no options \['manager'\]"),
+        ({"policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kind": "mamba"}, "kind mamba"),
+        ({"kinds": ("full_attention", "mamba")}, "kind mamba"),
+        ({"kind": "chunked_local_attention"}, "chunked"),
+        ({"kind": "sliding_window", "window": None}, "several windows"),
+        ({"dcp": 2}, "context parallelism"),
+        ({"extra": {"layerwise": 1}}, "true or false"),
+        ({"extra": {"layerwise": True}, "tp": 2}, "on one rank"),
+        ({"extra": {"layerwise": True}, "kinds": ("full_attention",) * 2}, "one KV cache group"),
+        ({"extra": {"layerwise": True}, "asynchronous": True}, "--no-async-scheduling"),
+        ({"extra": {"staging_mb": 0}}, "staging_mb"),
+    ],
+)
+def test_settings_that_cannot_work_stop_the_start(engines: Engines, changes: dict[str, Any], words: str) -> None:
+    for role in Role:
+        with pytest.raises(RuntimeError, match=words):
+            engines(role, **changes)
+
+
+def test_memory_that_is_not_the_hosts_stops_the_start(engines: Engines) -> None:
+    world = World()
+    one = engines(Role.SCHEDULER)
+    worker = engines.module.SimmConnector(world.config(), Role.WORKER, world.cache(), client=one._client)
+    engines.made.append(worker)
+    tensors = world.tensors()
+    tensors["0.1"].device = SimpleNamespace(type="cuda")
+    with pytest.raises(RuntimeError, match="simm engine vllm"):
+        worker.register_kv_caches(tensors)
+    del tensors["0.1"]
+    with pytest.raises(RuntimeError, match=r"0\.1"):
+        worker.register_kv_caches(tensors)
+    assert worker.get_handshake_metadata() is None
+
+
+def test_the_scheduler_looks_for_what_all_workers_have(engines: Engines) -> None:
+    workers = [engines(tp=2, rank=rank) for rank in range(2)]
+    scheduler = engines(Role.SCHEDULER, tp=2)
+    said = {(0, at): pickle.loads(pickle.dumps(each.get_handshake_metadata())) for at, each in enumerate(workers)}
+    scheduler.set_xfer_handshake_metadata_pp_aware(said)
+    assert scheduler._scheduler._identities == [each.get_handshake_metadata().identity for each in workers]
+
+
+def ran(worker: Any, plan: Plan) -> None:
+    """A step of a worker, without a model."""
+    worker.bind_connector_metadata(pickle.loads(pickle.dumps(worker.MODULE._Metadata(plan))))
+    worker.start_load_kv(None)
+    for layer in ("0.0", "0.1"):
+        worker.wait_for_layer_load(layer)
+        worker.save_kv_layer(layer, None, None)
+    worker.wait_for_save()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_block_goes_and_comes_and_failures_are_named(engines: Engines, groups: int) -> None:
+    """With several groups vLLM takes whole requests that have failed, and no blocks."""
+    one, other = (engines(kinds=("full_attention",) * groups) for _ in range(2))
+    one.MODULE = other.MODULE = engines.module
+    there, gone = Block(groups - 1, 3, b"h" * 32), Block(0, 5, b"g" * 32)
+    tensor = next(span.keep for span in (one._worker._staging,))
+    assert tensor is not None
+    ran(one, Plan(saves={"g": [there]}))
+    assert one._worker.wait_saved(30.0)
+    assert one.get_kv_connector_stats().data["blocks_stored"] == 1
+    ran(other, Plan([Load("good", "g", [there]), Load("bad", "g", [gone])]))
+    done: set[str] = set()
+    failed: set[str] = set()
+    bad: set[int] = set()
+    while done != {"good", "bad"}:
+        results = other.get_transfer_results(set())
+        done |= results.finished_recving
+        failed |= results.failed_recving
+        bad |= other.get_block_ids_with_load_errors()
+    assert (failed, bad) == ((set(), {5}) if groups == 1 else ({"bad"}, set()))
+    report = pickle.loads(pickle.dumps(other.build_connector_worker_meta())).report
+    assert report == Report({"bad"}, 0, [], [(0, b"g" * 32)]) and other.build_connector_worker_meta() is None
+
+
+def test_what_workers_say_reaches_the_scheduler(engines: Engines) -> None:
+    scheduler = engines(Role.SCHEDULER, extra={"layerwise": True})
+    request = SimpleNamespace(request_id="r", num_tokens=9, block_hashes=[])
+    scheduler.on_new_request(request)
+    evicted: list[set[int]] = []
+    scheduler._kv_cache_manager = SimpleNamespace(
+        get_block_ids=lambda number: ([1, 2, 3],), evict_blocks=lambda blocks: evicted.append(set(blocks))
+    )
+    told = engines.module._WorkerMetadata(Report({"r"}, 1)).aggregate(
+        engines.module._WorkerMetadata(Report(gone=[(0, bytes(31) + b"\x07")]))
+    )
+    scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids={2}))
+    assert evicted == [{2, 3}], "what was not loaded, and what was computed on it"
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    (event,) = scheduler.take_events()
+    assert (event.block_hashes, event.medium, event.group_idx) == ([7], "STORAGE", 0)
+    scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+    assert scheduler.build_connector_meta(output()).plan == Plan(failures=1)
+    assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+    assert scheduler.reset_cache() is True and scheduler.requires_kv_delivery is False
+
+
+def output() -> Any:
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={})
+
+
+def test_graphs_leave_room_for_layers(engines: Engines) -> None:
+    connector = engines.module.SimmConnector
+    assert connector.requires_piecewise_for_cudagraph({"layerwise": True})
+    assert not connector.requires_piecewise_for_cudagraph({})
+    stats = connector.build_kv_connector_stats({"lookups": 2})
+    assert stats.aggregate(connector.build_kv_connector_stats({"lookups": 1})).reduce() == {"SiMM lookups": 3}
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()

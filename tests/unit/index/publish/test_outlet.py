@@ -1,0 +1,284 @@
+"""The stream and its replays over real ZMQ: late and slow consumers, snapshots, restarts, two consumers, both forms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from simm.errors import UsageError  # noqa: E402
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.publish import outlet as outlet_module  # noqa: E402
+from simm.index.publish.claims import Delta  # noqa: E402
+from simm.index.publish.outlet import Outlet  # noqa: E402
+from simm.index.publishers import Publishers  # noqa: E402
+from simm.index.sources import Registration, Source  # noqa: E402
+from simm.index.streams import Stream  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+
+class Store:
+    """What a host has, and its outlet, which the test drives."""
+
+    def __init__(self, folder: Path, form: str = "rfc1527") -> None:
+        self.has: set[int] = set()
+        self.context = zmq.Context()
+        self.form = form
+        self.at = f"ipc://{folder}/stream", f"ipc://{folder}/replay"
+        self.outlet = self.open()
+        self.now = 0.0
+
+    def open(self) -> Outlet:
+        return Outlet(self.context, self.form, *self.at, "host-7", self.everything)
+
+    def everything(self) -> list[Delta]:
+        return [Delta(True, "default", np.array(sorted(self.has), np.uint64))] if self.has else []
+
+    def change(self, stored: bool, *names: int, lost: bool = False) -> None:
+        self.has = self.has | set(names) if stored else self.has - set(names)
+        deltas = [Delta(stored, "default", np.array(names, np.uint64))]
+        if lost:  # on its way to every consumer
+            self.outlet._kept.append(b"")
+            self.outlet._kept_bytes += 0
+            (raw,) = outlet_module.messages(self.form, deltas, "host-7")
+            self.outlet._kept[-1] = raw
+            self.outlet.number += 1
+        else:
+            self.outlet.publish(deltas, self.now)
+
+    def restart(self) -> None:
+        self.outlet.close()
+        self.outlet = self.open()
+
+    def close(self) -> None:
+        self.outlet.close()
+        self.context.destroy(0)
+
+
+class Index:
+    """A consumer."""
+
+    def __init__(self, store: Store) -> None:
+        self.blocks = Blocks()
+        self.publishers = Publishers(self.blocks)
+        self.source: Source = self.publishers.register(
+            Registration("pool", "m", "simm", endpoint=store.at[0], replay=store.at[1], pool="p")
+        )
+
+    @property
+    def stream(self) -> Stream | None:
+        return self.publishers.stream(self.source)
+
+    def names(self) -> set[int]:
+        with self.blocks.lock:
+            found: set[int] = set()
+            for holder in list(self.source.holders.values()):
+                found |= set(self.blocks.held_by(holder, 1 << 30)[0].tolist())
+            return found
+
+    def complete(self) -> bool:
+        stream = self.stream
+        return stream is not None and stream.complete and not self.source.stale and not self.source.lost
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def indexes(store: Store, count: int) -> Iterator[list[Index]]:
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            made.append(Index(store))
+            stack.callback(made[-1].publishers.close)
+        yield made
+
+
+def same(store: Store, made: list[Index], what: str) -> None:
+    """Wait until all indexes are complete and have what the store has."""
+
+    def done() -> bool:
+        store.now += 0.01
+        store.outlet.publish([], store.now)
+        store.outlet.answer()
+        return all(each.complete() and each.names() == store.has for each in made)
+
+    wait_until(done, what)
+
+
+def test_two_indexes_are_each_complete_by_themselves(store: Store) -> None:
+    store.change(True, *range(100))
+    with indexes(store, 1) as first:
+        with indexes(store, 1) as second:
+            same(store, first + second, "what was there before them")
+            store.change(True, *range(1000, 1100))
+            store.change(False, *range(50))
+            same(store, first + second, "what has changed")
+        store.change(True, 7)  # the other one needs nobody
+        same(store, first, "what came after one has ended")
+        with indexes(store, 1) as later:
+            same(store, first + later, "one that begins later")
+
+
+def test_a_lost_message_is_replayed(store: Store) -> None:
+    store.change(True, 1, 2, 3)
+    with indexes(store, 1) as made:
+        same(store, made, "the beginning")
+        store.change(False, 2, lost=True)
+        store.change(True, 4)
+        same(store, made, "what was lost")
+        assert store.outlet.snapshots == 1 and made[0].stream is not None and made[0].stream.counts["gaps"] == 1
+
+
+@pytest.mark.parametrize("blocks", [5, 50])
+def test_more_was_lost_than_is_kept(store: Store, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """The consumer has seen numbers beyond those that the snapshot's messages would have: it skips none of them."""
+    monkeypatch.setattr("simm.index.publish.outlet.KEPT_MESSAGES", 3)
+    monkeypatch.setattr("simm.index.publish.messages.BLOCKS", 5)
+    store.change(True, *range(blocks))
+    with indexes(store, 1) as made:
+        same(store, made, "the beginning")
+        for name in range(4):
+            store.change(False, name, lost=True)
+            while len(store.outlet._kept) > 3:
+                store.outlet._kept.popleft()
+        store.change(True, 1000)
+        same(store, made, "a snapshot")
+        assert store.outlet.snapshots >= 2
+
+
+def test_without_higher_numbers_a_snapshot_is_taken_wrong(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The positive control of the test before: numbers that were seen are skipped, and what has gone stays."""
+    monkeypatch.setattr("simm.index.publish.outlet.KEPT_MESSAGES", 3)
+    monkeypatch.setattr("simm.index.publish.messages.BLOCKS", 5)
+    real = Outlet._taken
+    monkeypatch.setattr(Outlet, "_taken", lambda self, first, start: real(self, first, self.number))
+    store.change(True, *range(50))
+    with indexes(store, 1) as made:
+        same(store, made, "the beginning")
+        for name in range(4):
+            store.change(False, name, lost=True)
+            while len(store.outlet._kept) > 3:
+                store.outlet._kept.popleft()
+        store.outlet._snapshot = None
+        before = store.outlet.replays
+        store.change(True, 1000)
+        wait_until(lambda: store.outlet.answer() or store.outlet.replays > before, "the question")
+        wait_until(lambda: not made[0].source.stale and 1000 in made[0].names(), "the answer")
+        assert made[0].names() != store.has
+
+
+def test_a_publisher_that_is_restarted(store: Store) -> None:
+    store.change(True, *range(20))
+    with indexes(store, 2) as made:
+        same(store, made, "the beginning")
+        store.has = {5, 500}
+        store.restart()
+        same(store, made, "what the new one says")
+
+
+def test_a_replay_that_fails_is_asked_for_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simm.index.publishers.REPLAY_IDLE_S", 0.2)
+    monkeypatch.setattr("simm.index.publishers.RETRY_S", 0.1)
+    store.change(True, 1, 2, 3)
+    with indexes(store, 1) as made:
+        same(store, made, "the beginning")
+        store.change(False, 2, lost=True)
+        store.change(True, 4)
+        index = made[0]
+        wait_until(lambda: index.source.lost, "a replay that nobody answers")  # what may be wrong is forgotten
+        assert 2 not in index.names()
+        same(store, made, "all of it again")
+
+
+def test_snapshots_are_shared(store: Store) -> None:
+    store.change(True, *range(100))
+    with indexes(store, 5) as made:
+        same(store, made, "all of them")
+        assert store.outlet.replays >= 5 and store.outlet.snapshots == 1
+
+
+def test_the_form_of_vllm(tmp_path: Path) -> None:
+    store = Store(tmp_path, "vllm")
+    try:
+        sub = store.context.socket(zmq.SUB)
+        sub.subscribe(b"kv@")
+        sub.connect(store.at[0])
+        seen: list[Any] = []
+
+        def told() -> bool:
+            store.change(True, 1, 2)
+            store.change(False, 2)
+            while sub.poll(10):
+                topic, _, raw = sub.recv_multipart()
+                assert topic == b"kv@host-7@simm"
+                seen.extend(msgspec.msgpack.decode(raw)[1])
+            return len(seen) >= 2
+
+        wait_until(told, "events")
+        stored = next(each for each in seen if each["type"] == "BlockStored")
+        assert stored == {
+            "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [], "block_size": 1,
+            "lora_id": None, "medium": "STORAGE", "locality": "LOCAL", "ownership": "simm",
+        }  # fmt: skip
+        removed = next(each for each in seen if each["type"] == "BlockRemoved")
+        assert removed["block_hashes"] == [2] and removed["medium"] == "STORAGE"
+        sub.close(0)
+    finally:
+        store.close()
+
+
+def test_hostile_questions(store: Store) -> None:
+    dealer = store.context.socket(zmq.DEALER)
+    dealer.connect(store.at[1])
+    for frames in ([b""], [b"", b"\0" * 7], [b"x", b"\0" * 8], [b"", b"\0" * 8, b"", b""], [b"", b"\xff" * 8]):
+        dealer.send_multipart(frames)
+    wait_until(lambda: store.outlet.answer() or store.outlet.replays, "the one that is right in form")
+    dealer.close(0)
+    with indexes(store, 1) as made:
+        same(store, made, "others are served")
+
+
+def test_an_address_that_is_taken(store: Store) -> None:
+    with pytest.raises(UsageError, match="cannot publish at"):
+        Outlet(store.context, "rfc1527", "tcp://192.0.2.1:1", store.at[1], "n", store.everything)
+
+
+def test_one_that_asks_again_and_again_and_reads_nothing_gets_a_bounded_queue(store: Store) -> None:
+    """Each answer has a thousand messages; without a bound the publisher would keep them all for it."""
+    for number in range(1000):
+        store.change(True, *range(number * 100, number * 100 + 100))
+    first, asked = store.outlet.number - 1000, 40
+    peer = store.context.socket(zmq.DEALER)
+    try:
+        peer.setsockopt(zmq.RCVHWM, 1)
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(store.at[1])
+        for _ in range(asked):
+            peer.send_multipart([b"", first.to_bytes(8, "big")])
+
+        def answered() -> bool:
+            store.outlet.answer()
+            return store.outlet.replays == asked
+
+        wait_until(answered, "all requests have been answered")
+        got = 0
+        while peer.poll(1000):
+            got += len(peer.recv_multipart()) > 0
+        assert 1000 < got < outlet_module.REPLAY_QUEUE + 5000 < asked * 1000
+    finally:
+        peer.close(0)
+    with indexes(store, 1) as made:
+        same(store, made, "others are served as before")

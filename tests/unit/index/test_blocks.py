@@ -1,0 +1,401 @@
+"""Events of every form, applied to the index, against a model of dicts, and the scores that follow."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+
+import xxhash  # noqa: E402
+
+from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.events import BadEvent, decode  # noqa: E402
+from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
+from simm.index.scores import WEIGHTS, Scores, score  # noqa: E402
+from simm.index.sources import Registration, Source, Space  # noqa: E402
+
+DOCS = Path(__file__).parents[3] / "docs"
+SIZE = 4
+MODEL = "org/model"
+SPACE = Space(MODEL, "", "default", "", SIZE)
+
+
+def message(*events: Any, rank: int | None = None) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), rank])
+
+
+def stored(hashes: Sequence[Any], tokens: Sequence[int], parent: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent,
+            "token_ids": list(tokens), "block_size": SIZE, **more}  # fmt: skip
+
+
+def removed(hashes: Sequence[Any], **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), **more}
+
+
+def apply(index: Blocks, source: Source, *events: Any) -> list[str]:
+    batch = decode(message(*events))
+    index.apply(source, batch.events, batch.rank)
+    return batch.refused
+
+
+def prompt(blocks: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + at).randrange(1 << 17) for at in range(blocks * SIZE)]
+
+
+def asked(index: Blocks, tokens: Sequence[int], space: Space = SPACE, **more: Any) -> Scores:
+    return score(index, space, request_keys(list(tokens), space.block_size), **more)
+
+
+def engine(index: Blocks, name: str = "A", **more: Any) -> Source:
+    return index.register(Registration(name, MODEL, block_size=SIZE, **more))
+
+
+# -- keys ----------------------------------------------------------------------------------------------
+
+
+def test_keys_are_the_rolling_hash_of_the_standard() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    first, second = request_keys(tokens, 4)
+    local = [xxhash.xxh3_64_intdigest(bytes(token_bytes(tokens))[at : at + 16], 1337) for at in (0, 16)]
+    assert first == local[0]
+    assert second == xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "little") for each in (first, local[1])), 1337)
+    assert chain(token_bytes(tokens[4:]), 4, parent=first) == [second]
+    assert request_keys(range(1000, 1009), 4) == request_keys(list(range(1000, 1009)), 4)
+
+
+# -- forms of events -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([11, 12], prompt(2)),
+        stored([11, 12], prompt(2), medium="GPU", lora_name=None, group_idx=0, kv_cache_spec_kind="full_attention"),
+        stored([b"x" * 24 + (11).to_bytes(8, "big"), b"y" * 24 + (12).to_bytes(8, "big")], prompt(2)),
+        ["BlockStored", [11, 12], None, prompt(2), SIZE],
+        ["BlockStored", [11, 12], None, prompt(2), SIZE, None, "GPU", None, [None, None], 0, "full_attention", None],
+        {"event_type": "stored", "event_id": 1, "timestamp": 5, "model_name": MODEL, "block_size": SIZE,
+         "tenant_id": "default", "seq_hashes": [11, 12], "base_block_idx": 0, "parent_hash": None,
+         "token_ids": prompt(2), "medium": "gpu", "dp_rank": 0},
+    ],
+)  # fmt: skip
+def test_every_form_of_a_stored_block_is_read(event: Any) -> None:
+    index = Blocks()
+    source = engine(index)
+    assert apply(index, source, event) == []
+    assert asked(index, prompt(3)).matches["A"].tiers["gpu"] == 2
+    gone = removed([12]) if isinstance(event, dict) else ["BlockRemoved", [12], "GPU"]
+    assert apply(index, source, gone) == []
+    assert asked(index, prompt(3)).matches["A"].blocks == 1
+    apply(index, source, {"type": "AllBlocksCleared"} if isinstance(event, dict) else ["AllBlocksCleared"])
+    assert asked(index, prompt(3)).matches == {} and index.entries == 0
+
+
+def test_a_bad_event_stops_no_other() -> None:
+    index = Blocks()
+    bad: list[Any] = [
+        7, None, [], {}, {"type": "Nonsense"}, stored([], []), stored(["text"], prompt(1)), stored([1.5], prompt(1)),
+        stored([1], prompt(1), group_idx=1 << 20), stored([1], [-1, 2, 3, 4]), stored([1], [1 << 32, 2, 3, 4]),
+        stored([1], [True, 2.5, 3, 4]), stored([1], prompt(1), lora_name="x" * 10_000), stored([b""], prompt(1)),
+        {**stored([1], prompt(1)), "block_size": 0}, {**stored([1], prompt(1)), "block_size": 1 << 40},
+        ["BlockStored"], ["BlockStored", 5], [["BlockStored"]],
+        stored([1], prompt(1), extra_keys=[["x" * 10_000]]),
+    ]  # fmt: skip
+    source = engine(index)
+    refused = apply(index, source, *bad, stored([11], prompt(1)))
+    assert len(refused) == len(bad), refused
+    assert asked(index, prompt(1)).matches["A"].blocks == 1
+
+
+def test_no_message_harms() -> None:
+    whole = message(stored([11, 12], prompt(2)), removed([11]), ["AllBlocksCleared"], rank=0)
+    rng = random.Random(5)
+    cut = [whole[:at] for at in range(len(whole))]
+    flipped = [whole[:at] + bytes((whole[at] ^ 1 << rng.randrange(8),)) + whole[at + 1 :] for at in range(len(whole))]
+    deep = [b"\x91" * 5000 + b"\x01", b"\x93\xcb" + bytes(8) + b"\x91" * 5000 + b"\x01"]
+    claims = [b"\xdd\xff\xff\xff\xff", b"\x92\x00\xdd\xff\xff\xff\xff\x00", b"", b"\xc0"]
+    index = Blocks()
+    source = engine(index)
+    for payload in (*cut, *flipped, *deep, *claims):
+        try:
+            batch = decode(payload)
+        except BadEvent:
+            continue
+        index.apply(source, batch.events, batch.rank)
+    with pytest.raises(BadEvent, match="at most"):
+        decode(bytes(17 << 20))
+
+
+# -- a model of dicts ----------------------------------------------------------------------------------
+
+
+class Model:
+    """What an engine's events mean, by dicts: blocks are tuples of all tokens before their end."""
+
+    def __init__(self) -> None:
+        self.alias: dict[int, tuple[int, ...]] = {}
+        self.copies: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def stored(self, names: Sequence[int], before: tuple[int, ...], tokens: Sequence[int], tier: str) -> None:
+        for at, name in enumerate(names):
+            self.alias[name] = before + tuple(tokens[: (at + 1) * SIZE])
+            self.copies[self.alias[name], tier] += 1
+
+    def removed(self, names: Sequence[int], tier: str) -> None:
+        for name in names:
+            block = self.alias.get(name)
+            if block is not None and self.copies[block, tier]:
+                self.copies[block, tier] -= 1
+            if block is not None and not any(self.copies[block, each] for each in ("GPU", "CPU")):
+                del self.alias[name]
+
+    def prefix(self, tokens: Sequence[int], tiers: Sequence[str] = ("GPU", "CPU")) -> int:
+        count = 0
+        while (count + 1) * SIZE <= len(tokens):
+            block = tuple(tokens[: (count + 1) * SIZE])
+            if not any(self.copies[block, tier] for tier in tiers):
+                break
+            count += 1
+        return count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dicts_say_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    index = Blocks()
+    sources = [engine(index, name) for name in "AB"]
+    models = [Model(), Model()]
+    prompts = [prompt(rng.choice((1, 3, 20, 40)), number % 5) for number in range(8)]
+    prompts += [each[: 2 * SIZE] + prompt(9, 50 + number) for number, each in enumerate(prompts[:4])]
+    names: dict[tuple[int, ...], int] = {}
+    waiting: list[list[Any]] = [[], []]
+    for _ in range(150):
+        which = rng.randrange(2)
+        source, model, tokens = sources[which], models[which], rng.choice(prompts)
+        blocks = [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
+        hashes = [names.setdefault(each, rng.getrandbits(64)) for each in blocks]
+        tier = rng.choice(("GPU", "GPU", "CPU"))
+        if rng.random() < 0.55:
+            known = [at for at in range(len(hashes)) if at == 0 or hashes[at - 1] in model.alias]
+            start = rng.choice(known)
+            stop = rng.randrange(start, len(hashes)) + 1
+            part = tokens[start * SIZE : stop * SIZE]
+            parent = hashes[start - 1] if start else None
+            waiting[which].append(stored(hashes[start:stop], part, parent, medium=tier))
+            model.stored(hashes[start:stop], tuple(tokens[: start * SIZE]), part, tier)
+        elif rng.random() < 0.9:
+            gone = rng.sample(hashes, rng.randrange(len(hashes)) + 1)
+            waiting[which].append(removed(gone, medium=tier))
+            model.removed(gone, tier)
+        elif rng.random() < 0.3:
+            waiting[which].append({"type": "AllBlocksCleared"})
+            models[which] = Model()
+        if rng.random() < 0.5:
+            continue  # several events in one message
+        for source, events in zip(sources, waiting):
+            assert apply(index, source, *events) == []
+            events.clear()
+        if rng.random() < 0.1:
+            index.sweep()
+        for tokens in rng.sample(prompts, 3):
+            found = asked(index, tokens).matches
+            for source, model in zip(sources, models):
+                match = found.get(source.registration.instance)
+                assert (match.blocks if match else 0) == model.prefix(tokens)
+                assert (match.tiers["gpu"] if match else 0) == model.prefix(tokens, ["GPU"])
+    for source, model, events in zip(sources, models, waiting):
+        apply(index, source, *events)
+        assert source.blocks == len({block for (block, _), count in model.copies.items() if count})
+        assert source.blocks == sum(each.blocks for each in source.holders.values())
+
+
+# -- what is counted -----------------------------------------------------------------------------------
+
+
+def test_an_event_waits_for_its_parent() -> None:
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(4)
+    apply(index, source, stored([13], tokens[2 * SIZE : 3 * SIZE], 12), stored([14], tokens[3 * SIZE :], 13))
+    assert asked(index, tokens).matches == {} and source.waiting == 2
+    apply(index, source, removed([13]), stored([11, 12], tokens[: 2 * SIZE]))
+    assert source.waiting == 0 or source.waiting == 1  # the block behind one that is gone waits on
+    assert asked(index, tokens).matches["A"].blocks == 2
+    apply(index, source, stored([13], tokens[2 * SIZE : 3 * SIZE], 12))
+    assert asked(index, tokens).matches["A"].blocks == 4 and source.waiting == 0
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "PARKED_MAX", 10)
+    index = Blocks()
+    source = engine(index)
+    for number in range(100):
+        apply(index, source, stored([1000 + number], prompt(1), 5000 + number))
+    assert source.waiting == sum(len(each) for each in source.parked.values()) == 10
+
+
+def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() -> None:
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(3)
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    apply(index, source, stored([11, 12, 13], tokens, **window))
+    assert asked(index, tokens).matches == {}
+    apply(index, source, stored([11, 12, 13], tokens, kv_cache_spec_kind="full_attention"), removed([12], group_idx=1))
+    assert asked(index, tokens).matches["A"].blocks == 3
+    apply(index, source, stored([11, 12], tokens[: 2 * SIZE], group_idx=2, kv_cache_spec_kind="full_attention"))
+    assert asked(index, tokens).matches["A"].blocks == 2
+    apply(index, source, stored([21, 22], tokens[SIZE:]), stored([31, 32], tokens[SIZE:-1]))
+    assert source.ignored["not the tokens of all blocks"] == 1
+
+
+def test_a_copy_that_is_removed_leaves_the_other() -> None:
+    index = Blocks()
+    source = engine(index)
+    apply(index, source, *[stored([11], prompt(1))] * 2, removed([11]))
+    assert asked(index, prompt(1)).matches["A"].blocks == 1
+    apply(index, source, *[stored([11], prompt(1))] * 40, *[removed([11])] * 15)
+    assert asked(index, prompt(1)).matches == {}, "more copies than are counted are forgotten early"
+
+
+def test_salt_adapter_and_images_keep_blocks_apart() -> None:
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(3)
+    apply(index, source, stored([1, 2], tokens[: 2 * SIZE], extra_keys=[[["cache_salt", "s"]], None]))
+    apply(index, source, stored([3], tokens[2 * SIZE :], 2))
+    assert asked(index, tokens).matches == {}
+    assert asked(index, tokens, SPACE._replace(salt="s")).matches["A"].blocks == 3
+    apply(index, source, stored([11], tokens[:SIZE], lora_name="L", extra_keys=[["L"]]))
+    assert asked(index, tokens, SPACE._replace(lora="L")).matches["A"].blocks == 1
+    apply(index, source, stored([21, 22], tokens[: 2 * SIZE], extra_keys=[None, [["mm", "image", 0]]]))
+    assert asked(index, tokens).matches["A"].blocks == 1, "a block with an image is not one of its tokens alone"
+
+
+def test_storage_counts_where_removals_are_told() -> None:
+    index = Blocks()
+    tokens = prompt(3)
+    for name, more in (("A", {}), ("B", {"storage_removals": True})):
+        apply(index, engine(index, name, **more), stored([1, 2, 3], tokens, medium="STORAGE"))
+    found = asked(index, tokens).matches
+    assert set(found) == {"B"} and found["B"].score == 3 * WEIGHTS["storage"]
+
+
+def test_a_store_has_scores_of_its_hosts_and_its_pool() -> None:
+    index = Blocks()
+    engine(index)
+    store = index.register(Registration("master", MODEL, "simm", SIZE, pool="main"))
+    tokens = prompt(4)
+    keys = request_keys(tokens, SIZE)
+    for node, mine in (("h1", keys[:2]), ("h2", keys[2:3])):
+        apply(index, store, {"event_type": "stored", "seq_hashes": mine, "medium": "STORAGE", "backend_id": node,
+                             "tenant_id": "default", "base_block_idx": 0})  # fmt: skip
+    found = asked(index, tokens, loads={"A": 1.0})
+    assert {name: match.blocks for name, match in found.matches.items()} == {"pool:main": 3, "node:h1": 2}
+    assert found.with_pool == {"A": 3 * WEIGHTS["storage"]} and found.costs == {"A": 4 - 1.5 + 1.0}
+    apply(index, store, {"event_type": "removed", "seq_hashes": keys[1:2], "medium": "STORAGE", "backend_id": "h1"})
+    assert asked(index, tokens).matches["pool:main"].blocks == 1
+    apply(index, store, {"event_type": "cleared", "tenant_id": "another"})
+    assert asked(index, tokens).matches["pool:main"].blocks == 1
+    apply(index, store, {"event_type": "cleared", "tenant_id": "default"})
+    assert asked(index, tokens).matches == {}
+
+
+def _scorer_case(third: str) -> Scores:
+    """A and B of llm-d's test of its scorer: A has 1-3 and 6, B has 4 and 5."""
+    index = Blocks()
+    tokens = prompt(6)
+    part = [tokens[at * SIZE : (at + 1) * SIZE] for at in range(6)]
+    names = [1001 + at for at in range(6)]
+    a, b = engine(index, "A"), engine(index, "B")
+    for source, held in ((a, (0, 1, 2, 5)), (b, (3, 4))):
+        for at in range(6):
+            parent = names[at - 1] if at else None
+            apply(index, source, stored([names[at]], part[at], parent, medium=third if at == 2 else "GPU"))
+            if third == "GPU" and at == 2:
+                apply(index, source, stored([names[at]], part[at], parent, medium="CPU"))
+        for at in set(range(6)) - set(held):
+            for medium in ("GPU", "CPU"):
+                apply(index, source, removed([names[at]], medium=medium))
+    return asked(index, tokens, weights={"gpu": 1.0, "cpu": 0.5})
+
+
+def test_scores_are_those_of_llm_d() -> None:
+    assert {name: match.score for name, match in _scorer_case("GPU").matches.items() if match.score} == {"A": 3.0}
+    assert {name: match.score for name, match in _scorer_case("CPU").matches.items() if match.score} == {"A": 2.5}
+
+
+def test_a_tier_that_nobody_knows_weighs_nothing_and_is_named() -> None:
+    index = Blocks()
+    apply(index, engine(index), stored([1, 2], prompt(2), medium="Tape"))
+    found = asked(index, prompt(2))
+    assert found.matches["A"].score == 0 and found.matches["A"].blocks == 2 and found.unknown_tiers == ["tape"]
+
+
+def test_what_is_expected_counts_for_a_time() -> None:
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(3)
+    index.expect(source, SPACE, request_keys(tokens, SIZE), until=10.0)
+    assert asked(index, tokens, now=9.0).matches["A"].expected == 3
+    assert asked(index, tokens[: 2 * SIZE] + prompt(1, 9), now=9.0).matches["A"].score == 2
+    assert asked(index, tokens, now=10.0).matches == {}
+
+
+def test_a_stale_source_is_named_and_not_counted() -> None:
+    index = Blocks()
+    source = engine(index)
+    apply(index, source, stored([1, 2], prompt(2)))
+    source.stale = True
+    found = asked(index, prompt(2))
+    assert found.matches == {} and found.stale == ["A"]
+
+
+def test_mutation_identifiers_that_are_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a sweep kept entries of holders that are gone, the next holder would have them."""
+    for broken in (False, True):
+        index = Blocks()
+        apply(index, engine(index), stored([1, 2], prompt(2)))
+        index.unregister(("A", "default", 0))
+        if broken:
+            monkeypatch.setattr(index, "_alive", lambda owners: owners > 0)
+            index._held._alive = index._aliases._alive = index._alive
+        index.sweep()
+        for number in range(len(index._live)):
+            apply(index, engine(index, f"B{number}"), stored([7], prompt(1, 9)))
+        assert any(match.blocks == 2 for match in asked(index, prompt(2)).matches.values()) == broken
+
+
+def test_a_block_has_at_most_64_bytes() -> None:
+    index = Blocks()
+    source = engine(index)
+    worst = 0.0
+    for number in range(60):
+        tokens = prompt(200, number)
+        apply(index, source, stored([number * 1000 + at for at in range(200)], tokens))
+        if number > 20:
+            worst = max(worst, index.nbytes / index.entries)
+    assert index.entries == 60 * 200 and worst <= 64
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(code, "index.md", "exec"), {})
+
+
+def test_the_documentation_has_the_weights() -> None:
+    told = re.findall(r"`([a-z=0-9.,]+expected=1)`", (DOCS / "index.md").read_text())
+    assert [dict(part.split("=") for part in each.split(",")) for each in told] == [
+        {name: f"{weight:g}" for name, weight in WEIGHTS.items()}
+    ]

@@ -1,0 +1,235 @@
+"""What a lying publisher, or whoever may ask, can make the index keep or do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from simm.index import blocks as blocks_module  # noqa: E402
+from simm.index import publishers as publishers_module  # noqa: E402
+from simm.index import service as service_module  # noqa: E402
+from simm.index.blocks import EXPECTED_BLOCKS_MAX, PARKED_BYTES_MAX, Blocks  # noqa: E402
+from simm.index.events import EVENTS_MAX, EXTRA_BYTES_MAX, TOKENS_MAX, BadEvent, decode  # noqa: E402
+from simm.index.publishers import Publishers, _Link  # noqa: E402
+from simm.index.service import QUESTION_BLOCKS_MAX, Service  # noqa: E402
+from simm.index.sources import EXPECTED_MAX, Registration, Source  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+MIB = 1 << 20
+
+
+def array(count: int, item: bytes) -> bytes:
+    """A MessagePack array of equal items."""
+    return b"\xdd" + count.to_bytes(4, "big") + item * count
+
+
+def whole(*parts: bytes) -> bytes:
+    return bytes([0x90 | len(parts)]) + b"".join(parts)
+
+
+TIME = b"\x00"
+HEAD = b"\x84\xa4type\xabBlockStored\xacblock_hashes\x91\x01\xaablock_size\x01"
+#: Messages of 4 million items, a byte each.
+MANY = 4_000_000
+BOMBS = {
+    "events": whole(TIME, array(MANY, b"\xc0")),
+    "parts": array(MANY, b"\xc0"),
+    "fields": whole(TIME, b"\x91" + array(MANY, b"\xc0")),
+    "tokens": whole(TIME, b"\x91" + HEAD + b"\xa9token_ids" + array(MANY, b"\x01")),
+    "hashes": whole(TIME, b"\x91\x82\xa4type\xacBlockRemoved\xacblock_hashes" + array(MANY, b"\x01")),
+    "extra keys": whole(TIME, b"\x91" + HEAD + b"\xaaextra_keys" + array(MANY, b"\x90")),
+    "a block's extra keys": whole(TIME, b"\x91" + HEAD + b"\xaaextra_keys\x91" + array(MANY, b"\x90")),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_items_are_counted_before_they_are_made(what: str) -> None:
+    """An object for each byte of a message of 16 MiB took a GiB, before anybody looked at their number."""
+    tracemalloc.start()
+    try:
+        try:
+            batch = decode(BOMBS[what])
+        except BadEvent:
+            batch = None
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert batch is None or (not batch.events and len(batch.refused) == 1)
+    assert peak < 3 * len(BOMBS[what]), f"{peak >> 20} MiB for {len(BOMBS[what]) >> 20}"
+
+
+def test_as_many_as_may_be_are_taken() -> None:
+    """The control: of the same messages with as many items as a bound allows."""
+    assert len(decode(whole(TIME, array(EVENTS_MAX, b"\x81\xa4type\xb0AllBlocksCleared"))).events) == EVENTS_MAX
+    extras = b"\xaaextra_keys\x91" + array(EXTRA_BYTES_MAX - 5, b"\xc0")
+    batch = decode(whole(TIME, b"\x91" + HEAD + extras))
+    assert not batch.refused and len(batch.events) == 1
+    tokens = b"\xa9token_ids" + array(TOKENS_MAX, b"\x01")
+    assert not decode(whole(TIME, b"\x91" + HEAD + tokens)).refused
+
+
+def register(index: Blocks, **more: Any) -> Source:
+    return index.register(Registration("A", "m", **more))
+
+
+@pytest.mark.parametrize("bound", [PARKED_BYTES_MAX, 1 << 60], ids=["bound", "control"])
+def test_what_waits_for_parents_is_bounded_in_bytes(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 8,192 tokens, each behind a parent that never comes: 65,536 of them would be 2 GiB for a publisher."""
+    monkeypatch.setattr(blocks_module, "PARKED_BYTES_MAX", min(bound, 4 * MIB) if bound < 1 << 60 else bound)
+    index = Blocks()
+    source = register(index, block_size=8192)
+    for number in range(200):
+        event = {
+            "type": "BlockStored", "block_hashes": [number + 1], "parent_block_hash": 1_000_000 + number,
+            "token_ids": [number] * 8192, "block_size": 8192,
+        }  # fmt: skip
+        index.apply(source, decode(msgspec.msgpack.encode([0.0, [event], 0])).events)
+    held = sum(len(each.event.tokens or b"") for some in source.parked.values() for each in some)
+    assert (held <= 4 * MIB) is (bound == PARKED_BYTES_MAX)
+    assert source.waiting_bytes == sum(each.nbytes for some in source.parked.values() for each in some)
+    index.clear(source)
+    assert source.waiting_bytes == source.waiting == 0
+
+
+def test_children_that_find_their_parent_wait_no_more() -> None:
+    index = Blocks()
+    source = register(index, block_size=1)
+
+    def stored(name: int, parent: int | None) -> Any:
+        event = {
+            "type": "BlockStored", "block_hashes": [name], "parent_block_hash": parent, "token_ids": [name],
+            "block_size": 1,
+        }  # fmt: skip
+        index.apply(source, decode(msgspec.msgpack.encode([0.0, [event], 0])).events)
+
+    for name in range(5, 1, -1):
+        stored(name, name - 1)
+    assert source.waiting == 4 and source.waiting_bytes > 0
+    stored(1, None)
+    assert source.waiting == source.waiting_bytes == 0 and source.blocks == 5
+
+
+def asked(service: Service, path: str, **body: Any) -> tuple[int, Any]:
+    page = service.posts[path](json.dumps({"model": "m", **body}).encode())
+    return page.status, json.loads(page.body)
+
+
+@pytest.mark.parametrize("question", ["/query", "/score", "/expect", "/query_by_hash"])
+def test_a_question_has_a_bound_of_blocks(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of a million blocks held up all other questions for seconds."""
+    monkeypatch.setattr(service_module, "QUESTION_BLOCKS_MAX", 100)
+    index = Blocks()
+    register(index, block_size=4)
+    service = Service(index)
+    if question == "/query_by_hash":
+        bodies = [{"seq_hashes": [1] * count, "block_size": 4} for count in (100, 101)]
+    else:
+        bodies = [{"token_ids": [1] * (4 * count), "block_size": 4, "instance_id": "A"} for count in (100, 101)]
+    assert asked(service, question, **bodies[0])[0] == 200
+    status, said = asked(service, question, **bodies[1])
+    assert status == 400 and "100" in said["error"]
+
+
+def test_the_bounds_leave_room_for_real_prompts() -> None:
+    assert QUESTION_BLOCKS_MAX * 16 >= TOKENS_MAX and EXPECTED_BLOCKS_MAX >= 4 * QUESTION_BLOCKS_MAX
+
+
+def test_what_is_expected_is_bounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 prompts of a million blocks were 2 GiB for one publisher. The newest stay."""
+    monkeypatch.setattr(blocks_module, "EXPECTED_BLOCKS_MAX", 1000)
+    index = Blocks()
+    source = register(index)
+    service = Service(index)
+    for number in range(EXPECTED_MAX):
+        body = {"instance_id": "A", "block_size": 1, "token_ids": [number] * 300}
+        assert asked(service, "/expect", **body)[0] == 200
+        assert sum(len(each.keys) for each in source.expected) <= 1000
+    assert len(source.expected) == 3
+    _, said = asked(service, "/score", block_size=1, token_ids=[EXPECTED_MAX - 1] * 300)
+    assert said["scores"] and said["scores"][0]["pod"] == "A", "the newest counts"
+
+
+# -- sockets ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_listened_to_costs_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure kept a socket of ZMQ's, of which there are a thousand: then nobody could be registered."""
+    made: list[Any] = []
+    real = zmq.Context.socket
+
+    def socket(context: Any, kind: int) -> Any:
+        made.append(real(context, kind))
+        return made[-1]
+
+    connect = zmq.Socket.connect
+
+    def fails(sock: Any, address: str) -> Any:
+        if sock.type == zmq.SUB:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(sock, address)
+
+    monkeypatch.setattr(zmq.Context, "socket", socket)
+    monkeypatch.setattr(zmq.Socket, "connect", fails)
+    publishers = Publishers(Blocks())
+    try:
+        source = publishers.register(Registration("A", "m", endpoint="tcp://127.0.0.1:1"))
+        wait_until(lambda: source.lost, "it has failed")
+        assert made and all(each.closed for each in made) and publishers.stream(source) is None
+        assert publishers._context.get(zmq.MAX_SOCKETS) > 4 * blocks_module.SOURCES_MAX
+    finally:
+        publishers.close()
+
+
+@pytest.mark.parametrize("drops", [True, False], ids=["drops", "control"])
+def test_messages_of_a_connection_that_is_over_are_not_believed(
+    tmp_path: Path, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a connection is read before its last messages. They came back to life what was forgotten."""
+    if not drops:
+        monkeypatch.setattr(_Link, "_drop_waiting", lambda _: None)
+    context = zmq.Context()
+    pub = context.socket(zmq.PUB)
+    endpoint = f"ipc://{tmp_path}/pub"
+    pub.bind(endpoint)
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    message = [b"", (0).to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0])]
+    publishers = Publishers(Blocks())
+    gate, held = threading.Event(), threading.Event()
+    waiting: list[bool] = []
+
+    def end() -> None:
+        """Read the end of the connection, while a message waits."""
+        held.set()
+        gate.wait()
+        link._event(zmq.EVENT_DISCONNECTED)
+        waiting.append(bool(link.sub.getsockopt(zmq.EVENTS) & zmq.POLLIN))
+
+    try:
+        source = publishers.register(Registration("A", "m", block_size=1, endpoint=endpoint))
+        wait_until(lambda: (pub.send_multipart(message), source.blocks)[1], "the first message", pause_s=0.05)
+        (link,) = publishers._links.values()
+        publishers._do(end)
+        assert held.wait(60)
+        pub.send_multipart([message[0], (1).to_bytes(8, "big"), message[2]])
+        wait_until(lambda: link.sub.getsockopt(zmq.EVENTS) & zmq.POLLIN, "a message waits")
+        gate.set()
+        wait_until(lambda: waiting, "the end has been read")
+        assert waiting == [not drops]
+    finally:
+        gate.set()
+        publishers.close()
+        context.destroy(0)
+
+
+def test_the_queues_of_a_publisher_are_bounded_in_bytes() -> None:
+    assert publishers_module.QUEUE_MESSAGES * publishers_module.MESSAGE_BYTES_MAX <= 1 << 30

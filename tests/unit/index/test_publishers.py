@@ -1,0 +1,188 @@
+"""Real ZMQ sockets: messages, a hole that is replayed, a publisher that is restarted, leases, and hostile frames."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from simm.errors import UsageError  # noqa: E402
+from simm.index import publishers as publishers_module  # noqa: E402
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.keys import request_keys  # noqa: E402
+from simm.index.publishers import Publishers, check_endpoint  # noqa: E402
+from simm.index.scores import score  # noqa: E402
+from simm.index.sources import Registration, Space  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+SPACE = Space("m", "", "default", "", 1)
+
+
+class Engine:
+    """An engine's publisher: PUB and ROUTER, and the messages that it keeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = zmq.Context()
+        self.pub, self.router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
+        self.pub.bind(self.endpoint)
+        self.router.bind(self.replay)
+        self.log: list[bytes] = []
+
+    def tell(self, *events: Any, sent: bool = True) -> None:
+        self.log.append(msgspec.msgpack.encode([0.0, list(events), 0]))
+        if sent:
+            self.pub.send_multipart([b"kv@A@m", (len(self.log) - 1).to_bytes(8, "big"), self.log[-1]])
+
+    def answer(self) -> int:
+        """Answer the replays that were asked for. Return their number."""
+        count = 0
+        while self.router.poll(0):
+            peer, empty, start = self.router.recv_multipart()
+            for number in range(int.from_bytes(start, "big"), len(self.log)):
+                self.router.send_multipart([peer, empty, number.to_bytes(8, "big"), self.log[number]])
+            self.router.send_multipart([peer, empty, b"\xff" * 8, b""])
+            count += 1
+        return count
+
+    def close(self) -> None:
+        self.context.destroy(0)
+
+
+def stored(*tokens: int) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": [each + 1 for each in tokens], "parent_block_hash": None,
+            "token_ids": list(tokens), "block_size": 1}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _publishers() -> Iterator[Publishers]:
+    publishers = Publishers(Blocks())
+    try:
+        yield publishers
+    finally:
+        publishers.close()
+
+
+def _has(publishers: Publishers, *tokens: int) -> int:
+    match = score(publishers.index, SPACE, request_keys(list(tokens), 1)).matches.get("A")
+    return match.blocks if match else 0
+
+
+def _register(publishers: Publishers, engine: Engine, *, replay: bool = True, **more: Any) -> Any:
+    told = Registration(
+        "A", "m", block_size=1, endpoint=engine.endpoint, replay=engine.replay if replay else "", **more
+    )
+    return publishers.register(told)
+
+
+def test_messages_come_and_a_hole_is_replayed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        engine.tell(stored(1, 2))  # before anybody listens
+        source = _register(publishers, engine)
+        wait_until(lambda: engine.answer() or _has(publishers, 1, 2) == 2, "the replay of what came before")
+        wait_until(lambda: engine.answer() or _has(publishers, 1, 2) == 2, "the replay of what came before")
+        engine.tell(stored(3, 4), sent=False)
+        numbers = iter(range(100, 10_000))
+
+        def told() -> bool:
+            engine.tell(stored(next(numbers)))
+            engine.answer()
+            return _has(publishers, 3, 4) == 2
+
+        wait_until(told, "the replay of a hole", pause_s=0.05)
+        wait_until(lambda: engine.answer() or not source.stale, "the end of the replay")
+        stream = publishers.stream(source)
+        assert stream is not None and stream.complete and stream.counts["replays"] >= 2
+        assert publishers.unregister(source.registration.name) and not publishers.unregister(source.registration.name)
+        assert publishers.index.entries == 0
+    engine.close()
+
+
+def test_a_publisher_that_is_restarted_is_cleared(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine, replay=False)
+
+        def told(token: int) -> bool:
+            engine.tell(stored(token))
+            return _has(publishers, token) == 1
+
+        wait_until(lambda: told(1), "the first message", pause_s=0.05)
+        stream = publishers.stream(source)
+        # Messages that are read after the end of their connection would count as those of the next one.
+        wait_until(lambda: stream is not None and stream.next == len(engine.log), "the last message")
+        engine.close()
+        wait_until(lambda: _has(publishers, 1) == 0, "the end of the connection")
+        assert source.lost
+        engine = Engine(tmp_path)
+        wait_until(lambda: told(2), "the next process", pause_s=0.05)
+        assert _has(publishers, 1) == 0
+    engine.close()
+
+
+def test_a_replay_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishers_module, "REPLAY_IDLE_S", 0.1)
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine)
+        wait_until(lambda: (stream := publishers.stream(source)) and stream.counts["failed replays"], "giving up")
+        engine.tell(stored(1))
+
+        def told() -> bool:
+            engine.tell(stored(1))
+            return _has(publishers, 1) == 1
+
+        wait_until(told, "messages without a replay", pause_s=0.1)
+    engine.close()
+
+
+def test_hostile_frames_and_a_failure_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine, replay=False)
+        hostile = [[b"x"], [b"x", b"123", b""], [b"x"] * 50, [b"x", bytes(8), b"\xff"], [b"", b"\xff" * 8, b"\x90"]]
+
+        def told() -> bool:
+            for frames in hostile:
+                engine.pub.send_multipart(frames)
+            return bool((stream := publishers.stream(source)) and stream.counts["refused"] > 4)
+
+        wait_until(told, "wrong messages", pause_s=0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(publishers.index, "apply", lambda *_: 1 // 0)
+            before = publishers.stream(source).counts["disconnects"]  # type: ignore[union-attr]
+
+            def failed() -> bool:
+                engine.tell(stored(1))
+                return publishers.stream(source).counts["disconnects"] > before  # type: ignore[union-attr]
+
+            wait_until(failed, "a failure", pause_s=0.05)
+
+        def again() -> bool:
+            engine.tell(stored(2))
+            return _has(publishers, 2) == 1
+
+        wait_until(again, "messages after it", pause_s=0.05)
+    engine.close()
+
+
+def test_a_lease_ends(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine, lease_s=0.2)
+        wait_until(lambda: source.registration.name not in publishers.index.sources, "the end of the lease")
+    engine.close()
+
+
+@pytest.mark.parametrize("text", ["", "tcp://*:1", "tcp://h", "inproc://x", "http://h:1", "ipc://x", "tcp://h:1 " * 99])
+def test_an_address_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="no publisher's address"):
+        check_endpoint(text)

@@ -1,0 +1,259 @@
+"""The index's HTTP requests: fields of Mooncake's conductor, Dynamo and llm-d; wrong ones; bodies of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from simm.errors import TransportError, UsageError
+from simm.index.blocks import Blocks
+from simm.index.events import Stored, Where
+from simm.index.keys import request_keys, token_bytes
+from simm.index.publishers import Publishers
+from simm.index.service import Service, asking
+from simm.index.sources import Registration, Source
+from simm.net.http import Web
+from simm.net.loop import Loop
+from simm.schemes import registry
+from tests.support.tokens import old_tokens
+
+MODEL = "deepseek"
+TOKENS = list(range(1000, 1000 + 64))
+
+
+def _index() -> Blocks:
+    """Of a prompt of 4 blocks, "a" has all: 2 on the GPU, all in host memory; rank 1 has one."""
+    index = Blocks()
+    for rank, gpu, cpu in ((0, 2, 4), (1, 1, 0)):
+        source = index.register(Registration("a", MODEL, block_size=16, rank=rank))
+        for medium, count in (("GPU", gpu), ("CPU", cpu)):
+            if count:
+                tokens = token_bytes(TOKENS[: 16 * count])
+                index.apply(source, [Stored(list(range(count)), None, tokens, 16, Where(medium))])
+    index.register(Registration("b", MODEL, block_size=16))
+    return index
+
+
+def _post(service: Service, path: str, body: Any) -> tuple[int, Any]:
+    page = service.posts[path](body if isinstance(body, bytes) else json.dumps(body).encode())
+    return page.status, json.loads(page.body)
+
+
+def test_a_query_is_answered_as_by_the_conductor() -> None:
+    service = Service(_index())
+    asked = {"model": MODEL, "token_ids": TOKENS + [1, 2], "block_size": 16}
+    expected = {"longest_matched": 64, "GPU": 32, "CPU": 64, "DISK": 0, "DP": {"0": 64, "1": 16}}
+    assert _post(service, "/query", asked) == (200, {"default": {"a": expected}, "stale": []})
+    assert _post(service, "/query", {**asked, "instance_id": "b"}) == (200, {"default": {}, "stale": []})
+    by_hash = {"model_name": MODEL, "seq_hashes": request_keys(TOKENS, 16), "block_size": 16}
+    assert _post(service, "/query_by_hash", by_hash)[1]["default"]["a"] == expected
+    for other in ({"tenant_id": "t"}, {"lora_name": "l"}, {"cache_salt": "s"}, {"model": "m"}, {"block_size": 32}):
+        assert "a" not in next(iter(_post(service, "/query", {**asked, **other})[1].values()))
+
+
+def test_scores_are_answered_as_by_llm_d() -> None:
+    service = Service(_index())
+    status, found = _post(service, "/score", {"model": MODEL, "token_ids": TOKENS, "loads": {"a": 3.0, "b": 0}})
+    assert status == 200 and found["scores"] == [{"pod": "a", "score": pytest.approx(2 + 2 * 0.8)}]
+    assert found["blocks"] == 4 and found["costs"] == {"a": pytest.approx(3.4), "b": 4.0} and found["best"] == "a"
+    _, other = _post(service, "/score", {"model": MODEL, "token_ids": TOKENS, "pod_identifiers": ["b"]})
+    assert other["scores"] == [] and other["with_pool"] == {"b": 0.0}
+    asked = {"model": MODEL, "token_ids": TOKENS, "instance_id": "b", "ttl_s": 60}
+    assert _post(service, "/expect", asked) == (200, {"status": "expected", "blocks": 4})
+    assert _post(service, "/score", {"model": MODEL, "token_ids": TOKENS})[1]["scores"][0] == {"pod": "b", "score": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/query", b""), ("/query", b"[1]"), ("/query", b"\xff"), ("/query", b"[" * 100_000), ("/query", {}),
+        ("/query", {"model": MODEL}), ("/query", {"model": MODEL, "token_ids": "x"}),
+        ("/query", {"model": MODEL, "token_ids": [-1]}), ("/query", {"model": MODEL, "token_ids": [1.5]}),
+        ("/query", {"model": MODEL, "token_ids": [], "block_size": 1 << 19}),
+        ("/query", {"model": "m" * 1000, "token_ids": []}), ("/query", {"model": 5, "token_ids": []}),
+        ("/query_by_hash", {"model": MODEL, "seq_hashes": [1 << 64]}),
+        ("/query_by_hash", {"model": MODEL, "seq_hashes": {"a": 1}}),
+        ("/score", {"model": MODEL, "token_ids": [], "pod_identifiers": "a"}),
+        ("/score", {"model": MODEL, "token_ids": [], "loads": {"a": "b"}}),
+        ("/score", {"model": MODEL, "token_ids": [], "load_weight": -1}),
+        ("/expect", {"model": MODEL, "token_ids": [], "instance_id": "nobody"}),
+        ("/expect", {"model": MODEL, "token_ids": [], "instance_id": "a", "ttl_s": 1e9}),
+        ("/register", {"instance_id": "a", "modelname": MODEL}), ("/unregister", {"instance_id": "a"}),
+    ],
+)  # fmt: skip
+def test_a_wrong_body_is_answered_with_a_sentence(path: str, body: Any) -> None:
+    status, found = _post(Service(_index()), path, body)
+    assert status == 400 and len(found["error"]) > 10
+
+
+def test_publishers_are_registered_and_listed() -> None:
+    publishers = Publishers(Blocks())
+    try:
+        service = Service(publishers.index, publishers)
+        body = {"endpoint": "tcp://127.0.0.1:1", "type": "vLLM", "modelname": MODEL, "instance_id": 7, "block_size": 16,
+                "dp_rank": 0, "additionalsalt": "w8a8", "tenant_id": "t"}  # fmt: skip
+        status, found = _post(service, "/register", body)
+        assert (status, found) == (200, {"status": "registered successfully", "instance_id": "7"})
+        assert _post(service, "/register", {**body, "dp_rank": 1})[0] == 200
+        assert [(each["instance_id"], each["dp_rank"], each["blocks"]) for each in service.workers()] == [
+            ("7", 0, 0), ("7", 1, 0)
+        ]  # fmt: skip
+        for wrong in ({"endpoint": "tcp://*:1"}, {"type": "other"}, {"block_size": 1 << 19}, {"dp_rank": -1},
+                      {"lease_s": -1}, {"instance_id": ""}, {"modelname": ""}, {"storage_removals": 1}):  # fmt: skip
+            assert _post(service, "/register", {**body, **wrong})[0] == 400, wrong
+        gone = _post(service, "/unregister", {"instance_id": 7, "tenant_id": "t"})
+        assert gone[1]["removed_instances"] == ["7|t|0", "7|t|1"] and service.workers() == []
+        assert _post(service, "/unregister", {"instance_id": 7, "tenant_id": "t"})[0] == 400
+    finally:
+        publishers.close()
+
+
+def test_a_dump_has_keys_and_tiers() -> None:
+    found = Service(_index()).dump()
+    whole = next(each for each in found["holders"] if each["blocks"] == 4)
+    assert dict(zip(whole["seq_hashes"], whole["tiers"])) == dict(
+        zip(request_keys(TOKENS, 16), [["gpu", "cpu"]] * 2 + [["cpu"]] * 2)
+    )
+    assert not found["truncated"]
+
+
+def test_all_metrics_have_samples() -> None:
+    index = _index()
+    service = Service(index)
+    _post(service, "/query", {"model": MODEL, "token_ids": TOKENS})
+    index.sources["a", "default", 0].ignored["why"] += 1
+    text = service.metrics().text()
+    assert 'simm_index_blocks{endpoint="a",tenant="default",rank="0"} 4' in text
+    assert 'simm_index_stale{endpoint="a",tenant="default",rank="0"} 0' in text
+    assert 'simm_index_requests_total{request="/query"} 1' in text and 'reason="why"} 1' in text
+
+
+# -- the store's own answer ------------------------------------------------------------------------------
+
+
+class _Store:
+    """A client that has some pages of a prompt."""
+
+    namespace = ""
+
+    def __init__(self, pages: int, schemes: Sequence[registry.Scheme]) -> None:
+        self.pages, self.value = pages, registry.as_value(schemes)
+        self.down = False
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if self.down:
+            raise TransportError("down")
+        return [self.value if key == registry.value_key(MODEL, "sglang-simm") else None for key in keys]
+
+    def prefix(self, keys: Sequence[str], group: int) -> Any:
+        return SimpleNamespace(keys=min(len(keys), self.pages * group), by_host={"h": 1}, load_ms=0.5)
+
+
+def test_a_query_has_what_the_store_has() -> None:
+    schemes = [registry.Scheme(MODEL, "sglang-simm", page=16), registry.Scheme(MODEL, "sglang-simm", 16, namespace="x")]
+    store = _Store(3, schemes)
+    service = Service(_index(), shared=asking(store, every_s=0.0))
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    assert _post(service, "/query", body)[1]["shared"] == {
+        "tokens": 48, "by_host": {"h": 1}, "load_ms": 0.5, "scheme": "sglang-simm", "block_size": 16
+    }  # fmt: skip
+    assert _post(service, "/query", {**body, "model": "other"})[1]["shared"] is None
+    store.down = True
+    assert _post(service, "/query", body) == (200, {**_post(Service(_index()), "/query", body)[1], "shared": None})
+
+
+# -- by HTTP ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _web(*tokens: str, body_max: int = 10_000) -> Iterator[str]:
+    loop = Loop()
+    service = Service(_index())
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    web = Web(loop, listener, service.routes, old_tokens(*tokens), posts=service.posts, body_max=body_max)
+    thread = threading.Thread(target=loop.run)
+    loop.call_every(0.02, lambda: None)
+    thread.start()
+    try:
+        yield address
+    finally:
+        loop.stop()
+        thread.join()
+        web.close()
+        loop.close()
+
+
+def _ask(address: str, path: str, body: bytes | None, **headers: str) -> tuple[int, str]:
+    told = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    request = urllib.request.Request(f"http://{address}{path}", data=body, headers=told)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        return exc.code, exc.read().decode()
+
+
+def test_a_post_by_http() -> None:
+    body = json.dumps({"model": MODEL, "token_ids": TOKENS}).encode()
+    with _web() as address:
+        status, text = _ask(address, "/query", body)
+        assert status == 200 and json.loads(text)["default"]["a"]["longest_matched"] == 64
+        assert _ask(address, "/healthz", None)[0] == 200 and _ask(address, "/workers", None)[0] == 200
+        assert _ask(address, "/query", None)[0] == 404 and _ask(address, "/nothing", body)[0] == 404
+        assert _ask(address, "/query", body, Content_Type="text/plain")[0] == 415, "what a web page could send"
+        assert _ask(address, "/query", body, Host="evil.example")[0] == 403
+        assert _ask(address, "/query", bytes(10_001))[0] == 413
+
+
+def test_a_post_needs_the_token() -> None:
+    body = json.dumps({"model": MODEL, "token_ids": TOKENS}).encode()
+    with _web("secret-secret-secret") as address:
+        assert _ask(address, "/query", body)[0] == 401
+        assert _ask(address, "/query", body, Authorization="Bearer secret-secret-secret")[0] == 200
+        assert _ask(address, "/healthz", None)[0] == 200
+
+
+def test_a_body_in_parts_and_heads_that_are_wrong() -> None:
+    body = json.dumps({"model": MODEL, "token_ids": TOKENS}).encode()
+    head = f"POST /query HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with _web() as address:
+        host, port = address.split(":")
+
+        def told(*parts: bytes) -> bytes:
+            with socket.create_connection((host, int(port)), 30) as sock:
+                for part in parts:
+                    sock.sendall(part)
+                return b"".join(iter(lambda: sock.recv(4096), b""))
+
+        for cut in (0, 1, len(body) // 2):
+            assert told(head.encode() + b"\r\n", body[:cut], body[cut:]).startswith(b"HTTP/1.1 200")
+        with socket.create_connection((host, int(port)), 30) as sock:
+            sock.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
+            assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            sock.sendall(body)
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        kind = b"Content-Type: application/json\r\n"
+        for wrong in (b"Content-Length: -1", b"Content-Length: 1\r\nContent-Length: 2", b"Transfer-Encoding: chunked"):
+            assert told(b"POST /query HTTP/1.1\r\n" + kind + wrong + b"\r\n\r\n").startswith(b"HTTP/1.1 411")
+        assert told(b"POST \r\n\r\n").startswith(b"HTTP/1.1 4")
+
+
+def test_a_source_that_was_removed_is_none() -> None:
+    service = Service(Blocks())
+    with pytest.raises(UsageError, match="takes no publishers"):
+        service.register({})
+    assert isinstance(_index().sources["b", "default", 0], Source)

@@ -1,0 +1,216 @@
+"""Messages that are lost, replayed, repeated, and of processes that begin anew: what the index says is never wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+
+from simm.index import streams as streams_module  # noqa: E402
+from simm.index.blocks import Blocks  # noqa: E402
+from simm.index.keys import request_keys  # noqa: E402
+from simm.index.scores import score  # noqa: E402
+from simm.index.sources import Registration, Space  # noqa: E402
+from simm.index.streams import Stream  # noqa: E402
+
+SPACE = Space("m", "", "default", "", 1)
+PROMPTS = [[1000 * number, 1000 * number + 1, 1000 * number + 2] for number in range(6)]
+KEYS = [request_keys(tokens, 1) for tokens in PROMPTS]
+
+
+def packed(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([0.0, list(events), 0])
+
+
+def stored(number: int, start: int = 0, stop: int = 3) -> dict[str, Any]:
+    tokens = PROMPTS[number]
+    return {"type": "BlockStored", "block_hashes": [1 + each for each in tokens[start:stop]], "block_size": 1,
+            "parent_block_hash": 1 + tokens[start - 1] if start else None, "token_ids": tokens[start:stop]}  # fmt: skip
+
+
+def removed(number: int, start: int = 0) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [1 + each for each in PROMPTS[number][start:]]}
+
+
+class Engine:
+    """A publisher: what it has cached, and the messages that it keeps for replays."""
+
+    def __init__(self, rng: random.Random, kept: int) -> None:
+        self.rng, self.kept = rng, kept
+        self.begin()
+
+    def begin(self) -> None:
+        self.cached: dict[int, int] = {}
+        self.number = 0
+        self.log: deque[tuple[int, bytes]] = deque(maxlen=self.kept)
+
+    def step(self) -> tuple[int, bytes]:
+        prompt = self.rng.randrange(len(PROMPTS))
+        have = self.cached.get(prompt, 0)
+        if self.rng.random() < 0.03:
+            event, self.cached = {"type": "AllBlocksCleared"}, {}
+        elif have == 3 or (have and self.rng.random() < 0.4):
+            start = self.rng.randrange(have)
+            event = removed(prompt, start)
+            event["block_hashes"] = event["block_hashes"][: have - start]
+            self.cached[prompt] = start
+        else:
+            stop = self.rng.randrange(have, 3) + 1
+            event = stored(prompt, have, stop)
+            self.cached[prompt] = stop
+        self.log.append((self.number, packed(event)))
+        self.number += 1
+        return self.log[-1]
+
+
+def _claims(index: Blocks) -> list[int]:
+    found = []
+    for keys in KEYS:
+        match = score(index, SPACE, keys).matches.get("A")
+        found.append(match.blocks if match else 0)
+    return found
+
+
+def _drive(seed: int, replays: bool, steps: int = 160) -> tuple[int, int]:
+    """Return how often the index was wrong, and how often it said that it knows all."""
+    rng = random.Random(seed)
+    index = Blocks()
+    source = index.register(Registration("A", "m", block_size=1))
+    stream = Stream(index, source, replays=replays)
+    engine = Engine(rng, kept=8)
+    false = complete = 0
+    asked: int | None = None
+    owed: list[tuple[int, bytes]] = []  # sent, not here yet
+    for _ in range(steps):
+        chance = rng.random()
+        if chance < 0.04:
+            engine.begin()
+            owed, asked = [], None
+            stream.disconnected()
+            asked = stream.connected()
+        elif chance < 0.25 and asked is not None:
+            if rng.random() < 0.15:
+                stream.replay_failed()
+            else:
+                while owed and rng.random() < 0.8:
+                    stream.message(*owed.pop(0))  # what was sent before, and may be replayed too
+                for number, payload in list(engine.log):
+                    if number >= asked:
+                        stream.replayed(number, payload)
+                stream.replay_ended()
+            asked = None
+        else:
+            message = engine.step()
+            owed.append(message)
+            if rng.random() < 0.12:
+                owed.pop()  # lost
+            while owed and rng.random() < 0.9:
+                begun = stream.message(*owed.pop(0))
+                asked = asked if begun is None else begun
+                if not stream.replaying:
+                    asked = None
+        if owed or (engine.log and stream.next != engine.number):
+            continue  # it cannot know yet
+        truth = [engine.cached.get(number, 0) for number in range(len(PROMPTS))]
+        claims = _claims(index)
+        knows = stream.complete and not source.lost and not source.stale
+        complete += knows
+        false += claims != truth if knows else any(claim > true for claim, true in zip(claims, truth))
+    return false, complete
+
+
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_claimed_that_is_not_so(seed: int, replays: bool) -> None:
+    false, complete = _drive(seed, replays)
+    assert false == 0 and complete > 5
+
+
+def test_mutation_a_gap_that_is_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a hole left what was known, blocks would be claimed that are gone."""
+    monkeypatch.setattr(Stream, "_lose", lambda stream: setattr(stream, "complete", False))
+    assert any(_drive(seed, replays=False)[0] for seed in range(4))
+
+
+def _stream(replays: bool = True) -> tuple[Blocks, Stream]:
+    index = Blocks()
+    return index, Stream(index, index.register(Registration("A", "m", block_size=1)), replays=replays)
+
+
+def _take(stream: Stream, *messages: tuple[int, bytes]) -> list[int | None]:
+    return [stream.message(*each) for each in messages]
+
+
+def test_a_hole_is_filled_by_a_replay_and_nothing_counts_until_then() -> None:
+    index, stream = _stream()
+    assert _take(stream, (0, packed(stored(0))), (2, packed(stored(1)))) == [None, 1]
+    assert stream.source.stale and _claims(index) == [0] * 6
+    stream.replayed(1, packed(removed(0, 1)))
+    stream.replayed(2, packed(stored(1)))
+    stream.replay_ended()
+    assert _claims(index) == [1, 3, 0, 0, 0, 0] and stream.complete and not stream.source.stale
+
+
+def _fail(stream: Stream) -> None:
+    stream.replay_failed()
+
+
+def _replay_later(stream: Stream) -> None:
+    stream.replayed(5, packed())
+    stream.replay_ended()
+
+
+@pytest.mark.parametrize("heal", [_fail, _replay_later])
+def test_a_hole_that_stays_forgets_everything(heal: Callable[[Stream], Any]) -> None:
+    index, stream = _stream()
+    _take(stream, (0, packed(stored(0))), (7, packed(stored(1))))
+    heal(stream)
+    assert _claims(index) == [0, 3, 0, 0, 0, 0]
+    assert stream.source.lost and not stream.complete and score(index, SPACE, KEYS[0]).stale == ["A"]
+    _take(stream, (8, packed({"type": "AllBlocksCleared"}, stored(2))))
+    assert stream.complete and not stream.source.lost and _claims(index) == [0, 0, 3, 0, 0, 0]
+
+
+def test_a_late_consumer_asks_from_the_beginning() -> None:
+    index, stream = _stream()
+    assert stream.connected() == 0
+    _take(stream, (1, packed(stored(1))))
+    for number in range(2):
+        stream.replayed(number, packed(stored(number)))
+    stream.replay_ended()
+    assert _claims(index)[:3] == [3, 3, 0] and stream.complete
+    _, partial = _stream(replays=False)
+    _take(partial, (4, packed(stored(1))))
+    assert not partial.complete and not partial.source.lost
+
+
+def test_a_publisher_that_begins_anew_is_cleared() -> None:
+    for events in ([(0, packed(stored(1)))], [(3, packed(stored(1)))]):
+        index, stream = _stream(replays=False)
+        _take(stream, *((number, packed(stored(0))) for number in range(5)), *events)
+        assert _claims(index) == [0, 3, 0, 0, 0, 0] and stream.counts["restarts"] == 1
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xff", packed({"type": "BlockRemoved", "block_hashes": ["?"]})])
+def test_what_cannot_be_read_may_have_been_a_removal(payload: bytes) -> None:
+    index, stream = _stream(replays=False)
+    _take(stream, (0, packed(stored(0))), (1, payload))
+    assert _claims(index) == [0] * 6 and stream.counts["refused"] == 1 and stream.source.lost
+    index, stream = _stream(replays=False)
+    _take(stream, (0, packed(stored(0))), (1, packed({"type": "BlockMoved"})))
+    assert _claims(index)[0] == 3 and stream.counts["refused"] == 1
+
+
+def test_what_waits_for_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "PENDING_MAX", 10)
+    index, stream = _stream()
+    numbers: Sequence[int] = range(5, 40)
+    _take(stream, (0, packed(stored(0))), *((number, packed(stored(1))) for number in numbers))
+    assert stream.counts["failed replays"] == 1 and not stream.replaying and _claims(index)[:2] == [0, 3]

@@ -1,0 +1,105 @@
+"""The table of the event index against a dict, driven by the same seeds, and a table that ends searches too early."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from simm.index.table import BUCKET, EMPTY, GONE, Table
+
+
+def _table(alive: set[int] | None = None) -> Table:
+    return Table(
+        {"value": np.uint64},
+        lambda owners: np.ones(len(owners), np.bool_) if alive is None else np.isin(owners, list(alive)),
+    )
+
+
+def _arrays(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([key for key, _ in pairs], np.uint64), np.array([owner for _, owner in pairs], np.uint32)
+
+
+def _check(table: Table, model: dict[tuple[int, int], int]) -> None:
+    pairs = list(model)
+    absent = [(key ^ 1 << 60, owner) for key, owner in pairs]
+    slots = table.find(*_arrays(pairs + absent))
+    assert (slots[: len(pairs)] >= 0).all() and (slots[len(pairs) :] < 0).all()
+    assert table.columns["value"][slots[: len(pairs)]].tolist() == [model[pair] for pair in pairs]
+    for pair, slot in list(zip(pairs + absent, slots.tolist()))[:: max(1, len(pairs) // 10)]:
+        assert table.find_one(*pair) == slot
+    assert table.entries == len(model)
+    assert table.used == int((table.owners != EMPTY).sum())
+
+
+def _drive(table: Table, seed: int, steps: int) -> dict[tuple[int, int], int]:
+    """Do random batches in the table and in a dict. Return the dict."""
+    rng = random.Random(seed)
+    model: dict[tuple[int, int], int] = {}
+    for step in range(steps):
+        if rng.random() < 0.6:
+            drawn = {(rng.getrandbits(40), rng.randrange(1, 5)) for _ in range(rng.choice((1, 3, 40, 300)))}
+            new = [pair for pair in drawn if pair not in model]
+            for pair in new:
+                model[pair] = rng.getrandbits(64)
+            if len(new) < 4:
+                for pair in new:
+                    slot = table.add_one(*pair)
+                    table.columns["value"][slot] = model[pair]
+            else:
+                slots = table.add(*_arrays(new))
+                table.columns["value"][slots] = np.array([model[pair] for pair in new], np.uint64)
+        elif model:
+            gone = rng.sample(sorted(model), rng.randrange(1, len(model) + 1) if rng.random() < 0.2 else 1)
+            table.remove(table.find(*_arrays(gone)))
+            for pair in gone:
+                del model[pair]
+        if step % 10 == 0 and model:
+            _check(table, model)
+    return model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dict_finds_the_same(seed: int) -> None:
+    table = _table()
+    model = _drive(table, seed, 40)
+    assert len(model) > 20
+    _check(table, model)
+
+
+def test_entries_of_owners_that_are_gone_are_dropped() -> None:
+    alive = {1, 2}
+    table = _table(alive)
+    table.add(np.arange(100, dtype=np.uint64), np.tile(np.array([1, 2], np.uint32), 50))
+    alive.discard(2)
+    table.rebuild()
+    assert table.entries == 50 and set(table.owners.tolist()) == {EMPTY, 1}
+
+
+def test_an_entry_has_at_most_so_many_bytes() -> None:
+    table = _table()
+    worst = 0.0
+    for number in range(400):
+        table.add(np.arange(number * 100, number * 100 + 100, dtype=np.uint64), np.full(100, 7, np.uint32))
+        if table.entries > 4000:
+            worst = max(worst, table.nbytes / table.entries)
+    assert worst <= (8 + 4 + 8) * 1.61
+
+
+def test_mutation_a_slot_that_always_becomes_empty_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mark GONE a search ends before what lies behind a full bucket."""
+
+    def remove(table: Table, slots: np.ndarray) -> None:
+        table.owners[slots] = EMPTY
+        table.entries -= len(slots)
+
+    for broken in (False, True):
+        table = _table()
+        monkeypatch.setattr(table, "_homes", lambda keys, owners: np.zeros(len(keys), np.int64))
+        keys, owners = np.arange(1, BUCKET + 3, dtype=np.uint64), np.ones(BUCKET + 2, np.uint32)
+        table.add(keys, owners)
+        first = table.find(keys[:1], owners[:1])
+        remove(table, first) if broken else table.remove(first)
+        assert (GONE in table.owners) is not broken
+        assert (table.find(keys[1:], owners[1:]) < 0).any() == broken

@@ -1,0 +1,116 @@
+"""Traces of puts by RDMA: what the endpoint says of itself, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simm.client import Client
+from simm.errors import TransportError
+from simm.net.channel import Channel
+from simm.rpc import OPCODES
+from simm.sdk import rdma_connection
+from simm.tracing import spool
+from simm.tracing.perfetto import fault_of
+from simm.wire import messages as M
+from simm.wire import rdma_messages as R
+from simm.wire.trace_messages import Timed, Traced, answer_in, traced
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
+
+KEYS = [f"k{number}" for number in range(40)]
+TRACE = bytes(range(16))
+VALUE = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRdmaCluster]:
+    with FakeRdmaCluster(monkeypatch) as running:
+        yield running
+
+
+def recorded(client: Client) -> list[Any]:
+    folder = Path(client._options.trace_dir)
+    client.trace(None)
+    events, bad, refused = spool.collect(folder)
+    assert (bad, refused) == (0, 0) and not [event for event in events if fault_of(event)]
+    return events
+
+
+def names(events: list[Any], of: str, *, server: bool) -> set[str]:
+    return {
+        event["name"] for event in events
+        if event["args"].get("of") == of and bool(event["args"].get("server")) is server
+    }  # fmt: skip
+
+
+def channels(client: Client) -> list[Any]:
+    return [connection.channel for connection in path_of(client, 0)._idle]
+
+
+def test_a_put_has_the_segments_of_its_endpoint(cluster: FakeRdmaCluster, tmp_path: Path) -> None:
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    client.trace(1.0)
+    assert client.put_many(KEYS, [VALUE] * len(KEYS)) == [True] * len(KEYS)
+    assert all(type(channel) is Channel for channel in channels(client)), "between two calls the connections are plain"
+    assert client.get_many(KEYS) == [VALUE] * len(KEYS)
+    assert client.put("one", VALUE) and client.get("one") == VALUE
+    assert client.exists("one") and client.delete("one") and not client.exists("one")
+    assert not client.counters["rdma_fallbacks"], "all of it by RDMA"
+    events = recorded(client)
+    assert names(events, "put", server=False) == {"rdma", "grant", "commit"}
+    assert names(events, "put", server=True) == {"decode", "place", "publish"}
+    assert names(events, "get", server=False) == {"rdma"} and not names(events, "get", server=True), "it asks nobody"
+    assert names(events, "delete", server=True) == {"decode", "delete"}, "by TCP"
+    assert names(events, "exists", server=False) == {"rdma"}
+    paths = {event["name"]: event["args"].get("path") for event in events if event["args"].get("op")}
+    assert paths == {"put": "rdma", "get": "rdma", "exists": "rdma", "delete": "tcp"}
+    by_id = {event["args"]["span_id"]: event for event in events}
+    for event in events:
+        if not event["args"].get("op"):
+            parent = by_id[event["args"]["parent_id"]]
+            assert parent["ts"] <= event["ts"] and event["ts"] + event["dur"] <= parent["ts"] + parent["dur"] + 1e-6
+    assert len(channels(client)) and all(type(channel) is Channel for channel in channels(client))
+
+
+def test_an_endpoint_of_an_older_version_is_not_asked(
+    cluster: FakeRdmaCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = rdma_connection.greet
+    monkeypatch.setattr(
+        rdma_connection, "greet", lambda *arguments: greet(*arguments)._replace(paths=int(M.PathBit.RDMA))
+    )
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    client.trace(1.0)
+    assert client.put_many(KEYS, [VALUE] * len(KEYS)) == [True] * len(KEYS)
+    assert not client.counters["rdma_fallbacks"]
+    events = recorded(client)
+    assert names(events, "put", server=False) == {"rdma", "grant", "commit"} and not names(events, "put", server=True)
+
+
+def test_a_connection_that_is_lost_in_a_traced_put_is_closed(cluster: FakeRdmaCluster, tmp_path: Path) -> None:
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    assert client.put("k", VALUE)
+    client.trace(1.0)
+    for channel in channels(client):
+        channel.sock.shutdown(2)
+    assert client.put_many(KEYS, [VALUE] * len(KEYS)) == [True] * len(KEYS), "by TCP"
+    assert client.counters["rdma_fallbacks"] and client.get_many(KEYS) == [VALUE] * len(KEYS)
+    recorded(client)
+
+
+@pytest.mark.parametrize("msg", [
+    traced(TRACE, M.Ping(1)), traced(TRACE, M.Fetch([])), traced(TRACE, R.RdmaDisconnect(0)),
+    Traced(TRACE, OPCODES[Traced], b""), Traced(TRACE, OPCODES[M.Commit], b"\xff" * 9), Traced(TRACE, 0xFFFF, b"x"),
+], ids=range(6))  # fmt: skip
+def test_an_endpoint_takes_commits_and_grants_in_a_trace_and_nothing_else(cluster: FakeRdmaCluster, msg: Any) -> None:
+    client = cluster.rdma()
+    assert client.put("k", VALUE)
+    channel = channels(client)[0]
+    answer = channel.call(traced(TRACE, M.Grant([(4096, 1)])))
+    assert type(answer) is Timed and isinstance(answer_in(answer), R.RdmaGranted), "control"
+    with pytest.raises(TransportError):
+        channel.call(msg)
+    assert channel.broken and client.put("other", VALUE), "it costs its sender the connection, and nobody else"

@@ -1,0 +1,80 @@
+"""``simm index``: flags, the list of publishers, and the sentence without the extra."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from simm.cli import main
+from simm.net.http import JSON, Page, Web
+from simm.net.loop import Loop
+
+WORKER = {"instance_id": "a", "tenant_id": "default", "dp_rank": 0, "type": "vllm", "blocks": 1234, "stale": False,
+          "complete": True, "endpoint": "tcp://h:1"}  # fmt: skip
+
+
+def _workers(body: str, as_json: bool = False) -> int:
+    """Run `simm index workers` against an index that answers so. Return its exit code."""
+    loop = Loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    web = Web(loop, listener, {"/workers": lambda: Page(body, JSON)})
+    loop.call_every(0.02, lambda: None)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        at = f"127.0.0.1:{listener.getsockname()[1]}"
+        return main(["index", "workers", "--at", at, *(["--json"] if as_json else [])])
+    finally:
+        loop.stop()
+        thread.join()
+        web.close()
+        loop.close()
+
+
+def test_publishers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _workers(json.dumps([WORKER, {**WORKER, "dp_rank": 1, "complete": False}])) == 0
+    assert [line.split()[:6] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["a", "default", "0", "vllm", "1,234", "all"], ["a", "default", "1", "vllm", "1,234", "partly"],
+    ]  # fmt: skip
+    assert _workers(json.dumps([{**WORKER, "stale": True}]), as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)[0]["stale"] is True
+    assert _workers("[1]") == 1 and "is no index" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["workers", "--at", "127.0.0.1:1"], "no index answers at 127.0.0.1:1"),
+        (["--weights", "gold=1"], "TIER=WEIGHT"), (["--weights", "gpu=-1"], "TIER=WEIGHT"),
+        (["--weights", "gpu"], "TIER=WEIGHT"), (["--at", "0.0.0.0:0"], "is not loopback"),
+        (["--hash-seed", "-1"], "--hash-seed"), (["--register", "/nowhere/x"], "No such file"),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+    pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+    pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+    assert main(["index", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("missing", ["zmq", "msgspec", "xxhash"])
+def test_without_the_extra_there_is_one_sentence(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import simm.cli; sys.exit(simm.cli.main(['index']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "pip install simm[index]" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+    path = tmp_path / "publishers.json"
+    for text, sentence in (("{", "no JSON"), ('{"a": 1}', "JSON list")):
+        path.write_text(text)
+        assert main(["index", "--register", str(path)]) == 2 and sentence in capsys.readouterr().err

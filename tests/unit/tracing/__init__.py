@@ -1,0 +1,1 @@
+"""Tests of simm/tracing: what needs no client."""

@@ -1,0 +1,116 @@
+"""Trace events: made by the rules of the format, and checked by them when they come back from a file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simm.tracing.perfetto import LINE_BYTES_MAX, REMOTE_PIDS, document, events_of, fault_of, read_lines, spans_in
+from simm.tracing.spans import Operation
+from simm.tracing.summary import quantile, summarize, table
+
+
+def operation() -> Operation:
+    one = Operation("put", bytes(range(1, 17)), bytes(range(8)), kept=True)
+    one.began, one.ended = 1_000_000, 1_500_000
+    one.about.update(keys=1, done=1, key="00ff00ff", path="shm")
+    one.segment("copy", 1_100_000, 1_200_000)
+    one.segment("commit", 1_200_000, 1_400_000, span_id=b"\1" * 8)
+    one.of_server(99, [("place", 1_250_000, 1_300_000)], (1_200_000, 1_400_000), b"\1" * 8, remote=False)
+    one.of_server(99, [("place", 5, 25)], (1_200_000, 1_400_000), b"\1" * 8, remote=True)
+    return one
+
+
+def test_the_events_of_an_operation() -> None:
+    events = list(events_of(operation(), 42))
+    assert [fault_of(event) for event in events] == [""] * 5
+    root, copied, commit, place, far = events
+    assert (root["name"], root["ts"], root["dur"], root["pid"]) == ("put", 1000.0, 500.0, 42)
+    assert root["args"]["parent_id"] == bytes(range(8)).hex() and root["args"]["key"] == "00ff00ff"
+    assert {event["args"]["trace_id"] for event in events} == {bytes(range(1, 17)).hex()}
+    assert copied["args"]["parent_id"] == commit["args"]["parent_id"] == root["args"]["span_id"]
+    assert place["args"]["parent_id"] == far["args"]["parent_id"] == commit["args"]["span_id"]
+    assert place["pid"] == 99 and far["pid"] == 99 + REMOTE_PIDS
+    assert len({event["args"]["span_id"] for event in events}) == 5
+
+
+def test_the_document_names_its_processes_and_orders_its_events() -> None:
+    made = json.loads(json.dumps(document(reversed(list(events_of(operation(), 42))))))
+    heads = [event for event in made["traceEvents"] if event["ph"] == "M"]
+    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["name"] for event in heads} == {"simm client 42", "simm server 99"}
+    assert [event["ts"] for event in spans] == sorted(event["ts"] for event in spans)
+    assert spans_in(json.dumps(made).encode()) == (spans, 0)
+
+
+DAMAGES: dict[str, Any] = {
+    "ph": "B", "cat": "other", "name": "a\nb", "ts": -1.0, "dur": float("inf"), "pid": "1", "tid": True, "args": [],
+}  # fmt: skip
+ARGUMENTS: dict[str, Any] = {
+    "trace_id": "0" * 31, "span_id": "g" * 16, "parent_id": "12", "key": "\x1b[2J", "keys": [1], "path": "x" * 65,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*DAMAGES, *ARGUMENTS])
+def test_what_is_no_span_is_left_out(field: str) -> None:
+    event = next(events_of(operation(), 42))
+    bad = copy.deepcopy(event)
+    if field in DAMAGES:
+        bad[field] = DAMAGES[field]
+    else:
+        bad["args"][field] = ARGUMENTS[field]
+    assert fault_of(event) == "" and fault_of(bad)
+    assert read_lines([json.dumps(event).encode(), json.dumps(bad).encode()]) == ([event], 1)
+
+
+@pytest.mark.parametrize("field", ["ts", "dur", "pid", "keys"])
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", "NaN", str(1 << 65)])
+def test_a_number_that_no_clock_has_is_left_out(field: str, number: str) -> None:
+    """Also an integer that no float holds: it must not end the command with an OverflowError."""
+    event = next(events_of(operation(), 42))
+    target = event if field in event else event["args"]
+    target[field] = "NUMBER"
+    line = json.dumps(event).replace('"NUMBER"', number).encode()
+    assert read_lines([line]) == ([], 1)
+    assert spans_in(b'{"traceEvents": [' + line + b"]}") == ([], 1)
+
+
+def test_lines_that_are_none() -> None:
+    deep = b"[" * 5000
+    assert read_lines([b"", b"\xff\xff", b"null", b"7", deep, b" " * (LINE_BYTES_MAX + 1)]) == ([], 6)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read(line: bytes) -> None:
+    events, bad = read_lines([line])
+    assert len(events) + bad == 1
+    try:
+        spans_in(line)
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b'{"traceEvents": 3}', b"nothing", b"[" * 5000])
+def test_what_is_no_document(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        spans_in(text)
+
+
+def test_the_summary_counts_operations_and_their_segments() -> None:
+    rows = summarize([event for _ in range(3) for event in events_of(operation(), 42)])
+    found = {(row.operation, row.segment): row for row in rows}
+    assert found["put shm", ""].spans == 3 and found["put shm", ""].p50_us == 500.0
+    assert found["put shm", "commit"].share == pytest.approx(0.4)
+    assert found["put shm", "server place"].spans == 6
+    assert [row.segment for row in rows][:2] == ["", "commit"]
+    assert "server place" in table(rows) and table([]).count("\n") == 0
+
+
+@pytest.mark.parametrize(("count", "share", "value"), [(1, 0.99, 0), (100, 0.5, 50), (100, 0.99, 99), (4, 1.0, 3)])
+def test_a_quantile_is_one_of_the_values(count: int, share: float, value: int) -> None:
+    assert quantile(range(count), share) == value

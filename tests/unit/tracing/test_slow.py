@@ -1,0 +1,53 @@
+"""The lines of slow operations: what is in them, and how many there are."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from simm.tracing.slow import LINES_MAX, NAMES_MAX, WINDOW_S, SlowLog
+from simm.tracing.spans import Operation
+
+
+def operation(*, kept: bool = True) -> Operation:
+    one = Operation("get", bytes(range(16)), b"", kept=kept)
+    one.began, one.ended = 0, 31_204_000
+    one.segment("locate", 0, 4000)
+    one.segment("copy", 4000, 20_000_000)
+    one.segment("copy", 20_000_000, 31_000_000)
+    one.about.update(keys=1, key="1f3a77c0", path="shm")
+    return one
+
+
+def test_a_line_has_the_segments_of_one_name_together(caplog: pytest.LogCaptureFixture) -> None:
+    SlowLog().write(operation())
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        "slow: get of 1 key by shm took 31.204 ms: locate 0.004, copy 30.996; trace 000102030405060708090a0b0c0d0e0f, "
+        "key 1f3a77c0"
+    )
+
+
+def test_a_trace_that_nobody_recorded_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    SlowLog().write(operation(kept=False))
+    assert caplog.records[0].getMessage().endswith("copy 30.996; key 1f3a77c0")
+
+
+def test_lines_are_limited_and_those_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    slow = SlowLog(lambda: now[0])
+    for _ in range(LINES_MAX + 5):
+        slow.line("a thing", 1_000_000, ())
+    assert len(caplog.records) == LINES_MAX
+    now[0] += WINDOW_S + 1
+    slow.line("a thing", 1_000_000, ())
+    assert caplog.records[-1].getMessage() == "slow: a thing took 1.000 ms; 5 more were left out"
+    slow.line("a thing", 1_000_000, ())
+    assert caplog.records[-1].getMessage() == "slow: a thing took 1.000 ms"
+
+
+def test_a_line_has_so_many_names(caplog: pytest.LogCaptureFixture) -> None:
+    SlowLog().line("a thing", 1, [(f"part {at}", 1) for at in range(NAMES_MAX + 5)])
+    assert caplog.records[0].getMessage().count("part ") == NAMES_MAX

@@ -1,0 +1,234 @@
+"""The folder of traces: whose it is, how large it gets, and what an operator asks for in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from simm.constants import TRACE_CONTROL
+from simm.errors import ConfigError, UsageError
+from simm.tracing import spool
+from simm.tracing.spans import Operation
+from tests.support.other_user import needs_root
+from tests.support.waiting import wait_until
+
+
+def operation(name: str = "get") -> Operation:
+    one = Operation(name, os.urandom(16), b"", kept=True)
+    one.segment("copy", one.began, one.began + 5)
+    return one
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "trace"
+
+
+def test_what_a_process_records_is_collected(folder: Path) -> None:
+    mine = spool.spool_in(folder)
+    assert spool.spool_in(folder) is mine
+    mine.join()
+    mine.join()
+    mine.recorder.add(operation())
+    wait_until(lambda: len(spool.collect(folder)[0]) == 2, "the thread has written the spans")
+    mine.leave()
+    mine.recorder.add(operation("put"))
+    mine.leave()  # the last one writes what is left
+    events, bad, refused = spool.collect(folder)
+    assert [event["name"] for event in events] == ["get", "copy", "put", "copy"] and (bad, refused) == (0, 0)
+    assert folder.stat().st_mode & 0o777 == 0o700 and mine.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_files_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "FILE_BYTES_MAX", 4096)
+    mine = spool.spool_in(folder)
+    for _ in range(40):
+        for _ in range(20):
+            mine.recorder.add(operation())
+        mine.write()
+    sizes = [path.stat().st_size for path in spool.files_in(folder)]
+    assert len(sizes) == 2 and max(sizes) <= 4096 and min(sizes) > 0
+    assert spool.collect(folder)[1:] == (0, 0)
+
+
+def test_the_files_of_the_oldest_processes_go(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    for number in range(9):
+        path = folder / f"{number}-0.spans"
+        path.write_bytes(b"")
+        os.utime(path, ns=(number, number))
+    (folder / "other").write_bytes(b"")
+    assert spool.forget_oldest(folder, keep=2) == 5
+    assert sorted(path.name for path in folder.iterdir()) == [f"{each}-0.spans" for each in range(5, 9)] + ["other"]
+    assert spool.forget_oldest(folder / "nowhere") == 0
+
+
+def test_forked_children_are_bounded_as_other_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that forks a child for each request, with a client that traces."""
+    monkeypatch.setattr(spool, "PROCESSES_MAX", 3)
+    mine = spool.spool_in(folder)
+    mine.join()
+    for _ in range(20):
+        mine._after_fork()
+        mine.recorder.add(operation())
+        mine.write()
+    assert len(spool.files_in(folder)) == 2 * 3 - 1
+    assert mine.path in spool.files_in(folder)
+    mine.leave()
+
+
+def test_a_disk_that_refuses_costs_the_spans_and_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = spool.spool_in(folder)
+    folder.rmdir()
+    for _ in range(3):
+        mine.recorder.add(operation())
+        mine.write()
+    assert len(mine.recorder) == 0
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"traces cannot be written to {folder}"]
+
+
+def test_a_folder_that_becomes_unsafe_costs_the_spans_and_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = spool.spool_in(folder)
+    folder.parent.chmod(0o777)
+    for _ in range(3):
+        mine.recorder.add(operation())
+        mine.write()
+    assert len(mine.recorder) == 0 and not list(folder.iterdir())
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"traces cannot be written to {folder}"]
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for name in ("file", "link", "file/below"):
+        with pytest.raises(ConfigError, match="--trace-dir"):
+            spool.spool_in(tmp_path / name)
+
+
+def test_others_are_shut_out_of_a_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    spool.open_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def others_may_write(parent: Path) -> None:
+    parent.chmod(0o777)
+
+
+def others_own(parent: Path) -> None:
+    os.chown(parent, 12345, 12345)
+
+
+@pytest.mark.parametrize("change", [others_may_write, pytest.param(others_own, marks=needs_root)])
+def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """In /tmp anybody makes /tmp/simm-UID first, and a link in it to any folder of this user."""
+    parent, victim = tmp_path / "simm-0", tmp_path / "victim"
+    for each in (parent, victim):
+        each.mkdir(mode=0o700)
+    (victim / "precious.old").write_bytes(b"mine")
+    spool.open_folder(parent / "trace")  # the control: as long as the parent is this user's
+    change(parent)
+    for call in (
+        lambda: spool.open_folder(parent / "trace"), lambda: spool.ask(parent / "trace", "1", 0, 60.0),
+        lambda: spool.end(parent / "trace"), lambda: spool.collect(parent / "trace"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"other users can replace.*--trace-dir"):
+            call()
+    (parent / "trace").rmdir()
+    (parent / "trace").symlink_to(victim, target_is_directory=True)
+    with pytest.raises(ConfigError, match="--trace-dir"):
+        spool.forget_oldest(parent / "trace", keep=0)
+    assert (victim / "precious.old").read_bytes() == b"mine"
+
+
+def test_a_parent_with_the_sticky_bit_is_none_that_others_could_use(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert spool.open_folder(tmp_path / "trace").is_dir()
+
+
+def test_garbage_and_links_in_the_folder_are_left_out(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir(mode=0o700)
+    secret = tmp_path / "secret"
+    secret.write_text("{}\n")
+    (folder / "1-0.spans").symlink_to(secret)
+    (folder / "2-0.spans").write_bytes(b"\x00" * 20_000 + b"\nnull\n")
+    os.mkfifo(folder / "3-0.spans")
+    events, bad, refused = spool.collect(folder)
+    assert events == [] and bad == 2 and refused == 2
+
+
+# -- what an operator asks for ---------------------------------------------------------------------------
+
+
+def test_an_operator_asks_and_ends_it(folder: Path) -> None:
+    control = spool.Control(folder / TRACE_CONTROL)
+    now = time.time()
+    assert control.look(now) is None
+    asked = spool.ask(folder, "0.5", 20, 60.0)
+    assert control.look(now) == asked and asked.ratio == 0.5 and asked.slow_ms == 20
+    assert control.look(now) is control.look(now)
+    assert control.look(now + 120.0) is None, "its time is over"
+    assert spool.end(folder) and control.look(now) is None
+    assert not spool.end(folder)
+
+
+@pytest.mark.parametrize("text", [
+    "", "null", "[]", "{}", '{"ratio": 2, "slow_ms": 0, "until": 1e12}', '{"ratio": 1, "slow_ms": -1, "until": 1e12}',
+    '{"ratio": "1", "slow_ms": 0, "until": 1}', '{"ratio": 1, "slow_ms": 0, "until": NaN}', "[" * 4000, "\x00",
+    '{"ratio": 1, "slow_ms": 0, "until": 1e300}', '{"ratio": 1, "slow_ms": 0, "until": 1' + "0" * 400 + "}",
+])  # fmt: skip
+def test_a_control_file_that_is_none_asks_for_nothing(folder: Path, text: str) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / TRACE_CONTROL).write_text(text)
+    assert spool.Control(folder / TRACE_CONTROL).look(time.time()) is None
+
+
+def test_a_control_file_of_others_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool.ask(folder, "1", 0, 60.0)
+    assert spool.Control(folder / TRACE_CONTROL).look(time.time()) is not None
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(spool, "_own", lambda fd: os.fstat(fd).st_uid == os.geteuid())
+    assert spool.Control(folder / TRACE_CONTROL).look(time.time()) is None
+
+
+def test_a_control_file_that_changes_again_and_again_costs_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir(mode=0o700)
+    path = folder / TRACE_CONTROL
+    control = spool.Control(path)
+    for at in range(20):
+        path.write_bytes(b"nothing")
+        os.utime(path, ns=(at, at))
+        assert control.look(time.time()) is None
+    assert len(caplog.records) == 1
+    spool.ask(folder, "1", 0, 60.0)
+    assert control.look(time.time()) is not None
+    path.write_bytes(b"nothing")
+    assert control.look(time.time()) is None and len(caplog.records) == 2
+
+
+def test_a_link_for_a_control_file_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    spool.ask(folder, "1", 0, 60.0)
+    (folder / TRACE_CONTROL).rename(tmp_path / "elsewhere")
+    (folder / TRACE_CONTROL).symlink_to(tmp_path / "elsewhere")
+    assert spool.Control(folder / TRACE_CONTROL).look(time.time()) is None
+
+
+@pytest.mark.parametrize(("ratio", "seconds"), [("off", 60.0), ("2", 60.0), ("1", 0.0), ("1", 1e9)])
+def test_a_wish_that_cannot_be_is_refused(folder: Path, ratio: str, seconds: float) -> None:
+    with pytest.raises(UsageError):
+        spool.ask(folder, ratio, 0, seconds)
+    assert not (folder / TRACE_CONTROL).exists()
+
+
+def test_what_is_asked_for_is_plain_json(folder: Path) -> None:
+    spool.ask(folder, "0.01", 0, 60.0)
+    assert set(json.loads((folder / TRACE_CONTROL).read_text())) == {"ratio", "slow_ms", "until"}
