@@ -80,7 +80,7 @@ class Session(Membership):
             if isinstance(reply, SIGNS_OF_LIFE):
                 self.alive_at = sent
             elif status == Status.UNKNOWN_NODE:
-                self.house.silences.append(sent - self.alive_at)
+                self.house.silences.append(time.monotonic() - self.alive_at)
             if not (self.deaf and status == Status.UNKNOWN_NODE):
                 callback(reply, status)
 
@@ -167,7 +167,8 @@ class House:
         self.sent: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
         self.gave_up: list[str] = []
-        #: How long a server had been silent, by its own clock, when it was taken for dead; seconds.
+        #: How long a server had been silent at most, by its own clock, when it heard that it was taken for dead; seconds.
+        #: The request that was refused may have waited for a manager, or for this process, on a busy machine.
         self.silences: list[float] = []
         self.maps = SeenMaps()
         shared = SharedMaps()
