@@ -152,7 +152,7 @@ _idle: dict[int, list[_Stream]] = {}
 class InFlightCopies:
     """Copies that are in flight together; for one thread, from the first one to :meth:`wait`."""
 
-    __slots__ = ("_current", "_driver", "_followed", "_pinned", "_streams")
+    __slots__ = ("_current", "_driver", "_followed", "_last", "_pinned", "_streams")
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -163,6 +163,8 @@ class InFlightCopies:
         self._current = -1
         #: Memory that copies go straight from or to: mostly one, so a list is cheaper than a set.
         self._pinned: list[Pinned] = []
+        #: Device and stream of the caller's of the last copy, and what they were begun on; most copies are alike.
+        self._last: tuple[int, int, _Stream] | None = None
 
     def _on(self, device: int) -> None:
         """Make the device's context the current one."""
@@ -190,7 +192,12 @@ class InFlightCopies:
 
     def begin(self, buffer: DeviceBuffer, host: int, size: int, pinned: Pinned | None, inward: bool) -> None:
         """Begin the copy of host memory to the buffer's head, or from there if not ``inward``."""
-        stream = self._stream(buffer)
+        last = self._last
+        if last is not None and last[0] == buffer.device and last[1] == buffer.stream:
+            stream = last[2]
+        else:
+            stream = self._stream(buffer)
+            self._last = buffer.device, buffer.stream, stream
         if pinned is not None and pinned not in self._pinned:
             self._pinned.append(pinned)
         source, target = (host, buffer.address) if inward else (buffer.address, host)
@@ -208,6 +215,7 @@ class InFlightCopies:
         """Wait until every copy is done, deferring interruptions. Raises UnfinishedCopy. Twice is harmless."""
         failed: CudaError | None = None
         interrupted: BaseException | None = None
+        self._last = None
         while self._streams:
             device, stream = next(iter(self._streams.items()))
             try:

@@ -51,14 +51,16 @@ def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> I
 
 
 def scatter(
-    ranges: Ranges, data: memoryview, address: int, start: int, copier: Copier, mapping: HostMapping | None = None
-) -> None:
+    ranges: Ranges, data: memoryview, address: int, start: int, copier: Copier, mapping: HostMapping | None = None,
+    later: list[DeviceCopy] | None = None,
+) -> None:  # fmt: skip
     """Copy ranges of a value to their memory. The value begins at byte ``start`` of ``data``, which is at ``address``.
 
     The caller has checked that it has ``ranges.least`` bytes. ``mapping``: what a device knows that data by, or None.
-    Large ranges are copied without the GIL. O(ranges). Raises DeviceError.
+    ``later``: gets the copies to devices, which the caller then carries out. Large ranges are copied without the GIL.
+    O(ranges). Raises DeviceError.
     """
-    devices: list[DeviceCopy] = []
+    devices: list[DeviceCopy] = [] if later is None else later
     size = -1
     copy: Any = None
     address += start
@@ -72,7 +74,7 @@ def scatter(
             keeper[:] = data[at : at + length]
         else:
             devices.append((keeper, address + offset, length, None if mapping is None else keeper.pinned(mapping)))
-    if devices:
+    if devices and later is None:
         devices[0][0].copy_to_device(devices)
 
 
@@ -160,6 +162,17 @@ def checksum(pieces: Iterable[memoryview]) -> int:
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return crc
+
+
+def checksum_of(source: Any, data: memoryview, start: int) -> int:
+    """Return the CRC-32 of a value that was copied to ``start`` in the data.
+
+    Not of the copy, which others may have overwritten by now, but where the value is in a device's memory.
+    """
+    parts = source.parts if type(source) is Pieces else [source]
+    if any(map(on_device, parts)):
+        return zlib.crc32(data[start : start + len(source)])
+    return checksum(map(host_view, parts))
 
 
 def views_of(ranges: Ranges) -> list[memoryview]:

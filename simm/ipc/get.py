@@ -6,17 +6,16 @@ there or that change.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.layout import ENTRY_CRC, ENTRY_LARGE
-from ..arena.reader import ArenaReader, Located, Unsettled
+from ..arena.reader import ArenaReader, Located
 from ..host.buffers import (
     RELEASE_BYTES,
     Copier,
@@ -164,40 +163,39 @@ class ShmGet:
 
         The first position's sink is on a device. Raises DeviceError.
         """
+        if self.checksum:  # which the CPU compares, of host memory
+            return list(positions)
         rest: list[int] = []
-        left = iter(positions)
-        begun: list[tuple[int, Located]] = []
-        base = reader.data_address - reader.data_offset
-
-        def group() -> Iterator[DeviceCopy]:
-            total = 0
-            for position in left:
-                sink = sinks[position]
-                found = None
-                if on_device(sink):
-                    with contextlib.suppress(Unsettled):
-                        found = reader.locate(digests[position])
-                    if found is not None and fits(found.length, sink) and found.flags in self.plain:
-                        begun.append((position, found))
-                        yield sink, base + found.offset, found.length, sink.pinned(reader)
-                        total += found.length
-                        if total >= DEVICE_BYTES or len(begun) >= DEVICE_KEYS:
-                            return
-                        continue
-                rest.append(position)
-
+        base = reader.data_address
         device: DeviceBuffer = sinks[positions[0]]
-        while True:
-            begun.clear()
-            device.copy_to_device(group())
-            if not begun:
-                return rest
-            for position, found in begun:
-                if reader.confirm(digests[position], found.slot, found.seq):
-                    reader.visited[found.slot] = 1
-                    results[position] = found.length
+        pinned = device.pinned(reader)
+        keys, slots = reader.candidates([digests[position] for position in positions])
+        done = 0
+        while done < len(positions):
+            found = reader.locate_many(keys[done : done + DEVICE_KEYS], slots[done : done + DEVICE_KEYS])
+            count = max(1, int(found.lengths.cumsum().searchsorted(DEVICE_BYTES, "right")))
+            found = found.head(count)
+            group = positions[done : done + count]
+            done += len(group)
+            settled = found.settled.tolist()
+            copies: list[DeviceCopy] = []
+            for number, (position, start, length) in enumerate(
+                zip(group, found.starts.tolist(), found.lengths.tolist())
+            ):
+                if settled[number]:
+                    sink = sinks[position]
+                    if on_device(sink) and fits(length, sink):
+                        copies.append((sink, base + start, length, pinned))
+                    else:
+                        found.settled[number] = False
+            if copies:
+                copies[0][0].copy_to_device(copies)
+            for position, length, hit in zip(group, found.lengths.tolist(), reader.confirm_many(found).tolist()):
+                if hit:
+                    results[position] = length
                 else:
                     rest.append(position)
+        return rest
 
     def sound(self, reader: ArenaReader, found: Located, got: Any, sink: memoryview | Span | None) -> bool:
         """Return whether a value is of this client's namespace, and still has the checksum it was stored with."""

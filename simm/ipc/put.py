@@ -22,12 +22,10 @@ Large values cost what their copy costs, and waking a sleeping worker on top, wh
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
-from ..arena.reader import ArenaReader
 from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import TransportError, UnfinishedCopy
 from ..host.buffers import (
@@ -42,7 +40,7 @@ from ..host.buffers import (
     memmove,
     on_device,
 )
-from ..host.parts import checksum, gather
+from ..host.parts import checksum_of, gather
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
@@ -332,7 +330,7 @@ class ShmPut:
                     data[start : start + length] = source  # type: ignore[assignment]
             if not self._checksum:
                 return [(0, 0)] * len(run)
-            return [(_checksum_of(source, reader, grant[1] - base), ENTRY_CRC) for grant, source in zip(grants, run)]
+            return [(checksum_of(source, data, grant[1] - base), ENTRY_CRC) for grant, source in zip(grants, run)]
         except BaseException:
             session.pool.add(grants)
             raise
@@ -369,7 +367,7 @@ class ShmPut:
             else:
                 self._fill_apart(session, source, start, length, after)
             if self._checksum:
-                return _checksum_of(source, reader, start), ENTRY_CRC
+                return checksum_of(source, reader.data, start), ENTRY_CRC
             return 0, 0
         except UnfinishedCopy:
             copying.append(None)  # for good: the device may still write the chunk, so no other value may get it
@@ -423,6 +421,8 @@ class ShmPut:
         """Copy a value that is no single piece of host memory to ``start`` in the data. ``after`` as in _fill()."""
         reader = session.reader
         if type(source) is not Pieces:
+            if after >= 0:  # the device copies, and the CPU has time
+                session.wake(length + after)
             source.copy_to_mapping(reader, start, length)
             return
         parts = source.parts
@@ -444,12 +444,15 @@ class ShmPut:
     ) -> None:  # fmt: skip
         """Carry out :meth:`put_many` from device buffers.
 
-        A group's copies are one chain on the device. While the worker commits them, the next group's are in flight.
+        A group's copies are one chain on the device. Meanwhile the worker wakes, commits the group before it, and
+        grants what the next one needs.
         """
         in_flight: list[tuple[int, list[int]]] = []
         left = list(reversed(positions))
+        asked: tuple[int, int] | None = None
         try:
             while left:
+                asked = asked or self._ask_ahead(session, len(sources[left[-1]]), len(left))
                 group: list[tuple[int, GrantTuple]] = []
                 size = 0
                 while left and len(group) < DEVICE_KEYS and size < COMMIT_BYTES:
@@ -458,16 +461,21 @@ class ShmPut:
                     if grant is None:
                         if group:
                             break  # no put waits for a grant while it holds an uncommitted one
-                        collect(session, in_flight, statuses)
-                        in_flight = []
-                        grant = _obtain(session, length, len(left), room)
+                        if asked is not None:
+                            awaited, asked = asked, None
+                            collect_grants(session, awaited)
+                            grant = session.pool.take(length)
+                        if grant is None:
+                            collect(session, in_flight, statuses)
+                            in_flight = []
+                            grant = _obtain(session, length, len(left), room)
                     position = left.pop()
                     if grant is None:
                         statuses[position] = Status.NO_SPACE
                     else:
                         group.append((position, grant))
                         size += length
-                entries = self._fill_group(session, digests, sources, group)
+                entries = self._fill_group(session, digests, sources, group, size)
                 for start in range(0, len(entries), COMMIT_KEYS):
                     part = entries[start : start + COMMIT_KEYS]
                     mine = [position for position, _ in group[start : start + COMMIT_KEYS]]
@@ -475,23 +483,29 @@ class ShmPut:
                     in_flight.append((_commit(session, part, len(left), last), mine))
         finally:
             with while_cleaning_up(session):
+                if asked is not None:
+                    collect_grants(session, asked)
                 collect(session, in_flight, statuses)
+        session.clear_announcement()
 
     def _fill_group(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
-        group: Sequence[tuple[int, GrantTuple]],
+        group: Sequence[tuple[int, GrantTuple]], size: int,
     ) -> list[_Entry]:  # fmt: skip
-        """Copy a group's values into their chunks and return what to commit. A failure releases all grants."""
+        """Copy a group's values, of so many bytes, and return what to commit. A failure releases all grants."""
         reader = session.reader
         entries = []
         finished = True
         session.begin_copy()
         try:
+            session.wake(size)
             copies: list[DeviceCopy] = []
+            pinned: Any = None
             for position, grant in group:
                 source, start = sources[position], grant[1] - reader.data_offset
                 if on_device(source):
-                    copies.append((source, reader.data_address + start, source.size, source.pinned(reader)))
+                    pinned = pinned or source.pinned(reader)
+                    copies.append((source, reader.data_address + start, source.size, pinned))
                 else:
                     view = host_view(source)
                     self._copier.copy(reader.data_address + start, address_of(view), len(view))
@@ -500,7 +514,7 @@ class ShmPut:
             for position, grant in group:
                 length, start = len(sources[position]), grant[1] - reader.data_offset
                 source = sources[position]
-                crc, flags = (_checksum_of(source, reader, start), ENTRY_CRC) if self._checksum else (0, 0)
+                crc, flags = (checksum_of(source, reader.data, start), ENTRY_CRC) if self._checksum else (0, 0)
                 entries.append((digests[position], grant[0], length, crc, flags, 0))
         except UnfinishedCopy:
             finished = False  # see _fill
@@ -580,14 +594,3 @@ def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool)
         if count:
             wants.append((length, count))
     return session.submit(M.Commit(entries, wants))
-
-
-def _checksum_of(source: memoryview | Span, reader: ArenaReader, start: int) -> int:
-    """Return the CRC-32 of a value that was copied to ``start`` in the data.
-
-    Not of the copy, which others may have overwritten by now, but where the value is in a device's memory.
-    """
-    parts = source.parts if type(source) is Pieces else [source]
-    if any(map(on_device, parts)):
-        return zlib.crc32(reader.data[start : start + len(source)])
-    return checksum(map(host_view, parts))

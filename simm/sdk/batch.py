@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
+import numpy as np
+
 from ..constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork_copies
@@ -79,6 +81,10 @@ class LargeValue(UsageError):
         self.memory = memory
 
 
+#: Asking whether an object is a :class:`DeviceBuffer` takes 0.3 us: not of these.
+_PLAIN_KINDS: Final[frozenset[type]] = frozenset((memoryview, Span, np.ndarray))
+
+
 def source_of(value: Any, what: str = "a value") -> memoryview | Span:
     """Return a value, or ``what`` it is to be called, in the form that put takes. Raises UsageError for a wrong type or
     size."""
@@ -86,6 +92,8 @@ def source_of(value: Any, what: str = "a value") -> memoryview | Span:
     source: memoryview | Span
     if kind is bytes or kind is bytearray:
         source = memoryview(value)  # view_of looks at more
+    elif kind not in _PLAIN_KINDS and isinstance(value, DeviceBuffer):
+        source = value
     else:
         try:
             source = value if kind is Span else view_of(value.data if kind is View else value)
@@ -107,6 +115,12 @@ def any_source_of(value: Any) -> memoryview | Span:
         return source
 
 
+def _writable(span: DeviceBuffer) -> DeviceBuffer:
+    if not span.writable:
+        raise UsageError("the buffer is read-only")
+    return span
+
+
 def sink_of(buffer: Any) -> memoryview | Span:
     """Return a buffer in the form that get takes. Raises UsageError if it is read-only."""
     kind = type(buffer)
@@ -118,14 +132,13 @@ def sink_of(buffer: Any) -> memoryview | Span:
         return memoryview(buffer)
     if kind is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.contiguous:
         view = memoryview(buffer)  # view_of looks at more
+    elif kind not in _PLAIN_KINDS and isinstance(buffer, DeviceBuffer):
+        return _writable(buffer)
     else:
         try:
             view = view_of(buffer)
         except OnDevice:
-            span = device_buffer(buffer)
-            if not span.writable:
-                raise UsageError("the buffer is read-only") from None
-            return span
+            return _writable(device_buffer(buffer))
     if view.readonly:
         raise UsageError("the buffer is read-only: pass a bytearray, a writable array or a tensor")
     return view

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...arena.reader import ArenaReader, Located
 from ...constants import VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
-from ...host.buffers import Copier, Ranges, address_of
+from ...host.buffers import Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
@@ -80,17 +80,20 @@ class ArenaPins:
         """Read ranges of values. Fill in results by position: above 0 for a hit. Raises DeviceError."""
         reader, copier = self.reader, self._copier
         data, address = reader.data, reader.data_address
+        devices: list[DeviceCopy] = []
         for position, ranges in wants:
             held = self.values.get(position)
             if held is None:
                 continue
             start, digest, found = held
             if found is None:
-                scatter(ranges, data, address, start, copier, reader)
+                scatter(ranges, data, address, start, copier, reader, devices)
             elif not self._read_version(start, digest, found, ranges):
                 self.values.pop(position, None)
                 continue
             results[position] = 1
+        if devices:  # one chain for all: a layer of a thousand pages is one wait for the device
+            devices[0][0].copy_to_device(devices)
 
     def _read_version(self, start: int, digest: bytes, found: Located, ranges: Ranges) -> bool:
         """Read ranges of a value that no pin holds; return whether it was whole until then."""

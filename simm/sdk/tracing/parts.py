@@ -196,9 +196,11 @@ class TracedShmPut(ShmPut):
         _noted("copy", super()._fill_planned, _real(session), digests, planned, entries, mine, after)
 
     def _fill_group(
-        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span], group: Any
-    ) -> list[tuple[bytes, int, int, int, int, int]]:
-        return _noted("copy", super()._fill_group, _real(session), digests, sources, group)  # type: ignore[no-any-return]
+        self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span], group: Any,
+        size: int,
+    ) -> list[tuple[bytes, int, int, int, int, int]]:  # fmt: skip
+        filled = _noted("copy", super()._fill_group, _real(session), digests, sources, group, size)
+        return filled  # type: ignore[no-any-return]
 
 
 class TracedTcpPath(TcpPath):
