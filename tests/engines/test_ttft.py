@@ -21,7 +21,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import ttft
 options = ["--size", "tiny", "--sizes", "300,640", "--conversations", "2", "--rounds", "1", "--block", "32"]
-options += ["--dtype", "fp32", "--caches", "in-process,simm,simm-tcp"]
+options += ["--dtype", "fp32", "--caches", "in-process,simm,simm-layers,simm-tcp"]
 code = ttft.main([*options, "--threads", "1", "--json", sys.argv[2], "--chart", sys.argv[3]])
 
 loads = ttft.main([*options[:-1], "simm,simm-tcp", "--loads", "1", "--json", sys.argv[4]])

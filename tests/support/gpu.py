@@ -1,7 +1,8 @@
 """A CUDA driver in software as the process's driver, and objects as engines have them in a GPU's memory.
 
 The fake carries copies out when a caller waits for them and not before, and the CPU cannot touch its GPU memory.
-It exists in Python and as a compiled library, which ctypes calls as it would the real one.
+It exists in Python and as a compiled library, which ctypes calls as it would the real one. On a machine with a GPU
+:class:`Real` has the same methods.
 """
 
 from __future__ import annotations
@@ -120,6 +121,100 @@ class Compiled:
 
     def close(self) -> None:
         self.library.fake_reset()
+
+
+#: Symbols that :class:`_Watched` counts: what is made is one more, what is ended one less.
+_LIVE = {
+    "cuStreamCreate": 1, "cuStreamDestroy_v2": -1, "cuEventCreate": 1, "cuEventDestroy_v2": -1,
+    "cuCtxPushCurrent_v2": 1, "cuCtxPopCurrent_v2": -1,
+}  # fmt: skip
+
+
+class _Watched:
+    """The real driver's functions, which keep account of what is registered, copied and made."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.ranges: dict[int, int] = {}
+        self.direct = 0
+        self.live = 0
+
+    def __getattr__(self, symbol: str) -> Any:
+        function = getattr(self._library, symbol)
+
+        def call(*arguments: Any) -> int:
+            code: int = function(*arguments)
+            if code == 0:
+                self._count(symbol, arguments)
+            return code
+
+        return call
+
+    def _count(self, symbol: str, arguments: tuple[Any, ...]) -> None:
+        self.live += _LIVE.get(symbol, 0)
+        if symbol == "cuMemHostRegister_v2":
+            self.ranges[arguments[0]] = arguments[1]
+        elif symbol == "cuMemHostUnregister":
+            del self.ranges[arguments[0]]
+        elif symbol in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
+            host = arguments[symbol == "cuMemcpyHtoDAsync_v2"]
+            self.direct += any(at <= host and host + arguments[2] <= at + size for at, size in self.ranges.items())
+
+
+class Real:
+    """The machine's driver and its first GPU, which stands for every device."""
+
+    _keeper: Driver | None = None
+
+    def __init__(self) -> None:
+        if Real._keeper is None:
+            # It sets the types of the functions' parameters, and holds the context as long as the process lives.
+            Real._keeper = Driver(ctypes.CDLL(cuda.LIBRARY))
+        self._driver = Real._keeper
+        self._library = self._driver._library
+        self.library = _Watched(self._library)
+        self._memory: list[int] = []
+
+    @staticmethod
+    def missing() -> str:
+        """Return why there is none here, or an empty text."""
+        try:
+            driver = Driver(ctypes.CDLL(cuda.LIBRARY))
+        except (OSError, cuda.CudaError) as exc:
+            return f"no GPU: {exc}"
+        return "" if driver.devices else "no GPU"
+
+    def alloc(self, device: int, size: int) -> int:
+        with self._driver.current(0):
+            address = self._driver.allocate(size)
+            self._memory.append(address)
+            assert self._library.cuMemsetD8_v2(ctypes.c_uint64(address), 0, ctypes.c_size_t(size)) == 0
+        return address
+
+    def peek(self, address: int, size: int) -> bytes:
+        data = ctypes.create_string_buffer(size)
+        with self._driver.current(0):
+            assert self._library.cuMemcpyDtoH_v2(data, ctypes.c_uint64(address), ctypes.c_size_t(size)) == 0
+        return data.raw
+
+    def poke(self, address: int, data: bytes) -> None:
+        with self._driver.current(0):
+            assert self._library.cuMemcpyHtoD_v2(ctypes.c_uint64(address), data, ctypes.c_size_t(len(data))) == 0
+
+    def registered(self) -> int:
+        return sum(self.library.ranges.values())
+
+    def direct(self) -> int:
+        return self.library.direct
+
+    def check(self) -> None:
+        assert self.library.live == 0, "streams, events or contexts left"
+
+    def close(self) -> None:
+        with self._driver.current(0):
+            for address in self._memory:
+                self._driver.free(address)
+        self._memory.clear()
 
 
 def use_driver(driver: Driver | None) -> Driver | None:

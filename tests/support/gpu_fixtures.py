@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests: a CUDA driver in software, in Python and compiled. A conftest imports them."""
+"""Fixtures of the GPU tests: CUDA drivers, in Python, compiled, and the machine's own. A conftest imports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
-from tests.support.gpu import Compiled, InPython, installed
+from tests.support.gpu import Compiled, InPython, Real, installed
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,19 @@ def both(request: pytest.FixtureRequest) -> Iterator[Any]:
     if isinstance(library, str):
         pytest.skip(library)
     yield from installed(Compiled(library))
+
+
+#: Without a GPU there is no third parameter, instead of as many skipped tests.
+@pytest.fixture(params=["python", "compiled", *([] if Real.missing() else ["real"])])
+def devices(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The two drivers in software, and the machine's own where it has a GPU."""
+    if request.param == "real":
+        yield from installed(Real())
+        return
+    library = request.getfixturevalue("shared_library")
+    if request.param == "compiled" and isinstance(library, str):
+        pytest.skip(library)
+    yield from installed(InPython() if request.param == "python" else Compiled(library))
 
 
 @pytest.fixture

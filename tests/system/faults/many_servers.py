@@ -167,8 +167,8 @@ class House:
         self.sent: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
         self.gave_up: list[str] = []
-        #: How long a server had been silent at most, by its own clock, when it heard that it was taken for dead; seconds.
-        #: The request that was refused may have waited for a manager, or for this process, on a busy machine.
+        #: How long a server had been silent at most, by its own clock, when it heard that it was taken for dead:
+        #: seconds. The request that was refused may have waited for a manager, or for this process.
         self.silences: list[float] = []
         self.maps = SeenMaps()
         shared = SharedMaps()

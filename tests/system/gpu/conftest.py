@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.gpu_fixtures import both, fake, shared_library
+from tests.support.gpu_fixtures import both, devices, fake, shared_library
 
-__all__ = ["both", "fake", "shared_library"]
+__all__ = ["both", "devices", "fake", "shared_library"]

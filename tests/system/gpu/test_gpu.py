@@ -77,42 +77,42 @@ def registered_by(client: Client) -> None:
         all_of(known)
 
 
-def test_put_and_get(both: Any, cluster: Any, path: str, namespace: str) -> None:
+def test_put_and_get(devices: Any, cluster: Any, path: str, namespace: str) -> None:
     with connect(cluster, namespace, path) as client:
         assert client.put("first", b"x")
         registered_by(client)
         for number, size in enumerate((1, 4096, 40_000, 300_001, 5 * MIB + 3)):
             value = noise(size, size)
-            address = both.alloc(number % 2, size)
-            both.poke(address, value)
+            address = devices.alloc(number % 2, size)
+            devices.poke(address, value)
             assert client.put(f"from {size}", Tensor(address, size))
             assert client.get(f"from {size}") == value
-            room = both.alloc((number + 1) % 2, size + 8)
+            room = devices.alloc((number + 1) % 2, size + 8)
             assert client.get_into(f"from {size}", Array(room, size + 8)) == size
-            assert both.peek(room, size + 8) == value + bytes(8)
+            assert devices.peek(room, size + 8) == value + bytes(8)
             assert client.put(f"of the host {size}", value)
-            both.poke(room, bytes(size))
+            devices.poke(room, bytes(size))
             assert client.get_into(f"of the host {size}", device_span(Tensor(room, size))) == size
-            assert both.peek(room, size) == value
-        assert client.get_into("absent", Tensor(both.alloc(0, 64), 64)) is None
+            assert devices.peek(room, size) == value
+        assert client.get_into("absent", Tensor(devices.alloc(0, 64), 64)) is None
 
 
-def test_values_in_parts(both: Any, cluster: Any, path: str, namespace: str) -> None:
+def test_values_in_parts(devices: Any, cluster: Any, path: str, namespace: str) -> None:
     """Out of a device's memory and into it, and ranges of both kinds of memory."""
     value = noise(7, 2000)
     with small_limits(), connect(cluster, namespace, path) as client:
-        address, room = both.alloc(0, 2000), both.alloc(1, 2010)
-        both.poke(address, value)
+        address, room = devices.alloc(0, 2000), devices.alloc(1, 2010)
+        devices.poke(address, value)
         assert client.put("k", Tensor(address, 2000)) and client.stats()["large"] == 1
         assert client.get("k") == value
         assert client.get_into("k", Tensor(room, 2010)) == 2000
-        assert both.peek(room, 2010) == value + bytes(10)
+        assert devices.peek(room, 2010) == value + bytes(10)
         assert client.put_gather("g", [value[:99], Tensor(address, 2000)])
-        both.poke(room, bytes(2010))
+        devices.poke(room, bytes(2010))
         head = bytearray(300)
         assert client.get_ranges("g", [(0, 300, head), (200, 1500, Tensor(room, 1500))]) == 2099
         whole = value[:99] + value
-        assert head == whole[:300] and both.peek(room, 1500) == whole[200:1700]
+        assert head == whole[:300] and devices.peek(room, 1500) == whole[200:1700]
 
 
 @pytest.mark.parametrize("end", ["close", "lost"])
@@ -141,7 +141,7 @@ def test_a_clients_registration_ends_with_its_use_of_the_arena(
     assert not fake.violations
 
 
-def test_batches(both: Any, cluster: Any, path: str, namespace: str) -> None:
+def test_batches(devices: Any, cluster: Any, path: str, namespace: str) -> None:
     """Batches with misses, host memory and both devices among them."""
     with connect(cluster, namespace, path) as client:
         count = 3 * DEVICE_KEYS // 2
@@ -152,8 +152,8 @@ def test_batches(both: Any, cluster: Any, path: str, namespace: str) -> None:
             if at % 7 == 3:
                 sources.append(value)
                 continue
-            address = both.alloc(at % 2, sizes[at])
-            both.poke(address, value)
+            address = devices.alloc(at % 2, sizes[at])
+            devices.poke(address, value)
             sources.append(Tensor(address, sizes[at]))
         keys = [f"batch {at}" for at in range(count)]
         assert client.put_many(keys, sources) == [True] * count
@@ -161,22 +161,22 @@ def test_batches(both: Any, cluster: Any, path: str, namespace: str) -> None:
         wanted = [key if at % 5 else "absent" for at, key in enumerate(keys)]
         rooms: list[Any] = []
         for at, size in enumerate(sizes):
-            rooms.append(bytearray(size) if at % 6 == 5 else Tensor(both.alloc((at + 1) % 2, size), size))
+            rooms.append(bytearray(size) if at % 6 == 5 else Tensor(devices.alloc((at + 1) % 2, size), size))
         got = client.get_into_many(wanted, rooms)
         assert got == [size if at % 5 else None for at, size in enumerate(sizes)]
         for at, room in enumerate(rooms):
             if at % 5:
-                data = bytes(room) if isinstance(room, bytearray) else both.peek(room.data_ptr(), sizes[at])
+                data = bytes(room) if isinstance(room, bytearray) else devices.peek(room.data_ptr(), sizes[at])
                 assert data == values[at]
         # A first sink or source in host memory: the others are done one by one.
         order = sorted(range(count), key=lambda at: not isinstance(sources[at], bytes))
         assert client.put_many([f"again {at}" for at in order], [sources[at] for at in order]) == [True] * count
         assert client.get_many([f"again {at}" for at in order]) == [values[at] for at in order]
         few = order[:1] + [at for at in order if not isinstance(sources[at], bytes)][:3]
-        sinks = [bytearray(sizes[few[0]]), *(Tensor(both.alloc(0, sizes[at]), sizes[at]) for at in few[1:])]
+        sinks = [bytearray(sizes[few[0]]), *(Tensor(devices.alloc(0, sizes[at]), sizes[at]) for at in few[1:])]
         assert client.get_into_many([f"again {at}" for at in few], sinks) == [sizes[at] for at in few]
         for at, sink in zip(few[1:], sinks[1:]):
-            assert both.peek(sink.data_ptr(), sizes[at]) == values[at]
+            assert devices.peek(sink.data_ptr(), sizes[at]) == values[at]
 
 
 def test_small_buffers_and_wrong_ones(fake: FakeCuda, cluster: Any, path: str, namespace: str) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from simm.gpu import copy
 from tests.support.gpu import KIB
-from tests.support.gpu_fixtures import both, fake, shared_library
+from tests.support.gpu_fixtures import both, devices, fake, shared_library
 
-__all__ = ["both", "fake", "shared_library", "small_pieces"]
+__all__ = ["both", "devices", "fake", "shared_library", "small_pieces"]
 
 
 @pytest.fixture

@@ -38,28 +38,28 @@ SIZES = (1, 4096, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 3 * 16 * KIB + 7, 200 * 
 
 
 @pytest.mark.parametrize("share", [0, 1, 2, 4])
-def test_copies_with_an_arena_registered_in_part(both: Any, small_pieces: int, share: int) -> None:
+def test_copies_with_an_arena_registered_in_part(devices: Any, small_pieces: int, share: int) -> None:
     """Register none, a part or all of the arena: each byte arrives, and registered memory is copied without the CPU."""
     size = 256 * KIB
     arena = Arena(size)
-    begun = both.registered()
+    begun = devices.registered()
     part = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0, piece=small_pieces)
     for _ in range(share):
         part.register_some()
     check_pinned(part)
-    assert both.registered() - begun == share * small_pieces
+    assert devices.registered() - begun == share * small_pieces
     for number, length in enumerate(SIZES):
         for start in (0, small_pieces - 5, size - length):
             if start + length > size:
                 continue
             value = noise(length + start, length)
-            span = span_of(both, number % 2, length + 16, b"." * (length + 16))
+            span = span_of(devices, number % 2, length + 16, b"." * (length + 16))
             arena.data[start : start + length] = value
-            before = both.direct()
+            before = devices.direct()
             copy.to_device([(span, arena.data_address + start, length, part)])
-            assert both.peek(span.address, length + 16) == value + b"." * 16
+            assert devices.peek(span.address, length + 16) == value + b"." * 16
             if share == 4:
-                assert both.direct() - before == (start + length - 1) // small_pieces - start // small_pieces + 1
+                assert devices.direct() - before == (start + length - 1) // small_pieces - start // small_pieces + 1
             arena.data[start : start + length] = bytes(length)
             copy.to_host([(span, arena.data_address + start, length, part)])
             assert arena.data[start : start + length] == value

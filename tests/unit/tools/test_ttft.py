@@ -164,9 +164,9 @@ def test_the_page_has_the_chart_and_a_row_of_each_cache(of: Any) -> None:
     section = page[page.index("## Time to first token") :]
     section = section[: section.index("\n## ", 1)]
     drawing = (ROOT / "docs" / "ttft.svg").read_text()
-    labels = ["no cache", "in-process cache", "SiMM, shared memory", "SiMM, TCP", "Redis", "Mooncake"]
+    labels = ["no cache", "in-process cache", "SiMM, shared memory", "SiMM, layer by layer", "SiMM, TCP", "Redis"]
     assert "(ttft.svg)" in section and drawing.count("<polyline") == len(of("ttft_report").STYLES) - 1
-    for label in (*labels, "LMCache's server"):
+    for label in (*labels, "Mooncake", "LMCache's server"):
         assert re.search(rf"^\| [\d,]+ \| {re.escape(label)}", section, re.MULTILINE)
         assert f">{label.replace('shared memory', 'shm')}" in drawing
 
