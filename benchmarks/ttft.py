@@ -4,6 +4,8 @@
     python benchmarks/ttft.py --size small --sizes 512,1024 --conversations 1           # a minute, to see it run
     python benchmarks/ttft.py --json ttft.json --chart docs/ttft.svg                    # half a billion parameters
 
+    python benchmarks/ttft.py --device cuda --size gpu --block 256 --sizes 4096,8192,16384
+
 It needs torch, for example SGLang's or LMCache's environment (``scripts/engine-env lmcache``). README.md in this folder
 says how to get the stores. The model is in ``ttft_model.py``, the caches are in ``ttft_caches.py``.
 
@@ -100,7 +102,7 @@ class Bench:
         processor, began = time.process_time(), time.perf_counter()
         there = cache.load(turn.prompt, most)
         loaded = time.perf_counter()
-        logits = self.model.prefill(turn.prompt, cache.pool, there)
+        logits = self.model.prefill(turn.prompt, cache.pool, there, cache.ready)
         int(logits.argmax())
         ended, processor = time.perf_counter(), time.process_time() - processor
         equal = bool(logits.isfinite().all()) and (expected is None or bool((logits == expected).all()))
@@ -115,8 +117,9 @@ class Bench:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    known = "none, in-process, simm, simm-tcp, redis, mooncake-shm, lmcache"
-    parser.add_argument("--size", default="full", help="of the model: tiny, small, medium, full (default: full)")
+    known = "none, in-process, simm, simm-layers, simm-tcp, redis, mooncake-shm, lmcache"
+    parser.add_argument("--size", default="full", help="of the model: tiny, small, medium, full, gpu (default: full)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: model and pools in the first GPU's memory")
     parser.add_argument("--sizes", default=",".join(map(str, PROMPTS)), help="tokens of the measured prompts")
     parser.add_argument("--caches", default=known.replace(" ", ""), help=f"comma-separated: {known}")
     parser.add_argument("--conversations", type=int, default=3, metavar="N", help="(default 3)")
@@ -134,6 +137,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(options.caches) - set(known.split(", "))
     if unknown or options.dtype not in ("auto", "fp32", "bf16"):
         parser.error(f"unknown: {', '.join(sorted(unknown)) or options.dtype}")
+    if options.device not in ("cpu", "cuda"):
+        parser.error(f"--device {options.device}: cpu or cuda")
     if min(options.conversations, options.rounds, options.block, *options.sizes) < 1:
         parser.error("--conversations, --rounds, --block and --sizes must be positive")
     options.caches = ["none", *(name for name in dict.fromkeys(options.caches) if name != "none")]
@@ -157,12 +162,18 @@ def bench(options: argparse.Namespace, home: Path) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    name = faster_dtype(shape, options.block) if options.dtype == "auto" else options.dtype
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch finds no GPU here", file=sys.stderr)
+        return 2
+    name = options.dtype
+    if name == "auto":
+        name = "bf16" if options.device == "cuda" else faster_dtype(shape, options.block)
     dtype = DTYPES[name]
     blocks = -(-options.sizes[-1] // options.block)
-    scratch = Pool(shape, blocks, options.block, dtype)
+    scratch = Pool(shape, blocks, options.block, dtype, device=options.device)
+    where = machine() if options.device == "cpu" else f"{torch.cuda.get_device_name(0)}, {machine()}"
     about = (
-        f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads; {shape.parameters / 1e6:,.1f} M "
+        f"{where}, torch {torch.__version__}, {torch.get_num_threads()} threads; {shape.parameters / 1e6:,.1f} M "
         f"parameters, {name}, {shape.kv_bytes(dtype.itemsize) / 1024:.0f} KiB a token, blocks of {options.block} tokens"
     )
     print(f"{about}\n", flush=True)
@@ -171,7 +182,7 @@ def bench(options: argparse.Namespace, home: Path) -> int:
     with ending_all() as servers:
         caches = []
         for each in options.caches:
-            if (reason := missing(each)) is not None:
+            if (reason := missing(each, options.device)) is not None:
                 notes[each] = f"left out: {reason}"
             else:
                 try:
@@ -185,7 +196,8 @@ def bench(options: argparse.Namespace, home: Path) -> int:
                     caches.append(cache)
                     notes[each] = cache.note
             print(f"- {LABELS[each]}: {notes[each] or 'every prompt is computed whole'}", flush=True)
-        run = Bench(None if options.loads else Model(shape, options.seed, dtype), caches, scratch, options.rounds)
+        model = None if options.loads else Model(shape, options.seed, dtype, options.device)
+        run = Bench(model, caches, scratch, options.rounds)
         if options.loads:
             loads = measure_loads(run, talks[0], options.loads)
             print("\n" + load_table(loads, LABELS))
@@ -196,7 +208,9 @@ def bench(options: argparse.Namespace, home: Path) -> int:
                 options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print("\n".join(f"FAILED {line}" for line in failed))
             return 1 if failed else 0
-        with contextlib.suppress(KeyboardInterrupt):
+        # As engines do. SiMM's copies come after what is on the default stream, and would wait for the computation.
+        beside = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
+        with contextlib.suppress(KeyboardInterrupt), beside:
             run_all(run, talks, options, about, notes, failed)
     print("\n" + table(run.samples, LABELS) + "\n")
     for line in targets(run.samples, LABELS):
@@ -205,20 +219,20 @@ def bench(options: argparse.Namespace, home: Path) -> int:
     for line in failed:
         print(f"FAILED {line}")
     if options.chart is not None and run.samples:
-        title = f"Time to first token, {shape.parameters / 1e6:,.0f} M parameters on a CPU"
+        on = "a CPU" if options.device == "cpu" else torch.cuda.get_device_name(0)
+        title = f"Time to first token, {shape.parameters / 1e6:,.0f} M parameters on {on}"
         options.chart.write_text(drawn(run.samples, LABELS, title), encoding="utf-8")
     return 1 if failed else 0
 
 
 def measure_loads(run: Bench, turns: Sequence[Turn], rounds: int) -> list[Any]:
     """Return the times of lookups and loads of a conversation's history, in all caches but none and in-process."""
-    import numpy as np
     from ttft_report import Load
 
     found = []
     source = run.scratch.twin()
-    source.memory[:] = np.frombuffer(np.random.default_rng(1).bytes(source.memory.nbytes), dtype=np.uint8)
-    caches = [cache for cache in run.caches if cache.name != "in-process"]
+    source.draw()
+    caches = [cache for cache in run.caches if cache.name not in ("in-process", "simm-layers")]
     saved = 0
     for cache in caches:
         cache.clear()
@@ -267,7 +281,7 @@ def run_all(
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    kept = ("size", "sizes", "conversations", "rounds", "block", "dtype", "threads", "seed")
+    kept = ("device", "size", "sizes", "conversations", "rounds", "block", "dtype", "threads", "seed")
     return {name: getattr(options, name) for name in kept}
 
 

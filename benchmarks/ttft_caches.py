@@ -11,7 +11,8 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Cache:
 
     def save(self, prompt: Sequence[int], start: int, end: int) -> None:
         """Keep blocks ``start`` to ``end`` of the prompt, which are in the pool. Raises PeerError."""
+
+    def ready(self, layer: int) -> None:
+        """Return when the layer's keys and values are in the pool. Raises PeerError if they are lost."""
 
     def before(self) -> None:
         """Prepare the pool for a load. This is not timed."""
@@ -82,13 +86,14 @@ class Stored(Cache):
         self.name = peer.name
         self.note = peer.version()
         self.peer = peer
-        self._prefix = prefix
+        self.prefix = prefix
         self._names: set[str] = set()
-        peer.adopt(pool.memory)
+        if pool.device == "cpu":
+            peer.adopt(pool.memory)
         self._handles = [peer.handle(row) for row in pool.rows()]
 
     def load(self, prompt: Sequence[int], most: int) -> int:
-        keys = block_keys(self._prefix, prompt[: most * self.pool.block], self.pool.block)
+        keys = block_keys(self.prefix, prompt[: most * self.pool.block], self.pool.block)
         there = sum(1 for _ in itertools.takewhile(bool, self.peer.mexists(keys) if keys else ()))
         if not there:
             return 0
@@ -96,7 +101,7 @@ class Stored(Cache):
         return sum(1 for _ in itertools.takewhile(lambda size: size == self.pool.block_bytes, got))
 
     def save(self, prompt: Sequence[int], start: int, end: int) -> None:
-        keys = block_keys(self._prefix, prompt, self.pool.block)[start:end]
+        keys = block_keys(self.prefix, prompt, self.pool.block)[start:end]
         if keys and not all(self.peer.mput(keys, self._handles[start:end])):
             raise PeerError(f"{self.name}: a block was not stored")
         self._names.update(keys)
@@ -108,6 +113,133 @@ class Stored(Cache):
 
     def close(self) -> None:
         self.peer.close()
+
+
+class OnDevice(Stored):
+    """SiMM with a pool in a GPU's memory: one DMA for a block, straight out of the arena and into it."""
+
+    def __init__(self, peer: Peer, pool: Pool, prefix: str) -> None:
+        from simm.gpu.buffers import device_span
+
+        super().__init__(peer, pool, prefix)
+        self._handles = [device_span(row) for row in pool.rows()]
+        self.note += ", GPU buffers"
+        if peer.name == "simm":
+            self.note += f", the arena is registered with the driver in {registered(peer):.1f} s"
+
+
+class Layered(Cache):
+    """SiMM by layers: a thread loads some layers of all blocks after the others, while the model computes.
+
+    Its time of lookup and load is that until the first ones may be waited for.
+    """
+
+    #: Layers that are loaded by one call: fewer begin sooner, and take more calls.
+    AT_ONCE = 4
+    WAIT_S = 60.0
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__(stored.pool)
+        pool = stored.pool
+        self.name = "simm-layers"
+        self.note = f"{stored.note}, {self.AT_ONCE} layers at a time from values that are pinned"
+        self._stored = stored
+        self._size = pool.block_bytes // pool.layers
+        self._thread = ThreadPoolExecutor(1)
+        self._parts = [
+            (first * self._size, (min(first + self.AT_ONCE, pool.layers) - first) * self._size)
+            for first in range(0, pool.layers, self.AT_ONCE)
+        ]
+        rows = pool.rows()
+        take = self._taker()
+        self._rows = [[take(row[start : start + size]) for row in rows] for start, size in self._parts]
+        self._loaded: list[Future[None]] = []
+
+    def _taker(self) -> Callable[[Any], Any]:
+        if self.pool.device == "cpu":
+            return lambda row: row
+        from simm.gpu.buffers import device_span
+
+        return device_span
+
+    def load(self, prompt: Sequence[int], most: int) -> int:
+        keys = block_keys(self._stored.prefix, prompt[: most * self.pool.block], self.pool.block)
+        pins = self._stored.peer._client.pin(keys)
+        there = sum(1 for _ in itertools.takewhile(lambda size: size == self.pool.block_bytes, pins.lengths))
+        self._loaded = [self._thread.submit(self._read, pins, there, part) for part in range(len(self._parts))]
+        self._thread.submit(pins.release)
+        return there
+
+    def _read(self, pins: Any, there: int, part: int) -> None:
+        start, size = self._parts[part]
+        ranges = [[(start, size, row)] for row in self._rows[part][:there]]
+        if there and None in pins.get_ranges_many(range(there), ranges):
+            raise PeerError(f"{self.name}: a pinned block was lost")
+
+    def ready(self, layer: int) -> None:
+        if self._loaded:
+            self._loaded[layer // self.AT_ONCE].result(self.WAIT_S)
+
+    def save(self, prompt: Sequence[int], start: int, end: int) -> None:
+        self._stored.save(prompt, start, end)
+
+    def clear(self) -> None:
+        self._stored.clear()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._stored.close()
+
+
+class Staged(Stored):
+    """A store that knows no GPU's memory: its blocks pass pinned host memory, as engines do it."""
+
+    def __init__(self, peer: Peer, pool: Pool, prefix: str) -> None:
+        import torch
+
+        own = peer.array(pool.memory.nbytes)
+        self._pinned = torch.empty(pool.memory.nbytes, dtype=torch.uint8, pin_memory=True) if own is None else None
+        host = Pool(pool.shape, pool.blocks, pool.block, pool.dtype, own if own is not None else self._pinned.numpy())
+        super().__init__(peer, host, prefix)
+        self.pool = pool
+        self.note += ", by pinned host memory" if own is None else ", by its own host memory"
+        self._host = torch.from_numpy(host.memory)
+        self._done = torch.cuda.synchronize
+
+    def before(self) -> None:
+        super().before()
+        self._host.fill_(0xFF)
+
+    def load(self, prompt: Sequence[int], most: int) -> int:
+        there = super().load(prompt, most)
+        end = there * self.pool.block_bytes
+        self.pool.memory[:end].copy_(self._host[:end], non_blocking=True)
+        self._done()
+        return there
+
+    def save(self, prompt: Sequence[int], start: int, end: int) -> None:
+        part = slice(start * self.pool.block_bytes, end * self.pool.block_bytes)
+        self._host[part].copy_(self.pool.memory[part])
+        super().save(prompt, start, end)
+
+
+def registered(peer: Any) -> float:
+    """Wait until the arena is registered with the driver; return the seconds it took. Raises PeerError."""
+    import time
+
+    from simm.gpu import cuda, pinning
+
+    client = peer._client
+    client.wait_ready()
+    client.put("ttft/first", b"x")
+    (target,) = client._router.targets.values()
+    began = time.monotonic()
+    arena = pinning.pinned_for(target.reader, cuda.load(), 0)
+    while arena.ready < arena.size:
+        if arena.failure or time.monotonic() > began + 300:
+            raise PeerError(f"the arena is not registered with the driver: {arena.failure or 'it takes too long'}")
+        time.sleep(0.01)
+    return time.monotonic() - began
 
 
 class LMCacheServer(Cache):
@@ -228,13 +360,21 @@ class LMCacheServer(Cache):
 STORES = {
     "simm": "SiMM, shared memory", "simm-tcp": "SiMM, TCP", "redis": "Redis", "mooncake-shm": "Mooncake, shared memory",
 }  # fmt: skip
-LABELS = {"none": "no cache", "in-process": "in-process cache", **STORES, "lmcache": "LMCache's server"}
+#: Those that take GPU memory.
+DEVICE_STORES = {"simm", "simm-tcp"}
+LAYERS = "simm-layers"
+LABELS = {
+    "none": "no cache", "in-process": "in-process cache", "simm": STORES["simm"], LAYERS: "SiMM, layer by layer",
+    **STORES, "lmcache": "LMCache's server",
+}  # fmt: skip
 
 
-def missing(name: str) -> str | None:
+def missing(name: str, device: str) -> str | None:
     """Return the reason why a cache cannot run here, or None."""
-    if name in STORES:
-        return PEERS[name].missing()
+    if name in STORES or name == LAYERS:
+        return PEERS["simm" if name == LAYERS else name].missing()
+    if name == "lmcache" and device != "cpu":
+        return "this benchmark drives its server by the CPU only"
     return LMCacheServer.missing() if name == "lmcache" else None
 
 
@@ -247,12 +387,19 @@ def opened(name: str, shape: Shape, home: Path, pool: Pool, held: int) -> Cache:
         return Cache(pool)
     sizes = (shape, pool.blocks, pool.block, pool.dtype)
     if name == "in-process":
-        return InProcess(Pool(*sizes), pool.block)
+        return InProcess(pool.twin(), pool.block)
     if name == "lmcache":
         return LMCacheServer(LayerPool(*sizes), shape, home / name, held)
+    if name == LAYERS:
+        (home / name).mkdir()
+        stored = opened("simm", shape, home / name, pool, held)
+        assert isinstance(stored, Stored)
+        return Layered(stored)
     peer = PEERS[name](home / name, held, pool.memory.nbytes)
     try:
         peer.start()
+        if pool.device != "cpu":
+            return (OnDevice if name in DEVICE_STORES else Staged)(peer, pool, f"ttft/{pool.block}")
         own = peer.array(pool.memory.nbytes)
         return Stored(peer, pool if own is None else Pool(*sizes, memory=own), f"ttft/{pool.block}")
     except BaseException:

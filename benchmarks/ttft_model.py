@@ -12,7 +12,7 @@ equal bit by bit. A wrong byte, or a block that was never loaded, shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,8 @@ SIZES = {
     "small": Shape(8, 512, 8, 2, 1408, 8192),
     "medium": Shape(16, 896, 14, 2, 2432, 32_000),
     "full": Shape(28, 1280, 20, 4, 3456, 32_000),
+    # As the open models of 8 billion parameters: 128 KiB of keys and values a token.
+    "gpu": Shape(32, 4096, 32, 8, 14_336, 128_256),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -62,19 +64,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Pool:
     """Memory for the keys and values of one sequence, in blocks: (blocks, layers, 2, tokens, KV heads, head size).
 
-    A block's bytes are contiguous: one value of a store. ``memory``: bytes to use, of :meth:`nbytes`.
+    A block's bytes are contiguous: one value of a store. ``memory``: bytes to use, of :meth:`nbytes`. On a GPU they are
+    a tensor, else an array of numpy.
     """
 
-    def __init__(self, shape: Shape, blocks: int, block: int, dtype: torch.dtype, memory: Any = None) -> None:
+    def __init__(
+        self, shape: Shape, blocks: int, block: int, dtype: torch.dtype, memory: Any = None, device: str = "cpu"
+    ) -> None:
         self.shape = shape
         self.block = block
         self.blocks = blocks
         self.dtype = dtype
         self.layers = shape.layers
+        self.device = device
         size = self.nbytes(shape, blocks, block, dtype)
-        self.memory = np.empty(size, dtype=np.uint8) if memory is None else memory
+        if device == "cpu":
+            self.memory = np.empty(size, dtype=np.uint8) if memory is None else memory
+            every = torch.from_numpy(self.memory)
+        else:
+            self.memory = every = torch.zeros(size, dtype=torch.uint8, device=device)
         self.block_bytes = size // blocks
-        self._all = torch.from_numpy(self.memory).view(dtype)
+        self._all = every.view(dtype)
         self._all = self._all.view(blocks, shape.layers, 2, block, shape.kv_heads, shape.head)
 
     @staticmethod
@@ -83,7 +93,7 @@ class Pool:
 
     def twin(self) -> Pool:
         """Return another pool of the same size."""
-        return Pool(self.shape, self.blocks, self.block, self.dtype)
+        return Pool(self.shape, self.blocks, self.block, self.dtype, device=self.device)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer: (blocks, tokens, KV heads, head size)."""
@@ -95,7 +105,19 @@ class Pool:
 
     def spoil(self) -> None:
         """Overwrite all with NaN: what is then read without being loaded makes the logits NaN."""
-        self.memory.fill(0xFF)
+        if self.device == "cpu":
+            self.memory.fill(0xFF)
+        else:
+            self.memory.fill_(0xFF)
+            torch.cuda.synchronize()
+
+    def draw(self) -> None:
+        """Overwrite all with random bytes, the same ones each time."""
+        if self.device == "cpu":
+            self.memory[:] = np.frombuffer(np.random.default_rng(1).bytes(self.memory.nbytes), dtype=np.uint8)
+        else:
+            torch.manual_seed(1)
+            self.memory.random_(256)
 
     def copy_from(self, other: Pool, start: int, end: int) -> None:
         """Copy blocks ``start`` to ``end`` of another pool."""
@@ -138,56 +160,65 @@ class LayerPool(Pool):
 
 
 class Model:
-    """A transformer of a shape, with weights of a seed."""
+    """A transformer of a shape, with weights of a seed, on a device."""
 
-    def __init__(self, shape: Shape, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
         self.shape = shape
         self.dtype = dtype
-        draw = torch.Generator().manual_seed(seed)
+        self.device = device
+        draw = torch.Generator(device=device).manual_seed(seed)
 
         def matrix(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=draw).mul_(columns**-0.5).to(dtype)
+            return torch.randn(rows, columns, generator=draw, device=device).mul_(columns**-0.5).to(dtype)
 
         wide = shape.head * (shape.heads + 2 * shape.kv_heads)
         self._embedding = matrix(shape.vocabulary, shape.hidden)
         self._layers = [
             (
-                torch.ones(shape.hidden, dtype=dtype), matrix(wide, shape.hidden), matrix(shape.hidden, shape.hidden),
-                torch.ones(shape.hidden, dtype=dtype), matrix(2 * shape.inner, shape.hidden),
-                matrix(shape.hidden, shape.inner),
+                torch.ones(shape.hidden, dtype=dtype, device=device), matrix(wide, shape.hidden),
+                matrix(shape.hidden, shape.hidden), torch.ones(shape.hidden, dtype=dtype, device=device),
+                matrix(2 * shape.inner, shape.hidden), matrix(shape.hidden, shape.inner),
             )
             for _ in range(shape.layers)
         ]  # fmt: skip
-        self._norm = torch.ones(shape.hidden, dtype=dtype)
-        self._frequencies = ROPE_BASE ** (-torch.arange(0, shape.head, 2, dtype=torch.float32) / shape.head)
+        self._norm = torch.ones(shape.hidden, dtype=dtype, device=device)
+        steps = torch.arange(0, shape.head, 2, dtype=torch.float32, device=device)
+        self._frequencies = ROPE_BASE ** (-steps / shape.head)
 
-    def prefill(self, prompt: Sequence[int], pool: Pool, there: int = 0) -> Tensor:
+    def prefill(
+        self, prompt: Sequence[int], pool: Pool, there: int = 0, ready: Callable[[int], None] | None = None
+    ) -> Tensor:
         """Return the logits behind the prompt's last token. The pool's first ``there`` blocks are not computed.
 
-        Writes keys and values of all other tokens to the pool. ``there`` blocks must end before the last token.
+        ``ready``: is called with each layer's number before the layer's part of these blocks is read. Writes keys and
+        values of all other tokens to the pool. ``there`` blocks must end before the last token.
         """
         if not 0 <= there * pool.block < len(prompt) <= pool.blocks * pool.block:
             room = pool.blocks * pool.block
             raise ValueError(f"{there} blocks of {pool.block} are there, for {len(prompt)} tokens in a pool of {room}")
-        tokens = torch.tensor(prompt, dtype=torch.int64)
+        tokens = torch.tensor(prompt, dtype=torch.int64, device=self.device)
         hidden = self._embedding
         with torch.inference_mode():
             for number in range(there, -(-len(prompt) // pool.block)):
-                hidden = self._block(tokens[number * pool.block : (number + 1) * pool.block], pool, number)
+                hidden = self._block(tokens[number * pool.block : (number + 1) * pool.block], pool, number, ready)
             last = functional.rms_norm(hidden[-1], hidden.shape[1:], self._norm, EPSILON)
             return functional.linear(last, self._embedding).float()
 
-    def _block(self, tokens: Tensor, pool: Pool, number: int) -> Tensor:
+    def _block(
+        self, tokens: Tensor, pool: Pool, number: int, ready: Callable[[int], None] | None
+    ) -> Tensor:
         """Return the last layer's output for the tokens of one block. The blocks before it must be in the pool."""
         shape, count, start = self.shape, len(tokens), number * pool.block
         end, groups = start + count, shape.heads // shape.kv_heads
         turn = self._turn(start, end)
         # Each token sees itself and all before it. The query heads that share a key are rows of one attention.
-        mask = torch.ones(count, end, dtype=torch.bool).tril_(start).repeat(groups, 1)
+        mask = torch.ones(count, end, dtype=torch.bool, device=self.device).tril_(start).repeat(groups, 1)
         x = functional.embedding(tokens, self._embedding)
         for layer, (norm_in, qkv, out, norm_mid, gate_up, down) in enumerate(self._layers):
             mixed = functional.linear(functional.rms_norm(x, x.shape[1:], norm_in, EPSILON), qkv)
             q, k, v = mixed.view(count, -1, shape.head).split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+            if ready is not None:
+                ready(layer)
             keys, values = pool.layer(layer)
             keys[number, :count], values[number, :count] = rotated(k, turn), v
             seen_k, seen_v = (
@@ -205,7 +236,7 @@ class Model:
         return x
 
     def _turn(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(start, end, dtype=torch.float32)[:, None] * self._frequencies
+        angles = torch.arange(start, end, dtype=torch.float32, device=self.device)[:, None] * self._frequencies
         return angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype)
 
 

@@ -21,6 +21,7 @@ STYLES = {
     "none": ("#000000", "", 1.5),
     "in-process": ("#5e5c64", "6 4", 2.0),
     "simm": ("#c01c28", "", 3.0),
+    "simm-layers": ("#c01c28", "3 3", 2.0),
     "simm-tcp": ("#e66100", "", 2.0),
     "redis": ("#1a5fb4", "", 1.5),
     "mooncake-shm": ("#26a269", "", 1.5),
@@ -155,7 +156,7 @@ def targets(samples: Sequence[Sample], labels: dict[str, str]) -> list[str]:
                 share = f"{spread.median:.3f} of {labels[other]}, {most:.2f} at most"
                 lines.append(f"{tokens:,} tokens: SiMM takes {share}: {word}")
         for name in names_of(samples):
-            if name in (NONE, IN_PROCESS, SIMM, "simm-tcp"):
+            if name in (NONE, IN_PROCESS, SIMM, "simm-layers", "simm-tcp"):
                 continue
             if (spread := Spread.of(ratios(samples, tokens, SIMM, name))) is not None:
                 word = "held" if spread.median < 1 else "MISSED"
