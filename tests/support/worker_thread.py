@@ -24,6 +24,7 @@ from simm.net.loop import Loop
 from simm.server.stream import Stream
 from simm.server.worker import Worker, WorkerSettings
 from simm.wire import messages as M
+from tests.support.consistency import check
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
 
 WAIT_S = 20.0
@@ -159,3 +160,14 @@ class StreamThread:
         if hello:
             channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, 0, "default", "", []))
         return channel
+
+
+def nothing_is_lost(worker: WorkerThread, session: WorkerSession) -> None:
+    """All grants that the worker has given are in the pool or will be told of, and no answer was left unread."""
+    with worker.frozen() as store:
+        store.apply_pending()
+        check(store)
+        mine = store.sessions.by_id[session.session]
+        known = {grant[0] for pool in session.pool.stocks.values() for grant in pool}
+        assert set(mine.grants) == known | {grant[0] for grant in mine.prepared}
+    assert not session.copying and not session._ring_frames

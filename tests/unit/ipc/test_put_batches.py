@@ -17,23 +17,11 @@ from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
 from simm.net.allowance import ALLOWANCE
 from simm.wire.messages import Status
-from tests.support.consistency import check
 from tests.support.dose import dose
-from tests.support.worker_thread import WorkerThread
+from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 digest_of = Hasher("default")
 MIB = 1 << 20
-
-
-def nothing_is_lost(worker: WorkerThread, session: WorkerSession) -> None:
-    """All grants that the worker has given are in the pool or will be told of, and no answer was left unread."""
-    with worker.frozen() as store:
-        store.apply_pending()
-        check(store)
-        mine = store.sessions.by_id[session.session]
-        known = {grant[0] for pool in session.pool.stocks.values() for grant in pool}
-        assert set(mine.grants) == known | {grant[0] for grant in mine.prepared}
-    assert not session.copying and not session._ring_frames
 
 
 def stored(session: WorkerSession, key: str) -> bytes:
