@@ -23,8 +23,8 @@ What can go wrong
 * *Staging memory is used again while a transfer still writes it.* It is lent for one exchange and reused only if all
   of that came out well. Otherwise it is deregistered, which ends what may still come, and dropped.
 
-Staging costs up to 128 MiB of pinned memory, and one more copy at the bus's speed. No GPU has seen any of this: tests
-run it on a CUDA driver and a network in software.
+Staging costs up to 128 MiB of pinned memory, and one more copy at the bus's speed. No card has seen any of this: tests
+run it on a CUDA driver and a network in software. A GPU has exported torch's memory, and flushed.
 """
 
 from __future__ import annotations
