@@ -57,10 +57,10 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     with contextlib.ExitStack() as stack:
         node = arguments.node or socket.gethostname()
-        publisher = EventPublisher(wanted, node, server=arguments.server, trusted=settings.server_uid)
-        stack.callback(publisher.close)
         loop = Loop()
         stack.callback(loop.close)
+        publisher = EventPublisher(wanted, node, server=arguments.server, trusted=settings.server_uid, loop=loop)
+        stack.callback(publisher.close)
         loop.running = True
         stop_on_signals(loop, interrupt=True)
         at = {form: outlet.addresses for form, outlet in publisher.outlets.items()}
@@ -70,5 +70,4 @@ def main(argv: Sequence[str], prog: str) -> int:
             say("READY events " + " ".join(f"{form}={','.join(each)}" for form, each in at.items()))
         while loop.running:
             publisher.turn()
-            loop.run_once(0.0)
     return EXIT_OK

@@ -1,5 +1,5 @@
 """Publish what this host's workers tell (``arena/events``) as KV cache events over ZMQ: ``simm events``.
 
-``claims`` adds the workers' records up, ``host`` finds the workers, ``messages`` has the forms on the wire, ``outlet``
-the sockets.
+``claims`` adds the workers' records up, ``host`` finds the workers, ``messages`` has the forms of events, ``outlet``
+the stream and the replays of one form, ``peers`` their connections, and ``zmtp`` what is said on those.
 """

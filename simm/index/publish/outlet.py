@@ -12,7 +12,12 @@ so that the last of them is S; behind it come the messages from S + 1 on. So a c
 treats them right: its replay begins behind a gap, with a message that clears all. Where the first number would be one
 that the consumer has seen, and would skip, S is made higher by empty messages before.
 
-A snapshot is kept as long as the messages behind it are, so a crowd of consumers does not make one each.
+What is kept
+------------
+The last messages, once for all: a subscriber is a number, that of its next message, and a replay is one too
+(``peers``). One that is so slow that its next message is not kept any more goes on with the first that is, or its
+replay with a snapshot. A snapshot is kept as long as the messages behind it are, so a crowd of consumers does not make
+one each. Nobody can make the process do little else than take snapshots: it pauses ten times as long as one took.
 """
 
 from __future__ import annotations
@@ -20,151 +25,215 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ...errors import UsageError
-from ..libraries import zmq
+from ...net.loop import Loop
+from . import zmtp
 from .claims import Delta
 from .messages import FORMS, message, messages, snapshot
+from .peers import QUESTIONS_MAX, TOPICS_MAX, Door, Peer
 
 log = logging.getLogger("simm.index.publish")
 
-#: Messages that are kept for replays, and their bytes; and what waits for one subscriber.
+#: Messages that are kept, and their bytes.
 KEPT_MESSAGES: Final = 10_000
 KEPT_BYTES: Final = 64 << 20
-QUEUE_MESSAGES: Final = 10_000
-#: What waits for one that asked for a replay: a whole one, and a snapshot of 300 million blocks before it. Whoever asks
-#: again and again and reads nothing gets no more than that, and what it then lacks it sees by the numbers.
-REPLAY_QUEUE: Final = 2 * KEPT_MESSAGES
-#: Replays that one turn answers, at most.
-REPLAYS: Final = 8
+#: What a peer is handed at a time, at least if there is so much. A message may be larger.
+HANDED_BYTES: Final = 64 << 10
+#: Between two snapshots, in times that the last one took.
+SNAPSHOT_PAUSE: Final = 10.0
+#: Seconds of one replay.
+REPLAY_S: Final = 300.0
 IDLE_S: Final = 1.0
 _END: Final = (-1).to_bytes(8, "big", signed=True)
+#: A number and a message of a replay; None: not now.
+_Part = tuple[bytes, bytes] | None
 
 
 class Outlet:
-    """See above. One thread.
+    """See above. One thread, the loop's.
 
     Args:
         form: of ``messages.FORMS``.
         stream, replay: addresses to bind.
         everything: returns all claims as they are after the last message.
+        settled: returns False before that is known.
 
     Raises UsageError for an address that cannot be bound.
     """
 
     def __init__(
-        self, context: Any, form: str, stream: str, replay: str, node: str, everything: Callable[[], Sequence[Delta]]
-    ) -> None:
+        self, loop: Loop, form: str, stream: str, replay: str, node: str, everything: Callable[[], Sequence[Delta]],
+        settled: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self._loop = loop
         self._form = form
         self._node = node
         self._everything = everything
+        self._settled = settled
         self._topic = f"kv@{node}@simm".encode() if form == "vllm" else b""
+        self._before = zmtp.header(len(self._topic), zmtp.MORE) + self._topic + zmtp.header(8, zmtp.MORE)
         #: Number of the next message.
         self.number = time.time_ns() // 1000
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         #: The number of the message that the kept snapshot is of, and its messages.
         self._snapshot: tuple[int, list[bytes]] | None = None
+        self._next_snapshot = 0.0
         self._sent = time.monotonic()
-        self.replays = 0
-        self.snapshots = 0
-        self._pub = self._bound(context, zmq.PUB, stream, QUEUE_MESSAGES)
+        #: What was done: messages, blocks in them, replays, snapshots, and messages that slow subscribers have missed.
+        self.messages = self.blocks = self.replays = self.snapshots = self.skipped = 0
+        self.stream = Door(loop, stream, "PUB", self._subscribed, self._of_stream)
         try:
-            self._router = self._bound(context, zmq.ROUTER, replay, REPLAY_QUEUE)
+            self.replay = Door(loop, replay, "ROUTER", self._asked, self._of_replay)
         except UsageError:
-            self._pub.close(0)
+            self.stream.close()
             raise
         self._send(message([FORMS[form][1]]))  # what an earlier publisher said is void
-
-    @staticmethod
-    def _bound(context: Any, kind: int, address: str, queue: int) -> Any:
-        sock = context.socket(kind)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.SNDHWM, queue)
-        sock.setsockopt(zmq.MAXMSGSIZE, 1 << 10)  # of what comes in
-        sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        try:
-            sock.bind(address)
-        except zmq.ZMQError as exc:
-            sock.close(0)
-            raise UsageError(f"cannot publish at {address}: {exc}") from None
-        return sock
 
     @property
     def addresses(self) -> tuple[str, str]:
         """Where the stream and the replay are."""
-        at = [each.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0") for each in (self._pub, self._router)]
-        return at[0], at[1]
+        return self.stream.address, self.replay.address
 
     @property
-    def router(self) -> Any:
-        """The socket that replays are asked of."""
-        return self._router
+    def kept_bytes(self) -> int:
+        """Bytes of the messages and of the snapshot that are kept."""
+        return self._kept_bytes + sum(map(len, self._snapshot[1] if self._snapshot else ()))
 
     def publish(self, deltas: Sequence[Delta], now: float) -> None:
         """Send changes, or a sign of life if there were none for a while. Never waits. ``now``: monotonic seconds."""
         for raw in messages(self._form, deltas, self._node):
             self._send(raw)
+        self.blocks += sum(len(each.names) for each in deltas)
         if now - self._sent >= IDLE_S:
             self._send(message([]))
+        self.stream.pump_all()
+
+    def answer(self) -> None:
+        """Go on with the replays that wait for a snapshot. All changes so far have been published."""
+        for peer in list(self.replay.peers):
+            if peer.feed is not None and self._loop.now - peer.fed > REPLAY_S:
+                self.replay.once("long", "closing the connection of a peer whose replay takes too long")
+                self.replay.drop(peer)
+        self.replay.pump_all()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.stream.close()
+        self.replay.close()
 
     def _send(self, raw: bytes) -> None:
         self._sent = time.monotonic()
+        self.messages += 1
         self._kept.append(raw)
         self._kept_bytes += len(raw)
         while len(self._kept) > KEPT_MESSAGES or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= len(self._kept.popleft())
-        number, self.number = self.number, self.number + 1
-        # A PUB socket drops what a slow subscriber has no room for.
-        self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), raw], zmq.NOBLOCK)
+        self.number += 1
+        if self._snapshot is not None and self._snapshot[0] + 1 < self.number - len(self._kept):
+            self._snapshot = None  # nobody can be sent what is behind it
 
-    def answer(self) -> None:
-        """Answer those that have asked for a replay, a few of them. All changes so far have been published."""
-        for _ in range(REPLAYS):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) == 3 and not frames[1] and len(frames[2]) == 8:
-                self._replay(frames[0], int.from_bytes(frames[2], "big"))
+    # -- subscribers -------------------------------------------------------------------------------------
 
-    def _replay(self, peer: bytes, start: int) -> None:
-        self.replays += 1
+    def _subscribed(self, peer: Peer, said: list[bytes] | zmtp.Subscription) -> None:
+        if not isinstance(said, zmtp.Subscription):
+            return
+        if not said.wanted:
+            if said.topic in peer.topics:
+                peer.topics.remove(said.topic)
+            return
+        if len(peer.topics) >= TOPICS_MAX:
+            raise zmtp.BadPeer(f"more than {TOPICS_MAX} subscriptions")
+        if not self._wants(peer):
+            peer.cursor = self.number
+        peer.topics.append(said.topic)
+
+    def _wants(self, peer: Peer) -> bool:
+        return any(map(self._topic.startswith, peer.topics))
+
+    def _of_stream(self, peer: Peer) -> list[bytes]:
+        """Return the next messages for a subscriber."""
+        if not self._wants(peer):
+            return []
         first = self.number - len(self._kept)
-        if not first <= start <= self.number:
-            at, found = self._taken(first, start)
-            first = self.number - len(self._kept)
-            for number, raw in enumerate(found, at - len(found) + 1):
-                self._answer(peer, number.to_bytes(8, "big"), raw)
-            start = at + 1
-        for number in range(start, self.number):
-            self._answer(peer, number.to_bytes(8, "big"), self._kept[number - first])
-        self._answer(peer, _END, b"")
+        if peer.cursor < first:
+            self.skipped += first - peer.cursor
+            self.stream.once("slow", "a subscriber is too slow, and misses messages")
+            peer.cursor = first
+        found: list[bytes] = []
+        size = 0
+        while peer.cursor < self.number and size < HANDED_BYTES:
+            raw = self._kept[peer.cursor - first]
+            found += self._before + peer.cursor.to_bytes(8, "big") + zmtp.header(len(raw)), raw
+            peer.cursor += 1
+            size += len(raw)
+        return found
 
-    def _answer(self, peer: bytes, number: bytes, raw: bytes) -> None:
-        # A ROUTER drops what a slow peer has no room for, and what is for one that has gone.
-        self._router.send_multipart([peer, b"", number, raw], zmq.NOBLOCK)
+    # -- replays -----------------------------------------------------------------------------------------
 
-    def _taken(self, first: int, start: int) -> tuple[int, list[bytes]]:
+    def _asked(self, peer: Peer, said: list[bytes] | zmtp.Subscription) -> None:
+        if isinstance(said, list) and len(said) == 2 and not said[0] and len(said[1]) == 8:
+            if len(peer.questions) >= QUESTIONS_MAX:
+                raise zmtp.BadPeer(f"more than {QUESTIONS_MAX} questions at a time")
+            peer.questions.append(int.from_bytes(said[1], "big"))
+
+    def _of_replay(self, peer: Peer) -> list[bytes]:
+        """Return the next messages of a peer's replay."""
+        found: list[bytes] = []
+        size = 0
+        while size < HANDED_BYTES:
+            if peer.feed is None:
+                if not peer.questions:
+                    break
+                self.replays += 1
+                peer.feed, peer.fed = self._answers(peer.questions.popleft()), self._loop.now
+            try:
+                part = next(peer.feed)
+            except StopIteration:
+                peer.feed = None
+                continue
+            if part is None:
+                break
+            found += b"\x01\x00" + zmtp.header(8, zmtp.MORE) + part[0] + zmtp.header(len(part[1])), part[1]
+            size += len(part[1])
+        return found
+
+    def _answers(self, start: int) -> Iterator[_Part]:
+        """Yield the numbers and messages of a replay, None where it has to wait."""
+        while start != self.number:
+            if not self.number - len(self._kept) <= start < self.number:
+                while (taken := self._taken(start)) is None:
+                    yield None
+                at, found = taken
+                for number, raw in enumerate(found, at - len(found) + 1):
+                    yield number.to_bytes(8, "big"), raw
+                start = at + 1
+            while 0 <= (at := start - self.number + len(self._kept)) < len(self._kept):
+                yield start.to_bytes(8, "big"), self._kept[at]
+                start += 1
+        yield _END, b""
+
+    def _taken(self, start: int) -> tuple[int, list[bytes]] | None:
         """Return a snapshot, and the number of its message: a kept one if all messages behind it are kept too.
 
-        Its messages have numbers from ``start`` on.
+        Its messages have numbers from ``start`` on. None if none can be taken now.
         """
+        first = self.number - len(self._kept)
         known = self._snapshot
         later = known is not None and start < self.number and known[0] - len(known[1]) + 1 < start
         if known is None or known[0] + 1 < first or later:
+            began = time.monotonic()
+            if began < self._next_snapshot or not self._settled():
+                return None
             self.snapshots += 1
             found = snapshot(self._form, self._everything(), self._node)
             if start < self.number:  # else it is of another publisher
                 while self.number - len(found) < start:
                     self._send(message([]))
             known = self._snapshot = self.number - 1, found
+            ended = time.monotonic()
+            self._next_snapshot = ended + SNAPSHOT_PAUSE * (ended - began)
         return known
-
-    def close(self) -> None:
-        """Close the sockets."""
-        self._pub.close(0)
-        self._router.close(0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping
-from typing import Any, Final
+from typing import Final
 
-from ..libraries import zmq
+from ...net.loop import Loop
 from .host import Host
 from .outlet import Outlet
 
-#: Between two looks at the rings, ms. A worker tells what it stores ten times a second, and what goes at once.
-LOOK_MS: Final = 10
+#: Between two looks at the rings, seconds. A worker tells what it stores ten times a second, and what goes at once.
+LOOK_S: Final = 0.01
 
 
 class EventPublisher:
@@ -21,39 +21,45 @@ class EventPublisher:
         at: form -> addresses of the stream and of the replay.
         node: the name of this host in events.
         server, trusted: as for :class:`Host`.
+        loop: None for one of its own.
 
     Raises UsageError for an address that cannot be bound.
     """
 
     def __init__(
-        self, at: Mapping[str, tuple[str, str]], node: str, *, server: str = "", trusted: Container[int] = ()
-    ) -> None:
-        self.host = Host(server, trusted)
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
+        self, at: Mapping[str, tuple[str, str]], node: str, *, server: str = "", trusted: Container[int] = (),
+        loop: Loop | None = None,
+    ) -> None:  # fmt: skip
+        self.host = host = Host(server, trusted)
+        self._own = loop is None
+        self._loop = Loop() if loop is None else loop
+        self._looked = -LOOK_S
         self.outlets: dict[str, Outlet] = {}
         try:
             for form, (stream, replay) in at.items():
-                outlet = Outlet(self._context, form, stream, replay, node, self.host.claims.all)
-                self.outlets[form] = outlet
-                self._poller.register(outlet.router, zmq.POLLIN)
+                # A snapshot before the tables were looked at would be of nothing.
+                self.outlets[form] = Outlet(
+                    self._loop, form, stream, replay, node, host.claims.all, lambda: host.settled
+                )
         except BaseException:
             self.close()
             raise
 
     def turn(self) -> None:
         """Do what is due, and wait for 10 ms at most."""
-        asked: dict[Any, int] = dict(self._poller.poll(LOOK_MS))
+        self._loop.run_once(LOOK_S)
         now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
         deltas = self.host.poll(now)
         for outlet in self.outlets.values():
             outlet.publish(deltas, now)
-            # Not before the tables were looked at: an early snapshot would be of nothing.
-            if outlet.router in asked and self.host.settled:
-                outlet.answer()
+            outlet.answer()
 
     def close(self) -> None:
         """Close all sockets."""
         for outlet in self.outlets.values():
             outlet.close()
-        self._context.destroy(0)
+        if self._own:
+            self._loop.close()
