@@ -39,6 +39,7 @@ from ..host.beats import beating
 from ..table import ZERO_DIGEST, Entry, Table
 from ..wire.messages import ABSENT, BOUND, LOCATE_PREVIOUS, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
+from .events.ring import NO_STATS
 from .hashing import SHARD_MASK, TAG_AT, shard_of
 from .layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
 from .ledger import Ledger
@@ -594,4 +595,5 @@ class Store:
             "incarnation": self.incarnation, "policy": self.space.policy_name,
             "quotas": self.quotas.stats() if self.quotas is not None else {},
             "kept": self.keeping.stats(self.ledger.names), "near": self.near.counts,
+            **(NO_STATS if self.table.events is None else self.table.events.stats()),
         }  # fmt: skip

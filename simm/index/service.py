@@ -249,6 +249,12 @@ class Service:
                     })  # fmt: skip
         return {"holders": found, "truncated": left <= 0}
 
+    def status(self) -> str:
+        """Return a line on what it has."""
+        sources = list(self.index.sources.values())
+        stale = sum(each.stale or each.lost for each in sources)
+        return f"{sum(each.blocks for each in sources):,} blocks of {len(sources)} publishers, {stale} of them stale"
+
     def metrics(self) -> Samples:
         """Return the metrics page."""
         samples = Samples(figures.METRICS)

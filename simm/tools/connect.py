@@ -9,10 +9,11 @@ from typing import Any
 from ..config.client_options import ClientOptions
 from ..config.local_token import find
 from ..config.logs import set_up_logging
+from ..config.parsers import Address
 from ..config.settings import Settings, load_command
 from ..config.startup import read_tokens
-from ..config.tokens import TokenRole, token_for
-from ..errors import TransportError
+from ..config.tokens import Token, TokenRole, token_for
+from ..errors import TransportError, UsageError
 from ..net.channel import Refused
 from ..sdk.manager_link import ManagerClient
 
@@ -30,6 +31,14 @@ def token_of(settings: Settings) -> str:
     """Return the token to prove: that of the highest role, or an empty string without one. Raises ConfigError."""
     own = token_for(read_tokens(settings.token_file), *reversed(TokenRole))
     return own.secret if own is not None else find(settings.runtime_dir, settings.manager)
+
+
+def page_tokens(address: Address, flag: str, settings: Settings) -> tuple[Token, ...]:
+    """Return the tokens that a command's page asks for, none on loopback. Raises UsageError if there are none."""
+    tokens = () if address.loopback else read_tokens(settings.token_file)
+    if not address.loopback and not tokens:
+        raise UsageError(f"{flag} {address} is not loopback: give --token-file, or an address of 127.0.0.1")
+    return tokens
 
 
 def client_arguments(settings: Settings) -> dict[str, Any]:

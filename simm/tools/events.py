@@ -6,11 +6,13 @@ import contextlib
 import json
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
+from ..config.parsers import parse_address
 from ..config.settings import add_arguments
 from ..errors import UsageError
-from .connect import command_settings
+from .connect import command_settings, page_tokens
 from .console import EXIT_OK, Parser
 
 #: Where the events are without a flag.
@@ -28,6 +30,8 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--vllm", metavar="STREAM,REPLAY", help="addresses of the events in vLLM's form; none without")
     parser.add_argument("--node", default="", help="name of this host in the events (the host's name)")
     parser.add_argument("--server", default="", metavar="NAME", help="only the data server of this name")
+    parser.add_argument("--http", metavar="HOST:PORT",
+                        help="where /metrics, /healthz and /readyz are; beyond loopback with tokens")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON when it is ready")
     add_arguments(parser, "client")
     return parser
@@ -52,22 +56,39 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     from ..config.startup import say
     from ..index.publish.publisher import EventPublisher
+    from ..net.listeners import bound_address, open_listener
     from ..net.loop import Loop
     from ..net.process import stop_on_signals
+    from ..net.sd_notify import Notifier, keep_informed, reload_logs
 
+    http = parse_address(arguments.http) if arguments.http else None
+    tokens = page_tokens(http, "--http", settings) if http else ()
+    notify = Notifier.from_environment()
     with contextlib.ExitStack() as stack:
+        stack.callback(notify.close)
         node = arguments.node or socket.gethostname()
         loop = Loop()
         stack.callback(loop.close)
         publisher = EventPublisher(wanted, node, server=arguments.server, trusted=settings.server_uid, loop=loop)
         stack.callback(publisher.close)
+        page = ""
+        if http:
+            from ..net.http import Web
+
+            listener = open_listener(http, "--http")
+            page = str(bound_address(listener))
+            stack.callback(Web(loop, listener, publisher.routes, tokens).close)
         loop.running = True
-        stop_on_signals(loop, interrupt=True)
+        stop_on_signals(loop, interrupt=True, reload=partial(reload_logs, notify))
         at = {form: outlet.addresses for form, outlet in publisher.outlets.items()}
         if arguments.json:
-            say(json.dumps({"ready": "events", "node": node, "at": at}))
+            say(json.dumps({"ready": "events", "node": node, "at": at} | ({"http": page} if page else {})))
         else:
-            say("READY events " + " ".join(f"{form}={','.join(each)}" for form, each in at.items()))
+            told = [f"{form}={','.join(each)}" for form, each in at.items()]
+            say(" ".join(["READY events", *told, *([f"http={page}"] if page else [])]))
+        notify.ready(publisher.status())
+        keep_informed(loop, notify, publisher.status)
         while loop.running:
             publisher.turn()
+        notify.stopping("closing its sockets")
     return EXIT_OK

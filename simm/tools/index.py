@@ -7,12 +7,13 @@ import http.client
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..config.parsers import Address, parse_address
 from ..config.settings import Settings, add_arguments
 from ..errors import SimmError, TransportError, UsageError, printable
-from .connect import client_arguments, command_settings, token_of
+from .connect import client_arguments, command_settings, page_tokens, token_of
 from .console import EXIT_NO, EXIT_OK, Parser
 
 #: Where the index answers, without --at.
@@ -69,7 +70,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..index import libraries
 
     assert libraries.__all__  # one sentence now if the extra is not installed
-    from ..config.startup import read_tokens, say
+    from ..config.startup import say
     from ..index.blocks import Blocks
     from ..index.keys import SEED
     from ..index.publishers import Publishers
@@ -78,16 +79,17 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.listeners import bound_address, open_listener
     from ..net.loop import Loop
     from ..net.process import stop_on_signals
+    from ..net.sd_notify import Notifier, keep_informed, reload_logs
 
     weights = parse_weights(arguments.weights)
     seed = SEED if arguments.hash_seed is None else arguments.hash_seed
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"--hash-seed {seed}: 0 to 2**64 - 1")
-    tokens = () if at.loopback else read_tokens(settings.token_file)
-    if not at.loopback and not tokens:
-        raise UsageError(f"--at {at} is not loopback: give --token-file, or an address of 127.0.0.1")
+    tokens = page_tokens(at, "--at", settings)
+    notify = Notifier.from_environment()
     first = _registrations(arguments.register)
     with contextlib.ExitStack() as stack:
+        stack.callback(notify.close)
         shared = None
         if not settings.origin("manager").startswith("default"):
             from ..client import Client
@@ -106,14 +108,17 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX)
         stack.callback(web.close)
         loop.running = True
-        stop_on_signals(loop, interrupt=True)
+        stop_on_signals(loop, interrupt=True, reload=partial(reload_logs, notify))
         if loop.running:
             if arguments.json:
                 say(json.dumps({"ready": "index", "at": str(address), "publishers": len(first)}))
             else:
                 say(f"READY index {address}")
+            notify.ready(service.status())
+            keep_informed(loop, notify, service.status)
         while loop.running:
             loop.run_once(None)
+        notify.stopping("closing its sockets")
     return EXIT_OK
 
 

@@ -27,6 +27,7 @@ LABELS: Final = {
     "cause": "of a failed put or keep", "class": "how a value is kept: soft or hard, or near for a near copy",
     "endpoint": "an engine or store whose events are read", "tenant": "the tenant it is registered for",
     "rank": "its data-parallel rank", "kind": "what came of it", "request": "an HTTP request's path",
+    "form": "of published events: rfc1527 or vllm", "socket": "of those: stream or replay",
     "version": "of SiMM", "protocol": "of the wire", "layout": "of an arena", "python": "its version",
 }  # fmt: skip
 #: Prefixes of names: SiMM's, and those that every exporter has.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from simm.control import pages as manager
 from simm.index import figures as index
+from simm.index.publish import figures as publisher
 from simm.net.metrics import OF_PROCESSES, Metric
 from simm.server.operators import pages as server
 from tests.support.metric_rules import LABELS
@@ -29,6 +30,8 @@ def page() -> str:
         ("Data server", "What is counted is counted since the start of the process that counts: a worker that is "
          "restarted begins anew, as `rate()` expects.", server.METRICS),
         ("Event index", "Of `simm index`, which is described in [index.md](index.md).", index.METRICS),
+        ("Publisher of events", "Of `simm events --http`, see [index.md](index.md#the-stores-own-events).",
+         publisher.METRICS),
     ):  # fmt: skip
         lines += ["", f"## {head}", "", about, "", *table(each for each in metrics if each not in OF_PROCESSES)]
     lines += ["", "## Both", "", "Of the manager, or of a data server's supervisor.", "", *table(OF_PROCESSES)]

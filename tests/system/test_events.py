@@ -29,6 +29,7 @@ from simm.index.sources import Registration, Source  # noqa: E402
 from simm.ipc.event_files import EventFile, told_by_servers  # noqa: E402
 from tests.support.child import child_environment  # noqa: E402
 from tests.support.event_claims import Claims, apply, listed  # noqa: E402
+from tests.support.http_page import page  # noqa: E402
 from tests.support.processes import Cluster, new_folder, remove_folder  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -176,19 +177,31 @@ def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
     with Client(cluster.manager) as client:
         assert all(client.put_many(KEYS[:100], [b"v"] * 100))
         process = subprocess.Popen(
-            [sys.executable, "-m", "simm", "events", "--rfc1527", ",".join(at), "--server", cluster.name],
+            [sys.executable, "-m", "simm", "events", "--rfc1527", ",".join(at), "--server", cluster.name,
+             "--http", "127.0.0.1:0"],
             stdout=subprocess.PIPE, text=True, env=child_environment(),
         )  # fmt: skip
         index = None
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().split()[:2] == ["READY", "events"]
+            ready = process.stdout.readline().split()
+            assert ready[:2] == ["READY", "events"]
+            http = ready[-1].removeprefix("http=")
             index = Index(*at)
             names = [int.from_bytes(digest[:8], "little") for digest in Hasher("default").many(KEYS)]
             wait_until(lambda: index.names() == set(names[:100]), "all values")
             client.delete_many(KEYS[:30])
             assert client.put(KEYS[200], b"v")
             wait_until(lambda: index.names() == {*names[30:100], names[200]}, "the changes")
+            assert page(http, "/readyz") == (200, "ready\n")
+            text = page(http, "/metrics")[1]
+            shown = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line[0] != "#"}
+            assert shown["simm_publisher_workers"] == 1 and shown["simm_publisher_blocks"] == 71
+            assert shown['simm_publisher_peers{form="rfc1527",socket="stream"}'] == 1
+            assert shown['simm_publisher_replays_total{form="rfc1527"}'] >= 1 <= shown["simm_publisher_looks_total"]
+            assert shown['simm_publisher_changes_total{form="rfc1527"}'] >= 100 + 30 + 1
+            stats = cluster.worker_stats()
+            assert stats["events"] >= 131 and stats["event_bytes"] == 1 << 20 and stats["event_turns"] == 0
         finally:
             process.send_signal(signal.SIGTERM)
             code = process.wait(60)

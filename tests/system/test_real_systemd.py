@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +38,15 @@ from simm.client import Client
 with Client("127.0.0.1:30001", namespace="box") as client:
     print(sum(client.get(f"key {number}") == bytes([number]) * 50_000 for number in range(100)))
 """
+INDEXED = """
+import json, urllib.request
+print(sum(each["blocks"] for each in json.load(urllib.request.urlopen("http://127.0.0.1:8090/workers"))
+          if not each["stale"]))
+"""
+PAGE = """
+import urllib.request
+print(urllib.request.urlopen("http://127.0.0.1:8091/metrics").read().decode())
+"""
 
 
 @pytest.fixture
@@ -47,6 +57,33 @@ def box(nothing_is_left: Path) -> Iterator[SystemdBox]:
     with SystemdBox(folder) as made:
         yield made
     folder.rmdir()
+
+
+def test_the_units_of_the_index_run_confined_as_they_are(box: SystemdBox) -> None:
+    """``simm events`` finds the data server's ring, and ``simm index`` learns of a value by it."""
+    for name in ("msgspec", "zmq", "xxhash"):
+        pytest.importorskip(name, reason="the extra simm[index] is not installed")
+    publishers = [{"endpoint": "tcp://127.0.0.1:5567", "replay_endpoint": "tcp://127.0.0.1:5568", "type": "simm",
+                   "modelname": "m", "instance_id": "store", "pool": "p"}]  # fmt: skip
+    box.write("/etc/simm/manager.env", MANAGER_ENV)
+    box.write("/etc/simm/dataserver-main.env", SERVER_ENV + "SIMM_EVENTS=1M\n")
+    box.write("/etc/simm/publishers.json", json.dumps(publishers))
+    box.write("/etc/simm/events.env", PYTHON_ENV)
+    box.write("/etc/simm/index.env", PYTHON_ENV + "INDEX=--register /etc/simm/publishers.json\n")
+    box.run("systemctl", "daemon-reload")
+    box.run("systemctl", "start", "simm-manager", SERVER, "simm-events", "simm-index")
+    assert box.python(PUT) == "100 shm"
+    wait_until(lambda: box.python(INDEXED) == "100", "the index knows the values", pause_s=0.5)
+    for each in ("simm-events", "simm-index"):
+        assert box.run("stat", "-c", "%U", f"/proc/{box.shows(each, 'MainPID')}") == "simm"
+    assert "simm_publisher_workers 1" in box.python(PAGE)
+    box.run("systemctl", "reload", "simm-events", "simm-index")
+    box.run("systemctl", "restart", "simm-events")
+    assert "simm-" in box.run("ls", "/dev/shm"), "the arenas stay"
+    wait_until(lambda: box.python(INDEXED) == "100", "the index goes on", pause_s=0.5)
+    box.run("systemctl", "stop", "simm-events", "simm-index", SERVER)
+    for each in ("simm-events", "simm-index"):
+        assert box.shows(each, "Result") == "success" and box.shows(each, "NRestarts") == "0"
 
 
 def test_the_units_live_up_to_what_they_say(box: SystemdBox) -> None:

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from simm.control import pages as manager
+from simm.index import figures as index
+from simm.index.publish import figures as publisher
 from simm.server.operators import pages as server
 from tests.support.child import ROOT
 from tests.support.monitoring import (
@@ -28,7 +30,7 @@ from tests.support.monitoring import (
     panels,
 )
 
-METRICS = {metric.name: metric for metric in (*manager.METRICS, *server.METRICS)}
+METRICS = {metric.name: metric for metric in (*manager.METRICS, *server.METRICS, *index.METRICS, *publisher.METRICS)}
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
@@ -114,6 +116,8 @@ WELL = {
     _GETS: "0+6000x600",
     _FOUND: "0+3000x600",
     'simm_sessions_disbelieved_total{server="a",worker="0"}': "0x600",
+    'simm_publisher_gaps_total{instance="e"}': "0x100 2x500",
+    'simm_index_stale{instance="i",endpoint="vllm-0",tenant="default",rank="0"}': "0x100 1x3 0x497",
     'process_open_fds{job="simm-manager",instance="m"}': "700x600",
     'process_max_fds{job="simm-manager",instance="m"}': "1000x600",
     'simm_tls_certificate_expiry_timestamp_seconds{instance="d"}': "9000000x600",
@@ -159,6 +163,10 @@ FAULTS: dict[str, list[dict[str, str | None]]] = {
     "SimmNoHits": [{_FOUND: "7x600"}],
     "SimmCountsDisbelieved": [{'simm_sessions_disbelieved_total{server="a",worker="0"}': "0x115 1x485"}],
     "SimmFileDescriptors": [{'process_open_fds{job="simm-manager",instance="m"}': "0x99 900x500"}],
+    "SimmEventsLost": [{'simm_publisher_gaps_total{instance="e"}': "0x99 0+1x500"}],
+    "SimmIndexStale": [
+        {'simm_index_stale{instance="i",endpoint="vllm-0",tenant="default",rank="0"}': "0x99 1x500"},
+    ],
     "SimmRdmaDown": [{'simm_rdma_ready{server="b",worker="0",reason=""}': "1x99 _x500",
                       'simm_rdma_ready{server="b",worker="0",reason="ports are down"}': "_x99 0x500"}],
     "SimmRdmaLinksBreak": [{'simm_rdma_connections_broken_total{server="b",worker="0"}': "0x99 0+1x500"}],

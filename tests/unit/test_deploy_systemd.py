@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from simm.config.settings import MANAGER, SERVER, SETTINGS
+from simm.config.settings import CLIENT, MANAGER, SERVER, SETTINGS
+from simm.tools import events, index
 from tests.support.child import ROOT
 
 FOLDER = ROOT / "deploy" / "systemd"
@@ -81,14 +82,37 @@ def test_a_restart_keeps_the_values() -> None:
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_the_settings_exist(path: Path) -> None:
-    role = MANAGER if "manager" in path.name else SERVER
+    role = {"simm-manager": MANAGER, "simm-dataserver@": SERVER}.get(path.stem, CLIENT)
     known = {setting.env for setting in SETTINGS.values() if role in setting.roles} | {"SIMM_CONFIG", "SIMM_SERVER_UID"}
+    known |= {"SIMM_EVENTS"} if path.stem == "simm-events" else set()  # of the data servers, as it says
     named = set(re.findall(r"SIMM_[A-Z_]+[A-Z]", path.read_text()))
     assert named and named <= known, named - known
     command = unit(path)["ExecStart"].split()
+    if role == CLIENT:
+        assert command[:3] == [PYTHON, "-m", "simm"] and command[3] == path.stem.partition("-")[2]
+        # The flags in the comments, and those that it has without a file.
+        found = re.findall(r"^(?:#   |Environment=\")(?:EVENTS|INDEX)=(.*?)\"?$", path.read_text(), re.MULTILINE)
+        assert command[4:] in (["$EVENTS"], ["$INDEX"]) and found
+        for flags in found:
+            (events if command[3] == "events" else index)._parser("simm").parse_args(flags.split())
+        return
     assert command[:2] == [PYTHON, "-m"] and (ROOT / f"{command[2].replace('.', '/')}.py").exists()
     flags = {word for word in command if word.startswith("--")}
     assert flags <= {setting.flag for setting in SETTINGS.values() if role in setting.roles}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_the_unit_is_hardened(path: Path) -> None:
+    """Each of them. What a publisher or a caller could make the commands of the index use is bounded, too."""
+    service = unit(path)
+    for name in ("NoNewPrivileges", "ProtectHome", "PrivateTmp", "ProtectKernelModules", "RestrictNamespaces",
+                 "RestrictSUIDSGID", "LockPersonality", "RestrictRealtime", "ProtectControlGroups"):  # fmt: skip
+        assert service[name] == "yes", name
+    assert service["CapabilityBoundingSet"] == "" and service["ProtectSystem"] == "strict"
+    assert service["SystemCallArchitectures"] == "native" and "SystemCallFilter" in service
+    if path.stem in ("simm-events", "simm-index"):
+        assert service["RemoveIPC"] == "no", "the arenas are this user's"
+        assert "MemoryMax" in service and "PrivateIPC" not in service
 
 
 def test_the_user_is_made_and_the_folders_are(tmp_path: Path) -> None:

@@ -209,11 +209,20 @@ class EventRing:
             self._append_many(images, last)
             slots = slots[count:]
 
+    def stats(self) -> dict[str, int]:
+        """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""
+        size, turns = self._capacity * RECORD_BYTES, self.head // self._capacity
+        return {"events": self.head, "event_bytes": size, "event_turns": turns}
+
     def release(self) -> None:
         """Drop every view of the memory."""
         del self._numbers, self._low, self._high, self._last
         self._words.release()
         self._buf.release()
+
+
+#: Of a worker that tells nobody.
+NO_STATS: Final = {"events": 0, "event_bytes": 0, "event_turns": 0}
 
 
 class Teller(Protocol):

@@ -6,7 +6,10 @@ import time
 from collections.abc import Container, Mapping
 from typing import Final
 
+from ...net.http import Page, Route
 from ...net.loop import Loop
+from ...net.metrics import Samples
+from . import figures
 from .host import Host
 from .outlet import Outlet
 
@@ -56,6 +59,41 @@ class EventPublisher:
         for outlet in self.outlets.values():
             outlet.publish(deltas, now)
             outlet.answer()
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """Pages, by path."""
+        return {"/healthz": lambda: Page("ok\n"), "/readyz": self._readyz, "/metrics": self.metrics}
+
+    def _readyz(self) -> Page:
+        return Page("ready\n") if self.host.settled else Page("the tables are not known yet\n", status=503)
+
+    def status(self) -> str:
+        """Return a line on what it does."""
+        host = self.host
+        peers = sum(len(each.stream.peers) for each in self.outlets.values())
+        return f"{host.claims.entries:,} blocks of {len(host.workers)} workers, {peers} subscribers, {host.gaps} gaps"
+
+    def metrics(self) -> Samples:
+        """Return the metrics page."""
+        samples, host = Samples(figures.METRICS), self.host
+        samples.add(figures.WORKERS, len(host.workers))
+        samples.add(figures.BLOCKS, host.claims.entries)
+        samples.add(figures.GAPS, host.gaps)
+        samples.add(figures.LOOKS, host.looks)
+        for form, outlet in self.outlets.items():
+            samples.add(figures.MESSAGES, outlet.messages, form)
+            samples.add(figures.CHANGES, outlet.blocks, form)
+            samples.add(figures.KEPT, outlet.kept_bytes, form)
+            samples.add(figures.REPLAYS, outlet.replays, form)
+            samples.add(figures.SNAPSHOTS, outlet.snapshots, form)
+            samples.add(figures.SKIPPED, outlet.skipped, form)
+            for name, door in (("stream", outlet.stream), ("replay", outlet.replay)):
+                samples.add(figures.PEERS, len(door.peers), form, name)
+                samples.add(figures.REFUSED, door.refused, form, name)
+                samples.add(figures.DROPPED, door.dropped, form, name)
+        samples.add_process()
+        return samples
 
     def close(self) -> None:
         """Close all sockets."""

@@ -70,6 +70,14 @@ _WORKER: Final = {
     ),
     "protocol_errors": _worker("simm_protocol_errors_total", "counter", "Connections closed for malformed input."),
     "handler_errors": _worker("simm_handler_errors_total", "counter", "Requests that failed by an error in SiMM."),
+    "events": _worker(
+        "simm_events_total", "counter", "Events that the worker has written to its ring: what came and what went."
+    ),
+    "event_bytes": _worker("simm_event_ring_bytes", "gauge", "Size of the ring of events; 0 without --events."),
+    "event_turns": _worker(
+        "simm_event_ring_turns_total", "counter",
+        "Times that the ring was written all around. A reader that is away for so long has a gap.",
+    ),
     "mended": _worker(
         "simm_arena_mended_total", "counter",
         "Words and slots of the arena that another process had overwritten and the worker has put right.",

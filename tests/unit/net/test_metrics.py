@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from simm import __version__
 from simm.control import pages as manager
 from simm.index import figures as index
+from simm.index.publish import figures as publisher
 from simm.net import metrics
 from simm.net.metrics import OF_PROCESSES, Metric, Samples, wants_openmetrics
 from simm.server.operators import pages as server
@@ -138,7 +139,7 @@ def test_a_system_that_does_not_tell_costs_no_page(monkeypatch: pytest.MonkeyPat
 
 # -- names -------------------------------------------------------------------------------------------
 
-ALL = [*manager.METRICS, *server.METRICS, *index.METRICS]
+ALL = [*manager.METRICS, *server.METRICS, *index.METRICS, *publisher.METRICS]
 
 
 def test_all_metrics_keep_the_rules() -> None:
