@@ -41,6 +41,12 @@ def _image(value: str) -> list[str]:
     ]
 
 
+_EVENTS: Final = {"events.enabled": True, "dataserver.settings": {"events": "4M"}, **_WATCHED}
+_EC: Final = f"{_S}.spec.containers.events"
+_INDEX: Final = {"index.enabled": True}
+_I: Final = "Deployment/simm-index spec.template"
+_PUBLISHER: Final = {"instance_id": "a", "endpoint": "tcp://a:1", "modelname": "m"}
+
 CHANGES: Final[Mapping[str, Change]] = {
     # Names are in nearly every line.
     "nameOverride": Change("kv", ["*/simm-kv*", "*simm-kv*", '*app.kubernetes.io/name="kv"']),
@@ -300,6 +306,62 @@ CHANGES: Final[Mapping[str, Change]] = {
     "dataserver.priorityClassName": Change("high", [f'{_S}.spec.priorityClassName="high"']),
     "dataserver.podAnnotations": Change({"a": "b"}, [f'{_S}.metadata.annotations.a="b"']),
     "dataserver.podLabels": Change({"a": "b"}, [f'{_S}.metadata.labels.a="b"']),
+    "events.enabled": Change(
+        True,
+        [
+            f"{_EC}.*",
+            "Service/simm-dataserver spec.ports.events*",
+            *[f"NetworkPolicy/simm-dataserver spec.ingress.0.ports.{each}.*" for each in (2, 3)],
+            "ServiceMonitor/simm-dataserver spec.endpoints.1.*",
+        ],
+        {"dataserver.settings": {"events": "4M"}, **_WATCHED},
+    ),
+    "events.port": Change(
+        6000,
+        [
+            f'{_EC}.args.1="--rfc1527=tcp://[$(POD_IP)]:6000,tcp://[$(POD_IP)]:6001"',
+            f"{_EC}.ports.events.containerPort=6000",
+            f"{_EC}.ports.events-replay.containerPort=6001",
+            "Service/simm-dataserver spec.ports.events.port=6000",
+            "Service/simm-dataserver spec.ports.events-replay.port=6001",
+            "NetworkPolicy/simm-dataserver spec.ingress.0.ports.2.port=6000",
+            "NetworkPolicy/simm-dataserver spec.ingress.0.ports.2.endPort=6001",
+        ],
+        _EVENTS,
+    ),
+    "events.httpPort": Change(
+        6000,
+        [
+            f'{_EC}.args.2="--http=[$(POD_IP)]:6000"',
+            f"{_EC}.ports.events-http.containerPort=6000",
+            "Service/simm-dataserver spec.ports.events-http.port=6000",
+            "NetworkPolicy/simm-dataserver spec.ingress.0.ports.3.port=6000",
+        ],
+        _EVENTS,
+    ),
+    "events.memory": Change("9Gi", [f'{_EC}.resources.{each}.memory="9Gi"' for each in ("requests", "limits")], _EVENTS),
+    "index.enabled": Change(
+        True, [f"{kind}/simm-index *" for kind in ("ConfigMap", "Service", "Deployment", "NetworkPolicy")]
+    ),
+    "index.port": Change(
+        6000,
+        [
+            f'{_I}.spec.containers.index.args.2="[$(POD_IP)]:6000"',
+            f"{_I}.spec.containers.index.ports.http.containerPort=6000",
+            "Service/simm-index spec.ports.http.port=6000",
+            "NetworkPolicy/simm-index spec.ingress.0.ports.0.port=6000",
+        ],
+        _INDEX,
+    ),
+    "index.publishers": Change(
+        [_PUBLISHER], ["ConfigMap/simm-index data.publishers.json=*", f"{_I}.metadata.annotations.publishers=*"], _INDEX
+    ),
+    "index.memory": Change(
+        "9Gi", [f'{_I}.spec.containers.index.resources.{each}.memory="9Gi"' for each in ("requests", "limits")], _INDEX
+    ),
+    "index.nodeSelector": Change({"pool": "cpu"}, [f'{_I}.spec.nodeSelector.pool="cpu"'], _INDEX),
+    "index.tolerations": Change([{"operator": "Exists"}], [f'{_I}.spec.tolerations.0.operator="Exists"'], _INDEX),
+    "index.priorityClassName": Change("high", [f'{_I}.spec.priorityClassName="high"'], _INDEX),
     "podDisruptionBudget.enabled": Change(False, ["-PodDisruptionBudget/simm-dataserver *"], _SET),
     "podDisruptionBudget.maxUnavailable": Change(
         2, ["PodDisruptionBudget/simm-dataserver spec.maxUnavailable=2"], _SET

@@ -11,6 +11,8 @@ EXPLAINED: Final[Mapping[str, set[str]]] = {
     "dataserver": {"SYS_NICE"},
     "runtime-folder": {"CHOWN"},
     "simm": set(),
+    "events": set(),
+    "index": set(),
 }
 
 

@@ -14,11 +14,14 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from simm.config.settings import SETTINGS, Setting, load
+from simm.config.parsers import parse_address
+from simm.config.settings import SETTINGS, Setting, load, load_command
 from simm.errors import ConfigError, SegmentError
 from simm.host import memory
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
+from simm.tools import events
+from simm.tools import index as index_command
 from tests.support import chart
 from tests.support.chart import CHART, HELM, environment, one, paths, pods, refusal, rendered
 from tests.support.chart_values import CHANGES
@@ -33,6 +36,7 @@ POD: Final = {"dataserver.sharedMemory": "pod"}
 RDMA: Final = {"dataserver.rdma.enabled": True}
 ETCD: Final = {"manager.coordinator.url": "etcds://a:2379,b:2379/simm", "manager.coordinator.existingSecret": "etcd"}
 TLS: Final = {"tls.existingSecret": "certs"}
+EVENTS: Final = {"events.enabled": True, "dataserver.settings": {"events": "4M"}}
 WATCHED: Final = {"serviceMonitor.enabled": True, "prometheusRule.enabled": True}
 #: Renderings that many tests look at.
 CASES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -232,6 +236,46 @@ def matches(selector: Mapping[str, str], document: Mapping[str, Any]) -> bool:
     """Whether a selector chooses the pods that an object makes, or a Service."""
     made = document["spec"].get("template", document)["metadata"]["labels"]
     return selector.items() <= made.items()
+
+
+@needs_helm
+@pytest.mark.parametrize("more", [{}, POD, {**SET, **POD}, TLS], ids=["host", "pod", "set", "TLS"])
+def test_the_index_and_the_publisher_of_events(more: Mapping[str, Any]) -> None:
+    """Both start with the flags that they get, where the data server's rings are, and hold no rights."""
+    publishers = [{"instance_id": "vllm-0", "endpoint": "tcp://10.0.0.9:5557", "modelname": "m", "block_size": 16}]
+    documents = rendered({**EVENTS, **WATCHED, **more, "index.enabled": True, "index.publishers": publishers})
+    validator = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate")
+    for document in documents:
+        if not document["apiVersion"].startswith("monitoring.coreos.com/"):
+            validator.validate(document, chart.VERSIONS[0], strict=True)
+    (server,) = [pod for maker, pod in pods(documents) if maker["metadata"]["name"].endswith("-dataserver")]
+    index = one(documents, "Deployment", "-index")["spec"]["template"]["spec"]
+    dataserver, publisher = server["containers"]
+    for pod, container, command in ((server, publisher, events), (index, index["containers"][0], index_command)):
+        assert unexplained(pod, container, EXPLAINED) == []
+        variables = {**environment(container), "POD_IP": "10.0.0.7", "SERVER_NAME": "node-1"}
+        words = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in container["args"]]
+        arguments = command._parser("simm").parse_args(words[1:])
+        load_command("client", arguments, {k: v for k, v in variables.items() if k.startswith("SIMM_")})
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        if command is events:
+            stream, replay = events._pair("--rfc1527", arguments.rfc1527)
+            assert (stream, replay) == (f"tcp://[10.0.0.7]:{ports['events']}", f"tcp://[10.0.0.7]:{ports['events-replay']}")
+            assert parse_address(arguments.http).port == ports["events-http"] and arguments.server == "node-1"
+        else:
+            assert parse_address(arguments.at).port == ports["http"]
+        assert variables["SIMM_TOKEN_FILE"] == "/etc/simm/token", "its page is beyond loopback"
+    assert environment(dataserver)["SIMM_EVENTS"] == "4M"
+    shared = [{each["mountPath"] for each in container["volumeMounts"]} for container in (dataserver, publisher)]
+    assert ("/dev/shm" in shared[0]) == ("/dev/shm" in shared[1]) == ("dataserver.sharedMemory" in more)
+    assert json.loads(one(documents, "ConfigMap", "-index")["data"]["publishers.json"]) == publishers
+    jobs = [
+        each["replacement"] for document in documents if document["kind"] == "ServiceMonitor"
+        for endpoint in document["spec"]["endpoints"] for each in endpoint["relabelings"] if each["targetLabel"] == "job"
+    ]  # fmt: skip
+    assert sorted(jobs) == ["simm-dataserver", "simm-events", "simm-index", "simm-manager"]
+    admitted = one(documents, "NetworkPolicy", "-dataserver")["spec"]["ingress"][0]["ports"]
+    assert {"port": 5567, "endPort": 5568} in admitted and {"port": 8091} in admitted
 
 
 # -- several releases ----------------------------------------------------------------------------------
@@ -519,6 +563,11 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"dataserver.settings": {"polcy": "lru"}},
     {"dataserver.settings": {"memory": "8G"}},
     {"dataserver.engineGroup": 0},
+    {"events.port": 65535},
+    {"events.enabled": "yes"},
+    {"index.port": 80},
+    {"index.publishers": {}},
+    {"index.memory": "4G"},
     {"serviceMonitor.interval": "15"},
     {"tls.name": ""},
     {"token.key": ""},
@@ -536,6 +585,9 @@ TOGETHER: Final = {
     "needs serviceMonitor": {"prometheusRule.enabled": True},
     "name them in dataserver.numa": {"dataserver.arena": "1Gi"},
     "do not fit": {"dataserver.arena": "80Gi", "dataserver.numa": "0"},
+    "needs dataserver.settings.events": {"events.enabled": True},
+    "the data server has the port 30011": {**EVENTS, "events.port": 30010, "dataserver.port": 30011},
+    "events.httpPort is one of": {**EVENTS, "events.port": 8090},
     "httpPort are one": {"manager.port": 30080},
     "one of the 64 ports": {"dataserver.httpPort": 30073},
     "more than 35 characters": {"dataserver.runtimeDir": "/run/" + "a" * 31},

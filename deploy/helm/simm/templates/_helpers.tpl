@@ -105,6 +105,19 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and .dataserver.engineGroup (ne .dataserver.sharedMemory "host") -}}
 {{- fail "dataserver.engineGroup needs sharedMemory: host, as no engine sees a pod's /dev/shm" -}}
 {{- end -}}
+{{- if .events.enabled }}
+{{- if has (toString .dataserver.settings.events) (list "" "0" "<nil>") -}}
+{{- fail "events.enabled needs dataserver.settings.events, the size of the rings that it reads, as 4M" -}}
+{{- end -}}
+{{- range $port := list (int .events.port) (add .events.port 1 | int) (int .events.httpPort) -}}
+{{- if or (eq $port (int $.Values.dataserver.httpPort)) (and (ge $port (int $.Values.dataserver.port)) (le $port (add $.Values.dataserver.port 63 | int))) -}}
+{{- fail (printf "events: the data server has the port %d" $port) -}}
+{{- end -}}
+{{- end -}}
+{{- if has (int .events.httpPort) (list (int .events.port) (add .events.port 1 | int)) -}}
+{{- fail "events.httpPort is one of the two ports from events.port on" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .prometheusRule.enabled (not .serviceMonitor.enabled) -}}
 {{- fail "prometheusRule needs serviceMonitor: the alerts tell releases apart by the labels that it adds" -}}
 {{- end -}}
