@@ -77,6 +77,10 @@ class Service:
             "/workers": lambda: _json(self.workers()), "/dump": lambda: _json(self.dump()),
         }  # fmt: skip
 
+    def count(self, path: str) -> None:
+        """Count a request that came otherwise."""
+        self._requests[path] += 1
+
     def _page(self, path: str, call: Callable[[Body], Any]) -> Post:
         def take(body: bytes) -> Page:
             self._requests[path] += 1

@@ -31,6 +31,8 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("what", nargs="?", default="serve", choices=["serve", "workers"], metavar="serve|workers")
     parser.add_argument("--at", default=DEFAULT_AT, metavar="HOST:PORT",
                         help=f"where the index answers ({DEFAULT_AT}); beyond loopback with tokens")  # fmt: skip
+    parser.add_argument("--grpc", metavar="HOST:PORT",
+                        help="where it answers llm-d's indexer.v1 by gRPC; beyond loopback with tokens")  # fmt: skip
     parser.add_argument("--register", metavar="FILE", help="JSON list of publishers, each as for POST /register")
     parser.add_argument("--weights", metavar="TIER=W,...", help="weights of tiers, as gpu=1,cpu=0.8,storage=0.5")
     parser.add_argument("--hash-seed", type=int, metavar="N", help="seed of RFC 1527's hash (1337, as Dynamo)")
@@ -86,6 +88,12 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"--hash-seed {seed}: 0 to 2**64 - 1")
     tokens = page_tokens(at, "--at", settings)
+    calls = parse_address(arguments.grpc) if arguments.grpc else None
+    callers = page_tokens(calls, "--grpc", settings) if calls else ()
+    if calls:
+        from ..index import grpc_library
+
+        assert grpc_library.__all__
     notify = Notifier.from_environment()
     first = _registrations(arguments.register)
     with contextlib.ExitStack() as stack:
@@ -107,13 +115,21 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         address = bound_address(listener)
         web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX)
         stack.callback(web.close)
+        more = ""
+        if calls:
+            from ..index.rpcs import Rpcs
+
+            rpcs = Rpcs(service, calls, callers)
+            stack.callback(rpcs.close)
+            more = str(rpcs.address)
         loop.running = True
         stop_on_signals(loop, interrupt=True, reload=partial(reload_logs, notify))
         if loop.running:
             if arguments.json:
-                say(json.dumps({"ready": "index", "at": str(address), "publishers": len(first)}))
+                told = {"ready": "index", "at": str(address), "publishers": len(first)}
+                say(json.dumps(told | ({"grpc": more} if more else {})))
             else:
-                say(f"READY index {address}")
+                say(f"READY index {address}" + (f" grpc={more}" if more else ""))
             notify.ready(service.status())
             keep_informed(loop, notify, service.status)
         while loop.running:

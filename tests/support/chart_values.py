@@ -339,7 +339,9 @@ CHANGES: Final[Mapping[str, Change]] = {
         ],
         _EVENTS,
     ),
-    "events.memory": Change("9Gi", [f'{_EC}.resources.{each}.memory="9Gi"' for each in ("requests", "limits")], _EVENTS),
+    "events.memory": Change(
+        "9Gi", [f'{_EC}.resources.{each}.memory="9Gi"' for each in ("requests", "limits")], _EVENTS
+    ),
     "index.enabled": Change(
         True, [f"{kind}/simm-index *" for kind in ("ConfigMap", "Service", "Deployment", "NetworkPolicy")]
     ),

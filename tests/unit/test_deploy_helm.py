@@ -254,13 +254,15 @@ def test_the_index_and_the_publisher_of_events(more: Mapping[str, Any]) -> None:
     for pod, container, command in ((server, publisher, events), (index, index["containers"][0], index_command)):
         assert unexplained(pod, container, EXPLAINED) == []
         variables = {**environment(container), "POD_IP": "10.0.0.7", "SERVER_NAME": "node-1"}
-        words = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in container["args"]]
-        arguments = command._parser("simm").parse_args(words[1:])
+        words = container["args"][1:]
+        for name, value in variables.items():
+            words = [word.replace(f"$({name})", value) for word in words]
+        arguments = command._parser("simm").parse_args(words)
         load_command("client", arguments, {k: v for k, v in variables.items() if k.startswith("SIMM_")})
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         if command is events:
-            stream, replay = events._pair("--rfc1527", arguments.rfc1527)
-            assert (stream, replay) == (f"tcp://[10.0.0.7]:{ports['events']}", f"tcp://[10.0.0.7]:{ports['events-replay']}")
+            wanted = [f"tcp://[10.0.0.7]:{ports[name]}" for name in ("events", "events-replay")]
+            assert list(events._pair("--rfc1527", arguments.rfc1527)) == wanted
             assert parse_address(arguments.http).port == ports["events-http"] and arguments.server == "node-1"
         else:
             assert parse_address(arguments.at).port == ports["http"]
@@ -269,9 +271,10 @@ def test_the_index_and_the_publisher_of_events(more: Mapping[str, Any]) -> None:
     shared = [{each["mountPath"] for each in container["volumeMounts"]} for container in (dataserver, publisher)]
     assert ("/dev/shm" in shared[0]) == ("/dev/shm" in shared[1]) == ("dataserver.sharedMemory" in more)
     assert json.loads(one(documents, "ConfigMap", "-index")["data"]["publishers.json"]) == publishers
+    monitors = [each for each in documents if each["kind"] == "ServiceMonitor"]
     jobs = [
-        each["replacement"] for document in documents if document["kind"] == "ServiceMonitor"
-        for endpoint in document["spec"]["endpoints"] for each in endpoint["relabelings"] if each["targetLabel"] == "job"
+        each["replacement"] for monitor in monitors for endpoint in monitor["spec"]["endpoints"]
+        for each in endpoint["relabelings"] if each["targetLabel"] == "job"
     ]  # fmt: skip
     assert sorted(jobs) == ["simm-dataserver", "simm-events", "simm-index", "simm-manager"]
     admitted = one(documents, "NetworkPolicy", "-dataserver")["spec"]["ingress"][0]["ports"]

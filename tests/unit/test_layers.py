@@ -74,7 +74,9 @@ ENGINES: Final = {
     "connectors.vllm": "vllm", "connectors.vllm_connector": "vllm",
 }  # fmt: skip
 #: The one module that imports the libraries of an extra.
-EXTRAS: Final = {"index.libraries": frozenset(("msgspec", "xxhash", "zmq"))}
+EXTRAS: Final = {
+    "index.libraries": frozenset(("msgspec", "xxhash", "zmq")), "index.grpc_library": frozenset(("grpc",)),
+}  # fmt: skip
 
 
 SOURCES: Final = sources()
@@ -295,6 +297,7 @@ def test_the_module_map_is_the_tree() -> None:
         ("connectors.keyspace", "import sglang", "setup.cfg does not name"),
         ("connectors.lmcache_values", "import lmcache", "setup.cfg does not name"),
         ("index.blocks", "import zmq", "setup.cfg does not name"),
+        ("index.rpcs", "import grpc", "setup.cfg does not name"),
         ("kv", "from .connectors import keyspace", "sibling"),
         ("index.blocks", "from ..connectors import keyspace", "sibling"),
         ("wire.messages", "eval('1')", "calls eval"),

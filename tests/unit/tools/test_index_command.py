@@ -53,6 +53,7 @@ def test_publishers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["workers", "--at", "127.0.0.1:1"], "no index answers at 127.0.0.1:1"),
         (["--weights", "gold=1"], "TIER=WEIGHT"), (["--weights", "gpu=-1"], "TIER=WEIGHT"),
         (["--weights", "gpu"], "TIER=WEIGHT"), (["--at", "0.0.0.0:0"], "is not loopback"),
+        (["--grpc", "0.0.0.0:0"], "--grpc 0.0.0.0:0 is not loopback"),
         (["--hash-seed", "-1"], "--hash-seed"), (["--register", "/nowhere/x"], "No such file"),
     ],
 )  # fmt: skip
@@ -70,6 +71,13 @@ def test_without_the_extra_there_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import simm.cli; sys.exit(simm.cli.main(['index']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "pip install simm[index]" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_without_the_other_extra_there_is_one_sentence() -> None:
+    code = "import sys; sys.modules['grpc'] = None; import simm.cli; "
+    code += "sys.exit(simm.cli.main(['index', '--grpc', '127.0.0.1:0']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "pip install simm[index,grpc]" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,12 @@
+"""The library of the extra ``simm[grpc]``. Nothing else in SiMM imports it."""
+
+from __future__ import annotations
+
+from ..errors import UsageError
+
+try:
+    import grpc
+except ImportError as missing:
+    raise UsageError("--grpc needs grpcio, which is not installed: pip install simm[index,grpc]") from missing
+
+__all__ = ["grpc"]

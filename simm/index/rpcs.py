@@ -1,0 +1,99 @@
+"""The index by gRPC: llm-d's service ``indexer.v1.IndexerService``, for questions with tokens (``protobuf``).
+
+It has what ``POST /score`` answers, of endpoints alone: a pool of a shared store is no pod. Bounds are those of HTTP:
+a message has ``BODY_BYTES_MAX``, so many calls are taken at a time, and so many connections. A mistake is the status
+INVALID_ARGUMENT with a sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from ..config.parsers import Address
+from ..config.tokens import Token
+from ..errors import SimmError, UsageError
+from ..net.http import CONNECTIONS_MAX
+from ..wire.hello import token_fits
+from .grpc_library import grpc
+from .protobuf import answer, question
+from .service import BODY_BYTES_MAX, Service
+
+log = logging.getLogger("simm.index.rpcs")
+
+SERVICE: Final = "indexer.v1.IndexerService"
+METHOD: Final = "GetPodScores"
+#: Calls at a time; others are refused with RESOURCE_EXHAUSTED. Each may have a message of 8 MiB.
+CALLS_MAX: Final = 16
+_THREADS: Final = 4
+_CLOSE_S: Final = 2.0
+_NO_PODS: Final = ("pool:", "node:")
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", BODY_BYTES_MAX), ("grpc.max_send_message_length", BODY_BYTES_MAX),
+    ("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX), ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),
+)  # fmt: skip
+
+
+class Rpcs:
+    """The server. Its threads call ``service``.
+
+    Args:
+        at: where to listen.
+        tokens: one of which callers show, as the metadata ``authorization: Bearer TOKEN``; none: everybody may call.
+
+    Raises SimmError for an address that cannot be bound.
+    """
+
+    def __init__(self, service: Service, at: Address, tokens: Sequence[Token] = ()) -> None:
+        self._service = service
+        self._tokens = [token.secret.encode() for token in tokens]
+        self._lock = threading.Lock()
+        pool = ThreadPoolExecutor(_THREADS, "simm-index-grpc")
+        self._server = grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
+        # Without a deserializer: grpc would hide what is wrong with a message.
+        handlers = {METHOD: grpc.unary_unary_rpc_method_handler(self._scores)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            port = self._server.add_insecure_port(str(at))
+        except RuntimeError as exc:
+            port = 0
+            log.debug("%s", exc)
+        if not port:
+            self._server.stop(None)
+            raise SimmError(f"cannot listen on {at}: free it, or choose another --grpc (port 0 is any free one)")
+        self.address = at._replace(port=port)
+        self._server.start()
+
+    def _scores(self, raw: bytes, context: Any) -> bytes:
+        if self._tokens and not self._allowed(context):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer TOKEN is required")
+        with self._lock:
+            self._service.count(f"{SERVICE}/{METHOD}")
+        try:
+            found = self._service.score(question(raw))["scores"]
+            return answer(
+                (each["pod"], each["score"]) for each in found if not each["pod"].startswith(_NO_PODS)
+            )  # fmt: skip
+        except UsageError as exc:
+            fault, text = grpc.StatusCode.INVALID_ARGUMENT, str(exc)
+        except Exception:
+            log.exception("a call failed")
+            fault, text = grpc.StatusCode.INTERNAL, "internal error"
+        context.abort(fault, text)
+        raise AssertionError("abort() raises")
+
+    def _allowed(self, context: Any) -> bool:
+        for key, value in context.invocation_metadata():
+            scheme, _, given = str(value).strip().partition(" ")
+            if key == "authorization" and scheme.lower() == "bearer":
+                return token_fits(self._tokens, given.strip().encode())
+        return False
+
+    def close(self) -> None:
+        """Take no more calls, and wait for those that run."""
+        self._server.stop(_CLOSE_S).wait()
