@@ -18,6 +18,7 @@ The last messages, once for all: a subscriber is a number, that of its next mess
 (``peers``). One that is so slow that its next message is not kept any more goes on with the first that is, or its
 replay with a snapshot. A snapshot is kept as long as the messages behind it are, so a crowd of consumers does not make
 one each. Nobody can make the process do little else than take snapshots: it pauses ten times as long as one took.
+Peers that still read older ones hold them, two at most: who reads the oldest gives way to a new one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ KEPT_BYTES: Final = 64 << 20
 HANDED_BYTES: Final = 64 << 10
 #: Between two snapshots, in times that the last one took.
 SNAPSHOT_PAUSE: Final = 10.0
+#: Older snapshots that replays still read.
+SNAPSHOTS_HELD: Final = 2
 #: Seconds of one replay.
 REPLAY_S: Final = 300.0
 IDLE_S: Final = 1.0
@@ -189,7 +192,7 @@ class Outlet:
                 if not peer.questions:
                     break
                 self.replays += 1
-                peer.feed, peer.fed = self._answers(peer.questions.popleft()), self._loop.now
+                peer.feed, peer.fed = self._answers(peer, peer.questions.popleft()), self._loop.now
             try:
                 part = next(peer.feed)
             except StopIteration:
@@ -201,15 +204,16 @@ class Outlet:
             size += len(part[1])
         return found
 
-    def _answers(self, start: int) -> Iterator[_Part]:
+    def _answers(self, peer: Peer, start: int) -> Iterator[_Part]:
         """Yield the numbers and messages of a replay, None where it has to wait."""
         while start != self.number:
             if not self.number - len(self._kept) <= start < self.number:
                 while (taken := self._taken(start)) is None:
                     yield None
-                at, found = taken
+                peer.snapshot = at, found = taken
                 for number, raw in enumerate(found, at - len(found) + 1):
                     yield number.to_bytes(8, "big"), raw
+                peer.snapshot = None
                 start = at + 1
             while 0 <= (at := start - self.number + len(self._kept)) < len(self._kept):
                 yield start.to_bytes(8, "big"), self._kept[at]
@@ -229,6 +233,7 @@ class Outlet:
             if began < self._next_snapshot or not self._settled():
                 return None
             self.snapshots += 1
+            self._let_go()
             found = snapshot(self._form, self._everything(), self._node)
             if start < self.number:  # else it is of another publisher
                 while self.number - len(found) < start:
@@ -237,3 +242,11 @@ class Outlet:
             ended = time.monotonic()
             self._next_snapshot = ended + SNAPSHOT_PAUSE * (ended - began)
         return known
+
+    def _let_go(self) -> None:
+        """Close the connections that read the oldest snapshots, so that few are held beside a new one."""
+        held = {peer: peer.snapshot[0] for peer in self.replay.peers if peer.snapshot is not None}
+        for at in sorted(set(held.values()))[:-SNAPSHOTS_HELD]:
+            self.replay.once("held", "closing the connections of peers that read a snapshot too slowly")
+            for peer in [each for each, mine in held.items() if mine == at]:
+                self.replay.drop(peer)

@@ -54,12 +54,12 @@ class Peer:
         topics: what a subscriber wants.
         cursor: number of the message that it gets next.
         questions: from which numbers on it wants replays.
-        feed: the answer that it is being sent; ``fed``: when that has begun.
+        feed: the answer that it is being sent; ``fed``: when that has begun; ``snapshot``: what it has of one.
     """
 
     __slots__ = (
-        "began", "cursor", "decoder", "fed", "feed", "moved", "origin", "out", "pong", "questions", "sock", "topics",
-        "writing",
+        "began", "cursor", "decoder", "fed", "feed", "moved", "origin", "out", "pong", "questions", "snapshot", "sock",
+        "topics", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, origin: bytes, kind: str, now: float) -> None:
@@ -74,6 +74,7 @@ class Peer:
         self.cursor = 0
         self.questions: deque[int] = deque()
         self.feed: Iterator[Any] | None = None
+        self.snapshot: tuple[int, list[bytes]] | None = None
 
 
 class Door:
@@ -183,7 +184,7 @@ class Door:
     def _ready(self, peer: Peer, mask: int) -> None:
         if mask & selectors.EVENT_READ:
             self._read(peer)
-        if mask & selectors.EVENT_WRITE and peer in self.peers:
+        if mask & selectors.EVENT_WRITE:
             self.pump(peer)
 
     def _read(self, peer: Peer) -> None:
@@ -210,8 +211,10 @@ class Door:
         self.pump(peer)
 
     def pump(self, peer: Peer) -> None:
-        """Send what there is for a peer, as far as it takes it, and not much at a time. Never waits."""
+        """Send what there is for a peer, as far as it takes it, and not much at a time. Never waits, never raises."""
         left = TURN_BYTES
+        if peer not in self.peers:
+            return
         try:
             while left > 0:
                 if not peer.out:
@@ -234,6 +237,14 @@ class Door:
             pass
         except OSError:
             self.drop(peer)
+            return
+        except Exception:
+            # One peer must not end the publisher for the others.
+            self.dropped += 1
+            log.exception("closing the connection of a peer that cannot be served")
+            self.drop(peer)
+            return
+        if peer not in self.peers:
             return
         writing = bool(peer.out) or left <= 0
         if writing != peer.writing:

@@ -193,6 +193,39 @@ def test_snapshots_for_those_that_lie_are_few(world: World, monkeypatch: pytest.
     world.wait(lambda: world.outlet.snapshots == 2, "the next one")
 
 
+@pytest.mark.parametrize("bounded", [True, False], ids=["as it is", "positive control"])
+def test_few_snapshots_are_held_for_those_that_read_slowly(
+    world: World, monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """Each of them gets one of its own by a number just before the first that is kept, and reads none of it."""
+    if not bounded:
+        monkeypatch.setattr(world.outlet, "_let_go", lambda: None)
+    monkeypatch.setattr(outlet_module, "KEPT_MESSAGES", 3)
+    monkeypatch.setattr(outlet_module, "SNAPSHOT_PAUSE", 0.0)
+    monkeypatch.setattr(outlet_module, "snapshot", lambda *_: [b"x" * 100_000 for _ in range(30)])
+    door = world.outlet.replay
+    for number in range(6):
+        for _ in range(40):
+            world.outlet._send(message([]))
+        start = world.outlet.number - 4
+        question = zmtp.frames(b"", start.to_bytes(8, "big"))
+        world.connect(True, zmtp.GREETING + zmtp.ready("DEALER") + question)
+        world.wait(lambda number=number: world.outlet.snapshots > number, "its snapshot")  # type: ignore[misc]
+    held = {each.snapshot[0] for each in door.peers if each.snapshot is not None}
+    assert len(held) == len(door.peers) == (outlet_module.SNAPSHOTS_HELD + 1 if bounded else 6)
+
+
+def test_a_peer_that_cannot_be_served_ends_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = world.outlet._everything
+    monkeypatch.setattr(world.outlet, "_everything", lambda: 1 / 0)
+    world.connect(True, zmtp.GREETING + zmtp.ready("DEALER") + zmtp.frames(b"", bytes(8)))
+    world.wait(lambda: world.outlet.replay.dropped == 1, "its end")
+    monkeypatch.setattr(world.outlet, "_everything", real)
+    with subscriber(world) as sub:
+        world.outlet._send(message([]))
+        world.wait(lambda: sub.poll(0), "messages for another one")
+
+
 def test_crowds_of_one_host_give_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of too many peers the silent go, then those of the host that has the most; peers of others stay."""
     monkeypatch.setattr(peers_module, "PEERS_MAX", 8)
