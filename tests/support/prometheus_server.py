@@ -33,7 +33,7 @@ class PrometheusServer:
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
         for job in config["scrape_configs"]:
-            job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+            job["static_configs"] = [{"targets": list(targets.get(job["job_name"], ()))}]
         folder.mkdir()
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self.address = f"127.0.0.1:{reserve_port()}"
