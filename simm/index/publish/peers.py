@@ -37,7 +37,8 @@ QUESTIONS_MAX: Final = 4
 #: What a peer is sent before the others have their turn, and what the kernel keeps of it.
 TURN_BYTES: Final = 256 << 10
 _SEND_BYTES: Final = 256 << 10
-_READ_BYTES: Final = 8 << 10
+#: Read of a peer in a turn: who says much at once takes no more time of the others.
+_READ_BYTES: Final = 1 << 10
 #: Frames that are handed to the kernel at a time.
 _BUFFERS: Final = 64
 #: Seconds for the handshake, and without progress of what a peer should read.
