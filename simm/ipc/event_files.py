@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
 
 from .. import shm
 from ..arena.events.follow import Follower, Step
@@ -73,10 +71,7 @@ class EventFile:
             ring = memoryview(segment.map(0, segment.size, writable=False))
             self._ring_is = _identity(os.fstat(segment.fd))
         self.ring = RingReader(ring, events_name(name))
-        self.follower = Follower(self.ring, self._look)
-
-    def _look(self) -> NDArray[np.void]:
-        return entries(self.table)
+        self.follower = Follower(self.ring, partial(entries, self.table))  # no cycle: it would keep the maps
 
     def step(self) -> Step:
         """Return what has happened: see :class:`Follower`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +68,7 @@ def test_a_server_that_was_restarted_between_two_looks_is_followed_in_its_new_ri
     (name,) = told_by_servers(SERVER)
     file = EventFile(name)
     assert not file.replaced
+    (followed,) = map(weakref.ref, host._files.values())
 
     arena.drop_events()
     assert file.replaced, "there is none"
@@ -74,5 +77,10 @@ def test_a_server_that_was_restarted_between_two_looks_is_followed_in_its_new_ri
     for digest in digests[:10]:
         world.delete(digest)
     world.store.table.tell()
-    assert follow(host, 2 * LOOK_S) == {int.from_bytes(digest[:8], "little") for digest in digests[10:]}
-    assert len(host.workers) == 1
+    gc.disable()
+    try:
+        assert follow(host, 2 * LOOK_S) == {int.from_bytes(digest[:8], "little") for digest in digests[10:]}
+        assert len(host.workers) == 1
+        assert followed() is None, "the maps of the former ring and table are let go"
+    finally:
+        gc.enable()
