@@ -381,7 +381,8 @@ class OwnedSegment(MappedFile):
 class AttachedSegment:
     """A segment that another process owns; this class cannot remove it.
 
-    `size` is in bytes, at the time of opening. The caller compares `owner_uid` with the uid that it expects.
+    `size` is in bytes, at the time of opening. The caller compares `owner_uid` with the uid that it expects. `file` is
+    device and inode, which no other file has as long as this one is open or mapped.
     """
 
     def __init__(self, name: str, fd: int, *, writable: bool) -> None:
@@ -391,6 +392,7 @@ class AttachedSegment:
         self.fd = fd
         self.size = state.st_size
         self.owner_uid = state.st_uid
+        self.file = state.st_dev, state.st_ino
         self.writable = writable
         self._maps: list[mmap.mmap] = []
 

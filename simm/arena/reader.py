@@ -165,6 +165,8 @@ class ArenaReader:
             visited = shared.map(geometry.data_bytes, geometry.data_file_bytes - geometry.data_bytes, writable=True)
             files.pop_all()
         words.release()
+        #: Which files it maps.
+        self.files = metadata.file, shared.file
         self._populate: list[tuple[mmap.mmap, int]] = [(data, 0), (visited, 0), (meta, 0)]
         self._meta = memoryview(meta)
         #: All 64-bit words from the arena's start: header, shards, slots, namespaces.

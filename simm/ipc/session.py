@@ -179,6 +179,11 @@ class WorkerSession:
         if isinstance(msg, M.Recall):
             self.pool.recall(msg.bytes)
 
+    def read_by(self, reader: ArenaReader) -> None:
+        """Read by one that maps the same files, and unmap this session's. Call it before the session is used."""
+        reader.counts, reader.namespace = self.counts, self.reader.namespace
+        self.reader = reader
+
     # -- exchanges; with ``_locked`` in the name the caller holds the lock --------------------
 
     def acquire(self) -> None:

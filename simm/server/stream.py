@@ -243,7 +243,7 @@ class Stream(Service):
         peer.send_message(M.Welcome(proto, 0, paths, port, 0, 0, 0, ""), request_id)
 
     def _store(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Store) -> None:
-        def end() -> None:
+        def end(receiving: Receiving) -> None:
             state.receiving = None
             self.stored_bytes += sum(entry[1] for entry in msg.entries)
             state.counted.stored(state.namespace, receiving.statuses, [entry[1] for entry in msg.entries], state.began)

@@ -36,7 +36,10 @@ _SCRATCH: Final = memoryview(bytearray(256 << 10))
 
 
 class Receiving:
-    """A STORE in flight, by the session of a keeper. :meth:`start` it; ``on_end`` follows its answer."""
+    """A STORE in flight, by the session of a keeper. :meth:`start` it; ``on_end`` precedes its answer.
+
+    ``on_end`` does not refer to it: in a cycle it would keep the session, and the arena mapped, after its end.
+    """
 
     __slots__ = (
         "at", "copying", "entries", "grant", "in_flight", "keeper", "on_end", "options", "peer", "ready", "refused",
@@ -44,8 +47,8 @@ class Receiving:
     )  # fmt: skip
 
     def __init__(
-        self, keeper: WorkerSessionKeeper, peer: Peer, request_id: int, msg: M.Store, on_end: Callable[[], None], *,
-        options: int = 0, refused: int = 0,
+        self, keeper: WorkerSessionKeeper, peer: Peer, request_id: int, msg: M.Store,
+        on_end: Callable[[Receiving], None], *, options: int = 0, refused: int = 0,
     ) -> None:  # fmt: skip
         self.keeper = keeper
         #: COMMIT's for each value; or the status that all values get.
@@ -178,7 +181,7 @@ class Receiving:
         self._commit()
         self._collect()
         self.peer.bulk = False
-        self.on_end()
+        self.on_end(self)
         self.peer.send_message(M.Statuses(self.statuses), self.request_id)
         # Whatever followed in the same piece is parsed in the loop's next turn.
         self.peer.pause(False)

@@ -70,7 +70,8 @@ class WorkerSessionKeeper:
         self.state = State.DOWN
         #: The session as it was last seen; it may have broken since. None unless the state is UP.
         self.session: WorkerSession | None = None
-        #: The arena, from the first session on.
+        #: The arena, from the first session on. Later ones have the same reader: pins, grants in flight and memory that
+        #: is registered may outlive the worker, and each would keep a mapping of its own of the same arena.
         self.reader: ArenaReader | None = None
         #: What the thread made, and the thread.
         self._made: WorkerSession | None = None
@@ -120,13 +121,15 @@ class WorkerSessionKeeper:
             return None
         if made is None:
             return None
-        # Page faults in the middle of transfers halve their speed. They are taken ahead, with the GIL released.
-        threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
-        if self.reader is not None and self.reader.name != made.reader.name:
+        if self.reader is not None and self.reader.files == made.reader.files:
+            made.read_by(self.reader)
+        else:
+            # Page faults in the middle of transfers halve their speed. They are taken ahead, with the GIL released.
+            threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
             self._numbers.clear()
+            self._lister = None
         self.session, self.reader = made, made.reader
         self.state = State.UP
-        self._lister = None  # it has the mapping of the session before
         self._retry_s = RETRY_S[0]
         self._retry_at = 0.0
         return made
@@ -342,7 +345,7 @@ class Leases:
     def _pin(self, lease: Lease, taken: Sequence[Leased], reader: ArenaReader, previous: bool) -> None:
         """Pin values as far as the lease's share goes."""
         session = self._keeper.worker()
-        if session is None or session.reader.name != reader.name:
+        if session is None or session.reader is not reader:
             return
         room = (reader.geometry.data_bytes // PINNED_SHARE - self.bytes - lease.bytes) // 2
         wanted: list[Leased] = []

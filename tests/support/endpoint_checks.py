@@ -203,6 +203,8 @@ def worker_dies(worker: WorkerThread, network: FakeNetwork) -> None:
         worker.start()
         wait_until(lambda: server.do(server.endpoint.keeper.worker) is not None, "a session with the new worker")
         server.do(server.endpoint.keeper.maintain)
+        endpoint = server.endpoint
+        assert server.do(lambda: endpoint.devices.registration.arena is endpoint.keeper.reader), "it is mapped once"
         session = worker.session(ring=False)
         taken = []
         while True:  # all that the new worker has to give

@@ -33,6 +33,7 @@ from simm.net.loop import Loop
 from simm.net.process import log_descriptors
 from simm.server.children import Children
 from tests.support.child import ROOT, Child, Place, child_environment, forked_by
+from tests.support.held_files import behind
 from tests.support.http_page import page
 from tests.support.manager_client import ManagerClient
 from tests.support.ports import reserve_port
@@ -71,15 +72,6 @@ def family(cluster: Cluster) -> list[psutil.Process]:
     """The data server's processes, the supervisor first."""
     pid = cluster.processes["dataserver"].pid
     return [psutil.Process(pid), *forked_by(pid)]
-
-
-def behind(pid: int) -> dict[int, str]:
-    """Where a process's descriptors lead."""
-    found = {}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
-    return found
 
 
 def restart_worker(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from simm.server import worker_session
 from simm.server.worker_session import WorkerSessionKeeper
 from simm.wire import messages as M
 from simm.wire.messages import Status
+from tests.support.held_files import maps
 from tests.support.worker_thread import WorkerThread
 
 WAIT_S = 20.0
@@ -119,6 +121,53 @@ def test_over_a_workers_death_reads_go_on(makers: list[str]) -> None:
         assert reader is first.reader and reader.contains(DIGEST)
         worker.start()
         assert again(keeper) is not first and keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
+        keeper.close()
+
+
+def maps_after_deaths(times: int) -> list[int]:
+    """Return how often this process maps a worker's arena after each death. All sessions and their readers are used."""
+    found, sessions = [], []
+    with WorkerThread() as worker:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        for turn in range(times):
+            sessions.append((again(keeper), keeper.arena(), keeper.lister()))
+            found.append(sum(worker.segment.name in where for where in maps(os.getpid())))
+            assert keeper.statuses(M.Exists([DIGEST])) == [Status.OK]
+            if turn < times - 1:
+                worker.die()
+                assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE]
+                worker.start()
+        keeper.close()
+    return found
+
+
+def test_over_workers_deaths_the_arena_is_mapped_once(makers: list[str]) -> None:
+    """Also where what was made by former sessions is in use: pins, values on their way, registered memory."""
+    first, *later = maps_after_deaths(4)
+    assert later == [first] * 3
+
+
+def test_mutation_each_session_maps_it_anew(makers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSession, "read_by", lambda self, reader: None)
+    assert maps_after_deaths(3) in ([at, at + 3, at + 6] for at in range(20))
+
+
+def test_another_arena_is_mapped_for_itself(makers: list[str]) -> None:
+    """As where a worker that could not recover its arena starts cold, perhaps under the same name."""
+    with WorkerThread() as worker, WorkerThread() as other:
+        put(worker, b"value")
+        keeper = WorkerSessionKeeper(worker.path)
+        session, lister = again(keeper), keeper.lister()
+        keeper.namespace("first")
+        worker.die()
+        assert keeper.statuses(M.Exists([DIGEST])) == [Status.UNAVAILABLE]
+        session.reader.name = other.segment.name
+        keeper.uds = other.path
+        found = again(keeper)
+        assert found.reader is keeper.arena() is keeper.lister().reader and found.reader is not session.reader
+        assert keeper.lister() is not lister and not keeper._numbers
+        assert session.reader.contains(DIGEST) and not found.reader.contains(DIGEST)
         keeper.close()
 
 
