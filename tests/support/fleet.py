@@ -10,9 +10,12 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import psutil
 
 from simm.errors import TransportError
 from simm.net.channel import Channel
@@ -46,6 +49,27 @@ class Server(ServerProcess):
         with contextlib.closing(Channel.unix(self.uds(number), WAIT_S)) as channel:
             stats: dict[str, Any] = json.loads(channel.call(M.Stats(0)).json)
             return stats
+
+    def succeeded(self, pid: int) -> bool:
+        """Return whether the worker that was process ``pid`` has a successor that serves."""
+        try:
+            stats = self.worker_stats()
+        except Exception:
+            return False
+        return bool(stats["pid"] != pid and stats["shards"] and not stats["fenced"])
+
+    def kind_of(self, process: psutil.Process) -> str:
+        """Return what a process of the family is: supervisor, worker, stream, mover, or other."""
+        if process.pid == self.pid:
+            return "supervisor"
+        if process.pid == self.worker_pid():
+            return "worker"
+        kind = self._names().get(process.pid, "").partition(" ")[0]
+        return kind if kind in ("stream", "mover") else "other"
+
+    def _names(self) -> dict[int, str]:
+        """Return what the data server's log says of each process that it started."""
+        return {int(pid): name for name, pid in re.findall(r": (\S.*) is process (\d+)", self.log.read_text())}
 
 
 class Fleet:

@@ -7,7 +7,6 @@ host's memory it reads the scores and kills in their order.
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from simm.client import Client
 from tests.support.fleet import Fleet, Server
+from tests.support.held_files import open_files
 from tests.support.load import OUTAGE, RAISED, WRONG, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
@@ -38,13 +38,13 @@ class Watch:
         self.rows: list[tuple[float, int, int]] = []
 
     def look(self) -> tuple[int, int]:
-        """Return (bytes that are no arena's, descriptors) of all server processes."""
+        """Return (bytes that are no arena's, open files) of all server processes."""
         rss = fds = 0
         for server in [self.fleet.manager, *self.fleet.servers]:
             for process in server.family():
                 memory = process.memory_info()
                 rss += memory.rss - memory.shared
-                fds += process.num_fds()
+                fds += len(open_files(process.pid))
         self.rows.append((time.monotonic(), rss, fds))
         return rss, fds
 
@@ -69,7 +69,7 @@ def free_bytes(fleet: Fleet) -> list[int]:
     """Of each worker, once nobody is connected. Streams keep grants for their next clients: new ones have none."""
     for server in fleet.servers:
         for process in server.family():
-            if kind_of(process, server) == "stream":
+            if server.kind_of(process) == "stream":
                 process.kill()
 
     def quiet() -> list[dict[str, int]] | None:
@@ -91,6 +91,7 @@ def soak(fleet: Fleet, seconds: float, fault_s: float, keep_s: float, deadline_s
     began = faulted = time.monotonic()
     calls = 0
     faults: Counter[str] = Counter()
+    wait_until(lambda: at_rest(fleet), "no shard moves, and all streams are there")
     before = watch.look()
     while time.monotonic() - began < seconds:
         with load(fleet.manager.address, fleet.folder, 2, deadline_s=deadline_s, keys=20) as clients:
@@ -106,7 +107,7 @@ def soak(fleet: Fleet, seconds: float, fault_s: float, keep_s: float, deadline_s
         assert records.count(WRONG, RAISED) == 0 and (faults or records.count(OUTAGE) == 0), records.summary()
         calls += len(records)
     forget(fleet)
-    wait_until(lambda: watch.look()[1] <= before[1], lambda: f"descriptors are closed: {before} {watch.rows[-1]}")
+    wait_until(lambda: watch.look()[1] <= before[1], lambda: f"files are closed: {before} {watch.rows[-1]}")
     assert free_bytes(fleet) == empty, "every byte is free again"
     rss, fds = watch.slopes()
     grown = watch.rows[-1][1] - before[0]
@@ -115,6 +116,13 @@ def soak(fleet: Fleet, seconds: float, fault_s: float, keep_s: float, deadline_s
     measured(f"{what}: descriptors", fds * 3600, "1/h")
     assert not watch.fault(), watch.fault()
     fleet.assert_no_traceback()
+
+
+def at_rest(fleet: Fleet) -> bool:
+    """Return whether each server has the processes that it always has, and no mover."""
+    always = Counter({"supervisor": 1, "worker": 1, "stream": 1})
+    kinds = [Counter(map(server.kind_of, server.family())) for server in fleet.servers]
+    return all(each - Counter(other=each["other"]) == always for each in kinds)
 
 
 def forget(fleet: Fleet) -> None:
@@ -131,7 +139,7 @@ def fail_at_random(fleet: Fleet, rng: random.Random) -> str:
     if what == "manager":
         process = psutil.Process(fleet.manager.pid)
     else:
-        process = next(each for each in server.family() if kind_of(each, server) == what)
+        process = next(each for each in server.family() if server.kind_of(each) == what)
     if how == "stop":
         process.suspend()
         try:
@@ -144,17 +152,9 @@ def fail_at_random(fleet: Fleet, rng: random.Random) -> str:
     else:
         process.kill()
         if what == "worker":
-            wait_until(lambda: succeeded(server, process.pid), "its successor serves")
+            wait_until(lambda: server.succeeded(process.pid), "its successor serves")
     fleet.wait_settled()
     return f"{how} {what}"
-
-
-def succeeded(server: Server, pid: int) -> bool:
-    try:
-        stats = server.worker_stats()
-    except Exception:
-        return False
-    return bool(stats["pid"] != pid and stats["shards"] and not stats["fenced"])
 
 
 @pytest.mark.fault("F28", ci="3 s")
@@ -188,23 +188,10 @@ def test_nothing_grows_for_twenty_minutes(real_fleet: Fleet) -> None:
 # -- F23 ---------------------------------------------------------------------------------------------------
 
 
-def kind_of(process: psutil.Process, server: Server) -> str:
-    if process.pid == server.pid:
-        return "supervisor"
-    if process.pid == server.worker_pid():
-        return "worker"
-    return "stream" if "stream" in names_of(server).get(process.pid, "") else "other"
-
-
-def names_of(server: Server) -> dict[int, str]:
-    """What the data server's log says of each process that it started."""
-    return {int(pid): name for name, pid in re.findall(r": (\S.*) is process (\d+)", server.log.read_text())}
-
-
 def scores(server: Server) -> list[tuple[int, str, psutil.Process]]:
     """(score, kind, process), the kernel's first choice first."""
     found = [
-        (int(Path(f"/proc/{process.pid}/oom_score").read_text()), kind_of(process, server), process)
+        (int(Path(f"/proc/{process.pid}/oom_score").read_text()), server.kind_of(process), process)
         for process in server.family()
     ]
     return sorted(found, key=lambda each: -each[0])
@@ -226,7 +213,7 @@ def kill_as_the_kernel_does(fleet: Fleet, times: int) -> None:
             for _, kind, process in order:
                 if kind in ("stream", "worker"):
                     process.kill()
-            wait_until(lambda worker=worker: succeeded(server, worker), "it serves again")  # type: ignore[misc]
+            wait_until(lambda worker=worker: server.succeeded(worker), "it serves again")  # type: ignore[misc]
             got = lambda: client.get_many(list(values)) == list(values.values())  # noqa: E731
             wait_until(got, "all values are there")
             put = lambda: all(client.put_many(list(values), list(values.values())))  # noqa: E731
