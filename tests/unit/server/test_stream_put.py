@@ -52,7 +52,7 @@ def stores_over_a_workers_death() -> weakref.ref[WorkerSession]:
         assert isinstance(session(), WorkerSession)
         for channel in (half, gone):
             begin(channel, str(channel.fileno()))
-            channel.sock.sendall(bytes(SIZES[0] + 100))
+            channel.sock.sendall(bytes(SIZES[0] + 1))
         wait_until(lambda: stores_of(stream) == 2, "both are in the middle of the second value")
         gone.close()
         wait_until(lambda: stores_of(stream) == 1, "one is abandoned")
@@ -68,9 +68,9 @@ def stores_over_a_workers_death() -> weakref.ref[WorkerSession]:
 
 
 def stores_of(stream: StreamThread) -> int:
-    """Return the number of values that are being received into a chunk."""
-    states = [peer.context for peer in list(stream.loop.peers)]
-    return sum(state.receiving is not None and state.receiving.target is not None for state in states)
+    """Return the number of STOREs that have a part of their second value in its chunk."""
+    stores = [each for peer in list(stream.loop.peers) if (each := peer.context.receiving) is not None]
+    return sum(each.target is not None and len(each.statuses) == 1 and each.at > 0 for each in stores)
 
 
 def test_the_session_of_stores_that_have_ended_is_let_go(no_collector: None) -> None:
