@@ -43,7 +43,6 @@ from .config.settings import add_arguments, load_command
 from .config.startup import say
 from .constants import NO_OWNER
 from .errors import ConfigError, SimmError, UsageError, printable
-from .host import numa
 from .host.file_locks import LockFile
 from .ipc import segments
 from .net.http import Web
@@ -57,24 +56,19 @@ from .rpc import Flag
 from .server import children, migration
 from .server.arena_stock import ArenaStock
 from .server.children import (
-    OOM_WORKER,
     STATS_ID,
-    ChildError,
     Children,
     HangWatch,
-    StreamProcess,
-    Supervised,
     WorkerSlot,
 )  # fmt: skip
 from .server.membership import Membership
-from .server.migration import MoverSettings, run_mover
-from .server.operators.admin import follow_in_stream, follow_settings, keep_shares, open_admin
+from .server.operators.admin import open_admin
 from .server.operators.pages import DataServerPages
 from .server.operators.reports import Reporter
 from .server.options import DataServerOptions, options_from
 from .server.rdma_supervisor import Endpoints
-from .server.stream import run_stream
-from .server.worker import WorkerSettings, start_worker
+from .server.slots.growth import Growth
+from .server.slots.opening import UNRECOVERED, Opener
 from .wire import messages as M
 from .wire.epoch_messages import NamespaceEpoch
 from .wire.identity import instance_of, new_secret
@@ -87,11 +81,8 @@ HAND_OVER_S: Final = 0.5
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
-#: Exit code of a worker that finds its arena beyond recovery; how often that is believed of a running server's.
-UNRECOVERED: Final = 3
+#: How often it is believed of a running server's arena that it is beyond recovery.
 UNRECOVERED_MAX: Final = 3
-#: A worker gives the kernel so long to end a supervisor whose connection has closed.
-ORPHAN_S: Final = 30.0
 #: What a step of a start or a stop may take, and further for each byte of the arenas that it touches.
 ALLOW_S: Final = 60.0
 ALLOW_BYTES_PER_S: Final = 128 << 20
@@ -113,12 +104,16 @@ class DataServer:
             join_timeout_s=options.join_timeout_s, tls=options.tls, trusted=options.server_uids,
         )  # fmt: skip
         self.announced, self.failed = False, ""
-        self.children = Children(self.loop, lambda: [slot.segment for slot in self.slots])
+        self.children = Children(self.loop, lambda: [*(slot.segment for slot in self.slots), *self.growth.arenas])
         self.resolve = self.children.resolve
         self.endpoints = Endpoints(options, self.loop, self.children, on_ready=self._announce, give_up=self.give_up)
         self.stock = ArenaStock(options, self.instance)
+        messages = self._on_worker, self._on_mover
+        self.opener = Opener(options, self.instance, self.children, self.stock, self.endpoints, *messages)
+        self.growth: Growth = Growth(self)
+        self.membership.on_refusal = self.growth.refused
         self.pages = DataServerPages(
-            self.loop, self.slots, self.member, self.membership, self.endpoints, self._unready,
+            self.loop, self.slots, self.member, self.membership, self.endpoints, self.unready,
             options.tls, options.tokens)  # fmt: skip
         known = self.slots, self.member, self.membership, self.endpoints
         self.reports = Reporter(self.loop, *known, options.tokens)
@@ -154,22 +149,17 @@ class DataServer:
         self.membership.warm_epoch, self.membership.warm_cluster = self.stock.epoch, self.stock.cluster
         self._allow("faulting in the arenas")
         arenas = warm or self.stock.new(self.stock.size(), range(len(options.nodes)), self._faulted_in)
-        self.slots += [WorkerSlot(number, options.nodes[number], arenas[number]) for number in sorted(arenas)]
+        self.slots += [WorkerSlot(number, self.stock.nodes[number], arenas[number]) for number in sorted(arenas)]
+        for number in sorted(set(arenas) - set(self.member.workers)):  # they were added before a warm stop
+            self.member.add(number)
         if not arenas or (warm and not self.stock.populate(warm, self._faulted_in)):  # stopped meanwhile
             return
-        self.live, admin = open_admin(self.loop, options, self._processes, self.membership)
+        known = self._processes, self.membership, self.growth.order
+        self.opener.live, admin = open_admin(self.loop, options, *known)
         self._shared += admin
+        self.opener.memory = sum(slot.segment.size for slot in self.slots)
         for slot in self.slots:
-            path = segments.socket_path(options.runtime_dir, options.name, slot.number)
-            slot.unix = NamedSocket(path, options.group)
-            self._shared.append(slot.unix)
-            port = options.listen_port + slot.number if options.listen_port else 0
-            rdma_port = self.endpoints.listen(slot, self._id_of(slot))
-            slot.tcp = listen_tcp(options.listen_host, port)
-            self._shared.append(slot.tcp)
-            slot.worker = self._worker_of(slot)
-            slot.streams = [self._stream_of(slot, slot.tcp, rdma_port) for _ in range(options.streams)]
-            slot.mover = self._mover_of(slot)
+            self._shared += self.opener.open(slot)
         if options.http is not None:
             listener = listen_tcp(*options.http)
             self._http = " http=" + str(Address(*listener.getsockname()[:2]))
@@ -177,7 +167,7 @@ class DataServer:
             self._web = Web(self.loop, listener, self.pages.routes, options.page_tokens, tls)
         self._allow("starting the workers", sum(slot.segment.size for slot in self.slots))
         for slot in self.slots:
-            self._start_worker(slot)
+            self.start_worker(slot)
             for stream in slot.streams:
                 stream.start()
         self.endpoints.start()
@@ -221,82 +211,19 @@ class DataServer:
 
     # -- children ---------------------------------------------------------------------------------
 
-    def _worker_of(self, slot: WorkerSlot) -> Supervised:
-        options = self.options
-
-        def body(supervisor: socket.socket) -> None:
-            numa.pin(slot.node)
-            arena, any_uid = slot.segment, options.group is not None
-            arena.lock_writer()
-            fresh = self.stock.is_fresh(arena, slot.vault)
-            limits = options.tokens, len(options.nodes)
-            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
-            try:
-                store = self.stock.store_in(arena, slot.vault, self.live["policy"], keep_shares(self.live))
-                worker = start_worker(store, settings, slot.unix, supervisor)
-                follow_settings(self.live, worker)
-            except (MemoryError, OSError, RuntimeError):
-                raise  # no fault of the arena; RuntimeError: no thread can be started
-            except Exception as exc:
-                if fresh:
-                    raise
-                text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
-                raise ChildError(text, UNRECOVERED) from exc
-            worker.run()
-            gone = worker.orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
-            if options.warm and store.cluster and not gone:  # without a cluster there is nothing to keep
-                store.suspend()
-            else:
-                store.close()
-                # If the supervisor was killed, nobody else removes the segment before the next start.
-                arena.unlock()
-                segments.remove_if_left(arena.name, ORPHAN_S if worker.orphaned else 0.0)
-
-        return Supervised(
-            self.children, f"worker {slot.number}", body, [*slot.segment.fds, *slot.unix.fds],
-            partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER,
-        )  # fmt: skip
-
-    def _id_of(self, slot: WorkerSlot) -> str:
-        """Return what clients with a token ask for."""
-        return M.WorkerInfo(slot.number, 0, 0, self.instance, 0, self.options.name, "", "", 0).server
-
-    def _stream_of(self, slot: WorkerSlot, tcp: socket.socket, rdma_port: int) -> StreamProcess:
-        def body(supervisor: socket.socket) -> None:
-            numa.pin(slot.node)
-            follow_in_stream(self.live)
-            options, name = self.options, self._id_of(slot)
-            serve = (options.tls, options.users)
-            run_stream(tcp, slot.unix.direct_path, supervisor, options.tokens, rdma_port, name, *serve)
-
-        return StreamProcess(self.children, f"stream of worker {slot.number}", body, [tcp.fileno(), *slot.unix.fds])
-
-    def _mover_of(self, slot: WorkerSlot) -> Supervised:
-        options = self.options
-        settings = MoverSettings(
-            options.name, self.instance, slot.number, slot.unix.direct_path,
-            options.own_token, options.move_bytes_per_s, options.tls.movers if options.tls else None,
-            options.server_uids, self.live,
-        )  # fmt: skip
-
-        def body(supervisor: socket.socket) -> None:
-            numa.pin(slot.node)
-            run_mover(settings, supervisor)
-
-        name = f"mover of worker {slot.number}"
-        return Supervised(self.children, name, body, slot.unix.fds, partial(self._on_mover, slot))
-
-    def _start_worker(self, slot: WorkerSlot) -> None:
+    def start_worker(self, slot: WorkerSlot) -> None:
+        """Start a slot's worker, and send it what it must know."""
         slot.ready = False
         slot.worker.start()
         slot.worker.send(M.Stats(0), STATS_ID)
         if self.member.map is not None or self.member.abandoned:  # a worker without a map takes no mutation
-            self._send_shards(slot)
+            self.send_shards(slot)
 
     def _reap(self) -> None:
         """Restart children that died. A worker is restarted on its arena."""
         self.children.reap()
         self.endpoints.reap()
+        self.growth.tick()
         for slot in self.slots:
             worker = slot.worker.ended()
             if worker is not None:
@@ -333,7 +260,7 @@ class DataServer:
             self.give_up(f"worker {slot.number} cannot recover its arena {name}: start again, which will be cold")
             return
         log.error("worker %d (process %d) died%s: restarting it on its arena", slot.number, child.pid, child.cause)
-        self.children.or_later(partial(self._start_worker, slot))
+        self.children.or_later(partial(self.start_worker, slot))
 
     def _start_cold(self, slot: WorkerSlot) -> None:
         """Replace a worker's segment that cannot be recovered. No manager knows this server yet."""
@@ -346,11 +273,11 @@ class DataServer:
             old.close()
             slot.vault = Vault()
             slot.segment = self.stock.new(old.size, [slot.number], lambda *_: True)[slot.number]
-            slot.worker = self._worker_of(slot)
+            slot.worker = self.opener.worker_of(slot)
         except SimmError as exc:
             self.give_up(str(exc))
             return
-        self.children.or_later(partial(self._start_worker, slot))
+        self.children.or_later(partial(self.start_worker, slot))
 
     def _poll_stats(self) -> None:
         """Ask the workers for their counters, once per heartbeat."""
@@ -384,9 +311,10 @@ class DataServer:
         """Send the workers what a newer map, or a fence, means for them."""
         for slot in self.slots:
             if slot.worker.child is not None:
-                self._send_shards(slot)
+                self.send_shards(slot)
 
-    def _send_shards(self, slot: WorkerSlot) -> None:
+    def send_shards(self, slot: WorkerSlot) -> None:
+        """Send a slot's worker what the newest map means for it."""
         slot.order_id += 1
         slot.order_epoch = self.member.epoch
         slot.current = False
@@ -470,7 +398,15 @@ class DataServer:
         self.failed = why
         self.loop.stop()
 
-    def _unready(self) -> str:
+    def share_out(self, shared: list[socket.socket | NamedSocket]) -> None:
+        """Take over sockets of another worker, and tell all workers how much memory there is now."""
+        self._shared += shared
+        self.opener.memory = sum(slot.segment.size for slot in self.slots)
+        for slot in self.slots:
+            slot.worker.signal(signal.SIGHUP)
+
+    def unready(self) -> str:
+        """Return why this server does not take part in its cluster; empty if it does."""
         return "stopping" if self._stopping else "" if self.announced else "starting: READY has not been said"
 
     def _announce(self) -> None:
@@ -507,6 +443,7 @@ class DataServer:
         self._stopping = self.children.stopping = True
         self.notify.stopping(self.failed or "handing its shards over")
         self.notify.extend(ALLOW_S + sum(slot.segment.size for slot in self.slots) / ALLOW_BYTES_PER_S)
+        self.growth.stop()
         retired = False
         try:
             retired = self.options.warm or not self.membership.joined or self._retire()

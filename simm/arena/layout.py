@@ -98,10 +98,12 @@ class Word:
     CLUSTER: Final = 17
     #: A random number, not 0, that the data's file repeats as its last word: the two were made together.
     GENERATION: Final = 18
+    #: NUMA node + 1 of an arena that was added to a running server; 0 for others.
+    GROWN: Final = 19
 
 
 #: Header words in use.
-HEADER_WORDS: Final = Word.GENERATION + 1
+HEADER_WORDS: Final = Word.GROWN + 1
 
 
 class State:

@@ -96,6 +96,30 @@ class Member:
         listed = {info.instance for info in self.map.workers if info.node == self.name} if self.map is not None else ()
         return bool(listed) and self.instance not in listed
 
+    # -- workers ----------------------------------------------------------------------------------
+
+    def add(self, worker: int) -> None:
+        """Count another worker as ours. It owns nothing by the map that is known."""
+        if worker in self.workers:
+            raise UsageError(f"worker {worker} is ours already")
+        self.workers += (worker,)
+        if self.map is not None:
+            self._since[worker] = np.zeros(SHARD_COUNT, np.uint64)
+            self._roles[worker] = np.zeros(SHARD_COUNT, np.uint8)
+
+    def remove(self, worker: int) -> None:
+        """Undo :meth:`add`, before any map has named the worker."""
+        self.workers = tuple(number for number in self.workers if number != worker)
+        self._since.pop(worker, None)
+        self._roles.pop(worker, None)
+
+    @property
+    def unlisted(self) -> list[int]:
+        """Return our workers that the newest map does not list, although it lists this server."""
+        listed = self.map.workers if self.map is not None else ()
+        known = {info.worker for info in listed if (info.node, info.instance) == (self.name, self.instance)}
+        return [number for number in self.workers if number not in known] if known else []
+
     # -- the map ----------------------------------------------------------------------------------
 
     def take_map(self, shard_map: ShardMap) -> Mapping[int, tuple[bytes, bytes]] | None:

@@ -204,14 +204,14 @@ def namespaces_of(tokens: Sequence[Token]) -> list[str]:
     return list(dict.fromkeys(name for token in tokens for name in token.namespaces or ()))
 
 
-def quotas_of(tokens: Sequence[Token], workers: int = 1) -> dict[str, int]:
+def quotas_of(tokens: Sequence[Token], part: int = 1, whole: int = 1) -> dict[str, int]:
     """Return the quota of each namespace that has one, bytes; the least where several tokens name one.
 
-    ``workers``: share it out among so many. The shards are dealt evenly, so each gets the same.
+    ``part``, ``whole``: the memory of one worker, and of all. Shards are dealt by it, and so is a quota.
     """
     quotas: dict[str, int] = {}
     for token in tokens:
         for name, quota in (token.namespaces or {}).items():
             if quota is not None:
                 quotas[name] = min(quota, quotas.get(name, quota))
-    return {name: quota // workers for name, quota in quotas.items()}
+    return {name: quota * part // whole for name, quota in quotas.items()}

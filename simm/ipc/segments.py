@@ -39,7 +39,8 @@ from ..shm import AttachedSegment, data_name, events_name, leftovers, remove_lef
 
 log = logging.getLogger("simm.dataserver")
 
-_WORKERS_MAX = 64
+#: Of one server.
+WORKERS_MAX: Final = 64
 #: A starting server waits so long for the processes of a dead one, and for readers to unmap what it removed.
 LET_GO_S: Final = 5.0
 #: Bytes of a UNIX socket's path (``sun_path``), without the final zero.
@@ -136,7 +137,7 @@ def take_name(runtime_dir: str, name: str) -> LockFile:
     if lock is None:
         raise _taken(name, f"{path} is locked")
     try:
-        for number in range(_WORKERS_MAX):
+        for number in range(WORKERS_MAX):
             _remove_socket(socket_path(runtime_dir, name, number), name)
     except BaseException:
         lock.release()
@@ -202,6 +203,8 @@ class Left(NamedTuple):
     slots: int = 0
     #: Why this build cannot take it over; empty if it can.
     fault: str = ""
+    #: NUMA node + 1 if it was added to a running server; 0 if not.
+    grown: int = 0
 
 
 def left_by(server: str) -> list[Left]:
@@ -244,7 +247,7 @@ def inspect(name: str) -> Left:
         return left._replace(fault="pages of it are missing: it was cut short and made longer again, or has holes")
     if stamp != words[Word.GENERATION]:
         return left._replace(fault="its data is another arena's")
-    return left._replace(slots=geometry.slots)
+    return left._replace(slots=geometry.slots, grown=words[Word.GROWN])
 
 
 def _inspect_data(name: str) -> tuple[int, int, int]:
@@ -267,6 +270,9 @@ def fit_for_warm(
     together: a server with one arena that does not fit would get its shards anew, and drop the entries of the others.
     ``memory`` is the configured one, and ``slots_for`` returns the slots that an arena of so many bytes is to have; 0
     for any.
+
+    An arena that was added to a running server comes back with the others, whatever its size, if its map is theirs.
+    Without it they are as good: what the map gives its worker is assigned anew, by a later epoch than theirs.
     """
     suspended = [each for each in left if each.state == State.SUSPENDED]
     why: dict[str, str] = {}
@@ -276,9 +282,9 @@ def fit_for_warm(
         table = max(2, -(-slots // WAYS)) * WAYS if slots else each.slots
         if each.fault:
             why[each.name] = each.fault
-        elif each.number >= workers:
+        elif each.number >= workers and (not each.grown or each.number >= WORKERS_MAX):
             why[each.name] = f"this server has {workers} workers"
-        elif memory and each.size != memory:
+        elif memory and each.number < workers and each.size != memory:
             why[each.name] = f"it has {each.size >> 20} MiB, and --memory asks for {memory >> 20}"
         elif table != each.slots:
             why[each.name] = f"it has {each.slots} slots, and --slots or --value-size asks for {table}"
@@ -292,14 +298,17 @@ def fit_for_warm(
             fit[number] = newest
         why.update((each.name, f"{newest.name} is at least as new") for each in older)
     rest = ""
-    if len(fit) < workers:
-        rest = f"of {workers} workers' arenas {len(fit)} can be used"
-    elif len({each.epoch for each in fit.values()}) > 1:
+    first = [each for number, each in fit.items() if number < workers]
+    if len(first) < workers:
+        rest = f"of {workers} workers' arenas {len(first)} can be used"
+    elif len({each.epoch for each in first}) > 1:
         rest = "the workers' arenas end with different maps"
     if rest:
         why.update((each.name, rest) for each in fit.values())
-        fit = {}
-    return fit, why
+        return {}, why
+    late = {each.name for each in fit.values() if each.epoch != first[0].epoch}
+    why.update((name, "it was added to the running server, and ends with another map than the others") for name in late)
+    return {number: each for number, each in fit.items() if each.name not in late}, why
 
 
 def running() -> list[str]:

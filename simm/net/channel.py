@@ -503,3 +503,14 @@ def _reason(exc: OSError, doing: str) -> str:
     if exc.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.ETIMEDOUT) or isinstance(exc, TimeoutError):
         return f"deadline passed while {doing}"
     return f"connection lost while {doing}: {exc.strerror or exc}"
+
+
+def is_numeric(host: str) -> bool:
+    """Return True if a host is an address, and no name that must be resolved."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host.partition("%")[0])
+        except OSError:
+            continue
+        return True
+    return False

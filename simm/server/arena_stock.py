@@ -59,6 +59,8 @@ class ArenaStock:
         #: The cluster of the arenas that were taken over, and the newest epoch that they acted on; 0 for none.
         self.cluster = 0
         self.epoch = 0
+        #: The NUMA node of each worker, those that were added to the running server too.
+        self.nodes = dict(enumerate(options.nodes))
         self._foreign: list[segments.Left] = []
 
     @staticmethod
@@ -69,8 +71,8 @@ class ArenaStock:
         with memoryview(arena.mm)[:HEADER_BYTES].cast("Q") as words:
             return bool(words[Word.MAGIC] == 0)
 
-    def store_in(self, arena: OwnedArena, vault: Vault, policy: str, shares: Shares) -> Store:
-        """Lay out a fresh arena, or recover one, in a worker's process. Raises what makes it unusable.
+    def store_in(self, number: int, arena: OwnedArena, vault: Vault, policy: str, shares: Shares) -> Store:
+        """Lay out a worker's fresh arena, or recover it, in the worker's process. Raises what makes it unusable.
 
         ``policy``, ``shares``: as an operator may have changed them since the start of the server.
         """
@@ -84,6 +86,9 @@ class ArenaStock:
             )  # fmt: skip
         else:
             store = Store.recover(arena.mm, arena.name, policy=policy, vault=vault, shares=shares)
+        vault.header[Word.GROWN] = self.nodes[number] + 1 if number >= len(self.options.nodes) else 0
+        with memoryview(arena.mm)[:HEADER_BYTES].cast("Q") as words:
+            words[Word.GROWN] = vault.header[Word.GROWN]
         if ring is not None:
             attach(ring, store.table, store.shard_words, store.ledger.namespaces)
         return store
@@ -114,6 +119,10 @@ class ArenaStock:
             memory = options.memory // SLAB_BYTES * SLAB_BYTES
             fit, unfit = segments.fit_for_warm(ours, len(options.nodes), memory, self.slots_for)
             why |= unfit
+        there = {node.id for node in numa.nodes()}
+        for number, each in fit.items():
+            if number not in self.nodes:
+                self.nodes[number] = each.grown - 1 if each.grown - 1 in there else options.nodes[0]
         taken = {number: OwnedArena.adopt(each.name, group=options.group) for number, each in fit.items()}
         for number, segment in taken.items():
             segments.remove_events(segment.name)  # of a server that was killed
@@ -164,6 +173,35 @@ class ArenaStock:
             Geometry.plan(size, self.slots_for(size))  # raises for impossible sizes before memory is taken
         return size
 
+    def require_room(self, size: int, node: int) -> None:
+        """Raise SegmentError or UsageError unless a running server can have one more arena of ``size`` bytes."""
+        Geometry.plan(size, self.slots_for(size))
+        processes = 2 + self.options.streams
+        needed = size + size // PAGE_TABLE_PART * processes + processes * CHILD_BYTES
+        with self._explained():
+            in_shm, *bounds = memory.segment_bounds(shm.SHM_DIR)
+            wanted = [(size, "the arena needs", in_shm)]
+            wanted += [(needed, "the arena and its processes need", bound) for bound in bounds]
+            for count, what, bound in wanted:
+                if count > bound.bytes:
+                    raise SegmentError(f"{what} {mib(count)}, but only {mib(bound.bytes)} {bound.what}; {bound.remedy}")
+            free = numa.node_free_bytes(node) if len(numa.nodes()) > 1 else None
+            if free is not None and size > free:
+                raise SegmentError(f"the arena needs {mib(size)} on NUMA node {node}, which has {mib(free)} left")
+
+    def create(self, number: int, size: int) -> OwnedArena:
+        """Make the files of a worker's arena, none of their pages yet. Raises SegmentError; nothing is left then."""
+        options = self.options
+        name = str(segments.ArenaName(os.geteuid(), options.name, number, self.instance))
+        with contextlib.ExitStack() as undo:
+            arena = OwnedArena.create(name, size, slots=self.slots_for(size), group=options.group)
+            undo.callback(arena.close)
+            undo.callback(arena.unlink)
+            if options.events:
+                arena.tell_events(RING_HEADER_BYTES + options.events, options.group)
+            undo.pop_all()
+        return arena
+
     def new(self, size: int, numbers: Iterable[int], progress: Progress) -> dict[int, OwnedArena]:
         """Make an arena for each of these workers, faulted in; none if ``progress`` ends that, see :meth:`populate`.
 
@@ -172,13 +210,9 @@ class ArenaStock:
         made: dict[int, OwnedArena] = {}
         with self._explained(), contextlib.ExitStack() as undo:
             for number in numbers:
-                name = str(segments.ArenaName(os.geteuid(), self.options.name, number, self.instance))
-                arena = OwnedArena.create(name, size, slots=self.slots_for(size), group=self.options.group)
+                made[number] = arena = self.create(number, size)
                 undo.callback(arena.close)
                 undo.callback(arena.unlink)
-                made[number] = arena
-                if self.options.events:
-                    arena.tell_events(RING_HEADER_BYTES + self.options.events, self.options.group)
             if not self.populate(made, progress):
                 return {}
             undo.pop_all()
@@ -189,7 +223,7 @@ class ArenaStock:
 
         Takes as long as it takes, and logs a line each ``LOG_S`` seconds. Returns False if ``progress`` has ended it.
         """
-        nodes, multi = self.options.nodes, len(numa.nodes()) > 1
+        nodes, multi = self.nodes, len(numa.nodes()) > 1
         wanted = [Wanted(file, nodes[number], multi) for number, arena in arenas.items() for file in arena.files]
         began = time.monotonic()
         next_s = began + LOG_S

@@ -253,9 +253,13 @@ class Supervised(Service):
 
     def kill(self) -> None:
         """Send SIGKILL to the process, if there is one."""
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if there is one."""
         if self.child is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.child.pid, signal.SIGKILL)
+                os.kill(self.child.pid, number)
 
     def ended(self) -> Child | None:
         """Reap the process and return it if it has ended, else None."""

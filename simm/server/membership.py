@@ -39,6 +39,7 @@ from ..cluster.epochs import Lease
 from ..cluster.shard_map import ShardMap
 from ..errors import RemoteProtocolError, printable
 from ..host.processes import boottime_ns
+from ..net.channel import is_numeric
 from ..net.loop import Loop
 from ..net.peer import Peer, Service
 from ..net.peer_uid import foreign_server
@@ -150,6 +151,8 @@ class Membership(Service):
         self.on_report_every: Callable[[int], None] = lambda interval_ms: None
         #: Carries an admin's order out.
         self.on_order: Callable[[A.OrderSettings], A.SettingsDone] = lambda msg: A.SettingsDone(msg.order, 1, b"no")
+        #: Gets why a JOIN was refused for good. Returns True if another one will do: it has taken workers back.
+        self.on_refusal: Callable[[str], bool] = lambda text: False
         #: Until when values of namespaces with epochs may be read here.
         self.lease = Lease()
         self._pending: dict[int, Callback] = {}
@@ -226,7 +229,7 @@ class Membership(Service):
             return
         host, port = self.managers[self._at % len(self.managers)]
         self._where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if _numeric(host):
+        if is_numeric(host):
             self._connect_to(host, port)
         else:
             self.delegate.resolve(host, lambda address: self._resolved(host, address, port))
@@ -411,6 +414,11 @@ class Membership(Service):
         join = M.Join(member.instance, warm, member.name, infos, epoch, cluster, self.secret)
         self.request(join, self._on_joined)
 
+    def rejoin(self) -> None:
+        """Join again as the same instance: it has other workers."""
+        self.joined = False
+        self.join()
+
     def _on_cluster(self, msg: Any, _status: int) -> None:
         if not self._asks:
             return
@@ -461,6 +469,9 @@ class Membership(Service):
                 self.join()
                 return
             log.error("join refused: %s", msg.text)
+            if self.joined_at and self.on_refusal(printable(msg.text)):
+                self.join()
+                return
             why = f"{_REFUSED}: {printable(msg.text)}"
             if status == Status.UNAUTHORIZED and self._proven and not self.joined_at:
                 self.delegate.give_up(why)
@@ -586,13 +597,3 @@ class Membership(Service):
 
 def _ignore(_msg: Any, _status: int) -> None:
     pass
-
-
-def _numeric(host: str) -> bool:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host.partition("%")[0])
-        except OSError:
-            continue
-        return True
-    return False

@@ -70,6 +70,13 @@ class DataServerOptions:
     #: Log requests that take so long; 0 for none.
     slow_ms: int = 0
 
+    def port_of(self, worker: int, *, rdma: bool = False) -> int:
+        """Return the port of a worker's streams or of its endpoint; 0 for any. Those of added workers come last."""
+        if not self.listen_port:
+            return 0
+        count = len(self.nodes)
+        return self.listen_port + (worker + count * rdma if worker < count else 2 * worker + rdma)
+
     @property
     def page_tokens(self) -> Sequence[Token]:
         """What opens the pages; empty on loopback, where they need none."""

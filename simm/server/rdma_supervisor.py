@@ -23,7 +23,7 @@ from ..host import numa
 from ..ipc.tally import Continued, Totals
 from ..net.listeners import listen_tcp
 from ..net.loop import Loop
-from ..net.process import Child
+from ..net.process import Child, end_children
 from ..rdma import ports
 from ..wire import messages as M
 from .children import OOM_WORKER, STATS_ID, Children, Supervised, WorkerSlot
@@ -105,7 +105,7 @@ class Endpoints:
         if self.down_reason is not None:
             return 0
         options = self.options
-        port = options.listen_port + len(options.nodes) + slot.number if options.listen_port else 0
+        port = options.port_of(slot.number, rdma=True)
         endpoint = self.by_worker[slot.number] = EndpointState(slot.number, listen_tcp(options.listen_host, port))
 
         def body(supervisor: socket.socket) -> None:
@@ -126,8 +126,22 @@ class Endpoints:
 
     def start(self) -> None:
         """Start the processes."""
-        for endpoint in self.by_worker.values():
+        for number in self.by_worker:
+            self.start_of(number)
+
+    def start_of(self, number: int, *, later: bool = False) -> None:
+        """Start the process of a worker's endpoint, if it has one. ``later``: the server serves on if it fails."""
+        if (endpoint := self.by_worker.get(number)) is not None:
+            endpoint.was_ready = endpoint.was_ready or later
             endpoint.process.start_or_retry()
+
+    def remove(self, number: int) -> None:
+        """End a worker's endpoint for good, if it has one."""
+        if (endpoint := self.by_worker.pop(number, None)) is not None:
+            if endpoint.process.child is not None:
+                end_children([endpoint.process.child], 0.0)
+                endpoint.process.child = None
+            endpoint.listener.close()
 
     def _on_message(self, endpoint: EndpointState, msg: Any, _request_id: int) -> None:
         if not isinstance(msg, M.StatsReply):

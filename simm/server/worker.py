@@ -34,6 +34,7 @@ from ..arena.quotas import QuotaChanges
 from ..arena.sessions import Session, check_wants
 from ..arena.store import Store
 from ..arena.vault import Mender
+from ..config.logs import on_reload
 from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
@@ -84,9 +85,10 @@ class WorkerSettings:
     poll_us: int = 50
     #: Accept any uid on the UNIX socket, not only the worker's own: the segment has a group.
     any_uid: bool = False
-    #: What clients may prove. Their namespaces have numbers here, and quotas, which this worker shares with others.
+    #: What clients may prove. Their namespaces have numbers here, and quotas, which this worker shares with others: it
+    #: gets the part that its memory is of all workers' now.
     tokens: Sequence[Token] = ()
-    workers: int = 1
+    share: Callable[[], tuple[int, int]] = lambda: (1, 1)
 
 
 #: Roles that may send FREEZE, and ADOPT or FINISH. The peer itself names its role, but members of the segment's group
@@ -492,10 +494,10 @@ def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supe
     def follow() -> None:
         for note in namespaces.keep(namespaces_of(tokens)):
             log.warning("%s", note)
-        changes.change(quotas_of(tokens, settings.workers))
+        changes.change(quotas_of(tokens, *settings.share()))
 
     store.notes += namespaces.keep(namespaces_of(tokens))
-    store.set_quotas(quotas_of(tokens, settings.workers))
+    store.set_quotas(quotas_of(tokens, *settings.share()))
     for note in store.notes[:NOTES_MAX]:
         log.warning("recovery: %s", note)
     if len(store.notes) > NOTES_MAX:
@@ -504,4 +506,5 @@ def start_worker(store: Store, settings: WorkerSettings, unix: NamedSocket, supe
     worker.start(unix.listener)
     worker.keep_path(unix)
     watch_tokens(worker.loop, tokens, changed=follow)
+    on_reload(lambda: changes.change(quotas_of(tokens, *settings.share())))
     return worker

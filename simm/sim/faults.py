@@ -15,6 +15,9 @@ from .net import Net
 from .oracle import Oracle
 from .server import Server
 
+#: A data server grows to so many.
+WORKERS_MAX: Final = 4
+
 
 class World(Protocol):
     """The simulation, as faults see it."""
@@ -130,6 +133,12 @@ def _worker(world: World) -> None:
         world.oracle.trouble(server.host, False)
 
 
+def _grow(world: World) -> None:
+    server = _server(world)
+    if server is not None and server.count < WORKERS_MAX:
+        server.grow()
+
+
 def _mover(world: World) -> None:
     moving = [server for server in world.servers.values() if server.movers]
     if moving:
@@ -229,6 +238,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "pause": Fault("SIGSTOP of a data server or of one of its processes", _pause),
     "all-away": Fault("all data servers stop, or are cut off from the manager, and come back together", _all_away),
     "worker": Fault("kill -9 of a worker", _worker),
+    "grow": Fault("a data server gets another worker while it serves", _grow),
     "mover": Fault("kill -9 of a mover", _mover),
     "manager": Fault("kill -9 of the manager, back from its state file", _manager_down),
     "forget": Fault("kill -9 of the manager, back without a state file", partial(_manager_down, lose_disk=True)),

@@ -21,6 +21,8 @@ SILENT_S: Final = 3.0
 MOVED_S: Final = 0.25
 #: From a worker's death to its successor's start.
 REFORK_S: Final = 0.3
+#: From the start of an added worker to the JOIN that names it.
+GROW_S: Final = 0.3
 
 Answer = Callable[..., None]
 
@@ -34,7 +36,7 @@ class Server:
         self.name = name
         self.host = name
         self.capacity = capacity
-        self.count = workers
+        self.count = self.first_count = workers
         self.supervisor = Process(self.net, self.host, name)
         self.supervisor.on_push = self._on_map
         self.stream = Process(self.net, self.host, f"{name}/stream")
@@ -64,6 +66,11 @@ class Server:
         """Start supervisor, workers and stream; ``warm``: on the arenas of the last life."""
         self.net.say(f"{self.name} starts{' warm' if warm else ''}")
         self.instance = self.net.random.getrandbits(60) | 1
+        if warm and self.workers:
+            epoch = self.workers[0].arena.epoch
+            added = self.workers[self.first_count :]
+            self.workers = self.workers[: self.first_count] + [each for each in added if each.arena.epoch == epoch]
+        self.count = len(self.workers) if warm and self.workers else self.first_count
         self.member = Member(self.name, self.instance, range(self.count))
         self.linked = 0
         self.joined = self.was_joined = self.leaving = False
@@ -118,6 +125,24 @@ class Server:
         if self.joined:
             self._request(M.Leave(self.instance, self.name, int(warm)), ignored)
         self.supervisor.later(0.2 if warm else 0.8, self._end)
+
+    def grow(self) -> None:
+        """Add a worker with an arena of its own, as ``server/slots/growth.py`` does."""
+        if not self.up or self.supervisor.paused or self.leaving or not self.joined or self.member.map is None:
+            return
+        self.net.say(f"{self.name} grows")
+        worker = Worker(self, self.count, Arena(self.world.number(), self.world.options.entries))
+        self.world.arena_numbers[self.name, self.instance, worker.number] = worker.arena.number
+        self.workers.append(worker)
+        self.count += 1
+        self.member.add(worker.number)
+        worker.start(recover=False)
+        self._order(worker)
+        self.supervisor.later(GROW_S, self._rejoin)
+
+    def _rejoin(self) -> None:
+        self.joined = False
+        self._join()
 
     def worker_dies(self, number: int) -> None:
         """Kill a worker; its supervisor forks another."""
@@ -219,6 +244,8 @@ class Server:
 
     def _beat(self) -> None:
         self.supervisor.later(self.heartbeat_s * self.net.random.uniform(0.8, 1.0), self._beat)
+        if self.joined and self.member.unlisted and not self.member.fenced:
+            self._rejoin()
         if self.joined and not self.leaving:
             loads = [M.WorkerLoad(0, 0, 0, 0)] * self.count
             self._request(M.Heartbeat(self.instance, self.member.epoch, self.name, loads), self._on_ack)

@@ -222,7 +222,7 @@ def wait_drained(
 
     Raises SimmError at the timeout, or if the node dies or is resumed meanwhile; TransportError without a manager.
     """
-    shown = _Line(out, clock)
+    shown = Line(out, clock)
     progress: Progress | None = None
     evicted_before = 0
     start = last_seen = clock()
@@ -304,7 +304,7 @@ class Progress:
         return ", ".join(parts)
 
 
-class _Line:
+class Line:
     """A line that is rewritten on a terminal; otherwise an occasional line when the text changes."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float]) -> None:
@@ -316,6 +316,7 @@ class _Line:
         self._at = -LINE_S
 
     def show(self, text: str, *, urgent: bool = False) -> None:
+        """Show a text in place of the one before, or on a line of its own if it is time for one."""
         if self._rewrites:
             self._out.write("\r" + text.ljust(self._width))
             self._width = len(text)

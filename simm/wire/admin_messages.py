@@ -6,10 +6,17 @@ from typing import Final, NamedTuple
 
 from ..rpc import message
 
+#: In place of a setting's name: add a worker with an arena. ``value``: its bytes, and perhaps a NUMA node; empty: tell
+#: how far that is. A server of an older version says that it has no such setting.
+GROW: Final = "grow"
+
 
 @message(0x74, "s s")
 class AskSettings(NamedTuple):
-    """Show the settings that can be changed, or with a ``name`` give that one this ``value`` first."""
+    """Show the settings that can be changed, or with a ``name`` give that one this ``value`` first.
+
+    With the name :data:`GROW` it is no setting but an order to a data server (``server/slots/growth.py``).
+    """
 
     name: str
     value: str

@@ -132,7 +132,7 @@ def test_another_quota_closes_no_connection(stream: StreamThread, write: Callabl
     red, blue = connected(stream, RED.split()[2], "red"), connected(stream, BLUE.split()[2], "any")
     tokens, changes = stream.stream.tokens, []
     assert isinstance(tokens, TokenFile)
-    watch_tokens(stream.loop, tokens, stream.stream, lambda: changes.append(quotas_of(tokens, 2)))
+    watch_tokens(stream.loop, tokens, stream.stream, lambda: changes.append(quotas_of(tokens, 1, 2)))
     write(SERVER, RED + "=1G", BLUE)
     wait_until(lambda: changes == [{"red": 1 << 29}], "the new quota counts")
     write(SERVER, RED + "=2G more=1G", BLUE)

@@ -13,12 +13,12 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...arena.space import Space
 from ...config.live import LiveSettings, level_now, set_level
 from ...config.logs import reopen_logs
-from ...errors import RemoteProtocolError, UsageError, printable
+from ...errors import RemoteProtocolError, SimmError, printable
 from ...net.loop import Loop
 from ...net.named_socket import NamedSocket
 from ...net.peer import Peer, Service
@@ -26,7 +26,7 @@ from ...net.peer_uid import credentials
 from ...net.process import Child
 from ...rpc import Frame, decode
 from ...wire import messages as M
-from ...wire.admin_messages import AskSettings, OrderSettings, SettingsDone
+from ...wire.admin_messages import GROW, AskSettings, OrderSettings, SettingsDone
 from ...wire.messages import Status
 from ..membership import Membership
 from ..options import DataServerOptions
@@ -43,13 +43,19 @@ SETTLE_S: Final = 0.005
 
 
 class Admin(Service):
-    """Answers operators. ``changed``: called when a setting has a new value, to tell the other processes."""
+    """Answers operators. ``changed``: called when a setting has a new value, to tell the other processes.
+
+    ``grow``: carries out an order to grow, and returns how far that is.
+    """
 
     hello_first = True
 
-    def __init__(self, live: LiveSettings, changed: Callable[[], object]) -> None:
+    def __init__(
+        self, live: LiveSettings, changed: Callable[[], object], grow: Callable[[str], dict[str, Any]]
+    ) -> None:
         self.live = live
         self._changed = changed
+        self._grow = grow
 
     def on_connect(self, peer: Peer) -> None:
         peer.context = credentials(peer.sock)[1] in (os.geteuid(), 0)
@@ -64,36 +70,41 @@ class Admin(Service):
             peer.send_message(M.Pong(msg.cookie), frame.request_id)
         elif isinstance(msg, AskSettings):
             try:
-                self._take(msg)
-            except UsageError as exc:
+                found = self._take(msg)
+            except (SimmError, OSError) as exc:
                 peer.send_error(frame.request_id, Status.BAD_REQUEST, printable(str(exc)))
             else:
-                peer.send_message(M.StatsReply(json.dumps(self.live.rows()).encode()), frame.request_id)
+                peer.send_message(M.StatsReply(json.dumps(found).encode()), frame.request_id)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for an admin socket")
 
     def carry_out(self, msg: OrderSettings) -> SettingsDone:
         """Carry out what an admin asks of the manager, and return the answer."""
         try:
-            self._take(AskSettings(msg.name, msg.value))
-        except UsageError as exc:
+            found = self._take(AskSettings(msg.name, msg.value))
+        except (SimmError, OSError) as exc:
             return SettingsDone(msg.order, Status.BAD_REQUEST, printable(str(exc)).encode())
-        return SettingsDone(msg.order, Status.OK, json.dumps(self.live.rows()).encode())
+        return SettingsDone(msg.order, Status.OK, json.dumps(found).encode())
 
-    def _take(self, msg: AskSettings) -> None:
-        """Change the setting that an operator names. Raises UsageError."""
+    def _take(self, msg: AskSettings) -> Any:
+        """Change the setting that an operator names, or grow. Return the answer. Raises SimmError, OSError."""
+        if msg.name == GROW:
+            return self._grow(msg.value)
         if msg.name:
             before = self.live.set(msg.name, msg.value)
             log.warning("an operator has set %s to %s, from %s", msg.name, self.live[msg.name], before)
             self._changed()
+        return self.live.rows()
 
 
 def open_admin(
-    loop: Loop, options: DataServerOptions, processes: Callable[[], Iterable[Child]], membership: Membership
+    loop: Loop, options: DataServerOptions, processes: Callable[[], Iterable[Child]], membership: Membership,
+    grow: Callable[[str], dict[str, Any]],
 ) -> tuple[LiveSettings, list[NamedSocket]]:
     """Return the settings of a data server that may change, and the sockets that serve them: one, or none.
 
-    ``processes``: returns those to tell of a change. A path that is too long costs the socket only.
+    ``processes``: returns those to tell of a change. ``grow``: as for :class:`Admin`. A path that is too long costs the
+    socket only.
     """
     live = LiveSettings({
         "log_level": level_now(), "poll_us": options.poll_us, "move_mib_s": options.move_bytes_per_s >> 20,
@@ -109,12 +120,12 @@ def open_admin(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGHUP)
 
-    admin = Admin(live, tell)
+    admin = Admin(live, tell, grow)
     membership.on_order = admin.carry_out
     try:
         unix = NamedSocket(str(Path(options.runtime_dir) / f"{options.name}{ADMIN_SUFFIX}"))
     except OSError as exc:
-        log.warning("settings cannot be changed at run time: %s", exc)
+        log.warning("settings cannot be changed at run time, nor memory added: %s", exc)
         return live, []
     loop.listen(unix.listener, admin)
     return live, [unix]

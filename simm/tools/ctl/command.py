@@ -16,7 +16,7 @@ from ...errors import UsageError, printable
 from ..connect import command_settings, manager_client, token_of
 from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
 from ..nodes import bytes_text, request, room_text, wait_drained
-from . import cluster, entries, tuning, why
+from . import cluster, entries, grow, tuning, why
 from .tables import TABLES, Row, kept_text, namespace_rows, rates_text, table, worker_rows
 from .workers import Asked, ask_all, require_one
 
@@ -28,7 +28,8 @@ _ABOUT = (
     "keys [sample|hot|large|old|new] [NAMESPACE]: values by their digests. evict NAMESPACE: delete its values, see "
     "--older, --larger, --most, --dry-run; '*' is all. settings [list | get NAME | set NAME VALUE]: of this host's "
     "data servers, with --of of one anywhere, with --of '*' of all, with --of-manager of the manager; until the next "
-    "start. node list|summary|drain NAME|resume NAME and shard list: of the cluster, or of this host if no manager "
+    "start. grow --memory SIZE [--numa N]: add memory to this host's data server while it serves, with --of to one "
+    "anywhere. node list|summary|drain NAME|resume NAME and shard list: of the cluster, or of this host if no manager "
     "answers. why [NAMESPACE]: why clients find few values, or none. Counts are those of clients on this host since "
     "the worker began. Exit 1 if a worker or the manager does not answer, or if why has found a cause; 2 if nothing "
     "can be shown, or for wrong usage."
@@ -36,7 +37,7 @@ _ABOUT = (
 #: What is shown or done -> how many words may follow.
 _SUBJECTS: Final = {
     "workers": 0, "clients": 0, "sessions": 0, "namespaces": 2, "slabs": 0, "keys": 2, "evict": 1, "settings": 3,
-    "node": 2, "shard": 1, "why": 1,
+    "grow": 0, "node": 2, "shard": 1, "why": 1,
 }  # fmt: skip
 #: Rows, their text, and whether all is well.
 Shown = tuple[Any, str, bool]
@@ -50,13 +51,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="what of it, see above")
     parser.add_argument("--server", metavar="NAME", default="", help="only this data server's workers")
     parser.add_argument("--of-manager", action="store_true", help="settings: those of the manager, by an admin's token")
-    parser.add_argument("--of", metavar="NAME", default="", help="settings: of a data server anywhere; '*' is all")
+    parser.add_argument("--of", metavar="NAME", default="", help="settings, grow: a data server anywhere; '*' is all")
+    parser.add_argument("--memory", metavar="SIZE", help="grow: the memory to add, as 64G")
+    parser.add_argument("--numa", metavar="N", default="", help="grow: the node to take it from")
     parser.add_argument("--older", metavar="TIME", help="evict: only values that were put longer ago, as 1h")
     parser.add_argument("--larger", metavar="SIZE", help="evict: only values of this size or more, as 1M")
     parser.add_argument("--most", metavar="N", type=int, help="keys: so many, 20 without; evict: of each worker")
     parser.add_argument("--dry-run", action="store_true", help="evict: only count the values")
-    parser.add_argument("--no-wait", action="store_true", help="node drain: request it and return")
-    parser.add_argument("--timeout", metavar="TIME", help="node drain, namespaces flush: wait no longer, as 10m")
+    parser.add_argument("--no-wait", action="store_true", help="node drain, grow: request it and return")
+    parser.add_argument("--timeout", metavar="TIME", help="node drain, grow, namespaces flush: wait no longer")
     parser.add_argument("--watch", metavar="TIME", help="show it again after this time, as 2s, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch a line each time")
     arguments = parser.parse_args(argv)
@@ -187,6 +190,18 @@ def _drain(settings: Settings, arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _grow(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.memory is None:
+        raise UsageError("grow --memory SIZE: say how much to add, as 64G")
+    target = grow.Target(settings, arguments.server, arguments.of)
+    found = target.begin(parse_bytes(arguments.memory), arguments.numa)
+    if not arguments.no_wait:
+        timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else None
+        found = grow.follow(target, found, sys.stderr if arguments.json else sys.stdout, timeout_s)
+    _print(found, grow.text_of(found), as_json=arguments.json)
+    return EXIT_OK
+
+
 def _whose(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return whose settings are meant, if not this host's."""
     if arguments.of and arguments.of_manager:
@@ -201,7 +216,8 @@ def _set(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 _ACTIONS: Final[dict[tuple[str, str], Callable[[Settings, argparse.Namespace], int]]] = {
-    ("namespaces", "flush"): _flush, ("node", "drain"): _drain, ("node", "resume"): _drain, ("settings", "set"): _set,
+    ("namespaces", "flush"): _flush, ("grow", ""): _grow,
+    ("node", "drain"): _drain, ("node", "resume"): _drain, ("settings", "set"): _set,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ...errors import SimmError, TransportError, UsageError, printable
 from ...host.users import NOT_TRUSTED, trusts
 from ...net.channel import Channel, Refused
 from ...net.peer_uid import credentials
-from ...wire.admin_messages import AskNodeSettings, AskSettings
+from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
 from .workers import ANSWER_S
@@ -34,6 +34,8 @@ def settings_rows(
     ``words``: list, get NAME, or set NAME VALUE. Raises UsageError, TransportError, SimmError.
     """
     action, *rest = words or ["list"]
+    if GROW in rest:
+        raise UsageError(f"{GROW} is no setting: `simm ctl grow --memory SIZE`")
     if (action, len(rest)) not in (("list", 0), ("get", 1), ("set", 2)):
         raise UsageError("settings takes list, get NAME, or set NAME VALUE")
     ask = AskSettings(*rest) if action == "set" else AskSettings("", "")
@@ -54,7 +56,8 @@ def settings_rows(
     return rows
 
 
-def _from_afar(settings: Settings, ask: AskSettings | AskNodeSettings, server: str) -> list[dict[str, Any]]:
+def ask_from_afar(settings: Settings, ask: AskSettings | AskNodeSettings) -> bytes:
+    """Return what the manager answers, or a data server by it. Raises UsageError if it refuses, TransportError."""
     with manager_client(settings) as link:
         try:
             answer = link.call(ask, StatsReply)
@@ -62,7 +65,11 @@ def _from_afar(settings: Settings, ask: AskSettings | AskNodeSettings, server: s
             if exc.status in (Status.BAD_REQUEST, Status.UNKNOWN_NODE):
                 raise UsageError(str(exc)) from None
             raise
-    return _rows(answer.json, server)
+    return answer.json
+
+
+def _from_afar(settings: Settings, ask: AskSettings | AskNodeSettings, server: str) -> list[dict[str, Any]]:
+    return _rows(ask_from_afar(settings, ask), server)
 
 
 def _everywhere(settings: Settings, ask: AskSettings) -> list[dict[str, Any]]:
@@ -95,23 +102,37 @@ def _rows(raw: bytes, server: str) -> list[dict[str, Any]]:
         raise TransportError(f"{server} has sent what are no settings") from exc
 
 
+def admin_sockets(settings: Settings, server: str) -> dict[str, str]:
+    """Return the paths of the admin sockets of this host's data servers, by name; ``server``: only of this one."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(str(settings.runtime_dir)), "*" + _SUFFIX)))
+    found = {os.path.basename(path).removesuffix(_SUFFIX): path for path in paths}
+    return {name: path for name, path in found.items() if server in ("", name)}
+
+
+def ask_admin(settings: Settings, path: str, ask: AskSettings) -> bytes:
+    """Return what a data server of this host answers. Raises Refused, TransportError."""
+    with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
+        uid = credentials(channel.sock)[1]
+        if not trusts(uid, settings.server_uid):
+            raise TransportError(f"it is of uid {uid}, {NOT_TRUSTED}")
+        answer = channel.call(ask)
+    if not isinstance(answer, StatsReply):
+        raise TransportError(f"it answers with {type(answer).__name__}: another version of SiMM?")
+    return answer.json
+
+
+def no_socket(settings: Settings, server: str) -> TransportError:
+    """Return the error of a folder without an admin socket."""
+    of = f" of the data server {server!r}" if server else ""
+    return TransportError(f"{settings.runtime_dir} has no admin socket{of}: name the folder by --runtime-dir")
+
+
 def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:
-    folder = str(settings.runtime_dir)
     found: list[dict[str, Any]] = []
     failed = []
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*" + _SUFFIX))):
-        name = os.path.basename(path).removesuffix(_SUFFIX)
-        if server not in ("", name):
-            continue
+    for name, path in admin_sockets(settings, server).items():
         try:
-            with contextlib.closing(Channel.unix(path, ANSWER_S)) as channel:
-                uid = credentials(channel.sock)[1]
-                if not trusts(uid, settings.server_uid):
-                    raise TransportError(f"it is of uid {uid}, {NOT_TRUSTED}")
-                answer = channel.call(ask)
-                if not isinstance(answer, StatsReply):
-                    raise TransportError(f"it answers with {type(answer).__name__}: another version of SiMM?")
-                found += _rows(answer.json, name)
+            found += _rows(ask_admin(settings, path, ask), name)
         except Refused as exc:
             raise UsageError(f"{name}: {exc}") from None
         except TransportError as exc:
@@ -119,6 +140,5 @@ def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str
     if failed and found and ask.name:
         raise SimmError(f"not all servers have taken it: {'; '.join(failed)}")
     if not found:
-        of = f" of the data server {server!r}" if server else ""
-        raise TransportError("; ".join(failed) or f"{folder} has no admin socket{of}: name the folder by --runtime-dir")
+        raise TransportError("; ".join(failed)) if failed else no_socket(settings, server)
     return found

@@ -18,7 +18,7 @@ from simm.ipc import segments as ipc_segments
 from simm.ipc.segments import ArenaName, check_server_name, embedded_server_name
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
-from simm.shm import data_name
+from simm.shm import AttachedSegment, data_name
 from tests.support.dose import dose
 from tests.support.left_arenas import (
     CLUSTER,
@@ -265,6 +265,33 @@ def test_all_workers_or_none(shm_dir: Path) -> None:
     assert fit("gpu", 3) == ({}, dict.fromkeys(names, "the workers' arenas end with different maps"))
 
 
+def grown(name: str, node: int = 0) -> None:
+    with AttachedSegment.open(name, writable=True) as segment:
+        with memoryview(segment.map(0, HEADER_BYTES, writable=True)).cast("Q") as words:
+            words[Word.GROWN] = node + 1
+
+
+def test_what_was_added_comes_back_with_the_others(shm_dir: Path) -> None:
+    """Whatever its size, if it ends with their map. The others are as good without it, but not the other way round."""
+    names = [name_of("gpu", number) for number in range(3)]
+    for name in names[:2]:
+        make_suspended(name)
+    assert set(fit("gpu", 1)[0]) == {0}, "a worker that was not added stays behind when there are fewer"
+    grown(names[1], 3)
+    taken, why = fit("gpu", 1, 8 * MIB)
+    assert set(taken) == {0, 1} and not why and (taken[0].grown, taken[1].grown) == (0, 4)
+    make_suspended(names[2], epoch=6)
+    grown(names[2])
+    taken, why = fit("gpu", 1, 8 * MIB)
+    assert set(taken) == {0, 1}
+    assert why == {names[2]: "it was added to the running server, and ends with another map than the others"}
+    taken, why = fit("gpu", 1, 16 * MIB)
+    assert not taken and "--memory asks for 16" in why[names[0]]
+    assert why[names[1]] == "of 1 workers' arenas 0 can be used", "the sum of all is no size of the first"
+    assert set(fit("gpu", 2, 8 * MIB)[0]) == {0, 1}, "--workers may ask for what was added"
+    assert fit("gpu", 4, 8 * MIB)[0] == {}
+
+
 def test_the_newest_of_two(shm_dir: Path) -> None:
     old, new, twin = (name_of("gpu", 0, instance) for instance in (9, 8, 7))
     make_suspended(old)
@@ -369,7 +396,7 @@ def test_a_table_for_values_of_a_size(shm_dir: Path) -> None:
     for value in (0, 1000, 4096, 1 << 20):
         options = DataServerOptions("gpu", "", [0], memory=64 * MIB, value_bytes=value)
         arena = ArenaStock(options, 99).new(options.memory, [0], lambda *_: True)[0]
-        store = ArenaStock(options, 99).store_in(arena, Vault(), "lru", (50, 25))
+        store = ArenaStock(options, 99).store_in(0, arena, Vault(), "lru", (50, 25))
         by_size[value] = store.geometry.slots
         store.release()
         arena.unlink()

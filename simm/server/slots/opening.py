@@ -1,0 +1,170 @@
+"""Give a worker's slot its sockets, and say what each of its processes runs.
+
+Nothing here starts a process: the supervisor (``dataserver.py``) does, and restarts what dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from ...config.live import LiveSettings
+from ...host import numa
+from ...ipc import segments
+from ...net.listeners import listen_tcp
+from ...net.named_socket import NamedSocket
+from ...wire import messages as M
+from ..arena_stock import ArenaStock
+from ..children import OOM_WORKER, ChildError, Children, StreamProcess, Supervised, WorkerSlot
+from ..migration import MoverSettings, run_mover
+from ..operators.admin import follow_in_stream, follow_settings, keep_shares
+from ..options import DataServerOptions
+from ..rdma_supervisor import Endpoints
+from ..stream import run_stream
+from ..worker import WorkerSettings, start_worker
+
+#: Exit code of a worker that finds its arena beyond recovery.
+UNRECOVERED: Final = 3
+#: A worker gives the kernel so long to end a supervisor whose connection has closed.
+ORPHAN_S: Final = 30.0
+
+OnMessage = Callable[[WorkerSlot, Any, int], None]
+
+
+class Opener:
+    """Opens the slots of one data server. ``on_worker``, ``on_mover``: get the messages of their processes.
+
+    ``live`` must be set before the first slot is opened.
+    """
+
+    live: LiveSettings
+
+    def __init__(
+        self, options: DataServerOptions, instance: int, children: Children, stock: ArenaStock, endpoints: Endpoints,
+        on_worker: OnMessage, on_mover: OnMessage,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.instance = instance
+        self._children = children
+        self._stock = stock
+        self._endpoints = endpoints
+        self._on_worker = on_worker
+        self._on_mover = on_mover
+        self._memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
+
+    @property
+    def memory(self) -> int:
+        """The bytes of all arenas now, which processes forked earlier see too: a worker's part of a quota follows."""
+        return self._memory[0]
+
+    @memory.setter
+    def memory(self, size: int) -> None:
+        self._memory[0] = size
+
+    def open(self, slot: WorkerSlot) -> list[socket.socket | NamedSocket]:
+        """Bind a slot's sockets and make its processes, without starting them. Return what is to be closed at the end.
+
+        Raises OSError, OverflowError (there is no such port), SimmError. Nothing is left then.
+        """
+        options = self.options
+        with contextlib.ExitStack() as undo:
+            slot.unix = unix = NamedSocket(
+                segments.socket_path(options.runtime_dir, options.name, slot.number), options.group
+            )
+            undo.callback(unix.close)
+            undo.callback(os.unlink, unix.path)
+            rdma_port = self._endpoints.listen(slot, self._id_of(slot))
+            undo.callback(self._endpoints.remove, slot.number)
+            tcp = listen_tcp(options.listen_host, options.port_of(slot.number))
+            undo.callback(tcp.close)
+            slot.tcp = tcp
+            slot.worker = self.worker_of(slot)
+            slot.streams = [self._stream_of(slot, tcp, rdma_port) for _ in range(options.streams)]
+            slot.mover = self._mover_of(slot)
+            undo.pop_all()
+        return [unix, tcp]
+
+    def _share_of(self, slot: WorkerSlot) -> tuple[int, int]:
+        return slot.segment.size, max(slot.segment.size, self.memory)
+
+    def worker_of(self, slot: WorkerSlot) -> Supervised:
+        """Return the worker of a slot, which has its UNIX socket."""
+        options = self.options
+
+        def body(supervisor: socket.socket) -> None:
+            numa.pin(slot.node)
+            arena, any_uid = slot.segment, options.group is not None
+            arena.lock_writer()
+            fresh = self._stock.is_fresh(arena, slot.vault)
+            limits = options.tokens, partial(self._share_of, slot)
+            settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
+            try:
+                shares = keep_shares(self.live)
+                store = self._stock.store_in(slot.number, arena, slot.vault, self.live["policy"], shares)
+                worker = start_worker(store, settings, slot.unix, supervisor)
+                follow_settings(self.live, worker)
+            except (MemoryError, OSError, RuntimeError):
+                raise  # no fault of the arena; RuntimeError: no thread can be started
+            except Exception as exc:
+                if fresh:
+                    raise
+                text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
+                raise ChildError(text, UNRECOVERED) from exc
+            worker.run()
+            gone = worker.orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
+            if options.warm and store.cluster and not gone:  # without a cluster there is nothing to keep
+                store.suspend()
+            else:
+                store.close()
+                # If the supervisor was killed, nobody else removes the segment before the next start.
+                arena.unlock()
+                segments.remove_if_left(arena.name, ORPHAN_S if worker.orphaned else 0.0)
+
+        return Supervised(
+            self._children, f"worker {slot.number}", body, [*slot.segment.fds, *slot.unix.fds],
+            partial(self._on_worker, slot), segment=slot.segment, oom=OOM_WORKER,
+        )  # fmt: skip
+
+    def _id_of(self, slot: WorkerSlot) -> str:
+        """Return what clients with a token ask for."""
+        return M.WorkerInfo(slot.number, 0, 0, self.instance, 0, self.options.name, "", "", 0).server
+
+    def _stream_of(self, slot: WorkerSlot, tcp: socket.socket, rdma_port: int) -> StreamProcess:
+        def body(supervisor: socket.socket) -> None:
+            numa.pin(slot.node)
+            follow_in_stream(self.live)
+            options, name = self.options, self._id_of(slot)
+            serve = (options.tls, options.users)
+            run_stream(tcp, slot.unix.direct_path, supervisor, options.tokens, rdma_port, name, *serve)
+
+        name = f"stream of worker {slot.number}"
+        return StreamProcess(self._children, name, body, [tcp.fileno(), *slot.unix.fds])
+
+    def _mover_of(self, slot: WorkerSlot) -> Supervised:
+        options = self.options
+        settings = MoverSettings(
+            options.name, self.instance, slot.number, slot.unix.direct_path,
+            options.own_token, options.move_bytes_per_s, options.tls.movers if options.tls else None,
+            options.server_uids, self.live,
+        )  # fmt: skip
+
+        def body(supervisor: socket.socket) -> None:
+            numa.pin(slot.node)
+            run_mover(settings, supervisor)
+
+        name = f"mover of worker {slot.number}"
+        return Supervised(self._children, name, body, slot.unix.fds, partial(self._on_mover, slot))
+
+
+def close_all(shared: list[socket.socket | NamedSocket]) -> None:
+    """Close a slot's sockets and remove their paths, for a slot that is not used after all."""
+    for each in shared:
+        if isinstance(each, NamedSocket):
+            with contextlib.suppress(OSError):
+                os.unlink(each.path)
+        each.close()
