@@ -91,8 +91,10 @@ def follow(
     shown = Line(out, clock)
     started = last_seen = clock()
     try:
+        state = ""
         while found["state"] not in _ENDED:
-            shown.show(text_of(found))
+            shown.show(text_of(found), urgent=found["state"] != state)
+            state = found["state"]
             if timeout_s is not None and clock() - started >= timeout_s:
                 raise SimmError(f"{text_of(found)}, after {timeout_s:g} s; it goes on: `simm ctl node list` shows it")
             sleep(POLL_S)

@@ -307,3 +307,28 @@ def test_mutation_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     reference.take(shard_map)
     roles = member.order(0).roles
     assert any(roles[shard] != reference.role(shard, 0)[0] for shard in range(SHARD_COUNT))
+
+
+def test_a_worker_that_is_added() -> None:
+    """By the map that is known it owns nothing; the next one may list it, or a manager may not know of it."""
+    member = Member(NAME, INSTANCE, [0])
+    member.add(9)
+    assert member.workers == (0, 9) and member.order(9) == FENCE and not member.unlisted, "no map yet"
+    with pytest.raises(UsageError):
+        member.add(0)
+    member.remove(9)
+    assert member.take_map(make_map(4, [0] * SHARD_COUNT)) is not None
+    member.add(2)
+    order = member.order(2)
+    assert (order.epoch, order.cluster) == (4, 1) and not any(order.since) and not any(order.roles)
+    words = bytes(8 * SHARD_COUNT)
+    assert member.owned(2) == 0 and not member.moving(2, words) and member.moved(2, words) is None
+    assert member.unlisted == [2] and member.owned(0) == SHARD_COUNT
+    member.remove(2)
+    assert not member.unlisted and member.workers == (0,) and member.order(0).epoch == 4
+    member.add(1)
+    assert not member.unlisted, "the map lists it"
+    assert member.take_map(make_map(5, [1] * SHARD_COUNT)) is not None and member.owned(1) == SHARD_COUNT
+    member.abandon()
+    member.add(7)
+    assert member.order(7) == DROP_ALL and not member.unlisted

@@ -682,3 +682,33 @@ def test_an_admins_order_is_answered(manager: Manager, make_house: Callable[...,
     house.membership.on_order = lambda msg: A.SettingsDone(msg.order, 0, msg.value.encode())
     manager.push(A.OrderSettings(6, "poll_us", "9"))
     house.until(lambda: manager.of(A.SettingsDone)[-1] == A.SettingsDone(6, 0, b"9"), "the answer")
+
+
+def test_it_joins_again_with_other_workers(manager: Manager, make_house: Callable[..., House]) -> None:
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    house.membership.rejoin()
+    assert not house.membership.joined
+    house.until(lambda: house.membership.joined, "joined again")
+    assert [join.instance for join in manager.of(M.Join)] == [7, 7] and len(manager.links) == 1, "one connection"
+    assert all(order != FENCE for order in house.orders)
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_a_refusal_of_other_workers(manager: Manager, make_house: Callable[..., House], taken_back: bool) -> None:
+    """If the server takes them back it joins at once, by the same connection; if not, by another one."""
+    house = make_house(manager)
+    house.until(lambda: house.orders, "a map")
+    refusals: list[str] = []
+
+    def on_refusal(text: str) -> bool:
+        refusals.append(text)
+        manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+        return taken_back
+
+    house.membership.on_refusal = on_refusal
+    manager.answers[M.Join] = (M.Error("full\x1b"), Status.NO_SPACE)
+    house.membership.rejoin()
+    house.until(lambda: house.membership.joined, "joined again")
+    assert len(refusals) == 1 and "\x1b" not in refusals[0]
+    assert (len(manager.links) == 1) == taken_back and not house.gave_up
