@@ -7,7 +7,8 @@
       mover      forked while shards move to a worker; copies their values (server/migration.py)
 
 The supervisor is one thread with a selectors loop. It touches no value and no metadata, so little in it can fail. It
-creates the segments and faults their pages in before READY. It keeps the listening sockets, so clients of a worker that
+creates the segments and faults their pages in before READY; a worker that is added later has a process of its own for
+that (``server/slots/growth.py``). It keeps the listening sockets, so clients of a worker that
 died wait in the backlog and are not refused. It forks a successor on the same segment, which recovers it
 (``arena/store.py``). All children end with it, by PDEATHSIG and because a socket pair closes.
 

@@ -9,6 +9,9 @@ A segment that a server of the same name has left is one of these:
 * *Suspended, of another cluster.* That cluster's server has the same name and other folders, and may come back for it.
   It is neither read nor removed, and the log says how to remove it.
 
+An arena that was added to the running server (``slots/growth.py``) comes back with those that the settings ask for. Its
+header names its NUMA node. A start that has no use for it removes it like any other.
+
 So a server that finds a suspended arena asks its manager for the cluster's id before it decides anything.
 """
 

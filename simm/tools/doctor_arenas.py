@@ -49,6 +49,8 @@ class Sample(NamedTuple):
     #: Live slots of the part, and which part of all slots it is.
     rows: NDArray[np.void]
     part: float
+    #: It was added to the running server: only a warm start has it again.
+    grown: bool = False
 
     @property
     def entries(self) -> int:
@@ -81,7 +83,8 @@ def _sample(arena: ArenaName, name: str) -> Sample | None:
             rows = _live(segment, geometry, slots)
             if slots == geometry.slots or len(rows) >= VALUES_MIN:
                 break
-    return Sample(arena, geometry.size, geometry.slots, geometry.data_bytes, rows, slots / geometry.slots)
+    grown = bool(head[Word.GROWN])
+    return Sample(arena, geometry.size, geometry.slots, geometry.data_bytes, rows, slots / geometry.slots, grown)
 
 
 def _live(segment: AttachedSegment, geometry: Geometry, slots: int) -> NDArray[np.void]:
@@ -164,6 +167,9 @@ def check_workers(sys_root: str) -> Verdict:
         rate = max(busiest(each) for each in mine)
         each_node = -(-len(mine) // len(nodes))
         text = f"{server}: {len(mine)} worker(s), {rate:,.0f} puts in the busiest second of one"
+        if grown := [each for each in mine if each.grown]:
+            size = sum(each.size for each in grown) >> 20
+            text += f", {len(grown)} of them added while it ran: a start without --warm has {size:,} MiB less"
         if rate >= BUSY_PUTS_S and cores // len(nodes) >= CORES_A_WORKER * (each_node + 1):
             return warn(
                 f"{text}, of about {2 * BUSY_PUTS_S:,} that one process commits",

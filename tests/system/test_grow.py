@@ -281,6 +281,7 @@ def test_a_warm_start_has_what_was_added(make_fleet: Callable[..., Fleet]) -> No
         grow(fleet, "32M")
         fleet.wait_settled()
         server.end()
+        assert len(arenas(server)) == 6
         server.arguments[server.arguments.index("--memory") + 1] = "192M"
         server.start()
         assert "workers=1 memory=192M" in server.ready and len(arenas(server)) == 2
@@ -288,6 +289,26 @@ def test_a_warm_start_has_what_was_added(make_fleet: Callable[..., Fleet]) -> No
         assert said.count("is set aside and removed, and its worker starts cold") == 3
         assert "it has 64 MiB, and --memory asks for 192" in said and "of 1 workers' arenas 0 can be used" in said
     fleet.assert_no_traceback()
+
+
+def test_settings_that_ask_for_what_was_added(make_fleet: Callable[..., Fleet]) -> None:
+    """With ``--workers 2`` an added arena of the same size is one of the server's own, and its values are there."""
+    fleet = make_fleet(server_arguments=["--warm"], manager_arguments=["--restart-grace-ms", "60000"])
+    server = fleet.servers[0]
+    with Client(fleet.manager.address) as client:
+        fill(client)
+        grow(fleet, "64M")
+        fleet.wait_settled()
+        server.end()
+        server.arguments += ["--workers", "2"]
+        server.start()
+        assert "workers=2 memory=128M" in server.ready and "set aside" not in log_of(fleet)
+        fleet.wait_settled()
+        wait_until(lambda: hits(client) == KEYS, "all values are there")
+        server.end()
+        del server.arguments[-2:]
+        server.start()
+        assert "workers=1 memory=64M" in server.ready and "this server has 1 workers" in log_of(fleet)
 
 
 def test_a_start_without_warm_drops_what_was_added(make_fleet: Callable[..., Fleet]) -> None:

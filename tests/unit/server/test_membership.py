@@ -49,9 +49,7 @@ class Manager:
             M.Join: (M.Joined(3, 50, 0), 0),
             M.Heartbeat: (M.HeartbeatAck(3), 0),
             M.MapGet: (make_map(3), 0),
-            M.MapOffer: (M.Done(1), 0),
-            M.Moved: (M.Done(1), 0),
-            M.Leave: (M.Done(1), 0),
+            **dict.fromkeys((M.MapOffer, M.Moved, M.Leave), (M.Done(1), 0)),
         }
         self.links: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -99,12 +97,9 @@ class House:
     """A data server without anything in it; drives the loop."""
 
     def __init__(self, managers: list[tuple[str, int]], *, start: bool = True, **arguments: Any) -> None:
-        self.loop = Loop()
-        self.member = Member("n", 7, [0])
-        self.up = True
+        self.loop, self.member, self.up = Loop(), Member("n", 7, [0]), True
         self.orders: list[M.Shards] = []
-        self.gave_up = ""
-        self.frozen_by = 0
+        self.gave_up, self.frozen_by = "", 0
         self.reports: list[M.Moved] = []
         self.known: list[NamespaceEpoch] = []
         self.leases: list[int] = []
@@ -684,19 +679,9 @@ def test_an_admins_order_is_answered(manager: Manager, make_house: Callable[...,
     house.until(lambda: manager.of(A.SettingsDone)[-1] == A.SettingsDone(6, 0, b"9"), "the answer")
 
 
-def test_it_joins_again_with_other_workers(manager: Manager, make_house: Callable[..., House]) -> None:
-    house = make_house(manager)
-    house.until(lambda: house.orders, "a map")
-    house.membership.rejoin()
-    assert not house.membership.joined
-    house.until(lambda: house.membership.joined, "joined again")
-    assert [join.instance for join in manager.of(M.Join)] == [7, 7] and len(manager.links) == 1, "one connection"
-    assert all(order != FENCE for order in house.orders)
-
-
-@pytest.mark.parametrize("taken_back", [True, False])
-def test_a_refusal_of_other_workers(manager: Manager, make_house: Callable[..., House], taken_back: bool) -> None:
-    """If the server takes them back it joins at once, by the same connection; if not, by another one."""
+@pytest.mark.parametrize("taken_back", [None, True, False])
+def test_other_workers(manager: Manager, make_house: Callable[..., House], taken_back: bool | None) -> None:
+    """By the same connection, also if they are refused and the server takes them back; if it does not, by another."""
     house = make_house(manager)
     house.until(lambda: house.orders, "a map")
     refusals: list[str] = []
@@ -704,11 +689,12 @@ def test_a_refusal_of_other_workers(manager: Manager, make_house: Callable[..., 
     def on_refusal(text: str) -> bool:
         refusals.append(text)
         manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
-        return taken_back
+        return bool(taken_back)
 
     house.membership.on_refusal = on_refusal
-    manager.answers[M.Join] = (M.Error("full\x1b"), Status.NO_SPACE)
+    if taken_back is not None:
+        manager.answers[M.Join] = (M.Error("full\x1b"), Status.NO_SPACE)
     house.membership.rejoin()
     house.until(lambda: house.membership.joined, "joined again")
-    assert len(refusals) == 1 and "\x1b" not in refusals[0]
-    assert (len(manager.links) == 1) == taken_back and not house.gave_up
+    assert refusals == ([] if taken_back is None else ["full\\x1b"]) and FENCE not in house.orders
+    assert (len(manager.links) == 1) == (taken_back is not False) and not house.gave_up

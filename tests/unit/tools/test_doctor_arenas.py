@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simm import shm
-from simm.arena.layout import Geometry, slots_for
+from simm.arena.layout import HEADER_BYTES, Geometry, Word, slots_for
 from simm.arena.store import Store
 from simm.host import numa
 from simm.ipc.arena_files import OwnedArena
@@ -133,6 +133,14 @@ def test_more_workers_where_there_are_cores(
         found = check_workers()
         assert (said in found.remedy and found.status == "warn") if said else found.status == "ok", found
         assert f"{arenas} worker(s), {rate:,} puts" in found.detail
+
+
+def test_what_was_added_while_the_server_ran_is_named(made: list[Running]) -> None:
+    made += [Running(number=number) for number in range(2)]
+    assert "added" not in check_workers().detail
+    with memoryview(made[1].arena.mm)[:HEADER_BYTES].cast("Q") as words:
+        words[Word.GROWN] = 1
+    assert "1 of them added while it ran: a start without --warm has 32 MiB less" in check_workers().detail
 
 
 def test_other_files_are_no_running_arenas(made: list[Running], tmp_path: Path) -> None:
