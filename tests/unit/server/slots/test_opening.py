@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from simm.config.tokens import parse_tokens, quotas_of
@@ -10,6 +14,7 @@ from simm.host import memory
 from simm.server import arena_stock
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
+from simm.server.slots.opening import Opener
 
 MIB = 1 << 20
 
@@ -48,3 +53,22 @@ def test_room_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_stock.numa, "node_free_bytes", lambda node: MIB << node)
     with pytest.raises(SegmentError, match=r"on NUMA node 1, which has 2\.0 MiB left"):
         stock.require_room(16 * MIB, 1)
+
+
+def test_processes_that_were_forked_earlier_see_how_much_memory_there_is_now() -> None:
+    """So each worker's part of a quota becomes smaller when another one is added."""
+    nothing: Any = None
+    opener = Opener(DataServerOptions("gpu", "", [0]), 7, nothing, nothing, nothing, nothing, nothing)
+    slot: Any = SimpleNamespace(segment=SimpleNamespace(size=64 * MIB))
+    assert opener._share_of(slot) == (64 * MIB, 64 * MIB)
+    opener.memory = 64 * MIB
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(reads, 1)
+        os._exit(opener._share_of(slot) != (64 * MIB, 96 * MIB))
+    opener.memory = 96 * MIB
+    os.write(writes, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(reads)
+    os.close(writes)
