@@ -30,9 +30,10 @@ _QUICK: Final = ("tests/unit/", "tests/models/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Limit the time of this run, if the environment says so."""
+    """Choose the dose of this run, and limit its time if the environment says so."""
     # With nohup SIGHUP is ignored, in all that we start as well; tests send it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    dose.choose(config.option.markexpr)
     time_limit.register(config)
 
 

@@ -16,6 +16,7 @@ from simm.wire import messages as M
 from simm.wire.messages import WorkerInfo
 from tests.models.etcd import Broken, play
 from tests.models.explorer import first_failure
+from tests.support.dose import dosed
 
 
 @pytest.fixture
@@ -27,10 +28,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_one_leader_and_its_state_whatever_the_network_does() -> None:
     total: dict[str, int] = {}
-    for seed in range(40):
+    for seed in range(dosed(40, quick=10)):
         for name, count in play(seed).items():
             total[name] = total.get(name, 0) + count
-    assert min(total.values()) > 200, total
+    assert min(total.values()) > dosed(200, quick=20), total
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ def search(title: str, model: MarksModel) -> Found[State]:
     [
         {"keeps": 0},
         {"keeps": 0, "puts": 1, "evictions": 0, "deaths": 0},
-        {"keeps": 1, "groups": 0, "deletes": 0, "puts": 1, "evictions": 0},
+        # The longest by far; the others have its deaths, its puts and its keeping one by one.
+        pytest.param({"keeps": 1, "groups": 0, "deletes": 0, "puts": 1, "evictions": 0}, marks=pytest.mark.full),
         {"keeps": 1, "deletes": 0, "deaths": 0, "ticks": 0},
         pytest.param({"keeps": 2, "groups": 0, "deletes": 0, "evictions": 0}, marks=pytest.mark.full),
         pytest.param({"keeps": 1, "groups": 0, "puts": 1, "deaths": 0}, marks=pytest.mark.full),

@@ -22,7 +22,7 @@ from simm.sim.world import Options, Report, World, run_scenario, scenario
 from simm.tools import simulate
 from simm.wire.messages import Status
 from tests.models.explorer import first_failure
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = min(4, os.cpu_count() or 1)
@@ -215,7 +215,7 @@ def test_a_dead_server_is_noticed_and_its_shards_go_to_the_others() -> None:
 def test_a_tenth_of_many_servers_dies_at_once(amount: tuple[int, int]) -> None:
     """They are found together, and their shards go to the others: the report has no failure."""
     nodes, clients = amount
-    world = World(Options(nodes=nodes, clients=clients, seconds=40.0, seed=20, faults=()))
+    world = World(Options(nodes=nodes, clients=clients, seconds=dosed(40.0, quick=20.0), seed=20, faults=()))
     names = [f"node{number:04d}" for number in range(1, nodes, 10)]
     for name in names:
         world.net.at(8.0, world_kill, world, name)
@@ -450,14 +450,16 @@ def test_the_skipped_maps_of_a_large_cluster_say_nothing_new() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate.main(["--seeds", "0:3", "--jobs", "1"]) == 0
-    assert "3 scenarios" in capsys.readouterr().out
+    seeds = dosed(3, quick=1)
+    assert simulate.main(["--seeds", f"0:{seeds}", "--jobs", "1"]) == 0
+    assert f"{seeds} scenario" in capsys.readouterr().out
     assert simulate.main(["--replay", "2"]) == 0
     out = capsys.readouterr().out
     assert "manager starts" in out and "nothing wrong" in out and "trace" in out
     assert simulate.main(["--replay", "2", "-v", "--faults", "none"]) == 0
     assert "put" in capsys.readouterr().out
-    arguments = ["--nodes", "80", "--clients", "500", "--hours", "0.02", "--seed", "3", "--fault-s", "10"]
+    clients, hours = dosed(("500", "0.02"), quick=("100", "0.01"))
+    arguments = ["--nodes", "80", "--clients", clients, "--hours", hours, "--seed", "3", "--fault-s", "10"]
     assert simulate.main(arguments) == 0
     out = capsys.readouterr().out
     for word in ("sampled", "detection", "moved", "misses", "map", "messages a second", "maps", "events"):

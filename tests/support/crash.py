@@ -10,6 +10,7 @@ from simm.arena.reader import Located, Unsettled
 from simm.ipc.arena_files import OwnedArena
 from simm.wire.shard_set import FROZEN
 from tests.models.explorer import schedules
+from tests.support.dose import dosed
 from tests.support.store_world import ALL_SHARDS, Player, World, digest_of
 from tests.support.trace_replay import Clock, Frame, Tape, read_in_time
 
@@ -18,9 +19,9 @@ Operation = Callable[[], object]
 Scene = Callable[[World], Operation]
 
 #: Torn states looked at for one operation, at most; the states between instructions are all looked at.
-TORN_MAX = 60
+TORN_MAX = dosed(60, quick=10)
 #: States of one operation from which the recovery's own tape is played.
-TWICE_MAX = 6
+TWICE_MAX = dosed(6, quick=2)
 
 
 def chosen(frames: list[Frame], torn_max: int) -> list[Frame]:

@@ -1,15 +1,50 @@
-"""Doses: how much of a parametrised test the quick run has."""
+"""Doses: how much of a test the quick run of ``scripts/test`` has; the other runs have all of it.
+
+There are three. A function with many sets of parameters keeps a few of them (``left_out``), or those that it names
+itself (``dose``). A test that takes more than a second or two has fewer steps, seeds or states (``dosed``).
+"""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 
 #: Sets of parameters of one test in the quick run at most. More of them find little that these do not.
 QUICK_SETS: Final = 6
+#: The same in the folders whose tests compute: they replay each store of an operation, or run clusters in threads.
+COSTLY_SETS: Final = 2
+COSTLY: Final = (
+    "tests/models/", "tests/unit/arena/", "tests/unit/cluster/", "tests/unit/gpu/", "tests/unit/ipc/",
+    "tests/unit/sdk/", "tests/unit/server/", "tests/unit/shm/",
+)  # fmt: skip
+
+_T = TypeVar("_T")
+_quick = False
+
+
+def choose(selected: str) -> None:
+    """Note whether this is the quick run, before a test module is imported.
+
+    Args:
+        selected: the argument of ``-m``. The quick run is the one that leaves out what is marked ``full``, so no run
+            that has these tests has others at a small dose.
+    """
+    global _quick
+    _quick = is_quick(selected)
+
+
+def is_quick(selected: str) -> bool:
+    """Return True if this argument of ``-m`` leaves out what is marked ``full``."""
+    return re.search(r"\bnot\s+full\b", selected) is not None
+
+
+def dosed(whole: _T, *, quick: _T) -> _T:
+    """Return how many steps, seeds or states a test has: ``whole``, or ``quick`` in the quick run."""
+    return quick if _quick else whole
 
 
 def dose(values: Iterable[Any], quick: int) -> list[Any]:
@@ -29,13 +64,18 @@ def _full(value: Any) -> Any:
 def left_out(tests: Iterable[str]) -> set[str]:
     """Return which of these unit tests and models, given by their ids, the quick run leaves out.
 
-    They are what is beyond ``QUICK_SETS`` sets of parameters of a function. Those that stay are drawn by its name: each
-    run has the same, and they are spread over all parameters of a test that has several.
+    They are what is beyond ``most`` sets of parameters of a function. Those that stay are drawn by its name: each run
+    has the same, and they are spread over all parameters of a test that has several.
     """
     sets: dict[str, list[str]] = {}
     for test in tests:
         sets.setdefault(test.partition("[")[0], []).append(test)
     out: set[str] = set()
     for name, each in sets.items():
-        out.update(random.Random(name).sample(each, max(0, len(each) - QUICK_SETS)))
+        out.update(random.Random(name).sample(each, max(0, len(each) - most(name))))
     return out
+
+
+def most(test: str) -> int:
+    """Return how many sets of parameters of a test the quick run has at most."""
+    return COSTLY_SETS if test.startswith(COSTLY) else QUICK_SETS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,16 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(TESTS) for path in TESTS.rglob("*.py"))
 
 
+@functools.cache
+def nodes(text: str) -> list[ast.Import | ast.ImportFrom | ast.FunctionDef]:
+    """Return the imports and functions of a module: two tests walk through all of them."""
+    wanted = (ast.Import, ast.ImportFrom, ast.FunctionDef)
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, wanted)]
+
+
 def imported(text: str) -> Iterator[str]:
     """Yield the absolute names of what a module imports: modules, and names out of modules."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -44,7 +52,7 @@ def imports_tests(text: str) -> bool:
 def starts_servers(text: str) -> list[str]:
     """Return what starts servers in a unit test: imported names and fixtures of other modules."""
     found = sorted(SERVERS & set(imported(text)))
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in nodes(text) if isinstance(node, ast.FunctionDef)]
     fixtures = FIXTURES - {function.name for function in functions}
     for function in functions:
         if function.name.startswith("test_"):

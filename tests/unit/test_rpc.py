@@ -37,6 +37,7 @@ from simm.rpc import (
     structure,
 )
 from simm.wire import messages as M
+from tests.support.dose import dosed
 from tests.support.wire_samples import STRUCTURE_TYPES, TYPES, UNSIGNED, field_codes, sample
 
 PROTOCOL = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
@@ -88,7 +89,7 @@ def frames(data: bytes | bytearray) -> Iterator[Frame]:
 
 
 @given(ANY, st.integers(0, 2**64 - 1), st.integers(0, 65535), st.sampled_from([0, 1, 2, 3]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=dosed(300, quick=60), deadline=None)
 def test_round_trip(msg: Any, request_id: int, status: int, flags: int) -> None:
     (frame,) = frames(encode(msg, request_id, status=status, flags=flags))
     assert frame[:4] == (OPCODES[type(msg)], flags, status, request_id)
@@ -274,7 +275,7 @@ def test_a_count_that_lies_costs_no_memory() -> None:
 
 
 def test_no_growth_under_malformed_input() -> None:
-    """10^5 malformed inputs: each an error at once or a wait for more, and the buffer never keeps what it refused."""
+    """Many malformed inputs: each an error at once or a wait for more, and the buffer never keeps what it refused."""
     rng = random.Random(7)
     good = [bytearray(encode(sample(cls, rng), 1)) for cls in TYPES]
     errors = waits = messages = 0
@@ -282,7 +283,7 @@ def test_no_growth_under_malformed_input() -> None:
     tracemalloc.start()
     try:
         base = 0
-        for number in range(100_000):
+        for number in range(dosed(100_000, quick=10_000)):
             if number == 1000:
                 base = tracemalloc.get_traced_memory()[0]
             data = bytearray(rng.choice(good))
@@ -306,11 +307,12 @@ def test_no_growth_under_malformed_input() -> None:
         assert tracemalloc.get_traced_memory()[0] - base < 2 * FRAME_BYTES_MAX
     finally:
         tracemalloc.stop()
-    assert errors > 10_000 and waits > 1000 and messages > 10_000, "all three outcomes were met"
+    least = dosed(1000, quick=100)
+    assert errors > 10 * least and waits > least and messages > 10 * least, "all three outcomes were met"
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=dosed(300, quick=60), deadline=None)
 def test_noise(data: bytes) -> None:
     for prefix in (b"", b"SiMM\1\0", header(size=len(data))):
         try:

@@ -14,6 +14,7 @@ from simm.constants import SHARD_COUNT, SLOT_BYTES, WAYS
 from simm.errors import CorruptionError
 from simm.table import Entry, Table
 from tests.support.consistency import check
+from tests.support.dose import dosed
 
 MIB = 1 << 20
 GEOMETRY = Geometry.plan(8 * MIB, 128)
@@ -57,7 +58,7 @@ def test_agrees_with_a_dictionary_over_deaths(memory: mmap.mmap, seed: int) -> N
     model: dict[bytes, Entry] = {}
     keys = [rng.randbytes(16) for _ in range(170)]
     full = 0
-    for step in range(3000):
+    for step in range(dosed(3000, quick=1500)):
         digest = rng.choice(keys)
         what = rng.random()
         slot = table.lookup(digest)

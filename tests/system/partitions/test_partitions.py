@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.dose import dosed
 from tests.support.fleet import Fleet
 from tests.support.load import FAILED, GET, OK, OUTAGE, PATIENT_S, PUT, Records, load
 from tests.support.measures import measured
@@ -178,7 +179,7 @@ def test_client_cut_off_from_a_server(hosts: Hosts, fleet: Fleet) -> None:
 @pytest.mark.fault("F08", ci="1 of 5 s")
 @pytest.mark.quick
 def test_everything_cut(hosts: Hosts, fleet: Fleet) -> None:
-    everything(hosts, fleet, 5.0)
+    everything(hosts, fleet, dosed(5.0, quick=3.0))
 
 
 @pytest.mark.fault("F08", ci="1 of 3 s")

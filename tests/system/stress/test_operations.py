@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.dose import dosed
 from tests.system.stress.operations import Engine, storm
 
 #: Of the bytes of groups, those of which the other member may be missing at the end.
@@ -21,7 +22,7 @@ def assert_right(counts: dict[str, Any]) -> None:
 
 @pytest.mark.quick
 def test_storm_of_operations() -> None:
-    assert_right(storm(6.0, 2, seed=5))
+    assert_right(storm(dosed(6.0, quick=4.0), 2, seed=5))
 
 
 @pytest.mark.slow

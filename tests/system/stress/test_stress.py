@@ -14,6 +14,7 @@ import pytest
 from simm.client import Client
 from simm.sdk.local_cluster import LocalCluster
 from simm.wire.messages import Status
+from tests.support.dose import dosed
 from tests.support.pace import Pace
 from tests.support.values import value_of
 from tests.system.stress.stress import BACK_S, Figures, Server, late_client, storm, victim, victim_key
@@ -29,8 +30,9 @@ def assert_well(figures: Figures, kills: int) -> None:
 @pytest.mark.fault("F01", ci=5)
 @pytest.mark.quick
 def test_storm(amount: int) -> None:
-    figures = in_time(amount, seconds=7, seed=3, writers=3, readers=4, memory="64M")
-    assert_well(figures, amount)
+    kills, seconds = dosed((amount, 7), quick=(2, 3))
+    figures = in_time(kills, seconds=seconds, seed=3, writers=3, readers=4, memory="64M")
+    assert_well(figures, kills)
 
 
 #: After a worker's death: another one is there, and serves; how long a call may take, by its deadline. Seconds.

@@ -20,7 +20,7 @@ from simm.wire.messages import ABSENT, ShardRole, Status
 from simm.wire.shard_set import FROZEN
 from tests.models.explorer import walk
 from tests.support.consistency import check
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.shards import set_shards
 from tests.support.store_moves import SHARDS, Map, Moves, Place
 from tests.support.store_world import ALL_SHARDS, World, digest_of, owned
@@ -93,8 +93,8 @@ def play(segments: list[OwnedArena], seed: int) -> SlowMoves:
 
 @pytest.mark.parametrize("first", dose([0, 6], quick=1))
 def test_nothing_superseded_is_read_while_old_entries_are_there(segments: list[OwnedArena], first: int) -> None:
-    worlds = [play(segments, seed) for seed in range(first, first + 4)]
-    assert sum(world.seen.get("step while clearing", 0) for world in worlds) > 60
+    worlds = [play(segments, seed) for seed in range(first, first + dosed(4, quick=1))]
+    assert sum(world.seen.get("step while clearing", 0) for world in worlds) > dosed(60, quick=10)
 
 
 def no_second_look(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_slices_come_to_what_one_turn_comes_to(
         player = world.join()
         for number in range(1000):
             world.put(player, digest_of(f"s{number}"), 512)
-    for epoch in range(3, 9):
+    for epoch in range(3, dosed(9, quick=5)):
         told = some_map(rng, epoch)
         set_shards(whole.store, *told)
         sliced.store.begin_shards(*told)

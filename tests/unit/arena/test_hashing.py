@@ -11,12 +11,13 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simm.arena.hashing import EpochHasher, Hasher, check_namespace, hash_tag, sets_of, sets_of_words, shard_of, split
 from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
 from simm.errors import UsageError
+from tests.support.dose import dosed
 
 
 def test_vectors_never_change() -> None:
@@ -34,6 +35,7 @@ def test_vectors_never_change() -> None:
 KEYS = st.text(min_size=1, max_size=80) | st.from_regex(r"[a{}]{1,9}", fullmatch=True)
 
 
+@settings(max_examples=dosed(100, quick=25))
 @given(KEYS, st.text(min_size=1, max_size=16))
 def test_a_digest_is_blake2b_with_the_namespace_as_person(key: str, namespace: str) -> None:
     try:

@@ -25,7 +25,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
 from tests.models.explorer import walk
 from tests.support.consistency import check
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.shards import set_shards
 from tests.support.store_steps import HALF, KEYS, OTHER, SIZES, step
 from tests.support.store_world import ALL_SHARDS, Player, World, digest_of, new_segment, owned, remove_segment
@@ -45,7 +45,7 @@ def segment() -> Iterator[OwnedArena]:
 def test_random_runs_agree_with_the_model(segment: OwnedArena, seed: int, policy: str) -> None:
     rng = random.Random(seed)
     world = World(segment, slots=24, policy=policy)  # few enough that sets run full
-    walk(400, lambda: step(world, rng), world.check, every=4)
+    walk(dosed(400, quick=150), lambda: step(world, rng), world.check, every=4)
     world.check()
     assert world.evicted + world.deaths > 0
     world.wind_up()
@@ -167,7 +167,7 @@ def run_machine(segment: OwnedArena, examples: int, steps: int) -> None:
 
 
 def test_machine(segment: OwnedArena) -> None:
-    run_machine(segment, 25, 30)
+    run_machine(segment, dosed(25, quick=6), 30)
 
 
 @pytest.mark.slow

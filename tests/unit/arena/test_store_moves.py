@@ -17,7 +17,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import ABSENT, LOCATE_PREVIOUS, ShardRole, Status
 from simm.wire.shard_set import FROZEN, MOVING
 from tests.support.consistency import check, finished
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.move_scripts import A, B, S, late_mover, message, old_map, put, run_out, unheard_owner
 from tests.support.shards import set_shards
 from tests.support.store_moves import KEYS, SHARDS, Moves, play
@@ -284,7 +284,7 @@ def test_death_at_every_point_of_a_change_of_cluster(segments: list[OwnedArena],
     assert world.store.header[Word.CLUSTER] == 99 and table.lookup(X) < 0 and table.entries == 0
     check(world.store)
     seen = set()
-    step = max(1, len(tape.frames) // 150)
+    step = max(1, len(tape.frames) // dosed(150, quick=30))
     for frame in [*tape.frames[::step], tape.frames[-1]]:
         tape.show(frame)
         cluster = memoryview(segments[0].mm)[:HEADER_BYTES].cast("Q")[Word.CLUSTER]

@@ -33,7 +33,7 @@ from simm.wire.messages import Joined, Status, WorkerInfo
 from simm.wire.shard_set import FROZEN
 from tests.models.explorer import first_failure, walk
 from tests.support.absence import Arena, Host, Table, joining
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.machine import (
     GIB,
     answer,
@@ -333,7 +333,7 @@ SEEDS = range(12)
 
 @pytest.mark.parametrize("seed", dose(SEEDS, quick=2))
 def test_history(seed: int) -> None:
-    seen = History(seed).run(40)
+    seen = History(seed).run(dosed(40, quick=15))
     assert seen["values there"] and seen["puts"]
 
 

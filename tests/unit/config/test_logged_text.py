@@ -12,6 +12,7 @@ import pytest
 import simm
 from simm.config.tokens import parse_tokens
 from simm.errors import ConfigError
+from tests.support.sources import parse
 
 #: What keys, digests of keys, values and tokens are called. Their number is no secret.
 SECRET: Final = frozenset((
@@ -30,7 +31,7 @@ ELSEWHERE: Final = frozenset((
 
 def logged(text: str) -> Iterator[ast.expr]:
     """Yield the arguments of all calls that log above DEBUG."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in METHODS:
             continue
         if node.func.attr == "log" and "DEBUG" in ast.unparse(node.args[0]):

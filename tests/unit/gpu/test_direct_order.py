@@ -26,6 +26,7 @@ from simm.rdma.remote_arena import CachedEntry
 from simm.sdk import rdma_get, writes
 from simm.sdk.tcp import TcpPath
 from tests.support.client_checks import rails_of
+from tests.support.dose import dosed
 from tests.support.fake_cuda import LEGACY, FakeCuda
 from tests.support.fake_fabric import FakeQueuePair
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, until_rdma
@@ -270,10 +271,10 @@ def storm(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int, rails: int
 @pytest.mark.parametrize("rails", [1, 2])
 def test_a_writer_between_all_steps(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
     hits = 0
-    for seed in range(4):
+    for seed in range(dosed(4, quick=1)):
         with pytest.MonkeyPatch.context() as inner:
             hits += storm(fake, inner, seed, rails)
-    assert hits > 50
+    assert hits > dosed(50, quick=10)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from simm.client import Client
 from simm.errors import UsageError
 from simm.sdk.ops.prefix import Prefix, Prefixes
+from tests.support.dose import dosed
 from tests.support.fake_cluster import ALL, FakeCluster
 
 WAYS = [{"path": "shm"}, {"path": "tcp"}, {"path": "tcp", "replicas": 2}]
@@ -196,7 +197,7 @@ def test_no_claim_is_false_while_keys_come_and_go(pair: FakeCluster, path: str) 
     thread.start()
     try:
         claimed = 0
-        for number in range(1500):
+        for number in range(dosed(1500, quick=300)):
             before = versions.copy()
             found = asker.prefix(keys[number % 40 :], group=1 + number % 2)
             after = versions.copy()

@@ -22,6 +22,7 @@ from simm.sdk import rdma_get, rdma_pool
 from simm.sdk.path import STALE_S
 from simm.sdk.tcp import TcpPath
 from tests.support.client_checks import check_staging, forget
+from tests.support.dose import dosed
 from tests.support.fake_cluster import ALL
 from tests.support.fake_fabric import FakeQueuePair
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
@@ -61,7 +62,7 @@ def storm(monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1) -> int:
 
 @pytest.mark.parametrize("rails", [1, 2])
 def test_a_writer_between_all_steps(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
-    assert sum(storm(monkeypatch, seed, rails) for seed in range(4)) > 50
+    assert sum(storm(monkeypatch, seed, rails) for seed in range(dosed(4, quick=1))) > dosed(50, quick=10)
 
 
 def _believe(entry: CachedEntry, between: bytes, now: bytes, word: int) -> bool:

@@ -18,6 +18,7 @@ from simm.rdma.remote_arena import CachedEntry, confirmed
 from simm.sdk import rdma_get
 from simm.wire.shard_set import FROZEN
 from tests.models.explorer import first_failure, walk
+from tests.support.dose import dosed
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_replay import EVERYTHING, OVERWRITES, SHARDS, StoreTrace, TraceReplay
 
@@ -52,6 +53,7 @@ Traces = Callable[[Sequence[str]], StoreTrace]
 def test_all_is_well(
     traces: Traces, does: Sequence[str], jumps: bool, rails: int, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reads = dosed(reads, quick=reads // 4)
     with TraceReplay(traces(does), 1, monkeypatch, rails=rails, jumps=jumps) as replay:
         walk(reads, replay.read)
     assert replay.hits > reads // 20 and replay.hits + replay.misses + replay.left == reads

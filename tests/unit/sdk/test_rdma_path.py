@@ -21,6 +21,7 @@ from simm.sdk.batch import NoValue
 from simm.sdk.tcp import TcpPath
 from tests.support.client_checks import check_staging
 from tests.support.consistency import check
+from tests.support.dose import dosed
 from tests.support.fake_cluster import ALL
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
 from tests.support.waiting import wait_until
@@ -125,7 +126,7 @@ def test_more_sizes_than_the_arena_has_slabs(monkeypatch: pytest.MonkeyPatch, wi
     """An unused grant occupies a slab and must not prevent a put."""
     with FakeRdmaCluster(monkeypatch, size=16 * MIB, windows=windows) as cluster:
         with cluster.rdma() as client, cluster.rdma() as other:
-            for count in (20, 60, 100):
+            for count in dosed((20, 60, 100), quick=(100,)):
                 keys = [f"{count} {key}" for key in range(count)]
                 values = [bytes_of(key, 1 + 397 * key) for key in range(count)]
                 assert all(client.put_many(keys, values))

@@ -13,6 +13,7 @@ from simm.host.buffers import Span
 from simm.sdk.ops.rdma_ranges import VersionReading
 from simm.sdk.path import PathState
 from tests.support.client_checks import check_staging
+from tests.support.dose import dosed
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_script import KEYS, SIZE, Writer, finds_harm, value_of, version_in
@@ -100,7 +101,7 @@ def sink_part(sink: Any, start: int, end: int) -> Any:
 
 @pytest.mark.parametrize("rails", [1, 2])
 def test_a_writer_between_all_steps(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
-    assert sum(storm(monkeypatch, seed, rails) for seed in range(4)) > 100
+    assert sum(storm(monkeypatch, seed, rails) for seed in range(dosed(4, quick=1))) > dosed(100, quick=20)
 
 
 def test_mutation_any_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

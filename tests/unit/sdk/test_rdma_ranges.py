@@ -15,6 +15,7 @@ from simm.rdma.api import READ, WRITE
 from simm.sdk import rdma_get
 from simm.sdk.ops import rdma_ranges
 from tests.support.client_checks import check_staging
+from tests.support.dose import dosed
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_script import KEYS, ROOM, finds_harm, reads, reuse_the_chunk, value_of
@@ -174,7 +175,7 @@ def storm(monkeypatch: pytest.MonkeyPatch, seed: int, rails: int = 1) -> int:
 
 @pytest.mark.parametrize("rails", [1, 2])
 def test_a_writer_between_all_steps(monkeypatch: pytest.MonkeyPatch, rails: int) -> None:
-    assert sum(storm(monkeypatch, seed, rails) for seed in range(4)) > 50
+    assert sum(storm(monkeypatch, seed, rails) for seed in range(dosed(4, quick=1))) > dosed(50, quick=10)
 
 
 def test_mutation_without_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:

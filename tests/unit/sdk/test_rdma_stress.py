@@ -28,6 +28,7 @@ from simm.wire.messages import Status
 from simm.wire.shard_set import FROZEN
 from tests.support.client_checks import check_locations, check_staging
 from tests.support.consistency import check
+from tests.support.dose import dosed
 from tests.support.fake_fabric import FakeNetwork
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
 from tests.support.invariants import InvariantViolation
@@ -291,7 +292,9 @@ def storm(
 
 @pytest.mark.parametrize(("seed", "weather", "windows"), [(1, True, True), (2, True, False), (3, False, True)])
 def test_storm(monkeypatch: pytest.MonkeyPatch, seed: int, weather: bool, windows: bool) -> None:
-    seen = storm(monkeypatch, seed, 4.0 if weather else 2.0, weather=weather, windows=windows)
+    seen = storm(
+        monkeypatch, seed, dosed(4.0 if weather else 2.0, quick=1.0), weather=weather, windows=windows
+    )
     print(seen)
     assert seen["hits"] and seen["rdma_gets"] and seen["rdma_puts"]
 

@@ -20,6 +20,7 @@ from simm.slab import chunk_bytes_for
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.dose import dosed
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import StreamThread, WorkerThread
 
@@ -233,7 +234,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations(make: Any, seed: int) -> None:
     model = make(seed)
-    for turn in range(500):
+    for turn in range(dosed(500, quick=200)):
         model.step()
         if turn % 50 == 49:
             model.check()

@@ -20,7 +20,7 @@ from simm.table import Table
 from simm.wire.messages import Status
 from tests.support import trace_replay
 from tests.support.crash import A, B, C, Operation, fill, lose_shards, new_commit, overwrite
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.event_claims import Claims, Watcher, attach_to, listed, new_ring
 from tests.support.shards import set_shards
 from tests.support.store_steps import step
@@ -82,7 +82,7 @@ class Scene:
 def test_random_runs(segment: OwnedArena, seed: int, policy: str) -> None:
     rng, scene = random.Random(seed), Scene(segment, policy=policy)
     seen = 0
-    for _ in range(400):
+    for _ in range(dosed(400, quick=120)):
         step(scene.world, rng)
         assert not scene.false_claims()
         if rng.random() < 0.3:

@@ -17,6 +17,7 @@ from simm.ipc.arena_files import OwnedArena
 from simm.wire.messages import Status
 from simm.wire.shard_set import MOVING
 from tests.support.crash import A, B, Cut, Operation, chosen, fill
+from tests.support.dose import dosed
 from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, remove_segment
 
 MIB = 1 << 20
@@ -53,7 +54,7 @@ def test_a_fifth_survives_a_scan_and_a_death_in_the_middle_of_it(segment: OwnedA
     room = world.geometry.data_bytes // 65_536
     digests = put_some(world, room // 5)
     assert world.store.keep(digests, how, 100, 1000) == [Status.OK] * len(digests)
-    for turn in range(10):
+    for turn in range(dosed(10, quick=7)):
         put_some(world, room, f"scan {turn}")
         if turn == 5:
             world.die()
@@ -263,7 +264,7 @@ def test_death_at_every_store(segment: OwnedArena, scene: Scene) -> None:
 
     cut = Cut(world, recorded)
     allowed.append(state())
-    for frame in chosen(cut.tape.frames, 20):
+    for frame in chosen(cut.tape.frames, dosed(20, quick=5)):
         cut.show(frame)
         world.recover()
         world.settle_on(cut.before, cut.after)
