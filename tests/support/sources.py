@@ -15,6 +15,23 @@ PACKAGE: Final = Path(simm.__file__).parent
 parse: Final = functools.cache(ast.parse)
 
 
+@functools.cache
+def statements(text: str) -> list[ast.stmt]:
+    """Return all statements of a module, nested ones too.
+
+    Imports and functions are such. ``ast.walk`` yields expressions as well, and takes longer for these than the parser.
+    """
+    found: list[ast.stmt] = []
+    left: list[ast.AST] = [parse(text)]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.stmt):
+            found.append(node)
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left += getattr(node, name, ())
+    return found
+
+
 def sources() -> dict[str, str]:
     """Return module -> text, by dotted name below ``simm``; a package goes by its own name, ``simm`` itself by ""."""
     found = {}

@@ -16,7 +16,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.sources import PACKAGE, parse, sources
+from tests.support.sources import PACKAGE, parse, sources, statements
 
 ARCHITECTURE: Final = PACKAGE.parent / "docs" / "architecture.md"
 
@@ -89,7 +89,7 @@ def imports(text: str, module: str, modules: frozenset[str]) -> frozenset[str]:
     if module not in packages(modules):
         package.pop()
     found = set()
-    for node in ast.walk(parse(text)):
+    for node in statements(text):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

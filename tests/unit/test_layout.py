@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from tests.support.sources import statements
 
 TESTS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = TESTS.parent
@@ -27,16 +28,9 @@ def modules() -> list[Path]:
     return sorted(path.relative_to(TESTS) for path in TESTS.rglob("*.py"))
 
 
-@functools.cache
-def nodes(text: str) -> list[ast.Import | ast.ImportFrom | ast.FunctionDef]:
-    """Return the imports and functions of a module: two tests walk through all of them."""
-    wanted = (ast.Import, ast.ImportFrom, ast.FunctionDef)
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, wanted)]
-
-
 def imported(text: str) -> Iterator[str]:
     """Yield the absolute names of what a module imports: modules, and names out of modules."""
-    for node in nodes(text):
+    for node in statements(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -52,7 +46,7 @@ def imports_tests(text: str) -> bool:
 def starts_servers(text: str) -> list[str]:
     """Return what starts servers in a unit test: imported names and fixtures of other modules."""
     found = sorted(SERVERS & set(imported(text)))
-    functions = [node for node in nodes(text) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in statements(text) if isinstance(node, ast.FunctionDef)]
     fixtures = FIXTURES - {function.name for function in functions}
     for function in functions:
         if function.name.startswith("test_"):

@@ -333,7 +333,7 @@ SEEDS = range(12)
 
 @pytest.mark.parametrize("seed", dose(SEEDS, quick=2))
 def test_history(seed: int) -> None:
-    seen = History(seed).run(dosed(40, quick=15))
+    seen = History(seed).run(dosed(40, quick=20))
     assert seen["values there"] and seen["puts"]
 
 
