@@ -458,8 +458,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "manager starts" in out and "nothing wrong" in out and "trace" in out
     assert simulate.main(["--replay", "2", "-v", "--faults", "none"]) == 0
     assert "put" in capsys.readouterr().out
-    clients, hours = dosed(("500", "0.02"), quick=("100", "0.01"))
-    arguments = ["--nodes", "80", "--clients", clients, "--hours", hours, "--seed", "3", "--fault-s", "10"]
+    nodes, clients, hours = dosed(("80", "500", "0.02"), quick=("20", "100", "0.01"))
+    arguments = ["--nodes", nodes, "--clients", clients, "--hours", hours, "--seed", "3", "--fault-s", "10"]
     assert simulate.main(arguments) == 0
     out = capsys.readouterr().out
     for word in ("sampled", "detection", "moved", "misses", "map", "messages a second", "maps", "events"):

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from simm.client import Client
 from simm.cluster.epochs import FOR_EVER
 from simm.cluster.shard_map import pack_since
@@ -197,14 +199,15 @@ class FakeCluster:
     def own(self, owners: dict[int, Iterable[int]], previous: int | None = None) -> None:
         """Start an epoch in which these nodes own these shards, which they got from ``previous`` if it is given."""
         self.epoch += 1
-        for number, shards in owners.items():
-            for shard in shards:
-                self.owners[shard] = number
-                self.since[shard] = self.epoch
-                if previous is None:
+        for number, some in owners.items():
+            shards = list(some)
+            np.frombuffer(self.owners, np.uint16)[shards] = number
+            np.frombuffer(self.since, np.uint64)[shards] = self.epoch
+            if previous is not None:
+                self.previous.update(dict.fromkeys(shards, previous))
+            elif self.previous:
+                for shard in shards:
                     self.previous.pop(shard, None)
-                else:
-                    self.previous[shard] = previous
 
     def forget_previous(self) -> None:
         """Start an epoch in which all moves are over."""
@@ -237,16 +240,15 @@ class FakeCluster:
             node = self.nodes[number]
             if node.dead:
                 continue
-            roles = bytearray(SHARD_COUNT)
-            since = array("Q", bytes(8 * SHARD_COUNT))
-            for shard in ALL:
-                if self.owners[shard] == number:
-                    roles[shard] = ShardRole.INCOMING if shard in self.previous else ShardRole.OWNER
-                    since[shard] = self.since[shard]
-                elif self.previous.get(shard) == number:
+            mine = np.frombuffer(self.owners, np.uint16) == number
+            roles = np.where(mine, ShardRole.OWNER, ShardRole.NONE).astype(np.uint8)
+            for shard, before in self.previous.items():
+                if mine[shard]:
+                    roles[shard] = ShardRole.INCOMING
+                elif before == number:
                     roles[shard] = ShardRole.OUTGOING
-                    since[shard] = self.since[shard]
-            node.call(M.Shards(self.epoch, since.tobytes(), bytes(roles), self.cluster))
+            since = np.where(roles != ShardRole.NONE, np.frombuffer(self.since, np.uint64), np.uint64(0))
+            node.call(M.Shards(self.epoch, since.tobytes(), roles.tobytes(), self.cluster))
 
     def settled(self, owners: dict[int, Iterable[int]]) -> None:
         """Apply :meth:`own` without a move; send it to workers and clients."""
