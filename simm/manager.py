@@ -118,31 +118,30 @@ class Manager(Service):
 
     hello_first = True
     cluster: Cluster
+    _links: ServerLinks
 
     def __init__(
         self, loop: Loop, *, timing: Timing = Timing(), store: StateFile | None = None,  # noqa: B008 -- immutable
         tokens: Sequence[Token] = (), insecure: bool = False, coordinator: Coordinator | None = None,
         users: LocalUsers | None = None, lease_s: float = 0.0,
     ) -> None:  # fmt: skip
-        self.loop = loop
-        self.timing = timing
+        self.loop, self.timing = loop, timing
         self._subscribers: set[Peer] = set()
         self._tuning = tuning.Tuning(self, loop, lambda name: self._links.peer_of(name), self._subscribers)
-        self.insecure = insecure
-        self.leading = False
+        self.insecure, self.leading = insecure, False
         self.started = loop.now
         self.counts = dict.fromkeys(
             ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_reported", "maps_offered",
              "unauthorized"), 0,
         )  # fmt: skip
-        self._tokens = tokens
-        self._users = users
+        self._tokens, self._users = tokens, users
         self._coordinator = coordinator
         #: The coordinator's term in which this manager leads.
         self._term = 0
         self.state = StateKeeper(
             loop, store if coordinator is None else coordinator, EPOCHS_RESERVED,
             lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
+            self._tuning.traces.to_state,
         )  # fmt: skip
         self._settling = False
         #: Requests for the map that could not be answered yet: connection and request number.
@@ -460,6 +459,7 @@ class Manager(Service):
         if cluster is None:
             cluster = self._blank()
             cluster.unsure = cluster.unsure if self.state.used else self.loop.clock()  # a predecessor leaves no trace
+        self._tuning.traces.take_state(self.state.loaded)
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)
         return cluster

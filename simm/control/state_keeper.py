@@ -45,11 +45,13 @@ class StateKeeper:
         snapshot: returns the newest epoch and the state to store, which nobody changes afterwards.
         stored: called when what waited for a save may be sent.
         deposed: called with the reason when a coordinator does not let this manager save.
+        beside: returns what is stored beside that, by name.
     """
 
     def __init__(
         self, loop: Loop, store: StateFile | Coordinator | None, reserve: int,
         snapshot: Callable[[], tuple[int, Any]], stored: Callable[[], None], deposed: Callable[[str], None],
+        beside: Callable[[], dict[str, Any]] = dict,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._store = store
@@ -59,6 +61,9 @@ class StateKeeper:
         self._snapshot = snapshot
         self._stored = stored
         self._deposed = deposed
+        self._beside = beside
+        #: What was loaded last.
+        self.loaded: Any = None
         #: Epochs below this one are covered by what is stored. The save under way raises it to ``_saving``.
         self._reserved = self._saving = 0
         #: The newest epoch whose map is in the stored state, and in the save under way.
@@ -105,7 +110,8 @@ class StateKeeper:
     def load(self) -> Any:
         """Return the state last saved, or None. Raises CorruptionError, and what the store raises."""
         self._failed = self._pausing = False
-        return self._store.load() if self._store is not None else None
+        self.loaded = self._store.load() if self._store is not None else None
+        return self.loaded
 
     def begin(self, reserved: int) -> None:
         """Go on from a state that reserves epochs below ``reserved``. It is to be saved before the next answer."""
@@ -196,7 +202,7 @@ class StateKeeper:
         epoch, state = self._snapshot()
         self._saving, self._storing = epoch + reserve, epoch
         self._unsaved = False
-        return {"cluster": state, "epochs_reserved": self._saving}
+        return {**self._beside(), "cluster": state, "epochs_reserved": self._saving}
 
     def _save(self, document: dict[str, Any]) -> bool:
         """Store it here and now. Return True if all is stored."""

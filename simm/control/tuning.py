@@ -22,6 +22,7 @@ from ..wire import messages as M
 from ..wire.admin_messages import AskNodeSettings, AskSettings, OrderSettings, SettingsDone
 from ..wire.messages import Status
 from ..wire.trace_messages import AskTrace
+from .state_keeper import StateKeeper
 from .traces import ClusterTraces
 
 log = logging.getLogger("simm.manager")
@@ -38,6 +39,7 @@ class Tuned(Protocol):
 
     timing: Timing
     cluster: Cluster
+    state: StateKeeper
 
 
 class Tuning:
@@ -65,6 +67,8 @@ class Tuning:
             peer.send_verdict(*self.ask(msg), number)
         elif isinstance(msg, AskTrace):
             peer.send_verdict(*self.traces.ask(msg), number)
+            self._manager.state.changed()
+            self._manager.state.save()
         elif isinstance(msg, SettingsDone):
             self._done(peer, msg)
             peer.send_message(M.Done(1), number)

@@ -14,6 +14,8 @@ import pytest
 from simm.client import Client
 from simm.tracing.context import context
 from simm.tracing.perfetto import fault_of
+from tests.support.ports import reserve_port
+from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -78,3 +80,24 @@ def test_an_admin_lets_all_clients_of_the_cluster_trace(cluster: Any, namespace:
         simm_trace(folder, "collect", "-o", output)
     table = simm_trace(tmp_path, "summary", *outputs)
     assert "put shm" in table and "get shm" in table
+
+
+@pytest.mark.quick
+def test_a_trace_of_the_cluster_goes_on_under_the_next_manager(tmp_path: Path) -> None:
+    """It is killed. Clients that come later trace, too, and an admin ends it."""
+    address = f"127.0.0.1:{reserve_port()}"
+    manager = ServerProcess("manager", tmp_path, "--listen", address, "--state-dir", str(tmp_path / "state"))
+    folder = str(tmp_path / "trace")
+    first, later = (Client(address, deadline_s=10.0, trace_dir=folder, lazy=True) for _ in range(2))
+    with manager, first:
+        plain = type(first)
+        text = simm_trace(tmp_path, "start", "--all", "--ratio", "1", "--for", "1h", "--manager", address)
+        assert "for 3600 s" in text
+        wait_until(lambda: type(first) is not plain, "the client traces")
+        manager.kill()
+        manager.start()
+        with later:
+            wait_until(lambda: type(later) is not plain, "so does one that has met the next manager only")
+            assert type(first) is not plain
+            simm_trace(tmp_path, "stop", "--all", "--manager", address)
+            wait_until(lambda: type(first) is plain and type(later) is plain, "none does any more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from simm.sdk.manager_link import Subscription
 from simm.wire import messages as M
 from simm.wire.access import fault_of_role
 from simm.wire.messages import Status
-from simm.wire.trace_messages import AskTrace, OrderTrace
+from simm.wire.trace_messages import AskTrace, OrderTrace, fault_of
 
 
 class FakePeer:
@@ -35,14 +36,16 @@ class FakePeer:
 class World:
     """The traces of a cluster whose clock stands still."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any = None, day: float = 1e9) -> None:
         self.now = 100.0
+        self.day = day
         self.timers: list[Callable[[], None]] = []
         loop: Any = SimpleNamespace(
             clock=lambda: self.now, call_later=lambda _seconds, callback: self.timers.append(callback)
         )
         self.peers: Any = set()
-        self.traces = ClusterTraces(loop, self.peers)
+        self.traces = ClusterTraces(loop, self.peers, lambda: self.day + self.now)
+        self.traces.take_state(state)
 
     def join(self, traces: bool = True) -> FakePeer:
         peer = FakePeer(traces)
@@ -69,7 +72,55 @@ def test_clients_hear_of_it_those_that_come_later_too_until_it_is_over() -> None
     assert not world.join().told, "it has ended by itself"
     world.traces.ask(AskTrace(10_000, 20, 60))
     assert world.traces.ask(AskTrace(0, 0, 0))[0].items == 3
-    assert first.told[-1] == OrderTrace(0, 0, 0) and not world.join().told
+    assert first.told[-1] == OrderTrace(0, 0, 0)
+    assert world.join().told == [OrderTrace(0, 0, 0)], "it may have been told of the trace, and not of its end"
+    world.now += 60
+    assert not world.join().told, "no client can trace any more"
+
+
+def stored(world: World) -> Any:
+    """Return the state that another manager loads."""
+    return json.loads(json.dumps({**world.traces.to_state(), "cluster": {}}))
+
+
+def test_the_next_manager_goes_on_with_a_trace_until_its_time() -> None:
+    world = World()
+    assert not world.traces.to_state(), "nothing was asked for"
+    world.traces.ask(AskTrace(10_000, 20, 60))
+    state = stored(world)
+    following = World(state, day=1e9 + 30)  # another host's clocks, half a minute later
+    assert following.join().told == [OrderTrace(10_000, 20, 30)]
+    assert following.traces.to_state()["trace"] == state["trace"], "its end is what it was"
+    following.now += 30
+    assert not following.join().told and not following.traces.to_state()
+    assert not World(state, day=1e9 + 60).join().told and not World(None).join().told
+
+
+def test_the_next_manager_ends_a_trace_also_where_the_end_was_not_heard() -> None:
+    world = World()
+    world.traces.ask(AskTrace(10_000, 20, 60))
+    following = World(stored(world))
+    peer = following.join()
+    assert following.traces.ask(AskTrace(0, 0, 0))[0].items == 1 and peer.told[-1] == OrderTrace(0, 0, 0)
+    third = World(stored(following), day=1e9 + 59)
+    assert third.join().told == [OrderTrace(0, 0, 0)]
+    third.now += 1
+    assert not third.join().told
+
+
+@pytest.mark.parametrize("row", [
+    7, [], [1, 2, 3], [1, 2, "3", 4.0], [True, 2, 3.0, 4.0], [-1, 0, 1e9 + 110, 1e9 + 110], [1, -1, 2e9, 2e9],
+    [1_000_001, 0, 2e9, 2e9], [1, 3_600_001, 2e9, 2e9], [1, 1, float("nan"), 2e9], [1, 1, 2e9, float("inf")],
+])  # fmt: skip
+def test_a_stored_trace_that_cannot_be_is_left_out(row: Any) -> None:
+    world = World({"trace": row})
+    told = world.join().told
+    assert all(not fault_of(order, TRACE_S_MAX) for order in told)
+    assert not told or row[:2] == [1, 1], "control: what can be is not left out"
+
+
+def test_a_clock_that_was_set_makes_no_trace_longer_than_any_can_be() -> None:
+    assert World({"trace": [1, 0, 5e9, 5e9]}).join().told == [OrderTrace(1, 0, TRACE_S_MAX)]
 
 
 def test_many_are_told_in_turns_and_the_last_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,3 +258,14 @@ def test_with_a_coordinator_nothing_is_sent_that_is_not_stored() -> None:
         store.error = NotLeader("another one leads")
         keeper.changed()
         assert not keeper.save_now() and deposed == ["another one leads"]
+
+
+def test_what_is_beside_the_cluster_is_stored_with_it_and_loaded(tmp_path: Path, disk: Disk) -> None:
+    loop = Loop()
+    file = StateFile(tmp_path, "manager")
+    keeper = StateKeeper(loop, file, RESERVE, lambda: (5, {}), lambda: None, lambda _why: None, lambda: {"trace": [1]})
+    keeper.changed()
+    assert keeper.save_now() and file.load() == {"trace": [1], "cluster": {}, "epochs_reserved": 5 + RESERVE}
+    assert keeper.loaded is None and keeper.load() == keeper.loaded == file.load()
+    file.close()
+    loop.close()

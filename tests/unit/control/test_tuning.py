@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from simm.config.tokens import TokenRole
 from simm.control import tuning as module
+from simm.control.state_file import StateFile
 from simm.control.tuning import Tuning
 from simm.manager import Manager
 from simm.net.loop import Loop
@@ -20,6 +23,7 @@ from simm.wire import messages as M
 from simm.wire.access import fault_of_role
 from simm.wire.admin_messages import AskNodeSettings, AskSettings, OrderSettings, SettingsDone
 from simm.wire.messages import Status
+from simm.wire.trace_messages import AskTrace, OrderTrace
 
 
 @pytest.fixture
@@ -125,3 +129,20 @@ def test_orders_that_cannot_be_are_refused(manager: Manager) -> None:
     for timer in relay.timers:
         timer()
     assert len(relay.tool.told) == told + 1 and not relay.tuning._orders
+
+
+def test_the_next_manager_knows_what_all_clients_trace(tmp_path: Path) -> None:
+    tool: Any = FakePeer()
+    tool.send_verdict = lambda *said: tool.told.append(said)
+    follower: Any = FakePeer()
+    follower.context.traces = True
+    with contextlib.closing(StateFile(tmp_path, "manager")) as store, contextlib.closing(Loop()) as loop:
+        manager = Manager(loop, store=store)
+        manager._tuning.on_message(tool, 3, AskTrace(7, 0, 60))
+        assert tool.told == [(M.Done(0), Status.OK, 3)]
+        following = Manager(loop, store=store)
+        following._tuning.traces.greet(follower)
+        assert [type(each) for each in follower.told] == [OrderTrace] and follower.told[0].ratio == 7
+        following._tuning.on_message(tool, 4, AskTrace(0, 0, 0))
+        Manager(loop, store=store)._tuning.traces.greet(follower)
+        assert follower.told[1:] == [OrderTrace(0, 0, 0)], "its end, too"
