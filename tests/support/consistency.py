@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from functools import singledispatch
 
 import numpy as np
@@ -40,6 +41,9 @@ from simm.slab import (
 )
 from simm.table import Table, sets_of
 from simm.wire.messages import ShardRole
+
+#: By the kept entries of a region: the bounds of what is hard kept, and the least that was since these came.
+_LEAST_KEPT: weakref.WeakKeyDictionary[KeptEntries, tuple[tuple[int, int], int]] = weakref.WeakKeyDictionary()
 
 
 def demand(true: bool, text: str) -> None:
@@ -182,7 +186,13 @@ def _kept(kept: KeptEntries) -> None:
     demand(used == kept.bytes, "kept bytes do not add up")
     demand(slabs == kept._slabs, "slabs with kept entries do not add up")
     hard = sum(count for (_, how), count in used.items() if how == HARD)
-    demand(hard == kept.hard_bytes <= kept.hard_max, f"{hard} bytes are hard kept")
+    demand(hard == kept.hard_bytes, f"{hard} bytes are hard kept, not {kept.hard_bytes}")
+    # What is beyond a share that was cut stays until its time: it may get less from look to look, and never more.
+    bounds = kept.hard_max, kept.hard_before
+    known, least = _LEAST_KEPT.get(kept, (bounds, kept.hard_before))
+    least = min(hard, least) if known == bounds else min(hard, kept.hard_before)
+    demand(hard <= max(kept.hard_max, least), f"{hard} bytes are hard kept, of a share of {kept.hard_max}")
+    _LEAST_KEPT[kept] = bounds, least
     copied = sum(count for (_, how), count in used.items() if how == NEAR)
     demand(copied == kept.near_bytes, f"near copies have {copied} bytes")
     demand(near == kept.near, "near copies are miscounted")

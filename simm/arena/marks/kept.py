@@ -93,14 +93,13 @@ class KeptEntries:
         self._policy = policy
         self._offsets = offsets
         self._changed = changed
-        self.hard_max = self.namespace_max = 0
+        self.hard_max = self.namespace_max = self.hard_bytes = 0
         self.bound_by(shares)
         #: By slot. Others look into it, at every put: a call would cost more than the look.
         self.entries: dict[int, KeptEntry] = {}
         self._due: list[tuple[int, int]] = []
         #: Bytes by (namespace, class).
         self.bytes: dict[tuple[int, int], int] = {}
-        self.hard_bytes = 0
         self.near_max: Final = allocator.size // NEAR_SHARE
         self.near_bytes = 0
         #: By group: the number of near copies in each that has some.
@@ -120,6 +119,8 @@ class KeptEntries:
     def bound_by(self, shares: Shares) -> None:
         """Take other bounds of what is hard kept. What is beyond them stays kept until its time; more is refused."""
         self.hard_max, self.namespace_max = (self._allocator.size * share // 100 for share in shares)
+        #: What was hard kept then, which may be more.
+        self.hard_before = self.hard_bytes
 
     def __len__(self) -> int:
         """Return the number of kept entries."""

@@ -10,6 +10,7 @@ from simm.arena.marks import kept as kept_module
 from simm.arena.marks.kept import HARD, SOFT, KeptEntries, pack, unpack
 from simm.arena.space import Space
 from simm.constants import KEEP_S_MAX, NO_SLOT, POLICY_NAMES, SLAB_CHUNK_BYTES_MAX
+from simm.errors import CorruptionError
 from simm.slab import chunk_bytes_for
 from tests.support.consistency import check
 from tests.support.dose import dose
@@ -207,6 +208,46 @@ def test_a_value_that_grows_beyond_the_quota_is_soft_kept() -> None:
     owner.replace(hard[0], owner.space_for(100_000))
     assert told == hard[:1] and owner.space.kept.softened == 1
     owner.compare()
+
+
+def test_what_is_beyond_a_share_that_was_cut_stays_until_its_time_and_grows_no_more() -> None:
+    owner = Keeper(8 * MIB, 400)
+    kept, slots = owner.space.kept, [owner.publish(owner.space_for(65_536)) for _ in range(60)]
+    for at, slot in enumerate(slots[:50]):
+        owner.keep(slot, HARD, 10 + at, at % 2)
+    before = kept.hard_bytes
+    kept.bound_by((20, 10))
+    assert kept.hard_bytes == before > kept.hard_max
+    owner.compare()
+    check(owner.space)
+    for slot in slots:  # not even those that are kept, for longer
+        assert not kept.keep(slot, HARD, 200, 0)
+    check(owner.space)
+    while owner.kept:
+        owner.now += 7
+        owner.expire()
+        owner.compare()
+        check(owner.space)
+    assert kept.keep(slots[0], HARD, 200, 0)
+    kept.bound_by((50, 25))
+    check(owner.space)
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_what_grows_beyond_a_share_that_was_cut_is_seen(monkeypatch: pytest.MonkeyPatch, looked: bool) -> None:
+    """The control: of more than was kept at the cut, and of more than was kept at the last look since."""
+    owner = Keeper(8 * MIB, 400)
+    kept, slots = owner.space.kept, [owner.publish(owner.space_for(65_536)) for _ in range(60)]
+    for at, slot in enumerate(slots[:50]):
+        owner.keep(slot, HARD, 100, at % 2)
+    kept.bound_by((20, 10))
+    if looked:
+        kept.end(slots[0])
+        check(owner.space)
+    monkeypatch.setattr(KeptEntries, "_admits", lambda *_: True)
+    assert kept.keep(slots[50], HARD, 100, 0)
+    with pytest.raises(CorruptionError, match="bytes are hard kept, of a share of"):
+        check(owner.space)
 
 
 def test_a_put_that_finds_only_hard_kept_victims_fails() -> None:
