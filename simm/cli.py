@@ -102,8 +102,14 @@ def _get(argv: Sequence[str], prog: str) -> int:
     """write a value to a file or stdout"""
     parser = _parser(prog, "Write the value of KEY to stdout or to a file. Exit 1 if it is not stored.", "client")
     parser.add_argument("key", metavar="KEY")
-    parser.add_argument("-o", "--output", metavar="FILE", help="file to write; - is stdout, even if it is a terminal")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="file to write; - is stdout, even if it is a terminal")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the same, as an option")
     arguments = parser.parse_args(argv)
+    if arguments.file is not None and arguments.output is not None:
+        raise UsageError("two files to write to: give FILE or -o FILE")
+    output = arguments.output if arguments.file is None else arguments.file
+    if output in (None, "-") and sys.stdout is None:  # the shell's >&-
+        raise UsageError("stdout is closed: name a file")
     with _client(_settings("client", arguments)) as client:
         value = client.get(arguments.key)
         if value is None:
@@ -111,11 +117,11 @@ def _get(argv: Sequence[str], prog: str) -> int:
     if value is None:
         print(f"{prog}: {arguments.key!r} is not stored", file=sys.stderr)
         return EXIT_NO
-    if arguments.output not in (None, "-"):
-        _write_file(arguments.output, value)
+    if output not in (None, "-"):
+        _write_file(output, value)
         return EXIT_OK
-    if arguments.output is None and sys.stdout.isatty() and not _printable(value):
-        raise UsageError("the value is binary, and stdout is a terminal: give -o FILE, or -o - to print it")
+    if output is None and sys.stdout.isatty() and not _printable(value):
+        raise UsageError("the value is binary, and stdout is a terminal: name a file, or - to print it")
     sys.stdout.buffer.write(value)
     return EXIT_OK
 

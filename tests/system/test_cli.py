@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -105,6 +106,31 @@ def test_pipes_on_both_sides(at: list[str]) -> None:
     assert out == value and err == b"" and get.returncode == 0
 
 
+def test_the_same_word_puts_stdin_and_gets_to_stdout(run: Run, at: list[str], tmp_path: Path) -> None:
+    value = bytes(range(256)) * 40 + b"\r\n\x1a\x00"
+    put = spawn(["put", "k", "-", *at], stdin=subprocess.PIPE)
+    assert put.communicate(value, WAIT_S) == (b"stored k (10,244 bytes)\n", b"") and put.returncode == 0
+    get = spawn(["get", "k", "-", *at])
+    assert get.communicate(timeout=WAIT_S) == (value, b"") and get.returncode == 0
+    target = tmp_path / "out"
+    assert run("get", "k", str(target), *at) == (0, "", "") and target.read_bytes() == value
+    code, out, err = run("get", "k", "-", "-o", str(target), *at)
+    assert (code, out) == (2, "") and "two files to write to: give FILE or -o FILE" in err
+    assert run("get", "none", "-", *at) == (1, "", "simm get: 'none' is not stored\n")
+
+
+@pytest.mark.parametrize(("words", "closed", "text"), [
+    (["put", "k", "-"], "<&-", "stdin is empty: a value has at least one byte"),
+    (["get", "k", "-"], ">&-", "stdout is closed: name a file"), (["get", "k"], ">&-", "stdout is closed: name a file"),
+])  # fmt: skip
+def test_a_stream_that_is_closed_is_said_in_a_sentence(at: list[str], words: list[str], closed: str, text: str) -> None:
+    command = shlex.join([sys.executable, "-m", "simm", *words, *at])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", f"{command} {closed}"], env=environment, capture_output=True, text=True,
+                          timeout=WAIT_S, check=False)  # fmt: skip
+    assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_reader_that_leaves_early_is_no_error(at: list[str]) -> None:
     put = spawn(["put", "k", "-", *at], stdin=subprocess.PIPE)
     put.communicate(bytes(1 << 20), WAIT_S)
@@ -144,12 +170,15 @@ def test_binary_values_stay_off_terminals(run: Run, at: list[str], tmp_path: Pat
     for key, value in values.items():
         (tmp_path / key).write_bytes(value)
         run("put", key, str(tmp_path / key), *at)
-    for key, extra, code in [("binary", [], 2), ("escape", [], 2), ("text", [], 0), ("binary", ["-o", "-"], 0)]:
+    words: list[tuple[str, list[str], int]] = [
+        ("binary", [], 2), ("escape", [], 2), ("text", [], 0), ("binary", ["-o", "-"], 0), ("binary", ["-"], 0),
+    ]  # fmt: skip
+    for key, extra, code in words:
         ours, theirs = os.openpty()
         get = spawn(["get", key, *extra, *at], stdout=theirs)
         os.close(theirs)
         _, err = get.communicate(timeout=WAIT_S)
-        assert get.returncode == code and (b"give -o FILE" in err) == (code == 2)
+        assert get.returncode == code and (b"name a file, or - to print it" in err) == (code == 2)
         if code == 0:
             assert os.read(ours, 100).replace(b"\r", b"") == values[key]
         os.close(ours)
