@@ -406,7 +406,7 @@ class Membership(Service):
         infos = self.delegate.infos()
         if infos is None:
             return
-        warm = int(self.warm and not self.joined_at)
+        warm = int(self.warm and self.member.map is None)  # a manager that has died may not have stored the last one
         epoch = max(self.member.epoch, self.warm_epoch)
         self.offered = True
         member = self.member

@@ -316,6 +316,16 @@ def test_without_a_map_there_is_nothing_to_offer(manager: Manager, make_house: C
     assert (manager.of(M.Join)[1].warm, manager.of(M.Join)[1].epoch) == (0, 41), "warm is how it started, once"
 
 
+def test_a_warm_server_says_so_until_it_has_a_map(manager: Manager, make_house: Callable[..., House]) -> None:
+    """A manager that dies may not have stored its JOIN: to the next one the arenas are as they were at the start."""
+    manager.answers[M.MapGet] = None
+    house = make_house(manager, warm=True, warm_epoch=41)
+    house.until(lambda: manager.of(M.MapGet), "it has joined")
+    manager.hang_up()
+    house.until(lambda: len(manager.of(M.Join)) == 2, "a second JOIN")
+    assert (manager.of(M.Join)[1].warm, manager.of(M.Join)[1].epoch) == (1, 41)
+
+
 def test_reports_what_moved_with_each_heartbeat(
     manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
