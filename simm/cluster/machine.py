@@ -502,7 +502,9 @@ class Cluster:
     def _note_epoch(self, epoch: int, *, server: bool) -> None:
         """Begin to collect a lost map if this manager knows nothing and a server or client does."""
         until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
+        begun = self.rebuilding
         self._recovery.note_epoch(epoch, until, blank=not self.nodes and self._placement.unowned)
+        self.unsure = self._clock if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
         if server:
             self._recovery.saw(epoch, self.epoch)
 

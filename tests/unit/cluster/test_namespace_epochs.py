@@ -152,3 +152,16 @@ def test_a_stored_state_says_who_follows() -> None:
     for row in state["nodes"]:
         del row["follows"]  # of an older manager
     assert Cluster.from_state(state, 0.0).nodes["a"].follows is None
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_a_manager_that_has_lost_its_state_does_not_know_all_leases(server: bool) -> None:
+    """Somebody names a map of a predecessor. An advance waits for leases that this one has given."""
+    cluster = Cluster(1, 0.0)
+    assert cluster.unsure < 0
+    cluster.note_epoch(3.0, 0)
+    assert cluster.unsure < 0, "nobody has a map: it is the first manager"
+    cluster.note_epoch(4.0, 7, server=server)
+    assert cluster.rebuilding and cluster.unsure == 4.0
+    cluster.note_epoch(5.0, 8, server=server)
+    assert cluster.unsure == 4.0, "it waits once"
