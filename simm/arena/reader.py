@@ -12,7 +12,7 @@ import mmap
 import platform
 import struct
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -134,6 +134,9 @@ class ArenaReader:
 
     Raise SegmentError if a file is missing, foreign, closed, or has another layout or size.
     """
+
+    #: Returns CLOCK_BOOTTIME in ns, by which leases end.
+    clock: Callable[[], int] = staticmethod(boottime_ns)
 
     def __init__(
         self, name: str, *, cluster: int = 0, data_fd: int | None = None, trusted: Container[int] = ()
@@ -379,7 +382,7 @@ class ArenaReader:
         number = self.namespace_of(found.slot)
         line = self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8
         until = words[line + LEASE_WORD]
-        if boottime_ns() >= until:
+        if self.clock() >= until:
             return False
         tag = words[self._slot_word + found.slot * SLOT_WORDS + 2] >> 32
         return words[line + EPOCH_WORD] & 0xFFFF_FFFF == tag and names_line(number, words[line]) and self.holds(found)

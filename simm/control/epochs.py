@@ -59,10 +59,13 @@ class Advances:
         if not cluster.namespaces:
             return b""
         if self._frame[0] != cluster.epoch:
-            table = cluster.namespaces.table()
-            msg = Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), table)
-            self._frame = cluster.epoch, encode(msg, 0, flags=Flag.PUSH)
+            self._frame = cluster.epoch, encode(self.epochs(), 0, flags=Flag.PUSH)
         return self._frame[1]
+
+    def epochs(self) -> Epochs:
+        """Return all epochs, as of the present map."""
+        cluster = self._cluster()
+        return Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), cluster.namespaces.table())
 
     def fault(self, peer: Peer, now: float) -> str:
         """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting)."""

@@ -2,6 +2,7 @@
 
 Restated are ``sdk/writes.py``, ``sdk/routing.py`` and ``sdk/manager_link.py``: when a mutation is tried again, when the
 client asks for the map, the circuit breaker of each server. An operation is a generator that yields what it waits for.
+Which epoch its namespace has the client knows by the real ``sdk/ops/epochs.py``.
 Some clients run on a server's host: they read the arena directly, even while the server's processes are stopped.
 """
 
@@ -11,14 +12,18 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ..arena.hashing import shard_of
+from ..arena.hashing import Hasher, shard_of
 from ..cluster.lookup import HOPS, Unresolved
 from ..cluster.shard_map import ShardMap
-from ..constants import NO_OWNER
+from ..config.client_options import ClientOptions
+from ..constants import DEFAULT_NAMESPACE, NO_OWNER
+from ..sdk.ops.epochs import ClientEpoch
+from ..wire.epoch_messages import SUBSCRIBE_EPOCHS, SUBSCRIBE_MAPS, Epochs
 from ..wire.messages import MapGet, MapReply, Status, WorkerInfo
+from .arena import Arena
 from .manager import decoded
 from .net import Process
-from .worker import Arena, Worker, World
+from .worker import Worker, World
 
 AGAIN_S: Final = (0.003, 0.05)
 RETRY_S: Final = (0.1, 2.0)
@@ -27,6 +32,7 @@ ASK_S: Final = 0.02
 SILENT_S: Final = 6.0
 #: Shortest and longest pause between two probes of a server that failed.
 PROBE_S: Final = (0.2, 2.0)
+_SUBSCRIBE: Final = SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS
 
 
 class Ask(NamedTuple):
@@ -38,6 +44,7 @@ class Ask(NamedTuple):
     version: int = 0
     #: All digests of a question about several, which are of one shard.
     digests: tuple[bytes, ...] = ()
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class Pause(NamedTuple):
@@ -47,7 +54,11 @@ class Pause(NamedTuple):
     epoch: int
 
 
+#: Yields exchanges, pauses, and functions that are called with what goes on with the result.
 Steps = Generator[Any, Any, Any]
+
+#: The namespace that advances. All other keys are of the default one.
+NAMESPACE: Final = "advancing"
 
 
 class Found(NamedTuple):
@@ -90,6 +101,10 @@ class Client:
         self.host = host
         self.process = Process(self.net, host, self.name)
         self.process.on_push = self._on_map
+        self.process.on_epochs = self._on_epochs
+        #: The digests of the namespace's keys, as this client knows them.
+        self.hasher = Hasher(NAMESPACE)
+        self.namespace = ClientEpoch(ClientOptions(namespace=NAMESPACE), self._rehash)
         self.map: ShardMap | None = None
         #: Number of the connection to the manager, or 0.
         self.linked = 0
@@ -104,6 +119,9 @@ class Client:
     def start(self) -> None:
         self.process.start()
         self._connect()
+
+    def _rehash(self, hasher: Hasher) -> None:
+        self.hasher = hasher
 
     @property
     def epoch(self) -> int:
@@ -169,12 +187,18 @@ class Client:
     def _ask(self) -> None:
         manager = self.world.manager
         self._asked_at = self.net.now
-        self.net.send(self.process, manager.process, manager.request, self.linked, MapGet(self.epoch, 1), self._on_map)
+        msg = MapGet(self.epoch, _SUBSCRIBE)
+        self.net.send(self.process, manager.process, manager.request, self.linked, msg, self._on_map)
 
     def refresh(self) -> None:
         """Ask for a newer map, unless one was asked for just now."""
         if self.linked and self.net.now - self._asked_at >= ASK_S:
             self._ask()
+
+    def _on_epochs(self, link: int, msg: Epochs) -> bool:
+        if link == self.linked:
+            self.namespace.take(msg)
+        return link == self.linked
 
     def _on_map(self, msg: Any, _status: int) -> None:
         if not isinstance(msg, MapReply):
@@ -188,6 +212,7 @@ class Client:
         if another and all(owner == NO_OWNER for owner in shard_map.owners):
             return  # it has just come up with nothing
         self.world.oracle.observed(self.name, shard_map.cluster, shard_map.epoch)
+        self.namespace.of_cluster(shard_map.cluster)
         self.map = shard_map
         awaiting, self._awaiting = self._awaiting, []
         for epoch, wake in awaiting:
@@ -198,9 +223,9 @@ class Client:
 
     # -- operations -----------------------------------------------------------------------------------
 
-    def run(self, steps: Steps, done: Any) -> None:
+    def run(self, steps: Steps, done: Any, deadline_s: float = 0.0) -> None:
         """Run an operation with a deadline; call ``done(result, seconds)``, with None after the deadline."""
-        deadline = self.world.options.deadline_s
+        deadline = deadline_s or self.world.options.deadline_s
         began = self.net.now
         state = {"turn": 0, "open": True}
 
@@ -226,6 +251,8 @@ class Client:
             if isinstance(wish, Pause):
                 self._awaiting.append((wish.epoch, wake))
                 self.process.later(wish.seconds, wake, None)
+            elif callable(wish):
+                wish(wake)
             else:
                 self._exchange(wish, wake)
 
@@ -283,13 +310,14 @@ class Client:
         self.process.later(self.world.options.deadline_s, answered, None)
 
     def _ask_at(
-        self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0, digests: tuple[bytes, ...] = ()
+        self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0, digests: tuple[bytes, ...] = (),
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> Steps:
         """Make an exchange, unless the server failed and has not answered a probe since."""
         if info.instance in self.down:
             return None
         try:
-            answer = yield Ask(info, kind, digest, version, digests)
+            answer = yield Ask(info, kind, digest, version, digests, namespace)
         except GeneratorExit:
             self._failed(info)  # the deadline has passed
             raise
@@ -355,7 +383,10 @@ class Client:
             found.append(there)
         return found
 
-    def mutate(self, kind: str, digest: bytes, version: int, digests: tuple[bytes, ...] = ()) -> Steps:
+    def mutate(
+        self, kind: str, digest: bytes, version: int, digests: tuple[bytes, ...] = (),
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> Steps:  # fmt: skip
         """Put, delete, keep for ``version`` seconds, or make a group of ``digests``.
 
         Return the status. WRONG_OWNER: nothing was done; None: the outcome is unknown.
@@ -369,9 +400,11 @@ class Client:
                 return Status.WRONG_OWNER
             if owner.instance in self.down:
                 return Status.UNAVAILABLE
-            status = yield from self._ask_at(owner, kind, digest, version, digests)
+            status = yield from self._ask_at(owner, kind, digest, version, digests, namespace)
             if status is None:
                 return None
+            if status == Status.OLD_EPOCH:
+                self.refresh()
             if status != Status.WRONG_OWNER:
                 return status
             if "ignores_wrong_owner" in self.world.plants:
@@ -401,4 +434,6 @@ def _act(worker: Worker, ask: Ask) -> Any:
         return worker.group(ask.digests)
     if ask.kind == "ping":
         return Status.OK
-    return {"put": worker.put, "delete": worker.delete, "keep": worker.keep}[ask.kind](ask.digest, ask.version)
+    if ask.kind == "put":
+        return worker.put(ask.digest, ask.version, ask.namespace)
+    return {"delete": worker.delete, "keep": worker.keep}[ask.kind](ask.digest, ask.version)

@@ -171,10 +171,14 @@ def _manager_pause(world: World) -> Steps:
     process.resume()
 
 
+def _hosts(world: World) -> list[str]:
+    return list(world.servers) + sorted({client.host for client in world.clients})
+
+
 def _partition(world: World) -> Steps:
     """Cut a host off from the manager, from another host, or from all; one way or both."""
     rng = world.net.random
-    hosts = list(world.servers) + sorted({client.host for client in world.clients})
+    hosts = _hosts(world)
     host = rng.choice(hosts)
     other = rng.choice([world.manager.HOST, "*", rng.choice(hosts)])
     if host == other:
@@ -194,6 +198,32 @@ def _partition(world: World) -> Steps:
     world.net.cuts -= cuts
     if troubled:
         world.oracle.trouble(host, False)
+
+
+def _island(world: World) -> Steps:
+    """Cut a host off from the manager, with all that runs there."""
+    host, manager = world.net.random.choice(_hosts(world)), world.manager.HOST
+    cuts = {(host, manager), (manager, host)} - world.net.cuts
+    if not cuts:
+        return
+    world.net.say(f"{host} is cut off from the manager")
+    world.oracle.trouble(host, True)
+    world.net.cuts |= cuts
+    yield
+    world.net.say(f"{host} reaches the manager again")
+    world.net.cuts -= cuts
+    world.oracle.trouble(host, False)
+
+
+def _client_pause(world: World) -> Steps:
+    process = world.net.random.choice(world.clients).process
+    if not process.running or process.paused:
+        return
+    world.net.say(f"{process.name} is stopped")
+    process.pause()
+    yield
+    world.net.say(f"{process.name} goes on")
+    process.resume()
 
 
 def _slow(world: World) -> Steps:
@@ -244,6 +274,8 @@ FAULTS: Final[dict[str, Fault]] = {
     "forget": Fault("kill -9 of the manager, back without a state file", partial(_manager_down, lose_disk=True)),
     "manager-pause": Fault("SIGSTOP of the manager", _manager_pause),
     "partition": Fault("packets from or to a host are dropped", _partition),
+    "island": Fault("a host is cut off from the manager, both ways", _island),
+    "client-pause": Fault("SIGSTOP of a client", _client_pause),
     "slow": Fault("a slow host", _slow),
     "loss": Fault("segments are lost and sent again", partial(_network, name="loss", most=0.3)),
     "duplicate": Fault("messages come twice", partial(_network, name="duplicates", most=0.2)),
@@ -257,7 +289,8 @@ FAULTS: Final[dict[str, Fault]] = {
 #: The default kinds. Restoring an old state file is an operator's mistake that the protocol does not undo for clients:
 #: epochs that were sent come again with other maps until a server with a newer one has joined, and a client with a
 #: newer map than all servers waits for epochs to pass its own.
-DEFAULT: Final = tuple(kind for kind in FAULTS if kind != "old-file")
+#: The last two are for scenarios in which namespaces advance, and most of the others' faults would be of these kinds.
+DEFAULT: Final = tuple(kind for kind in FAULTS if kind not in ("old-file", "island", "client-pause"))
 
 
 class Plan:

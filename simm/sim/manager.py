@@ -1,5 +1,6 @@
 """Simulate a manager: the real ``cluster/machine.py`` with a loop, a disk and subscribers, as ``manager.py`` drives it.
 
+Advances wait in the real ``control/epochs.py``.
 Restated are the collection of changes before a store and push, the reserved epochs of the state file, and which peers
 get a map when. A crash loses what is not on the disk; a lost disk loses that too.
 """
@@ -8,16 +9,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..cluster.machine import EPOCHS_RESERVED, Cluster
 from ..cluster.nodes import Action, Answer, MapChanged, NodeChanged, NodeState, Timing
 from ..cluster.shard_map import ShardMap
-from ..wire.messages import Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
+from ..control.epochs import Advances
+from ..control.links import ConnectionState, is_refusal
+from ..wire.epoch_messages import Advance, Epochs
+from ..wire.messages import Error, Heartbeat, Join, Leave, MapGet, MapOffer, MapReply, Moved, Status
 from .net import Net, Process
 
 SETTLE_S: Final = 0.02
 MAINTAIN_S: Final = 0.25
+
+
+class _Caller:
+    """The connection of a client that advances a namespace."""
+
+    def __init__(self, manager: ManagerHost, link: int, answer: Any) -> None:
+        self._manager = manager
+        self._link = link
+        self._said = answer
+
+    @property
+    def closed(self) -> bool:
+        return self._link not in self._manager.links
+
+    def send_message(self, message: Any, _number: int) -> None:
+        self._manager.answer(self._link, self._said, message, Status.OK)
+
+    def send_error(self, _number: int, status: int, text: str) -> None:
+        self._manager.answer(self._link, self._said, Error(text), status)
 
 
 class ManagerHost:
@@ -25,9 +49,15 @@ class ManagerHost:
 
     HOST: Final = "manager"
 
-    def __init__(self, net: Net, timing: Timing) -> None:
+    def __init__(self, net: Net, timing: Timing, lease_s: float) -> None:
         self.net = net
         self.timing = timing
+        self.advances = Advances(lambda: self.cluster, lease_s)
+        #: What each connection has asked for, and the name of the server that has joined by it.
+        self.states: dict[int, ConnectionState] = {}
+        self.names: dict[int, str] = {}
+        #: The newest epoch on the disk.
+        self.stored = 0
         self.process = Process(net, self.HOST, "manager")
         self.disk: dict[str, Any] | None = None
         self.cluster = Cluster(1, 0.0, timing)
@@ -66,6 +96,10 @@ class ManagerHost:
         self.process.start()
         self.moves += self.cluster.moves
         self.links.clear()
+        self.states.clear()
+        self.names.clear()
+        self.advances.forget()
+        self.stored = 0
         self.subscribers.clear()
         self.waiting.clear()
         self.settling = False
@@ -103,6 +137,7 @@ class ManagerHost:
     def _maintain(self) -> None:
         self._apply(self.cluster.maintain(self._clock()))
         self._answer_waiting()
+        self._look_at_advances()
         self.process.later(MAINTAIN_S, self._maintain)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -114,11 +149,14 @@ class ManagerHost:
             return 0
         self._numbers += 1
         self.links[self._numbers] = (process, process.life, closed)
+        self.states[self._numbers] = ConnectionState(Any)  # type: ignore[arg-type]
         return self._numbers
 
     def closed(self, link: int, name: str = "", instance: int = 0) -> None:
         """The peer has closed the connection, or has ended."""
         self.links.pop(link, None)
+        self.states.pop(link, None)
+        self.names.pop(link, None)
         self.subscribers.discard(link)
         if name:
             self._apply(self.cluster.link_lost(self._clock(), name, instance))
@@ -129,10 +167,20 @@ class ManagerHost:
         if link not in self.links:
             return
         self._count(self.links[link][0])
+        state = self.states[link]
         if isinstance(msg, Heartbeat):
-            self._reply(link, self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads), answer)
+            actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads, state.follows)
+            self._reply(link, self.advances.leased(actions) if state.leases else actions, answer)
+            self._look_at_advances()
+        elif isinstance(msg, Advance):
+            self._advance(link, msg, answer)
+        elif isinstance(msg, Epochs):
+            self._reply(link, self.cluster.report(now, msg, filter(None, [self.names.get(link)])), answer)
         elif isinstance(msg, Join):
-            self._reply(link, self.cluster.join(now, msg), answer)
+            actions = self.cluster.join(now, msg)
+            if not is_refusal(actions):
+                self.names[link] = msg.name
+            self._reply(link, actions, answer)
         elif isinstance(msg, Leave):
             self._reply(link, self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm)), answer)
         elif isinstance(msg, Moved):
@@ -141,11 +189,29 @@ class ManagerHost:
             self._reply(link, self.cluster.offer(now, msg), answer)
         elif isinstance(msg, MapGet):
             self.subscribers.add(link)
+            state.asks(msg.subscribe)
+            self.advances.asked(filter(None, [self.names.get(link)]), state.follows)
             self._apply(self.cluster.note_epoch(now, msg.known_epoch))
             self.waiting.append((link, answer))
             self._answer_waiting()
         else:
             raise TypeError(type(msg).__name__)
+
+    def _advance(self, link: int, msg: Advance, answer: Any) -> None:
+        caller: Any = _Caller(self, link, answer)
+        now = self._clock()
+        if fault := self.advances.fault(caller, now):
+            self.answer(link, answer, Error(fault), Status.BUSY)
+        elif is_refusal(actions := self.cluster.advance(now, msg.namespace)):
+            self._reply(link, actions, answer)
+        else:
+            self._apply(actions)
+            self.advances.wait(caller, 0, msg, self.cluster.epoch, now)
+
+    def _look_at_advances(self) -> None:
+        if self.advances and self.advances.maintain(self._clock(), self.stored):
+            self.unsaved = True
+            self.save()
 
     def _count(self, process: Process) -> None:
         self.messages += 1
@@ -163,9 +229,10 @@ class ManagerHost:
         if self.cluster.epoch >= self.reserved:
             self.unsaved = True
             self.save()
-        self._answer(link, answer, said.message, said.status)
+        self.answer(link, answer, said.message, said.status)
 
-    def _answer(self, link: int, answer: Any, message: Any, status: int) -> None:
+    def answer(self, link: int, answer: Any, message: Any, status: int) -> None:
+        """Send an answer to the process at the other end."""
         process, life, _ = self.links.get(link, (self.process, 0, None))
         if process.life == life:
             self._count(process)
@@ -202,6 +269,7 @@ class ManagerHost:
             self.reserved = self.cluster.epoch + EPOCHS_RESERVED
             if self.disk is not None:
                 self.backups.append(self.disk)
+            self.stored = self.cluster.epoch
             self.disk = {"cluster": self.cluster.to_state(), "epochs_reserved": self.reserved}
             self.unsaved = False
 
@@ -211,7 +279,7 @@ class ManagerHost:
         reply = self._map()
         waiting, self.waiting = self.waiting, []
         for link, answer in waiting:
-            self._answer(link, answer, reply, Status.OK)
+            self._send_map(link, answer, reply)
 
     def _push(self) -> None:
         reply = self._map()
@@ -219,7 +287,14 @@ class ManagerHost:
             return
         self.last_pushed = reply.epoch
         for link in sorted(self.subscribers):
-            self._answer(link, self.links[link][0].on_push, reply, Status.OK)
+            self._send_map(link, self.links[link][0].on_push, reply)
+
+    def _send_map(self, link: int, answer: Any, reply: MapReply) -> None:
+        """Send a map, and the epochs of namespaces before it, if there are any."""
+        state = self.states.get(link)
+        if state is not None and state.epochs and self.cluster.namespaces:
+            answer = partial(_take_both, self.links[link][0], link, self.advances.epochs(), answer)
+        self.answer(link, answer, reply, Status.OK)
 
     def _map(self) -> MapReply:
         """Return the current map, and note its size."""
@@ -231,6 +306,11 @@ class ManagerHost:
             texts = sum(44 + len(info.node) + len(info.uds) + len(info.host) for info in reply.workers)
             self.map_bytes = 40 + texts + len(reply.owners) + 4 * len(reply.previous) + len(reply.since)
         return reply
+
+
+def _take_both(process: Process, link: int, epochs: Epochs, answer: Any, reply: MapReply, status: int) -> None:
+    if process.on_epochs(link, epochs):
+        answer(reply, status)
 
 
 #: Decoded maps, by identity of the message: a thousand servers take the same message.

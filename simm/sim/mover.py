@@ -13,11 +13,12 @@ from ..arena.hashing import shard_of
 from ..arena.marks.arrivals import Arrivals
 from ..arena.marks.groups import MARK_BITS
 from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, ProgressTimeout
-from ..constants import SHARD_COUNT
+from ..constants import DEFAULT_NAMESPACE, SHARD_COUNT
 from ..wire.messages import Status, WorkerInfo
 from ..wire.shard_set import FROZEN
+from .arena import Arena
 from .net import Net, Process
-from .worker import Arena, Server, Worker
+from .worker import Server, Worker
 
 BATCH_KEYS: Final = 64
 #: A mover waits so long for an answer.
@@ -212,7 +213,7 @@ class Mover:
             if not left:
                 yield from self._finish(wanted, None if source is None else source.arena)
                 return
-            values, _ = yield source and Exchange(source.server.stream, _fetch, (source.arena, left[:BATCH_KEYS]))
+            values, _ = yield source and Exchange(source.server.stream, _fetch, (source, left[:BATCH_KEYS]))
             if values is None:
                 if (yield from self._gives_up(job, began)):
                     return
@@ -244,6 +245,11 @@ def _numbers(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:
     return [(digest, slots.marks(slot) >> MARK_BITS) for digest, slot in found if slot >= 0]
 
 
-def _fetch(arena: Arena, digests: list[bytes]) -> list[tuple[bytes, int]]:
-    found = [(digest, arena.hit(digest, frozen_too=True)) for digest in digests]
-    return [(digest, version) for digest, version in found if version]
+def _fetch(source: Worker, digests: list[bytes]) -> list[tuple[bytes, int, str]]:
+    """Return values with their namespaces, those of old epochs too: the new owner knows what to do with them."""
+    arena, names = source.arena, source.namespaces.names
+    found = [(digest, arena.hit(digest, frozen_too=True, any_epoch=True)) for digest in digests]
+    return [
+        (digest, version, names.get(arena.slots.entry(arena.slots.lookup(digest)).namespace, DEFAULT_NAMESPACE))
+        for digest, version in found if version
+    ]  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any, Final
 
-Act = Callable[..., None]
+Act = Callable[..., object]
 
 #: Retransmission time-out of a TCP connection, seconds.
 RETRANSMIT_S: Final = 0.2
@@ -28,7 +28,7 @@ KEPT: Final = 4096
 class Process:
     """A process on a host: a manager, supervisor, worker, mover or client."""
 
-    __slots__ = ("host", "life", "name", "on_push", "paused", "running", "waiting", "world")
+    __slots__ = ("host", "life", "name", "on_epochs", "on_push", "paused", "resumed_at", "running", "waiting", "world")
 
     def __init__(self, world: Net, host: str, name: str) -> None:
         self.world = world
@@ -40,6 +40,10 @@ class Process:
         self.waiting: deque[tuple[Act, tuple[Any, ...]]] = deque()
         #: Takes a map that the manager pushes.
         self.on_push: Act = ignored
+        #: Takes the epochs that come before a map, with the number of the connection. Returns False if it is closed.
+        self.on_epochs: Callable[..., bool] = ignored
+        #: When it went on after it had been paused, the last time.
+        self.resumed_at = -1.0
 
     def __repr__(self) -> str:
         state = "dead" if not self.running else "paused" if self.paused else "running"
@@ -63,7 +67,7 @@ class Process:
     def resume(self) -> None:
         """Go on: the events that waited happen now, in order."""
         if self.paused:
-            self.paused = False
+            self.paused, self.resumed_at = False, self.world.now
             while self.waiting and not self.paused and self.running:
                 act, details = self.waiting.popleft()
                 act(*details)
@@ -185,5 +189,6 @@ class Net:
             target.take(life, act, details)
 
 
-def ignored(*_details: Any) -> None:
+def ignored(*_details: Any) -> bool:
     """Take an event that has no consequences."""
+    return False

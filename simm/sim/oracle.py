@@ -13,6 +13,8 @@
 * *Groups.* Once a worker has said that keys are a group, all of them are there or none: with the first one that leaves,
   the others do, but for hard kept ones, and what is left is no group any more. The next owner has the group once it has
   finished the move, if it has all of its members and none of them has left the table there meanwhile.
+* *Epochs of namespaces.* No read that began after an advance had returned returns a value whose put had begun before
+  that advance was called. For whoever is cut off or stopped, too: there is no exception.
 * *Parts.* What a read of a value in parts returns is, whole, what one put has stored. Its version is judged as any.
 * *Split off.* The documented exception: a server that is cut off from the manager, and serves clients that are cut off
   with it, may give them a superseded value, and values stored there are lost. A read is exempt if both were cut off,
@@ -33,10 +35,11 @@ from ..arena.hashing import shard_of
 from ..constants import NO_OWNER, SHARD_COUNT
 from ..wire.messages import MapReply, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
+from .arena import Arena
 from .client import Client
 from .manager import decoded
 from .whole import PART_BYTES, value_bytes
-from .worker import Arena, Worker, World
+from .worker import Worker, World
 
 #: A host counts as cut off for so long after it was.
 TOUCH_S: Final = 12.0
@@ -105,6 +108,8 @@ class Oracle:
         self.exempt_reads = self.split_writes = self.checks = 0
         #: Evictions that were judged while a key was kept elsewhere in the arena, and kept keys that have moved.
         self.spared = self.kept_moved = 0
+        #: The number of the moment when the last of the advances was called that have returned.
+        self.last_advance = 0
         #: Groups that have left whole, and those that have moved; values in parts that were read whole.
         self.groups_left = self.groups_moved = self.wholes = 0
 
@@ -297,6 +302,16 @@ class Oracle:
             self.fail(f"{client.name} read key {key.number}: {len(value)} bytes, of the puts {sorted(versions)}")
         self.wholes += len(value) > PART_BYTES
         return version
+
+    def advanced(self, called: int) -> None:
+        """An advance that was called at that moment has returned."""
+        self.last_advance = max(self.last_advance, called)
+
+    def of_epoch(self, client: Client, node: str, began: int, advanced: int) -> None:
+        """A read has returned a value whose put began at that moment; ``advanced``: the last advance before it."""
+        self.checks += 1
+        if began < advanced:
+            self.fail(f"{client.name} read at {node} what was put before an advance that had returned")
 
     def read(self, client: Client, key: Key, floor: int, version: int, node: str) -> None:
         """A read has returned a version; ``floor``: the key's when it began."""

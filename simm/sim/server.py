@@ -1,19 +1,26 @@
 """Simulate a data server: supervisor, workers and stream, with the real ``Member``.
 
-The session with the manager restates ``server/membership.py``.
+The session with the manager restates ``server/membership.py``, and what the workers are told ``dataserver.py``. The
+lease is the real one (``cluster/epochs.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 from ..cluster.assignment import FENCE, Member
+from ..cluster.epochs import Lease
+from ..server.children import known_epochs
+from ..wire import epoch_messages as E
 from ..wire import messages as M
+from .arena import Arena
 from .manager import decoded
 from .mover import Mover
 from .net import Process, ignored
-from .worker import Arena, Worker, World
+from .worker import Worker, World
 
 #: As in server/membership.py.
 RECONNECT_S: Final = 0.5
@@ -24,7 +31,23 @@ REFORK_S: Final = 0.3
 #: From the start of an added worker to the JOIN that names it.
 GROW_S: Final = 0.3
 
-Answer = Callable[..., None]
+Answer = Callable[..., object]
+_SUBSCRIBE: Final = E.SUBSCRIBE_MAPS | E.SUBSCRIBE_EPOCHS | E.SUBSCRIBE_LEASES
+
+
+class Orders:
+    """What a worker was told last, and the epoch of the newest map that it has taken."""
+
+    __slots__ = ("answered", "epoch", "number", "taken")
+
+    def __init__(self) -> None:
+        self.number = self.answered = self.epoch = self.taken = 0
+
+    def skip(self, epoch: int) -> None:
+        """Note a map that means nothing new for the worker."""
+        self.epoch = epoch
+        if self.answered == self.number:
+            self.taken = epoch
 
 
 class Server:
@@ -39,16 +62,17 @@ class Server:
         self.count = self.first_count = workers
         self.supervisor = Process(self.net, self.host, name)
         self.supervisor.on_push = self._on_map
+        self.supervisor.on_epochs = self._on_epochs
         self.stream = Process(self.net, self.host, f"{name}/stream")
         self.instance = 0
         self.member = Member(name, 0, range(workers))
         self.workers: list[Worker] = []
+        self.orders: list[Orders] = []
+        self.lease = Lease()
         self.movers: dict[int, Mover] = {}
         #: Number of the connection to the manager, or 0.
         self.linked = 0
         self.joined = False
-        #: This life has joined at least once.
-        self.was_joined = False
         self.warm = False
         self.leaving = False
         self.heartbeat_s = world.options.heartbeat_s
@@ -73,7 +97,7 @@ class Server:
         self.count = len(self.workers) if warm and self.workers else self.first_count
         self.member = Member(self.name, self.instance, range(self.count))
         self.linked = 0
-        self.joined = self.was_joined = self.leaving = False
+        self.joined = self.leaving = False
         self.warm = warm and bool(self.workers)
         self.supervisor.start()
         self.stream.start()
@@ -81,13 +105,20 @@ class Server:
             for worker in self.workers:
                 worker.arena.closed = True
             entries = self.world.options.entries
-            self.workers = [Worker(self, at, Arena(self.world.number(), entries)) for at in range(self.count)]
+            self.workers = [
+                Worker(self, at, Arena(self.world.number(), entries, self._boottime_ns)) for at in range(self.count)
+            ]
+        self.orders = [Orders() for _ in self.workers]
+        self.lease = Lease()
         for worker in self.workers:
             self.world.arena_numbers[self.name, self.instance, worker.number] = worker.arena.number
             worker.start(recover=self.warm)
         self.movers = {}
         self.supervisor.later(0.05, self._connect)
         self._beat()
+
+    def _boottime_ns(self) -> int:
+        return int(self.net.now * 1e9)
 
     def crash(self) -> None:
         """Kill all processes at once."""
@@ -225,18 +256,44 @@ class Server:
     def _join(self) -> None:
         if not self.linked or self.joined or self.leaving:
             return
-        warm = int(self.warm and not self.was_joined)
+        warm = int(self.warm and self.member.map is None)
         known = max(self.member.epoch, max((worker.arena.epoch for worker in self.workers), default=0))
-        self._request(M.Join(self.instance, warm, self.name, self.infos(), known), self._on_joined)
+        cluster = self.member.cluster or max((worker.arena.cluster for worker in self.workers), default=0)
+        self._request(M.Join(self.instance, warm, self.name, self.infos(), known, cluster=cluster), self._on_joined)
 
     def _on_joined(self, msg: Any, status: int) -> None:
         if isinstance(msg, M.Error):
+            if status == M.Status.OTHER_CLUSTER and not self.member.abandoned:
+                self.net.say(f"{self.name}: {msg.text}")
+                self.warm = False
+                self.member.abandon()
+                for number in list(self.movers):
+                    self._end_mover(number)
+                for orders in self.orders:
+                    orders.taken = 0
+                self._order_all()
+                return
             # A taken name is tried again later.
             self.supervisor.later(1.0, self._join)
             return
         if not isinstance(msg, M.Joined) or self.joined:
             return
-        self.joined = self.was_joined = True
+        cluster = self.member.cluster or max(worker.arena.cluster for worker in self.workers)
+        stats = [
+            {"cluster": worker.arena.cluster, "epochs": worker.namespaces.epochs()} for worker in self.workers
+        ]  # fmt: skip
+        slots: Any = [SimpleNamespace(stats=each) for each in stats]
+        known = known_epochs(slots, self.member.epochs, cluster)
+        if known:  # on the wire all that follows comes later
+            epochs = E.Epochs(self.member.epoch, cluster, 0, known)
+            self._request(epochs, lambda _msg, _status: self._on_reported(msg))
+        else:
+            self._on_reported(msg)
+
+    def _on_reported(self, msg: M.Joined) -> None:
+        if self.joined or self.leaving:
+            return
+        self.joined = True
         if msg.wants_map and (offer := self.member.offer()) is not None:
             self.net.say(f"{self.name} offers its map of epoch {offer.epoch}")
             self._request(offer, ignored)
@@ -248,8 +305,21 @@ class Server:
             self._rejoin()
         if self.joined and not self.leaving:
             loads = [M.WorkerLoad(0, 0, 0, 0)] * self.count
-            self._request(M.Heartbeat(self.instance, self.member.epoch, self.name, loads), self._on_ack)
+            taken = min(each.taken for each in self.orders)
+            number = self.lease.sent(self._boottime_ns(), taken)
+            self._request(M.Heartbeat(self.instance, taken, self.name, loads), partial(self._on_beat_ack, number))
             self.report()
+
+    def _on_beat_ack(self, number: int, msg: Any, status: int) -> None:
+        if isinstance(msg, E.LeaseAck) and self.lease.answered(number, msg.advanced):
+            for worker in self.workers:
+                self._extend_lease(worker)
+        self._on_ack(msg, status)
+
+    def _extend_lease(self, worker: Worker) -> None:
+        if self.member.epochs is not None:
+            until_ns = self.lease.until(self.member.epochs.lease_ms)
+            self.net.send(self.supervisor, worker.process, worker.extend_lease, until_ns)
 
     def report(self) -> None:
         """Send MOVED for the shards that are finished by the words."""
@@ -270,11 +340,16 @@ class Server:
             self.member.fence()
             self._order_all()
             self._join()
-        elif isinstance(msg, M.HeartbeatAck) and msg.epoch > self.member.epoch:
+        elif isinstance(msg, M.HeartbeatAck | E.LeaseAck) and msg.epoch > self.member.epoch:
             self._ask_map()
 
     def _ask_map(self) -> None:
-        self._request(M.MapGet(self.member.epoch, 1), self._on_map)
+        self._request(M.MapGet(self.member.epoch, _SUBSCRIBE), self._on_map)
+
+    def _on_epochs(self, link: int, msg: E.Epochs) -> bool:
+        if link == self.linked:
+            self.member.take_epochs(msg)
+        return link == self.linked
 
     def _on_map(self, msg: Any, _status: int) -> None:
         if not isinstance(msg, M.MapReply) or not self.joined:
@@ -285,9 +360,11 @@ class Server:
         self.world.oracle.told(msg)
         shard_map = decoded(msg)
         in_order = member.map is not None and not member.fenced and msg.epoch > member.epoch
-        if in_order and not self.world.concerns(self, member.epoch, msg):
+        if in_order and member.epochs is None and not self.world.concerns(self, member.epoch, msg):
             # It does not concern this server: only the epoch changes.
             member.map = shard_map
+            for orders in self.orders:
+                orders.skip(msg.epoch)
             return
         if member.take_map(shard_map) is not None:
             self._order_all()
@@ -299,10 +376,29 @@ class Server:
             self._order(worker)
 
     def _order(self, worker: Worker) -> None:
-        order = self.member.order(worker.number)
+        order, orders = self.member.order(worker.number), self.orders[worker.number]
         if order is FENCE and self.member.map is None:
             return
-        self.net.send(self.supervisor, worker.process, worker.order, order)
+        orders.number += 1
+        orders.epoch = self.member.epoch
+        done = partial(self._send_taken, worker, orders.number)
+        self.net.send(self.supervisor, worker.process, worker.order, order, self.member.epochs, done)
+        self._extend_lease(worker)
+
+    def _send_taken(self, worker: Worker, number: int) -> None:
+        self.net.send(worker.process, self.supervisor, self._taken, worker, number)
+
+    def _taken(self, worker: Worker, number: int) -> None:
+        """A worker has carried an order out."""
+        orders = self.orders[worker.number]
+        if number != orders.number:
+            return
+        orders.answered = number
+        if self.member.abandoned:
+            if all(each.answered == each.number for each in self.orders):
+                self._join()
+        elif not self.member.fenced:
+            orders.taken = orders.epoch
 
     def ordered(self, number: int) -> None:
         """A worker has taken a map: start a mover if shards move in."""

@@ -1,8 +1,8 @@
 """Simulate a worker and its arena, and name what the parts of a simulation need of each other.
 
-The worker runs the real ``ShardWords``, ``Told`` and ``Groups``, and restates what a mutation asks of them
-(``arena/store.py``). The arena is a dict of digests with version numbers. A new worker on the same arena finds them
-again, and so does a warm start; a cold start makes a new arena.
+The worker runs the real ``ShardWords``, ``Told``, ``Groups`` and ``NamespaceTable``, and restates what a mutation asks
+of them (``arena/store.py``), and when it answers a map (``server/requests/shards.py``). A new worker on the same arena
+finds the entries again, and so does a warm start; a cold start makes a new arena.
 
 The classes of a simulation use each other. The protocols here keep their modules free of cycles; the classes that
 implement them say what each method does.
@@ -12,24 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena.hashing import shard_of
+from ..arena.hashing import TAG_AT, shard_of
+from ..arena.layout import ENTRY_EPOCH, SHARDS_BYTES
 from ..arena.marks.awaited import Awaited, AwaitedMarks
 from ..arena.marks.groups import Groups
 from ..arena.marks.kept import HARD
 from ..arena.marks.told import Told
+from ..arena.namespaces import NamespaceTable, StaleEntries
 from ..arena.shard_words import ShardWords
 from ..cluster.assignment import Member
-from ..constants import SHARD_COUNT
-from ..table import Entry
+from ..constants import DEFAULT_NAMESPACE, SHARD_COUNT
+from ..wire.epoch_messages import Epochs
 from ..wire.messages import MapReply, ShardRole, Shards, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN, MOVING
+from .arena import Arena
 from .manager import ManagerHost
 from .net import Net, Process
+
+#: Between two turns in which entries of old epochs are dropped.
+DROP_S: Final = 0.05
 
 
 class Oracle(Protocol):
@@ -78,6 +85,9 @@ class Options:
     #: So many of a client's operations are on groups, and on values in parts, of its own.
     groups: float = 0.0
     large: float = 0.0
+    #: So many are on keys of a namespace that advances, and how long a server may show them without a manager.
+    advances: float = 0.0
+    lease_s: float = 3.0
     plants: frozenset[str] = frozenset()
     verbose: bool = False
 
@@ -125,51 +135,6 @@ class Server(Protocol):
     def report(self) -> None: ...
 
 
-class Slots:
-    """The slots of an arena's entries, with their marks, as ``arena/marks/groups.py`` asks for them."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._by_digest: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
-        self._marks: dict[int, int] = {}
-        self._free = list(range(slots))
-
-    def take(self, digest: bytes) -> None:
-        """Give an entry a slot, unless it has one."""
-        if digest not in self._by_digest:
-            slot = self._by_digest[digest] = self._free.pop()
-            self._digests[slot], self._marks[slot] = digest, 0
-
-    def release(self, slot: int) -> None:
-        """Empty a slot."""
-        del self._by_digest[self._digests.pop(slot)], self._marks[slot]
-        self._free.append(slot)
-
-    def lookup(self, digest: bytes) -> int:
-        """Return an entry's slot, or -1."""
-        return self._by_digest.get(digest, -1)
-
-    def entry(self, slot: int) -> Entry:
-        """Return what is in a slot; all but the digest is the same for all."""
-        return Entry(self._digests[slot], slot, 1, 0, 1, 0, 0, 0)
-
-    def marks(self, slot: int) -> int:
-        """Return a slot's marks."""
-        return self._marks[slot]
-
-    def set_marks(self, slot: int, marks: int) -> None:
-        """Replace a slot's marks."""
-        self._marks[slot] = marks
-
-    def marked(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the slots that have marks, the low words of their digests, and the marks."""
-        slots = sorted(slot for slot, marks in self._marks.items() if marks)
-        low = [int.from_bytes(self._digests[slot][:8], "little") for slot in slots]
-        marks = [self._marks[slot] for slot in slots]
-        return np.array(slots, np.int64), np.array(low, np.uint64), np.array(marks, np.uint64)
-
-
 class Chunks:
     """What ``arena/marks/groups.py`` asks of the room for values: nothing is held, and uses do not count."""
 
@@ -198,30 +163,6 @@ class Chunks:
         """Ignore uses: the simulated eviction is first in, first out."""
 
 
-class Arena:
-    """A worker's segment: shard words and entries. Survives the worker."""
-
-    def __init__(self, number: int, entries: int) -> None:
-        self.number = number
-        self.slots = Slots(entries + 1)
-        self.memory = bytearray(8 * SHARD_COUNT)
-        self.words = memoryview(self.memory).cast("Q")
-        #: digest -> version, oldest first. Below 0: a manifest, see :class:`World`.
-        self.entries: dict[bytes, int] = {}
-        #: digest -> until when it is hard kept.
-        self.kept: dict[bytes, float] = {}
-        #: Highest epoch acted on.
-        self.epoch = 0
-        self.closed = False
-
-    def hit(self, digest: bytes, *, frozen_too: bool = False) -> int:
-        """Return the version that a reader finds, or 0."""
-        word = self.words[shard_of(digest)]
-        if 0 < word < FROZEN or (word and frozen_too):
-            return self.entries.get(digest, 0)
-        return 0
-
-
 class Worker:
     """One worker process; its methods restate those of ``arena/store.py``."""
 
@@ -234,6 +175,7 @@ class Worker:
         self.told = Told(self.shards)
         self.awaited = AwaitedMarks(self.shards, self.told)
         self.groups = self._groups()
+        self._take_namespaces()
         self.most = server.world.options.entries
 
     def start(self, *, recover: bool) -> None:
@@ -243,7 +185,9 @@ class Worker:
         self.told = Told(self.shards)
         self.awaited = AwaitedMarks(self.shards, self.told)
         self.groups = self._groups()
+        self._take_namespaces()
         if recover:
+            self.namespaces.recover()
             self.shards.recover()
             self._drop_lost()
             self.groups.restore()
@@ -264,14 +208,34 @@ class Worker:
         if self.server.world.options.groups:
             self.server.world.oracle.groups_of(self)
 
+    def _take_namespaces(self) -> None:
+        self.namespaces = NamespaceTable(memoryview(self.arena.lines))
+        self.namespaces.clock = self.arena.clock
+        space: Any = SimpleNamespace(spare=lambda: False)
+        self._space = space
+        slots: Any = self.arena.slots
+        self.stale = StaleEntries(self.namespaces, slots, space, lambda slot: self._drop(slots.entry(slot).digest))
+        self._epochs: Epochs | None = None
+        self._drop_due = False
+        #: What to call once all that can be read without an epoch is dropped.
+        self._ordered: list[Callable[[], None]] = []
+
     def _accepting(self) -> None:
         self.server.world.oracle.accepting(self)
 
-    def order(self, msg: Shards) -> None:
-        """Take SHARDS from the supervisor."""
+    def order(self, msg: Shards, epochs: Epochs | None, done: Callable[[], None]) -> None:
+        """Take EPOCHS and SHARDS from the supervisor; ``done`` is the answer."""
+        self._epochs = self._epochs if epochs is None else epochs
         if msg.epoch == 0:
             self.shards.fence()
+            done()
             return
+        if self.arena.cluster != msg.cluster:
+            if self.shards.retire(EPOCH_MASK, bytes(SHARDS_BYTES), bytes(SHARD_COUNT)):
+                self._drop_lost()
+            self.arena.cluster, self.arena.epoch = msg.cluster, 0
+            self.namespaces.forget_epochs()
+            self.stale.end()
         roles, since = msg.roles, msg.since
         if "no_freeze" in self.server.world.plants:
             roles, since = self._unfrozen(roles, since)
@@ -282,7 +246,32 @@ class Worker:
         self.server.world.oracle.gives_up(self, before)
         self.arena.epoch = max(self.arena.epoch, msg.epoch)
         self._accepting()
+        if self._epochs is not None and self._epochs.cluster == msg.cluster:
+            self.stale.take({each.name: each.epoch for each in self._epochs.namespaces})
+        self._ordered.append(done)
+        self._drop_stale()
         self.server.ordered(self.number)
+
+    def _drop_stale(self) -> None:
+        """Drop old entries in turns. Answer the maps that waited for those without an epoch."""
+        if not self.stale.first:
+            ordered, self._ordered = self._ordered, []
+            for done in ordered:
+                done()
+        if self.stale.due and not self._drop_due:
+            self._drop_due = True
+            self.process.later(DROP_S, self._drop_some)
+
+    def _drop_some(self) -> None:
+        self._drop_due = False
+        if self.stale.due:
+            self.stale.step()
+            self._settle()
+        self._drop_stale()
+
+    def extend_lease(self, until_ns: int) -> None:
+        """Take EPOCH_LEASE from the supervisor."""
+        self.namespaces.extend_lease(until_ns)
 
     def _unfrozen(self, roles: bytes, since: bytes) -> tuple[bytes, bytes]:
         """An injected bug: shards that leave are kept."""
@@ -316,10 +305,15 @@ class Worker:
         if self.arena.kept.pop(digest, 0.0):
             self.server.world.oracle.gone(self, digest)
 
-    def _store(self, digest: bytes, version: int) -> None:
+    def _flags(self, digest: bytes, number: int) -> int | None:
+        """Return the flags of an entry, None for one that nobody could read."""
+        tag = self.namespaces.tags.get(number)
+        return 0 if tag is None else ENTRY_EPOCH if digest[TAG_AT:] == tag else None
+
+    def _store(self, digest: bytes, version: int, number: int = 0, flags: int = 0) -> None:
         entries = self.arena.entries
         entries.pop(digest, None)
-        if len(entries) >= self.most:
+        if len(entries) >= self.most and not self._space.spare():
             free = [each for each in entries if not self.is_kept(each)]  # never empty: see keep()
             victim = next((each for each in free if self.arena.words[shard_of(each)] < FROZEN), None)
             victim = victim if victim is not None else free[0]
@@ -327,7 +321,7 @@ class Worker:
             self._drop(victim)
             self.groups.drop_orphans()
         entries[digest] = version
-        self.arena.slots.take(digest)
+        self.arena.slots.take(digest, number, flags)
         if self.awaited.marks:
             mark = self.awaited.take(digest)
             if mark is not None:
@@ -374,11 +368,14 @@ class Worker:
                 self.server.world.oracle.kept(self, digest, 0.0)
         return True
 
-    def put(self, digest: bytes, version: int) -> int:
+    def put(self, digest: bytes, version: int, namespace: str = DEFAULT_NAMESPACE) -> int:
         """Take a COMMIT."""
         if not self.shards.accepts(shard_of(digest)):
             return Status.WRONG_OWNER
-        self._store(digest, version)
+        number = self.namespaces.number(namespace)
+        if (flags := self._flags(digest, number)) is None:
+            return Status.OLD_EPOCH
+        self._store(digest, version, number, flags)
         self._settle()
         self.server.world.oracle.stored(self, digest, version)
         return Status.OK
@@ -411,8 +408,11 @@ class Worker:
 
     def resolve(self, digest: bytes) -> tuple[int, int]:
         """Answer LOCATE: return the status, with the epoch of the move for PREVIOUS."""
-        if self.arena.hit(digest):
-            return Status.OK, 0
+        word, slot = self.arena.words[shard_of(digest)], self.arena.slots.lookup(digest)
+        if 0 < word < FROZEN and slot >= 0:
+            entry = self.arena.slots.entry(slot)
+            readable = self.namespaces.readable(entry.namespace, digest, entry.flags)
+            return Status.OK if readable else Status.NOT_FOUND, 0
         status = self.shards.status_of_miss(digest)
         return status, self.shards.moved_since(digest) if status == Status.PREVIOUS else 0
 
@@ -435,12 +435,14 @@ class Worker:
             self.server.world.oracle.moved(self, source, moving)
         self.shards.finish(shards, epoch)
 
-    def copy(self, epoch: int, values: list[tuple[bytes, int]]) -> int:
+    def copy(self, epoch: int, values: list[tuple[bytes, int, str]]) -> int:
         """Take a put-if-absent COMMIT from our mover. Return the number of values stored."""
         stored = 0
-        for digest, version in values:
-            if digest not in self.arena.entries and self.shards.may_copy(digest, epoch):
-                self._store(digest, version)
+        for digest, version, namespace in values:
+            number = self.namespaces.number(namespace)
+            flags = self._flags(digest, number)
+            if flags is not None and digest not in self.arena.entries and self.shards.may_copy(digest, epoch):
+                self._store(digest, version, number, flags)
                 stored += 1
         self._settle()
         return stored

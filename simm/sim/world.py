@@ -18,6 +18,7 @@ from ..constants import NO_OWNER, SHARD_COUNT
 from ..wire.messages import MapReply, Status
 from ..wire.shard_set import FROZEN
 from .client import Client
+from .epochs import EpochLoad
 from .faults import DEFAULT, Plan
 from .load import GroupLoad, LargeLoad
 from .manager import ManagerHost, decoded
@@ -55,7 +56,7 @@ class World:
         self._numbers = 0
         timing = Timing(heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once)
         self.oracle = Oracle(self)
-        self.manager = ManagerHost(self.net, timing)
+        self.manager = ManagerHost(self.net, timing, options.lease_s)
         self.servers: dict[str, Server] = {}
         self.clients: list[Client] = []
         self.keys: list[Key] = []
@@ -64,6 +65,7 @@ class World:
         self.manifests: list[bytes] = []
         self._groups = GroupLoad(self)
         self._larges = LargeLoad(self)
+        self._epochs = EpochLoad(self)
         self.manager.on_turn = self._turned
         self.manager.on_made = self.oracle.made
         #: (name, instance, worker) -> the number of its arena.
@@ -193,6 +195,8 @@ class World:
             self._groups.work(client)
         elif self.options.large and rng.random() < self.options.large:
             self._larges.work(client)
+        elif self.options.advances and rng.random() < self.options.advances:
+            self._epochs.work(client)
         elif rng.random() < 0.35 and self.mine[client.number]:
             number = rng.choice(self.mine[client.number])
             self.mutate(client, self.keys[number], delete=rng.random() < 0.15)
@@ -250,7 +254,8 @@ class World:
 
     def in_time(self, client: Client, seconds: float) -> None:
         """Judge how long an operation has taken."""
-        if seconds > self.options.deadline_s + 0.05 and client.process.running:
+        began = self.net.now - seconds
+        if seconds > self.options.deadline_s + 0.05 and client.process.running and client.process.resumed_at < began:
             self.oracle.fail(f"{client.name} waited {seconds:.3f} s for an answer")
 
     # -- faults ---------------------------------------------------------------------------------------
@@ -287,6 +292,8 @@ class World:
             self.plan.heal()
             self.net.run(until + HEALED_S)
             self._full_service()
+            if self.options.advances:
+                self._epochs.full_service()
             self.stopping = True
         except SimFailure as failure:
             report.failure = str(failure)
@@ -389,6 +396,9 @@ class World:
             "groups_left": self.oracle.groups_left,
             "groups_moved": self.oracle.groups_moved,
             "wholes": self.oracle.wholes,
+            "advanced": self._epochs.advanced,
+            "unconfirmed": self._epochs.unconfirmed,
+            "epoch_hits": self._epochs.hits,
             "faults": dict(sorted(self.plan.counts.items())),
             **counts,
         }

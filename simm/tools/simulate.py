@@ -41,7 +41,7 @@ def main(argv: Sequence[str], prog: str = "simm simulate") -> int:
     parser.add_argument("--hours", type=float, default=0.25, metavar="H", help="simulated hours (%(default)s)")
     parser.add_argument("--seed", type=int, default=7, metavar="S", help="of everything random (%(default)s)")
     parser.add_argument("--faults", metavar="KINDS", help="comma-separated, or `none`; default: all but old-file, "
-                        "for a large cluster " + ", ".join(_LARGE))  # fmt: skip
+                        "island and client-pause, for a large cluster " + ", ".join(_LARGE))  # fmt: skip
     parser.add_argument("--fault-s", type=float, default=60.0, metavar="S", help="mean time between two (%(default)s)")
     parser.add_argument("--seeds", metavar="A:B", help="run the small scenarios of these seeds instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes for --seeds")

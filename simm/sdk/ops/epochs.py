@@ -124,22 +124,34 @@ class ClientEpoch:
 
 def advance(options: ClientOptions, namespace: str, timeout_s: float) -> int:
     """Have the manager advance a namespace. Return the epoch. Raises TransportError if it is not over in time."""
-    until = time.monotonic() + timeout_s
-    while True:
-        left = max(0.001, until - time.monotonic())
-        with _Caller(options.managers, deadline_s=left + GRACE_S, token=options.token, tls=options.tls,
+
+    def call(msg: E.Advance, deadline_s: float) -> int:
+        with _Caller(options.managers, deadline_s=deadline_s, token=options.token, tls=options.tls,
                      trusted=options.server_uids) as manager:  # fmt: skip
-            try:
-                return manager.call(E.Advance(namespace, round(left * 1000)), E.Advanced).epoch
-            except Refused as exc:
-                if exc.status == Status.BAD_REQUEST:
-                    raise UsageError(str(exc)) from None
-                if exc.status not in _PASSING or time.monotonic() + RETRY_S >= until:
-                    raise
-            except PeerError as exc:
-                if time.monotonic() + RETRY_S >= until:
-                    raise TransportError(f"the advance of namespace {namespace!r} is not confirmed: {exc}") from exc
-        time.sleep(RETRY_S)
+            return manager.call(msg, E.Advanced).epoch
+
+    return confirmed(call, namespace, timeout_s)
+
+
+def confirmed(
+    call: Callable[[E.Advance, float], int], namespace: str, timeout_s: float,
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
+) -> int:  # fmt: skip
+    """Do :func:`advance`. ``call``: sends a request to the manager, and returns the epoch in the answer."""
+    until = clock() + timeout_s
+    while True:
+        left = max(0.001, until - clock())
+        try:
+            return call(E.Advance(namespace, round(left * 1000)), left + GRACE_S)
+        except Refused as exc:
+            if exc.status == Status.BAD_REQUEST:
+                raise UsageError(str(exc)) from None
+            if exc.status not in _PASSING or clock() + RETRY_S >= until:
+                raise
+        except PeerError as exc:
+            if clock() + RETRY_S >= until:
+                raise TransportError(f"the advance of namespace {namespace!r} is not confirmed: {exc}") from exc
+        sleep(RETRY_S)
 
 
 class _Caller(ManagerClient):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from simm.arena import reader as reader_module
 from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
 from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES
 from simm.arena.marks.near import COMMIT_NEAR
@@ -188,7 +187,7 @@ def test_a_lease_ends_by_itself(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     digest = digests(5)[0]
     bench.put(digest)
     now = [boottime_ns()]
-    monkeypatch.setattr(reader_module, "boottime_ns", lambda: now[0])
+    monkeypatch.setattr(ArenaReader, "clock", staticmethod(lambda: now[0]))
     bench.store.ledger.namespaces.clock = lambda: now[0]
     bench.store.ledger.namespaces.extend_lease(now[0] + 10)
     assert bench.found(digest)
@@ -214,7 +213,7 @@ def test_a_reader_looks_at_the_lease_first(bench: Bench, monkeypatch: pytest.Mon
         bench.advance(6)
         return boottime_ns()
 
-    monkeypatch.setattr(reader_module, "boottime_ns", later)
+    monkeypatch.setattr(ArenaReader, "clock", staticmethod(later))
     assert not bench.reader.is_current(found)
 
 
