@@ -162,7 +162,7 @@ class Server:
         if not self.up or self.supervisor.paused or self.leaving or not self.joined or self.member.map is None:
             return
         self.net.say(f"{self.name} grows")
-        worker = Worker(self, self.count, Arena(self.world.number(), self.world.options.entries))
+        worker = Worker(self, self.count, Arena(self.world.number(), self.world.options.entries, self._boottime_ns))
         self.world.arena_numbers[self.name, self.instance, worker.number] = worker.arena.number
         self.workers.append(worker)
         self.count += 1
