@@ -165,6 +165,7 @@ class Server:
         worker = Worker(self, self.count, Arena(self.world.number(), self.world.options.entries, self._boottime_ns))
         self.world.arena_numbers[self.name, self.instance, worker.number] = worker.arena.number
         self.workers.append(worker)
+        self.orders.append(Orders())
         self.count += 1
         self.member.add(worker.number)
         worker.start(recover=False)
