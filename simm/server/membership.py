@@ -323,7 +323,11 @@ class Membership(Service):
         msg = decode(frame)
         self._last_seen = self.loop.clock()
         if frame.request_id == 0:
-            if isinstance(msg, M.MapReply):
+            if isinstance(msg, M.Error):  # it is about to close the connection
+                peer.close(printable(msg.text))
+            elif not self._greeted:  # any other process may listen where the manager is down
+                peer.close("it gives orders, and has not shown who it is")
+            elif isinstance(msg, M.MapReply):
                 self._on_map(msg)
             elif isinstance(msg, E.Epochs):
                 self.member.take_epochs(msg)
@@ -331,8 +335,6 @@ class Membership(Service):
                 self.on_report_every(msg.interval_ms)
             elif isinstance(msg, A.OrderSettings):
                 self.request(self.on_order(msg), _ignore)
-            elif isinstance(msg, M.Error):  # it is about to close the connection
-                peer.close(printable(msg.text))
             return
         callback = self._pending.pop(frame.request_id, None)
         if callback is None:
@@ -415,8 +417,8 @@ class Membership(Service):
         self.request(join, self._on_joined)
 
     def rejoin(self) -> None:
-        """Join again as the same instance: it has other workers."""
-        self.joined = False
+        """Join again as the same instance: it has other workers. Nothing while one is down: heartbeats must go on."""
+        self.joined = self.joined and self.delegate.infos() is None
         self.join()
 
     def _on_cluster(self, msg: Any, _status: int) -> None:
@@ -487,14 +489,11 @@ class Membership(Service):
         self.heartbeat_s = max(0.05, msg.heartbeat_ms / 1000)
         log.info("joined the cluster of manager %s at epoch %d", self._where, msg.epoch)
         cluster = self.member.cluster or self.warm_cluster
-        known = self.delegate.epochs(cluster)
-        if known:
+        if known := self.delegate.epochs(cluster):
             self.request(E.Epochs(self.member.epoch, cluster, 0, known), _ignore)
-        if msg.wants_map:
-            offer = self.member.offer()
-            if offer is not None:
-                log.warning("the manager has lost its state: it gets our map of epoch %d", offer.epoch)
-                self.request(offer, _ignore)
+        if msg.wants_map and (offer := self.member.offer()) is not None:
+            log.warning("the manager has lost its state: it gets our map of epoch %d", offer.epoch)
+            self.request(offer, _ignore)
         self._ask_map()
         if not self._beating:
             self._beating = True
