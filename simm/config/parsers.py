@@ -149,6 +149,8 @@ def parse_coordinator(text: str) -> CoordinatorUrl:
 
 
 _ETCD_PORT: Final = 2379
+#: Of a size: more are no bytes of any machine, and too many are no number for Python.
+_DIGITS_MAX: Final = 32
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE | re.ASCII)
 _BYTE_UNITS: Final = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -165,6 +167,8 @@ def parse_bytes(text: str | int) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is no size; write a number and K, M, G or T (powers of 1024), as 8G or 512M")
     number, unit = match.groups()
+    if len(number) > _DIGITS_MAX:
+        raise ConfigError(f"a size of {len(number)} digits is none")
     scale = _BYTE_UNITS[unit.upper() if unit else None]
     if "." not in number:
         return int(number) * scale

@@ -50,7 +50,8 @@ def test_parse_bytes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text", ["", "G", "-1", "1P", "8 gigs", "0x10", "1e9", "1.5", "1,5G", "8GG", -1, True, 1.5, None]
-)
+    + ["9" * 400 + ".0T", "9" * 5000],
+)  # fmt: skip
 def test_parse_bytes_refuses(text: Any) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
