@@ -114,11 +114,16 @@ class Member:
         self._roles.pop(worker, None)
 
     @property
+    def listed(self) -> set[int]:
+        """The numbers that the newest map lists for this server."""
+        workers = self.map.workers if self.map is not None else ()
+        return {info.worker for info in workers if (info.node, info.instance) == (self.name, self.instance)}
+
+    @property
     def unlisted(self) -> list[int]:
         """Return our workers that the newest map does not list, although it lists this server."""
-        listed = self.map.workers if self.map is not None else ()
-        known = {info.worker for info in listed if (info.node, info.instance) == (self.name, self.instance)}
-        return [number for number in self.workers if number not in known] if known else []
+        listed = self.listed
+        return [number for number in self.workers if number not in listed] if listed else []
 
     # -- the map ----------------------------------------------------------------------------------
 

@@ -214,12 +214,15 @@ class Supervised(Service):
         self._oom = oom
         #: The running process, or one that has ended and was not reaped yet.
         self.child: Child | None = None
+        self._retired = False
         self.started_at = 0.0
         #: When the process last sent a message, or was started.
         self.last_seen = 0.0
 
     def start(self, about: str = "") -> None:
-        """Fork a process, and log it with the text ``about``. Raises OSError."""
+        """Fork a process, and log it with the text ``about``; nothing once it is retired. Raises OSError."""
+        if self._retired:  # it was to be tried again
+            return
         self.child = child = self._children.fork(self._run, self._keep, self._segment, self._oom)
         self.started_at = self.last_seen = self._clock()
         if self._on_message is not None:
@@ -233,6 +236,10 @@ class Supervised(Service):
     def start_or_retry(self) -> None:
         """:meth:`start`, and again later if that fails."""
         self._children.or_later(self.start)
+
+    def retire(self) -> None:
+        """Start no process any more. The last one has been reaped."""
+        self.child, self._retired = None, True
 
     def send(self, msg: Any, request_id: int = 0, *, flags: int = 0) -> None:
         """Send a message to the process, if it is connected."""

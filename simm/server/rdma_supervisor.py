@@ -140,7 +140,7 @@ class Endpoints:
         if (endpoint := self.by_worker.pop(number, None)) is not None:
             if endpoint.process.child is not None:
                 end_children([endpoint.process.child], 0.0)
-                endpoint.process.child = None
+            endpoint.process.retire()
             endpoint.listener.close()
 
     def _on_message(self, endpoint: EndpointState, msg: Any, _request_id: int) -> None:

@@ -15,7 +15,8 @@ like any other: one that dies is restarted on its arena.
 What can go wrong, and what we chose
 ------------------------------------
 * *The supervisor must not wait.* Faulting in a TiB takes a minute, in which the manager would declare the server dead.
-  So a child does it. Where memory runs out, the kernel ends that child and not the supervisor.
+  So a child does it. Where memory runs out, the kernel ends that child and not the supervisor. Giving the pages back
+  takes as long, and another child does that.
 * *The supervisor is killed.* The children end with it. The arena is a leftover that the next start removes.
 * *The manager refuses the JOIN* (too many workers, a token that allows less room). The server joins without the worker.
 * *The manager is lost in the middle.* The server joins the next one with all its workers, as soon as there is one. A
@@ -29,6 +30,7 @@ What can go wrong, and what we chose
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -113,6 +115,7 @@ class Growth:
         #: The map and the workers that were last compared, and which of these it lacks.
         self._compared: tuple[object, object] = (None, None)
         self._unlisted: list[int] = []
+        self._listed: set[int] = set()
 
     @property
     def busy(self) -> bool:
@@ -280,7 +283,8 @@ class Growth:
         self._ending = [process for process in self._ending if process.child is not None and not process.ended()]
         member = self._server.member
         if self._compared != (member.map, member.workers):
-            self._compared, self._unlisted = (member.map, member.workers), member.unlisted
+            self._compared = member.map, member.workers
+            self._listed, self._unlisted = member.listed, member.unlisted
         if self.state == ASKING and self._clock() - self._asked_at > ASK_S:
             self._fail("the manager does not answer: try again when it does")
         elif self.state == POPULATING and self._populate is not None and (child := self._populate.ended()) is not None:
@@ -290,7 +294,7 @@ class Growth:
                 self._fail(f"its worker died{child.cause}, see the log")
             elif self._slot.ready and self._slot.current:
                 self._attempt(self._join)
-        elif self.state == JOINING and member.map is not None and self._number not in self._unlisted:
+        elif self.state == JOINING and self._number in self._listed:
             self.state = DONE
             log.warning("%s (%.1f s)", self.text(), self._clock() - self._began)
         self._join_again()
@@ -357,17 +361,32 @@ class Growth:
             processes = [slot.worker, slot.mover, *slot.streams]
             end_children([each.child for each in processes if each.child is not None], 0.0)
             for each in processes:
-                each.child = None
+                each.retire()
             server.member.remove(slot.number)
         close_all(self._shared)
         self._shared = []
         arena, self._arena = self._arena, None
         if arena is not None:
-            try:
-                segments.store_closed(arena.name)
-                arena.unlink()
-            except SegmentError as exc:
-                log.error("removing %s: %s", arena.name, exc)
-            arena.close()
+            self._remove(arena)
         if self.busy:
             self.state = ""
+
+    def _remove(self, arena: OwnedArena) -> None:
+        """Remove an arena's files. Whoever closes them last gives their pages back: a process of its own."""
+        children = self._server.children
+        last = Supervised(children, f"freeing of {arena.name}", _wait, arena.fds, segment=arena)
+        if not children.stopping:
+            with contextlib.suppress(OSError):  # no process to spare
+                last.start()
+        try:
+            segments.store_closed(arena.name)
+            arena.unlink()
+        except SegmentError as exc:
+            log.error("removing %s: %s", arena.name, exc)
+        arena.close()
+        last.kill()
+        self._ending.append(last)
+
+
+def _wait(supervisor: socket.socket) -> None:
+    supervisor.recv(1)

@@ -12,7 +12,7 @@ import pytest
 from simm.cluster.assignment import Member
 from simm.cluster.nodes import NODE_WORKERS_MAX, WORKERS_MAX
 from simm.cluster.shard_map import ShardMap, pack_since
-from simm.constants import SHARD_COUNT
+from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.errors import SegmentError, SimmError
 from simm.server.options import DataServerOptions
 from simm.server.slots import growth as growth_module
@@ -45,19 +45,28 @@ class FakeArena:
 class FakeProcess:
     """In place of ``Supervised``."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, children: Any = None, name: str = "", *_: Any, **__: Any) -> None:
         self.child: Any = None
+        self.name, self.log = name, children.log if children is not None else []
+        self.retired = False
         self.dead: Any = None
         self.killed = False
 
     def start(self, about: str = "") -> None:
         self.child = self
+        if self.name.startswith("freeing"):
+            self.log.append("hold")
+
+    def retire(self) -> None:
+        self.child, self.retired = None, True
 
     def start_or_retry(self) -> None:
         self.start()
 
     def kill(self) -> None:
         self.killed, self.dead = True, self
+        if self.name.startswith("freeing"):
+            self.log.append("let go")
 
     def ended(self) -> Any:
         found, self.dead = self.dead, None
@@ -96,6 +105,7 @@ class World:
         self.why = ""
         self.asked: list[Callable[[Any, int], None]] = []
         self.joined, self.rejoins = True, 0
+        self.stopping = False
         self.room: SimmError | None = None
         self.fails_to_open: OSError | None = None
         self.membership = self.children = self.endpoints = self.stock = self.opener = self
@@ -153,7 +163,8 @@ class World:
         epoch = self.member.epoch + 1
         workers = [WorkerInfo(number, 0, 1, INSTANCE, 1, NAME, "", "h", 1) for number in numbers]
         since = pack_since(array("Q", [1] * SHARD_COUNT))
-        reply = MapReply(epoch, 1, workers, array("H", [0] * SHARD_COUNT).tobytes(), (), since)
+        owners = [0 if workers else NO_OWNER] * SHARD_COUNT
+        reply = MapReply(epoch, 1, workers, array("H", owners).tobytes(), (), since)
         assert self.member.take_map(ShardMap(reply)) is not None
 
     def manager_says(self, **changes: Any) -> None:
@@ -193,6 +204,7 @@ class World:
         for slot in self.opened:
             processes = [slot.worker, slot.mover, *slot.streams]
             assert not any(process.child for process in processes) and slot.unix.closed and slot.tcp.closed
+            assert all(process.retired for process in processes), "none is tried again"
 
 
 @pytest.fixture
@@ -329,6 +341,26 @@ def test_a_join_that_is_refused(world: World) -> None:
     world.assert_undone("the manager has refused it: full")
     assert world.log[-1] == "share 0", "the others' parts of quotas are as before"
     assert world.to("done").slots[-1].number == 1 and not world.growth.refused("full"), "it is one of all by now"
+
+
+def test_it_waits_for_a_map_that_lists_it(world: World) -> None:
+    """A map without this server at all does not list the worker either: the JOIN may still be refused."""
+    world.to("starting").take_map([])
+    world._up()
+    for _ in range(2):
+        world.growth.tick()
+    assert world.growth.state == "joining"
+    assert world.growth.refused("full")
+    world.assert_undone("full")
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_another_process_gives_the_pages_back(world: World, stopping: bool) -> None:
+    """Whoever closes a TiB last is busy for minutes: not the supervisor, unless it ends."""
+    world.to("starting").stopping = stopping
+    world.growth.stop()
+    order = [each for each in world.log if each in ("hold", "unlink", "close", "let go")]
+    assert order == ["unlink", "close", "let go"] if stopping else ["hold", "unlink", "close", "let go"]
 
 
 @pytest.mark.parametrize("state", ["asking", "populating", "starting", "joining"])
