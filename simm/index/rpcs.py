@@ -3,13 +3,17 @@
 It has what ``POST /score`` answers, of endpoints alone: a pool of a shared store is no pod. Bounds are those of HTTP:
 a message has ``BODY_BYTES_MAX``, so many calls are taken at a time, and so many connections. A mistake is the status
 INVALID_ARGUMENT with a sentence.
+
+A caller may begin a call and never send its message. The library waits for that without a limit of time, in a thread of
+its pool, and before anybody can look at the token. So here the token comes first, then the message; there are threads
+for all calls; and of too many that have sent no message the oldest gives way.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -28,7 +32,8 @@ SERVICE: Final = "indexer.v1.IndexerService"
 METHOD: Final = "GetPodScores"
 #: Calls at a time; others are refused with RESOURCE_EXHAUSTED. Each may have a message of 8 MiB.
 CALLS_MAX: Final = 16
-_THREADS: Final = 4
+#: Of these so many may have sent no message yet.
+WAITING_MAX: Final = 8
 _CLOSE_S: Final = 2.0
 _NO_PODS: Final = ("pool:", "node:")
 _OPTIONS: Final = (
@@ -53,10 +58,12 @@ class Rpcs:
         self._service = service
         self._tokens = [token.secret.encode() for token in tokens]
         self._lock = threading.Lock()
-        pool = ThreadPoolExecutor(_THREADS, "simm-index-grpc")
+        #: The calls whose message has not come, in order of arrival.
+        self._waiting: dict[Any, None] = {}
+        pool = ThreadPoolExecutor(CALLS_MAX, "simm-index-grpc")
         self._server = grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
         # Without a deserializer: grpc would hide what is wrong with a message.
-        handlers = {METHOD: grpc.unary_unary_rpc_method_handler(self._scores)}
+        handlers = {METHOD: grpc.stream_unary_rpc_method_handler(self._scores)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
             port = self._server.add_insecure_port(str(at))
@@ -69,12 +76,15 @@ class Rpcs:
         self.address = at._replace(port=port)
         self._server.start()
 
-    def _scores(self, raw: bytes, context: Any) -> bytes:
+    def _scores(self, messages: Iterator[bytes], context: Any) -> bytes:
         if self._tokens and not self._allowed(context):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer TOKEN is required")
+        raw = self._message(messages, context)
         with self._lock:
             self._service.count(f"{SERVICE}/{METHOD}")
         try:
+            if raw is None:
+                raise UsageError("the call has no message")
             found = self._service.score(question(raw))["scores"]
             return answer(
                 (each["pod"], each["score"]) for each in found if not each["pod"].startswith(_NO_PODS)
@@ -86,6 +96,21 @@ class Rpcs:
             fault, text = grpc.StatusCode.INTERNAL, "internal error"
         context.abort(fault, text)
         raise AssertionError("abort() raises")
+
+    def _message(self, messages: Iterator[bytes], context: Any) -> bytes | None:
+        """Return the message of a call, None if it has none. Raises what the library does for a call that has ended."""
+        with self._lock:
+            self._waiting[context] = None
+            oldest = next(iter(self._waiting)) if len(self._waiting) > WAITING_MAX else None
+            if oldest is not None:
+                del self._waiting[oldest]
+        if oldest is not None:
+            oldest.cancel()
+        try:
+            return next(messages, None)
+        finally:
+            with self._lock:
+                self._waiting.pop(context, None)
 
     def _allowed(self, context: Any) -> bool:
         for key, value in context.invocation_metadata():

@@ -27,6 +27,7 @@ from simm.index.rpcs import METHOD, SERVICE, Rpcs  # noqa: E402
 from simm.index.service import BODY_BYTES_MAX, Service  # noqa: E402
 from simm.index.sources import Registration  # noqa: E402
 from tests.support.indexer_messages import messages  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 TOKENS = list(range(1000, 1100))
 REQUEST, RESPONSE = messages()
@@ -136,6 +137,40 @@ def test_only_so_many_calls_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             go.set()
         assert all(len(each.result().scores) == 2 for each in running)
         assert call(said, timeout=60).scores, "and others later"
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_calls_that_send_no_message_stop_nobody(tokens: bool) -> None:
+    known = parse_tokens(f"client c {SECRET}\n", "here") if tokens else ()
+    metadata = (("authorization", f"Bearer {SECRET}"),) if tokens else ()
+    go = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        assert go.wait(60)
+        yield b""
+
+    with serving(service(), known) as (rpcs, call), contextlib.closing(grpc.insecure_channel(str(rpcs.address))) as bad:
+        begin = bad.stream_unary(f"/{SERVICE}/{METHOD}")
+        held = [begin.future(never(), timeout=60) for _ in range(rpcs_module.CALLS_MAX - 1)]
+        try:
+            gone = held if tokens else held[: rpcs_module.CALLS_MAX - 1 - rpcs_module.WAITING_MAX]
+            wait_until(lambda: sum(each.done() for each in held) >= len(gone), "those that give way")
+            said = REQUEST(model_name="m", token_ids=TOKENS, block_size=16)
+            for _ in range(3):
+                assert call(said, timeout=60, metadata=metadata).scores
+            codes = {each.code() for each in held if each.done()}
+            assert codes == {grpc.StatusCode.UNAUTHENTICATED if tokens else grpc.StatusCode.CANCELLED}
+        finally:
+            go.set()
+            for each in held:
+                each.cancel()
+
+
+def test_a_call_without_a_message() -> None:
+    with serving(service()) as (rpcs, _), contextlib.closing(grpc.insecure_channel(str(rpcs.address))) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{SERVICE}/{METHOD}")(iter(()), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_an_address_that_is_taken() -> None:
