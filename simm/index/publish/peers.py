@@ -4,7 +4,8 @@ A ZMQ library keeps a queue of messages for each peer, without a bound of their 
 no queue: it has what its last call of ``more`` returned, which is called again when all of that has gone. So a peer
 that reads slowly costs a few hundred KiB, and what it misses is its own affair.
 
-Of too many connections those go that have said nothing, or are of the host that has the most. So a host that connects
+Of too many connections those go that have said nothing, or are of the host that has the most; none for a host that has
+more. So a host that connects
 without end takes the room of others as long as they are fewer.
 """
 
@@ -180,7 +181,8 @@ class Door:
                 return each
         if most > counts[origin] + 1:
             return next(each for each in reversed(self.peers) if each.origin == crowd)
-        return silent[0] if silent else None
+        # Not to a host that has more than theirs: it would keep others out, by coming again and again.
+        return next((each for each in silent if counts[each.origin] >= counts[origin]), None)
 
     def _ready(self, peer: Peer, mask: int) -> None:
         if mask & selectors.EVENT_READ:

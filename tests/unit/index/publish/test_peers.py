@@ -258,6 +258,26 @@ def test_crowds_of_one_host_give_way(world: World, monkeypatch: pytest.MonkeyPat
     assert counted.count(b"honest") == counted.count(b"other") == 1 and len(counted) == 8
 
 
+def test_a_crowd_keeps_nobody_out_who_has_just_come(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is in its handshake does not give way to a host that has all the others."""
+    monkeypatch.setattr(peers_module, "PEERS_MAX", 8)
+    origins = iter([*[b"crowd"] * 7, b"honest", *[b"crowd"] * 3, b"third"])
+    monkeypatch.setattr(peers_module, "origin_of", lambda *_: next(origins))
+    door = world.outlet.stream
+    for _ in range(7):
+        world.stall()
+    world.wait(lambda: len(door.peers) == 7 and all(each.decoder.open for each in door.peers), "the crowd")
+    world.connect()
+    world.wait(lambda: len(door.peers) == 8, "the honest one")
+    for number in range(3):
+        world.connect()
+        world.wait(lambda number=number: door.refused == number + 1, "one more of the crowd")
+    assert [each.origin for each in door.peers].count(b"honest") == 1
+    world.connect()
+    world.wait(lambda: door.refused == 4, "the positive control")
+    assert [each.origin for each in door.peers].count(b"third") == 1
+
+
 def test_silent_and_stalled_peers_are_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     silent, stalled = world.connect(), world.stall()
     world.wait(lambda: sum(bool(each.topics) for each in world.outlet.stream.peers) == 1, "both")
