@@ -6,7 +6,8 @@ INVALID_ARGUMENT with a sentence.
 
 A caller may begin a call and never send its message. The library waits for that without a limit of time, in a thread of
 its pool, and before anybody can look at the token. So here the token comes first, then the message; there are threads
-for all calls; and of too many that have sent no message the oldest gives way.
+for all calls; and of too many that have sent no message the oldest gives way. A connection without calls is closed after
+a minute: else so few of them would keep all others out for ever.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX), ("grpc.max_send_message_length", BODY_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.max_metadata_size", 8 << 10),
     ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX), ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.so_reuseport", 0),
+    ("grpc.so_reuseport", 0), ("grpc.max_connection_idle_ms", 60_000),
 )  # fmt: skip
 
 

@@ -166,6 +166,23 @@ def test_calls_that_send_no_message_stop_nobody(tokens: bool) -> None:
                 each.cancel()
 
 
+def test_connections_without_calls_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have said that they speak HTTP/2, and nothing else."""
+    options = dict(rpcs_module._OPTIONS)
+    assert 0 < options["grpc.max_connection_idle_ms"] <= 60_000
+    short = options | {"grpc.max_connection_idle_ms": 300, "grpc.max_allowed_incoming_connections": 4}
+    monkeypatch.setattr(rpcs_module, "_OPTIONS", tuple(short.items()))
+    said = REQUEST(model_name="m", token_ids=TOKENS, block_size=16)
+    with serving(service()) as (rpcs, call), contextlib.ExitStack() as stack:
+        for _ in range(6):
+            sock = stack.enter_context(socket.create_connection(rpcs.address[:2], 60))
+            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        with contextlib.suppress(ConnectionError):
+            while sock.recv(1 << 12):
+                pass
+        assert call(said, timeout=60, wait_for_ready=True).scores
+
+
 def test_a_call_without_a_message() -> None:
     with serving(service()) as (rpcs, _), contextlib.closing(grpc.insecure_channel(str(rpcs.address))) as channel:
         with pytest.raises(grpc.RpcError) as caught:
