@@ -6,8 +6,8 @@ INVALID_ARGUMENT with a sentence.
 
 A caller may begin a call and never send its message. The library waits for that without a limit of time, in a thread of
 its pool, and before anybody can look at the token. So here the token comes first, then the message; there are threads
-for all calls; and of too many that have sent no message the oldest gives way. A connection without calls is closed after
-a minute: else so few of them would keep all others out for ever.
+for all calls; and of too many that have sent no message the oldest gives way. A connection without calls ends after
+a minute: else few of them would keep all others out for ever.
 """
 
 from __future__ import annotations

@@ -115,3 +115,20 @@ def test_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             question(raw)
     with pytest.raises(UsageError, match="more than 150 fields"):
         question(b"\xf8\xff\x01\x01" * 151)
+
+
+def test_many_parts_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of numpy costs as much as a hundred tokens: a message of 4 MiB took minutes."""
+    calls, real = [0], protobuf.packed
+
+    def counting(raw: memoryview) -> object:
+        calls[0] += 1
+        return real(raw)
+
+    monkeypatch.setattr(protobuf, "packed", counting)
+    part = b"\xc2\x3e\x03\x01\x80\x02" + b"\xc0\x3e\xac\x02" + b"\xc2\x3e\x00"
+    assert question(part * 500)["token_ids"] == [1, 256, 300] * 500 and calls == [1]
+    for raw in (b"\xc2\x3e\x01\x81" + b"\xc2\x3e\x01\x01", b"\xc2\x3e\x01\x81" + b"\xc0\x3e\x01"):
+        with pytest.raises(UsageError, match="cut short"):
+            question(raw)
+    assert protobuf._FIELDS_MAX <= 1 << 17, "they take a second"
