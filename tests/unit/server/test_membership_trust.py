@@ -12,7 +12,7 @@ from simm.rpc import Flag, encode
 from simm.wire import admin_messages as A
 from simm.wire import epoch_messages as E
 from simm.wire import messages as M
-from tests.unit.server.test_membership import House, Manager
+from tests.support.fake_manager import House, Manager
 
 ORDERS = E.Epochs(9, 5, 0, [E.NamespaceEpoch("team", 1 << 40)]), A.OrderSettings(5, A.GROW, "64M")
 
