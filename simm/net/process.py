@@ -63,10 +63,11 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False, reload: Callable[[],
     """Stop the loop at SIGTERM, and with ``interrupt`` at SIGINT. Call ``reload`` from the loop at SIGHUP.
 
     Without ``interrupt`` ignore SIGINT: a terminal sends it to the parent as well, which handles it. A terminal that
-    closes sends SIGHUP: then a process with ``interrupt`` stops, if it had one at its start. With ``nohup`` SIGHUP
-    stays ignored.
+    closes sends SIGHUP: then a process with ``interrupt`` stops, if it had one at its start. With ``nohup`` it
+    does not, and a SIGHUP means ``reload`` all the same: settings and quotas that have changed reach it by that.
     """
-    had_terminal = interrupt and has_terminal()
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    had_terminal = interrupt and not nohup and has_terminal()
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
     wake_write.setblocking(False)
@@ -74,8 +75,7 @@ def stop_on_signals(loop: Loop, *, interrupt: bool = False, reload: Callable[[],
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, (lambda *_: loop.stop()) if interrupt else signal.SIG_IGN)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # its number comes through the socket pair
+    signal.signal(signal.SIGHUP, lambda *_: None)  # its number comes through the socket pair
 
     def woken(_mask: int) -> None:
         numbers = b""
