@@ -342,7 +342,8 @@ class Manager(Service):
         actions = secret_fault(msg) or rights_fault(msg, peer.context.gate.token)
         if not actions:
             workers = [info._replace(host=peer_host(peer, info.host)) for info in msg.workers]
-            actions = self.cluster.join(self.loop.clock(), msg._replace(workers=workers, secret=b""))
+            msg = msg._replace(workers=workers, secret=b"")
+            actions = self.cluster.join(self.loop.now, msg, self.loop.clock())
         if is_refusal(actions):
             self.counts["joins_refused"] += 1
         else:

@@ -55,6 +55,7 @@ LIMITATIONS: a manager without state gives a new server that is its first every 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -99,7 +100,8 @@ _COLLECTING: Final = "the manager is collecting the map that it lost: try again 
 class Cluster:
     """Membership and shard map.
 
-    ``now`` is any monotonic clock, in seconds; a step back counts as no step. Events return actions.
+    ``now`` is any monotonic clock, in seconds; a step back counts as no step, and the steps from there on count again.
+    So all events have the time of their turn, and leases that of the moment (``at``). Events return actions.
     """
 
     def __init__(self, cluster: int, now: float, timing: Timing = Timing()) -> None:  # noqa: B008 -- immutable
@@ -115,7 +117,7 @@ class Cluster:
         self.namespaces = NamespaceEpochs()
         self.unsure = -float("inf")
         self._placement = Placement()
-        self._clock, self._observed = now, 0.0
+        self._clock, self._observed, self._moment = now, 0.0, now
         self._reply: MapReply | None = None
         self._recovery = Recovery(self._placement.tables)
 
@@ -124,9 +126,9 @@ class Cluster:
 
     # -- events: nodes ---------------------------------------------------------------------------
 
-    def join(self, now: float, msg: Join) -> list[Action]:
-        """Take a JOIN: a node's first, one of the same instance, or one after a restart."""
-        self._advance(now)
+    def join(self, now: float, msg: Join, at: float = -math.inf) -> list[Action]:
+        """Take a JOIN: a node's first, one of the same instance, or one after a restart. ``at``: if later than ``now``."""
+        self._advance(now, at)
         if reason := join_fault(msg):
             return [refusal(Status.BAD_REQUEST, reason)]
         if not self._believes(msg.epoch):
@@ -426,10 +428,10 @@ class Cluster:
 
     # -- internals -----------------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: float, at: float = -math.inf) -> None:
         """Advance observed time, by at most a heartbeat per event: see the module's docstring."""
         step = now - self._clock
-        self._clock = now
+        self._clock, self._moment = now, max(now, at)
         if step > 0:
             self._observed += min(step, self.timing.heartbeat_s)
 
@@ -480,7 +482,7 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
-            self.unsure = self.unsure if node.released else self._clock
+            self.unsure = self.unsure if node.released else self._moment
             renewed = self._placement.replace(node, msg.epoch if msg.warm else 0, fresh=not msg.epoch)
             node.asked, node.follows = False, None
         if before is None or node.instance != msg.instance:
@@ -504,7 +506,7 @@ class Cluster:
         until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
         begun = self.rebuilding
         self._recovery.note_epoch(epoch, until, blank=not self.nodes and self._placement.unowned)
-        self.unsure = self._clock if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
+        self.unsure = self._moment if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
         if server:
             self._recovery.saw(epoch, self.epoch)
 

@@ -89,3 +89,34 @@ def frame_of(data: bytes) -> Frame:
     frame = conn.next_frame()
     assert frame is not None
     return frame
+
+
+def test_silence_is_not_counted_faster_than_time_passes() -> None:
+    """In a long turn of a busy manager servers join in between others' messages: 20 of them take a second here."""
+    now = 1000.0
+
+    def slow() -> float:
+        nonlocal now
+        now += 0.05
+        return now
+
+    loop = Loop(slow)
+    with contextlib.closing(loop), contextlib.ExitStack() as stack:
+        manager = Manager(loop)
+        talks = [Talk(loop, manager) for _ in range(20)]
+        for talk in talks:
+            stack.enter_context(talk.sock)
+        began = slow()
+        for number, talk in enumerate(talks):
+            talk.ask(joining(number + 1, f"s{number}", [INFO]), 1)
+        for talk in talks:
+            assert isinstance(decode(talk.hear()), M.Joined)
+        for turn in range(2, 7):
+            for number, talk in enumerate(talks):
+                talk.ask(joining(number + 1, f"s{number}", [INFO]) if number % 2 else M.MapGet(0, 0), turn)
+            for talk in talks:
+                talk.hear()
+        manager.cluster.maintain(loop.now)
+        silent = {node["name"]: node["silent_s"] for node in manager.cluster.status(loop.now)["nodes"]}
+        assert manager.cluster._observed <= slow() - began, "observed time runs ahead of the clock"
+        assert len(silent) == 20 and max(silent.values()) <= slow() - began

@@ -97,5 +97,5 @@ def test_what_processes_of_one_kind_use_is_added() -> None:
     found = usage_of([("worker", own), ("stream", own), ("stream", own), ("endpoint", gone)])
     assert sorted(found) == ["stream", "worker"]
     (one, resident, private), (two, twice, _) = found["worker"], found["stream"]
-    assert one >= before.user + before.system > 0 and two >= 2 * one
+    assert one >= before.user + before.system > 0 and two >= 2 * one - 0.001, "sums of floats"
     assert 0 < private < resident and twice > 1.5 * resident, "this process has shared memory: its libraries"
