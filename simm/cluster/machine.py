@@ -127,7 +127,7 @@ class Cluster:
     # -- events: nodes ---------------------------------------------------------------------------
 
     def join(self, now: float, msg: Join, at: float = -math.inf) -> list[Action]:
-        """Take a JOIN: a node's first, one of the same instance, or one after a restart. ``at``: if later than ``now``."""
+        """Take a JOIN: a node's first, one of the same instance, or one after a restart. ``at``: now, if later."""
         self._advance(now, at)
         if reason := join_fault(msg):
             return [refusal(Status.BAD_REQUEST, reason)]
