@@ -181,7 +181,7 @@ def test_values_that_no_longer_fit_stay_when_it_grows(make_fleet: Callable[..., 
 
 
 def test_the_new_worker_is_killed(make_fleet: Callable[..., Fleet]) -> None:
-    """It is restarted on its arena as any other, also while shards move to it: what had not arrived then is given up."""
+    """It is restarted on its arena as any other. What had not arrived when it died, as shards moved, is given up."""
     fleet = make_fleet(heartbeat_ms=PATIENT_MS)
     server = fleet.servers[0]
     with Client(fleet.manager.address) as client:
