@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from simm.client import Client
 from simm.gpu import copy, cuda, direct, pinning
 from simm.gpu.buffers import DeviceSpan, device_span
 from simm.gpu.cuda import Driver
@@ -33,6 +34,21 @@ PAGE = 4096
 def all_of(part: Pinned) -> None:
     """Wait until an arena is registered."""
     wait_until(lambda: part.ready == part.size, "all of it is registered")
+
+
+def reader_of(client: Client) -> Any:
+    """Return the reader of the only arena that a client knows; None if it maps none."""
+    router = client._router
+    assert router is not None
+    (target,) = router.targets.values()
+    return target.reader
+
+
+def registered_by(client: Client) -> None:
+    """Wait until the client's arena is registered, if it maps one."""
+    reader = reader_of(client)
+    if reader is not None:
+        all_of(pinning.pinned_for(reader, cuda.load(), 0))
 
 
 def noise(seed: int, size: int) -> bytes:

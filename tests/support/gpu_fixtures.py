@@ -18,28 +18,31 @@ def shared_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | st
     return fake_cuda.compiled(tmp_path_factory.mktemp("fakecuda"))
 
 
+def _driver(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The driver that a fixture's parameter names, for the test."""
+    if request.param == "python":
+        handle: Any = InPython()
+    elif request.param == "real":
+        handle = Real()
+    else:
+        library = request.getfixturevalue("shared_library")
+        if isinstance(library, str):
+            pytest.skip(library)
+        handle = Compiled(library)
+    yield from installed(handle)
+
+
 @pytest.fixture(params=["python", "compiled"])
 def both(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "python":
-        yield from installed(InPython())
-        return
-    library = request.getfixturevalue("shared_library")
-    if isinstance(library, str):
-        pytest.skip(library)
-    yield from installed(Compiled(library))
+    """The two drivers in software."""
+    yield from _driver(request)
 
 
 #: Without a GPU there is no third parameter, instead of as many skipped tests.
 @pytest.fixture(params=["python", "compiled", *([] if Real.missing() else ["real"])])
 def devices(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The two drivers in software, and the machine's own where it has a GPU."""
-    if request.param == "real":
-        yield from installed(Real())
-        return
-    library = request.getfixturevalue("shared_library")
-    if request.param == "compiled" and isinstance(library, str):
-        pytest.skip(library)
-    yield from installed(InPython() if request.param == "python" else Compiled(library))
+    yield from _driver(request)
 
 
 @pytest.fixture

@@ -35,7 +35,18 @@ from simm.sdk.ops import kv_memory
 from simm.sdk.reads import Gets
 from tests.support import fake_cuda
 from tests.support.fake_cuda import FakeCuda
-from tests.support.gpu import KIB, MIB, Array, Tensor, all_of, noise, shut_down, span_of, use_driver
+from tests.support.gpu import (
+    KIB,
+    MIB,
+    Array,
+    Tensor,
+    noise,
+    reader_of,
+    registered_by,
+    shut_down,
+    span_of,
+    use_driver,
+)
 from tests.support.invariants import InvariantViolation
 from tests.support.small_limits import small_limits
 from tests.support.waiting import wait_until
@@ -60,21 +71,6 @@ def path(request: pytest.FixtureRequest) -> str:
 
 def connect(cluster: Any, namespace: str, path: str = "shm", **more: Any) -> Client:
     return Client(cluster.manager, namespace=namespace, path=path, deadline_s=10.0, **more)
-
-
-def reader_of(client: Client) -> Any:
-    router = client._router
-    assert router is not None
-    (target,) = router.targets.values()
-    return target.reader
-
-
-def registered_by(client: Client) -> None:
-    """Wait until the client's arena is registered."""
-    reader = reader_of(client)
-    if reader is not None:
-        known = pinning.pinned_for(reader, cuda.load(), 0)
-        all_of(known)
 
 
 def test_put_and_get(devices: Any, cluster: Any, path: str, namespace: str) -> None:

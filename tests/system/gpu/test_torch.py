@@ -20,10 +20,10 @@ from simm import kv
 from simm.client import Client
 from simm.config import engine_flags
 from simm.errors import UsageError
-from simm.gpu import copy, cuda, direct, pinning
+from simm.gpu import copy, cuda, direct
 from simm.gpu.buffers import device_span
 from simm.kv import BlockView, register_mr
-from tests.support.gpu import KIB, MIB, Real, all_of, shut_down
+from tests.support.gpu import KIB, MIB, Real, registered_by, shut_down
 
 pytestmark = pytest.mark.skipif(
     bool(Real.missing()) or importlib.util.find_spec("torch") is None, reason="no GPU, or no torch"
@@ -53,19 +53,6 @@ def connect(cluster: Any, namespace: str, path: str = "shm", **more: Any) -> Cli
     client = Client(cluster.manager, namespace=namespace, path=path, deadline_s=30.0, **more)
     client.wait_ready()
     return client
-
-
-def reader_of(client: Client) -> Any:
-    router = client._router
-    assert router is not None
-    (target,) = router.targets.values()
-    return target.reader
-
-
-def registered_by(client: Client) -> Any:
-    pinned = pinning.pinned_for(reader_of(client), cuda.load(), 0)
-    all_of(pinned)
-    return pinned
 
 
 def drawn(torch: Any, *shape: int, seed: int = 1, dtype: str = "bfloat16") -> Any:
