@@ -37,6 +37,7 @@ from ..config.tokens import Token
 from ..wire.hello import token_fits
 from . import metrics
 from .channel import reset_on_close
+from .listeners import received
 from .loop import Loop
 
 if TYPE_CHECKING:
@@ -170,12 +171,9 @@ class Web:
             self.loop.watch(client.sock, lambda _mask: self._readable(client))
 
     def _readable(self, client: _Client) -> None:
-        try:
-            data = client.sock.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
+        data = received(client.sock, _READ_BYTES)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._drop(client)
             return

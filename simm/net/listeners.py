@@ -1,4 +1,4 @@
-"""Make listening sockets, accept from them, and set the TCP options of what they accept."""
+"""Make listening sockets, accept from them, set the TCP options of what they accept, and receive from it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ def accepted(listener: socket.socket, most: int) -> Iterator[tuple[socket.socket
                 raise
         else:
             yield found
+
+
+def received(sock: socket.socket, most: int) -> bytes | None:
+    """Return what has come, ``most`` bytes at most: nothing at the end or after an error; None if none is there yet."""
+    try:
+        return sock.recv(most)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""
 
 
 def tune(sock: socket.socket, unsent_bytes: int, stall_s: float) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...net.admission import origin_of
-from ...net.listeners import bound_address, listen_tcp, listen_unix, tune
+from ...net.listeners import bound_address, listen_tcp, listen_unix, received, tune
 from ...net.loop import Loop
 from . import zmtp
 
@@ -191,12 +191,9 @@ class Door:
             self.pump(peer)
 
     def _read(self, peer: Peer) -> None:
-        try:
-            data = peer.sock.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
+        data = received(peer.sock, _READ_BYTES)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self.drop(peer)
             return
