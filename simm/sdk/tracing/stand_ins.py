@@ -8,7 +8,7 @@ the real one would not get it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...errors import RemoteProtocolError, TransportError
@@ -66,47 +66,40 @@ class TimedReader(StandIn):
             self._found_at = 0
         return now
 
-    def locate(self, digest: bytes) -> Any:
-        """Find an entry."""
+    def _timed(self, name: str, began: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        answer = call(*arguments)
+        self._operation.segment(name, began, _ns())
+        return answer
+
+    def _finding(self, call: Callable[..., Any], *arguments: Any) -> Any:
         began = _ns()
-        found = self.real.locate(digest)
+        found = call(*arguments)
         self._found(began)
         return found
+
+    def locate(self, digest: bytes) -> Any:
+        """Find an entry."""
+        return self._finding(self.real.locate, digest)
 
     def candidates(self, digests: Sequence[bytes]) -> Any:
         """Find slots of many entries."""
-        began = _ns()
-        found = self.real.candidates(digests)
-        self._operation.segment("locate", began, _ns())
-        return found
+        return self._timed("locate", _ns(), self.real.candidates, digests)
 
     def locate_many(self, keys: Any, slots: Any) -> Any:
         """Find many entries."""
-        began = _ns()
-        found = self.real.locate_many(keys, slots)
-        self._found(began)
-        return found
+        return self._finding(self.real.locate_many, keys, slots)
 
     def contains_many(self, digests: Sequence[bytes]) -> Any:
         """Look for many entries."""
-        began = _ns()
-        found = self.real.contains_many(digests)
-        self._operation.segment("locate", began, _ns())
-        return found
+        return self._timed("locate", _ns(), self.real.contains_many, digests)
 
     def confirm(self, digest: bytes, slot: int, seq: int) -> Any:
         """Confirm a copy."""
-        began = self._copied()
-        kept = self.real.confirm(digest, slot, seq)
-        self._operation.segment("confirm", began, _ns())
-        return kept
+        return self._timed("confirm", self._copied(), self.real.confirm, digest, slot, seq)
 
     def confirm_many(self, found: Any) -> Any:
         """Confirm many copies."""
-        began = self._copied()
-        kept = self.real.confirm_many(found)
-        self._operation.segment("confirm", began, _ns())
-        return kept
+        return self._timed("confirm", self._copied(), self.real.confirm_many, found)
 
 
 class TimedTarget:
