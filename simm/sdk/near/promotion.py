@@ -31,7 +31,9 @@ What can go wrong
   refuses it, or its readers do.
 * *Copies push out values.* They take a tenth of an arena at most, and go before all other values of their size class.
 * *Scans.* One read of each of a million keys must copy nothing. The second hit within the window decides, and the
-  window is a table of ``WINDOW`` places, each with the last digest that fell into it. It cannot grow.
+  window is a table of ``WINDOW`` places, in sets of ``WAYS`` as in a processor's cache. A digest falls into one set,
+  and pushes out the oldest there. It cannot grow. With one place in each set, two keys that are read in turns and share
+  a place would push each other out for ever, and neither would be copied.
 * *A storm of promotions.* At most ``QUEUE_MAX`` keys wait, a full queue drops, and one thread works them off.
 * *A shard that moves* takes its entries along. Copies are left behind (``ipc/arena_lister.py``): on another host they
   are no copies of use.
@@ -51,8 +53,9 @@ from typing import Final
 from ...arena.hashing import SHARD_MASK, TAG_AT
 from ...constants import SHARD_COUNT
 
-#: Places of the window. A power of two.
+#: Places of the window, and those of one set. Powers of two.
 WINDOW: Final = 4096
+WAYS: Final = 4
 #: Keys that may wait to be copied.
 QUEUE_MAX: Final = 4096
 
@@ -60,7 +63,7 @@ _PERSON: Final = b"simm near"
 #: Bits of a digest's first two bytes that are no part of the shard.
 _REST: Final = 0xFFFF & ~SHARD_MASK
 
-assert WINDOW & (WINDOW - 1) == 0 and SHARD_MASK == SHARD_COUNT - 1
+assert WINDOW & (WINDOW - 1) == 0 == WAYS & (WAYS - 1) and SHARD_MASK == SHARD_COUNT - 1
 
 
 def near_digest(digest: bytes, shards: Sequence[int]) -> bytes:
@@ -77,7 +80,7 @@ class Promotion:
 
     def __init__(self, window: int = WINDOW, most: int = QUEUE_MAX) -> None:
         self._seen = array("Q", [0]) * window
-        self._mask: Final = window - 1
+        self._mask: Final = window - WAYS
         self._most: Final = most
         #: The keys that wait. A dict, as it keeps their order and finds a key that waits already.
         self._waiting: dict[bytes, None] = {}
@@ -93,10 +96,12 @@ class Promotion:
         # Bytes that are hash in every digest: the first two name the shard, and the last four the epoch.
         tag = int.from_bytes(digest[4:TAG_AT], "little")
         at = tag & self._mask
-        if self._seen[at] != tag:
-            self._seen[at] = tag
+        ways = self._seen[at : at + WAYS]
+        if tag not in ways:
+            ways.insert(0, tag)
+            self._seen[at : at + WAYS] = ways[:WAYS]
             return False
-        self._seen[at] = 0  # if the copy is not made, two more hits ask for it again
+        self._seen[at + ways.index(tag)] = 0  # if the copy is not made, two more hits ask for it again
         return self.add(digest)
 
     def add(self, digest: bytes) -> bool:

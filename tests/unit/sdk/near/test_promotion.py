@@ -10,7 +10,7 @@ import pytest
 
 from simm.arena.hashing import TAG_AT, Hasher, shard_of
 from simm.constants import SHARD_COUNT
-from simm.sdk.near.promotion import QUEUE_MAX, WINDOW, Promotion, near_digest
+from simm.sdk.near.promotion import QUEUE_MAX, WAYS, WINDOW, Promotion, near_digest
 from tests.support.dose import dose
 
 HOSTS = 8
@@ -59,21 +59,22 @@ def test_few_copies_are_looked_for_elsewhere_when_a_shard_comes_or_goes() -> Non
 
 
 class Naive:
-    """The same rules without a table: by the place a key falls into, and a plain queue."""
+    """The same rules without a table: by the set a key falls into, the oldest first, and a plain queue."""
 
     def __init__(self, window: int, most: int) -> None:
-        self.last: dict[int, bytes] = {}
-        self.window = window
+        self.last: dict[int, deque[bytes | None]] = {}
+        self.sets = window // WAYS
         self.most = most
         self.queue: deque[bytes] = deque()
         self.dropped = 0
 
     def hit(self, digest: bytes) -> bool:
-        place = int.from_bytes(digest[4:12], "little") % self.window
-        if self.last.get(place) != digest:
-            self.last[place] = digest
+        number = int.from_bytes(digest[4:12], "little") // WAYS % self.sets
+        last = self.last.setdefault(number, deque(maxlen=WAYS))
+        if digest not in last:
+            last.append(digest)
             return False
-        del self.last[place]
+        last[last.index(digest)] = None  # its place is free, and is pushed out in its turn
         return self.add(digest)
 
     def add(self, digest: bytes) -> bool:
@@ -114,6 +115,14 @@ def test_the_second_hit_and_no_other_asks_for_a_copy() -> None:
     assert [promotion.hit(key), promotion.hit(other), promotion.hit(key)] == [False, False, True]
     assert promotion.take(10) == [key]
     assert [promotion.hit(key), promotion.hit(key)] == [False, True], "the copy was not made, or has gone"
+
+
+def test_keys_of_one_set_that_are_read_in_turns_are_copied() -> None:
+    """Up to ``WAYS`` of them; one more and they push each other out, which is the control."""
+    for count in range(1, WAYS + 2):
+        promotion = Promotion(window=WAYS)
+        found = [promotion.hit(digest) for _ in range(2) for digest in digests_of(count)]
+        assert found == [False] * count + [count <= WAYS] * count
 
 
 def test_a_scan_copies_nothing() -> None:
