@@ -132,7 +132,7 @@ class Engine:
         folder = self.folder / "python-package"
         if not folder.exists():
             ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-            done = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=True, timeout=300)
             folder.mkdir()
             (folder / "python").symlink_to(done.stdout.strip())
         return folder

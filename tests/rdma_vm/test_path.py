@@ -283,7 +283,7 @@ client.close()
 
 def test_fork_after_registration(fleet: Fleet) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", FORKS, fleet.manager.address, CLIENT], env=child_environment(), timeout=120,
+        [sys.executable, "-c", FORKS, fleet.manager.address, CLIENT], env=child_environment(), timeout=300,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr

@@ -24,7 +24,7 @@ Self = TypeVar("Self", bound="Child")
 ROOT: Final = Path(__file__).resolve().parents[2]
 #: Bounds for things that hang, seconds; none is a speed limit. A start in an emulator takes more than a minute.
 READY_S: Final = 180.0
-STOP_S: Final = 20.0
+STOP_S: Final = 120.0
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -176,10 +176,17 @@ class Child:
             return []
 
     def send_signal(self, number: int, *, family: bool = False) -> None:
-        """Send a signal, to its children too if asked."""
-        for process in self.family() if family else [psutil.Process(self.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        """Send a signal, to its children too if asked.
+
+        A family that is to be killed is stopped first: between two signals its members would see each other end, and
+        a busy machine gives them the time to clean up.
+        """
+        numbers = (signal.SIGSTOP, number) if family and number == signal.SIGKILL else (number,)
+        processes = self.family() if family else [psutil.Process(self.pid)]
+        for each in numbers:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(each)
 
     def wait(self, timeout_s: float = STOP_S) -> int:
         """Wait until it has ended; return its exit code. Kill it and raise AssertionError if it hangs."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 PATHS = ("shm", "tcp")
 MIB = 1 << 20
 #: A bound for things that hang, seconds.
-WAIT_S = 30.0
+WAIT_S = 120.0
 JOIN_S = 60.0
 
 

@@ -12,7 +12,7 @@ from tests.support.fake_cluster import ALL, FakeCluster
 from tests.support.waiting import wait_until
 
 #: A bound for things that hang, seconds.
-WAIT_S = 30.0
+WAIT_S = 120.0
 KEYS = [f"k{number}" for number in range(60)]
 
 

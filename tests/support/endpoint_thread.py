@@ -23,7 +23,7 @@ from simm.wire.hello import client_hello
 from tests.support.consistency import check
 from tests.support.fake_fabric import FakeFabric, FakeNetwork
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.etcd_server import MISSING, PROGRAM
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 needs_etcd = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 
 

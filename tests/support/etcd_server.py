@@ -15,7 +15,7 @@ from simm.control.etcd import Etcd, EtcdError, put
 from tests.support.child import Child
 from tests.support.ports import reserve_port
 
-READY_S = 30.0
+READY_S = 120.0
 PROGRAM = shutil.which("etcd")
 MISSING = "no etcd in PATH (Debian's package etcd-server has it)"
 

@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 
 KIB = 1 << 10
 MIB = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 120.0
 PAGE = 4096
 
 

@@ -44,5 +44,5 @@ def content(view: BlockView | Block) -> bytes:
 def run_python(code: str, namespace: str = "default", **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "SIMM_NAMESPACE": namespace, **environment}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, stdin=subprocess.DEVNULL
     )

@@ -25,7 +25,7 @@ from tests.support.ports import reserve_port
 from tests.support.server_process import ServerProcess
 
 GIB = 1 << 30
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @contextlib.contextmanager

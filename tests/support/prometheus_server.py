@@ -57,14 +57,14 @@ class PrometheusServer:
     def _is_ready(self) -> bool:
         assert self.child.running, self.child.said()
         try:
-            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=300) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
 
     def _get(self, path: str, **parameters: str) -> Any:
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=300) as answer:
             reply = json.loads(answer.read())
         assert reply["status"] == "success", reply
         return reply["data"]

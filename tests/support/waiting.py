@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 #: A bound for things that hang, seconds; no speed limit.
-WAIT_S: Final = 60.0
+WAIT_S: Final = 120.0
 
 
 def wait_until(

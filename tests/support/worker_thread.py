@@ -27,7 +27,7 @@ from simm.wire import messages as M
 from tests.support.consistency import check
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class WorkerThread:

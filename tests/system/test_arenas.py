@@ -90,7 +90,7 @@ def test_what_an_embedded_cluster_left_is_removed(make_cluster: Callable[..., Cl
 def test_a_reserved_name_is_refused(nothing_is_left: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "simm.dataserver", "--name", "local-1-0123abcd", "--runtime-dir", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "choose another --name" in done.stderr and not done.stdout
 

@@ -395,6 +395,6 @@ def test_standard_streams_are_never_missing() -> None:
     )
     done = subprocess.run(
         Without(2).command([sys.executable, "-c", script]), env=child_environment(), capture_output=True, text=True,
-        timeout=60, check=True,
+        timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == "done\n"

@@ -119,7 +119,7 @@ class Box:
         enter = ["nsenter", "-t", str(forked_by(server.pid)[0].pid), "-m", "-i", "-n", "-p"]
         done = subprocess.run(
             [*enter, *self.python, *words], capture_output=True, text=True, env={**environment(), **more}, check=False,
-            cwd="/", timeout=120,
+            cwd="/", timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr + server.said()
         return done.stdout

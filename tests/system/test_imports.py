@@ -48,7 +48,7 @@ assert got == [True] * 4, got
 def loaded_by(code: str) -> list[str]:
     """Return the names of all modules that a new process has loaded when it has run ``code``."""
     script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     names: list[str] = json.loads(done.stdout.splitlines()[-1])
     return names

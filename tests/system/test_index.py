@@ -30,7 +30,7 @@ TOKENS = list(range(1000, 1064))
 def _ask(at: str, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://{at}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.loads(answer.read())
 
 

@@ -59,7 +59,7 @@ def run(argv: Sequence[str], folder: Path, **more: Any) -> subprocess.CompletedP
     environment["SIMM_NAME"] = f"mistakes-{os.getpid()}"
     argv = [word.replace("RUN/", f"{folder}/") for word in argv]
     return subprocess.run(
-        [sys.executable, "-m", "simm", *argv], env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "simm", *argv], env=environment, capture_output=True, text=True, timeout=300,
         check=False, stdin=subprocess.DEVNULL, **more,
     )  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_a_scraper_that_asks_for_openmetrics_gets_it(watched: Cluster) -> None:
     request = urllib.request.Request(
         f"http://{address}/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"}
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         families = {family.name for family in read_openmetrics(answer.read().decode())}
     assert {"simm_manager_epoch", "simm_manager_joins", "simm_build", "process_cpu_seconds"} <= families

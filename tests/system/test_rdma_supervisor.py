@@ -43,7 +43,7 @@ class Host:
     def metrics(self) -> dict[str, str]:
         """Values by metric; of simm_rdma_ready also its ``reason``, and how many endpoints ``restarts``."""
         address = re.findall(r" http=(\S+)", self.ready)[0]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=300) as answer:
             text = answer.read().decode()
         found = dict(re.findall(r"^(simm_rdma_\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
         found["reason"] = re.findall(r'^simm_rdma_ready\{[^}]*reason="([^"]*)"\}', text, re.MULTILINE)[0]

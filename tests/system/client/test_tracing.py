@@ -25,7 +25,7 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 def simm_trace(folder: Path, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "simm", "trace", *words, "--trace-dir", str(folder)], capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -101,7 +101,7 @@ def crowd_of_slow(
     }
 
     def healthz() -> None:
-        with urllib.request.urlopen(f"http://{fleet.manager.http}/healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{fleet.manager.http}/healthz", timeout=300) as answer:
             assert answer.status == 200
 
     processes = {process.pid: process for process in [psutil.Process(fleet.manager.pid), *server.family()]}
