@@ -26,6 +26,8 @@ from tests.support.dose import dose, dosed
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = min(4, os.cpu_count() or 1)
+#: Clients that hold an old map for a while, and shards that move.
+CUT_OFF = ("join", "drain", "partition", "loss")
 
 
 def seeds_clean(first: int, count: int) -> None:
@@ -77,13 +79,13 @@ def test_a_failure_comes_again_whatever_the_hash_seed() -> None:
     """In another process, by the command line: its last events are printed, with the same trace hash."""
     code = (
         "import simm.sim.world as w, simm.tools.simulate as s\n"
-        "r = w.run_scenario(%d, plants=frozenset(['no_freeze']))\n"
+        "r = w.run_scenario(%d, plants=frozenset(['no_freeze']), faults=%r)\n"
         "print(r.trace, r.failure); s.print_last(r)\n"
     )
-    seed = found_by("no_freeze")
+    seed = found_by("no_freeze", faults=CUT_OFF)
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code % seed], cwd=ROOT, capture_output=True, text=True,
+            [sys.executable, "-c", code % (seed, CUT_OFF)], cwd=ROOT, capture_output=True, text=True,
             env={**os.environ, "PYTHONHASHSEED": number, "PYTHONPATH": str(ROOT)}, timeout=300, check=True,
         ).stdout
         for number in ("1", "2")
@@ -106,10 +108,6 @@ def found_by(bug: str, **options: Any) -> int:
     """Return the first seed that finds an injected bug."""
     run = partial(fail, plants=frozenset([bug]), **options)
     return first_failure(range(60), run, SimFailure)[0]
-
-
-#: Clients that hold an old map for a while, and shards that move.
-CUT_OFF = ("join", "drain", "partition", "loss")
 
 
 @pytest.mark.full
