@@ -615,7 +615,7 @@ def test_rails_in_use_when_their_client_ends_are_closed_when_they_are_not(monkey
     with FakeRdmaCluster(monkeypatch) as cluster:
         client = cluster.rdma(deadline_s=0.3)
         path = path_of(client)
-        connection = path.acquire(float("inf"))
+        connection = path.acquire(time.monotonic() + WAIT_S)
         client.close()
         assert registration._SHARED, "the rails are in use"
         path.release(connection)
