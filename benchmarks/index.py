@@ -18,10 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from simm.index.blocks import Blocks
 from simm.index.events import decode
 from simm.index.keys import request_keys
 from simm.index.libraries import msgspec
+from simm.index.publish.claims import Delta
+from simm.index.publish.messages import snapshot
 from simm.index.scores import score
 from simm.index.service import BODY_BYTES_MAX, Service
 from simm.index.sources import Registration, Source, Space
@@ -66,7 +70,7 @@ def removals(blocks: int, per_event: int) -> float:
     for payload in messages(blocks, per_event, random.Random(2)):
         batch = decode(payload)
         index.apply(source, batch.events, batch.rank)
-        names += [event.hashes for event in batch.events]  # type: ignore[union-attr]
+        names += [event.hashes.tolist() for event in batch.events]  # type: ignore[union-attr]
     told = [msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": each}], 0]) for each in names]
     count = index.entries
     began = time.process_time()
@@ -75,6 +79,22 @@ def removals(blocks: int, per_event: int) -> float:
         index.apply(source, batch.events, batch.rank)
     assert not index.entries
     return count / (time.process_time() - began)
+
+
+def snapshot_of_store(blocks: int) -> tuple[float, float, int]:
+    """Return processor seconds to write a store's snapshot, and to take it in, and the snapshot's bytes."""
+    names = np.random.default_rng(4).integers(0, 1 << 63, blocks, dtype=np.uint64)
+    began = time.process_time()
+    told = snapshot("rfc1527", [Delta(True, "default", names)], "node")
+    written = time.process_time()
+    index = Blocks()
+    source = index.register(Registration("a", "m", "simm", block_size=SIZE))
+    for payload in told:
+        batch = decode(payload)
+        index.apply(source, batch.events, batch.rank)
+    ended = time.process_time()
+    assert index.entries == blocks
+    return written - began, ended - written, sum(map(len, told))
 
 
 def quartiles(
@@ -139,6 +159,8 @@ def main() -> None:
         print(
             f"events of {per_event:4} blocks: {rate:9,.0f} stored/s, {gone:9,.0f} removed/s, {size:.1f} bytes a block"
         )
+    written, taken, size = snapshot_of_store(1_000_000)
+    print(f"snapshot of a store, 1,000,000 blocks: {written:.2f} s to write, {taken:.2f} s to take in, {size:,} bytes")
     for tokens in (2048, 8192):
         for name, (first, middle, third) in questions(arguments.pods, tokens, arguments.times):
             print(f"{tokens} tokens, {arguments.pods} pods, {name}: {middle:.2f} ms ({first:.2f} to {third:.2f})")

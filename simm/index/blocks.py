@@ -28,7 +28,7 @@ from ..errors import UsageError
 from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
 from .sources import DENSE, MEDIA, STORAGE, TIERS, U64, UNKNOWN, Expected, Holder, Parked, Registration, Source, Space
-from .table import Owners, Slots, Table
+from .table import GROWTH, Owners, Slots, Table
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
@@ -48,6 +48,8 @@ _BITS: Final = 4
 _MOST: Final = 15
 #: From so many blocks on, an event is applied by numpy.
 _VECTOR: Final = 24
+#: By how much the table of blocks grows while they are stores' above all.
+_GROWTH: Final = 1.6
 #: Searches that a question does at once, at most.
 _PROBES: Final = 1 << 17
 
@@ -289,7 +291,7 @@ class Blocks:
         node = event.where.owner if source.registration.store else None
         holder = self._holder(source, space, rank, event.where.group, node or source.registration.node)
         tier = self._tier(source, event.where)
-        names = event.hashes
+        names: Sequence[int] = event.hashes
         if parked.gone:
             kept = [at for at, name in enumerate(names) if name not in parked.gone]
             names, keys = [names[at] for at in kept], [keys[at] for at in kept]
@@ -383,7 +385,7 @@ class Blocks:
                 and where.lora in (None, space.lora) and where.salt in (None, space.salt)
                 and where.owner in (None, holder.node) and rank == holder.rank and where.group == holder.group
             ):  # fmt: skip
-                keys = np.array(sorted(set(event.hashes)), np.uint64)
+                keys = np.unique(np.array(event.hashes, np.uint64))
                 slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
                 self._lower(source, slots[slots >= 0], tier)
 
@@ -392,7 +394,8 @@ class Blocks:
     def _alias(self, names: Sequence[int], lane: int, keys: Sequence[int], holder: Holder) -> None:
         table = self._aliases
         table.reserve(len(names))
-        if len(names) < _VECTOR or len(set(names)) < len(names):
+        mine, whole = np.array(names, np.uint64), np.array(keys, np.uint64)
+        if len(names) < _VECTOR or not _all_different(mine):
             for name, key in zip(names, keys):
                 slot = table.find_one(name, lane)
                 if slot < 0:
@@ -401,14 +404,9 @@ class Blocks:
                     self._renamed(np.array([slot]), np.array([key], np.uint64))
                 table.columns["key"][slot], table.columns["holder"][slot] = key, holder.id
             return
-        mine, whole = np.array(names, np.uint64), np.array(keys, np.uint64)
-        owners = np.full(len(mine), lane, np.uint32)
-        slots = table.find(mine, owners)
-        new = slots < 0
+        slots, new = table.find_or_add(mine, np.full(len(mine), lane, np.uint32))
         if not new.all():
             self._renamed(slots[~new], whole[~new])
-        if new.any():
-            slots[new] = table.add(mine[new], owners[new])
         table.columns["key"][slots], table.columns["holder"][slots] = whole, holder.id
 
     def _renamed(self, slots: Slots, keys: U64) -> None:
@@ -424,9 +422,11 @@ class Blocks:
         table, shift = self._held, _BITS * tier
         counted = source.registration.type == "vllm"
         self.added += len(keys)
-        table.reserve(len(keys))
+        # A store's snapshot has all its blocks, and nothing in the other table: this one may grow in larger steps.
+        table.reserve(len(keys), _GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
         counts = table.columns["counts"]
-        if len(keys) < _VECTOR or len(set(keys)) < len(keys):
+        mine = np.array(keys, np.uint64)
+        if len(keys) < _VECTOR or not _all_different(mine):
             for key in keys:
                 slot = table.find_one(key, holder.id)
                 if slot < 0:
@@ -437,21 +437,17 @@ class Blocks:
                 if (now >> shift & _MOST) < (_MOST if counted else 1):
                     counts[slot] = now + (1 << shift)
             return
-        mine = np.array(keys, np.uint64)
-        owners = np.full(len(mine), holder.id, np.uint32)
-        slots = table.find(mine, owners)
-        new = slots < 0
-        if new.any():
-            slots[new] = table.add(mine[new], owners[new])
-            holder.blocks += int(new.sum())
-            source.blocks += int(new.sum())
+        slots, new = table.find_or_add(mine, np.full(len(mine), holder.id, np.uint32))
+        added = int(new.sum())
+        holder.blocks += added
+        source.blocks += added
         before = counts[slots]
         more = (before >> np.uint32(shift) & np.uint32(_MOST)) < (_MOST if counted else 1)
         counts[slots] = before + (more.astype(np.uint32) << np.uint32(shift))
 
     def _known(self, source: Source, names: Sequence[int], lane: int, tier: int) -> None:
         """Count blocks that an event names without tokens: another tier of those that are known."""
-        mine = np.array(sorted(set(names)), np.uint64)
+        mine = np.unique(np.array(names, np.uint64))
         slots = self._aliases.find(mine, np.full(len(mine), lane, np.uint32))
         slots = slots[slots >= 0]
         source.ignored["unknown blocks without tokens"] += len(mine) - len(slots)
@@ -582,6 +578,12 @@ class _Late:
 
 class _Ignored(Exception):
     """Why an event is not counted."""
+
+
+def _all_different(keys: U64) -> bool:
+    """Return whether no key comes twice. O(keys log keys)."""
+    inorder = np.sort(keys)
+    return bool((inorder[1:] != inorder[:-1]).all())
 
 
 def tiers_of(counts: NDArray[np.uint32]) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 from ..schemes.encodings import BLOCK_TOKENS_MAX
 from .keys import token_bytes
@@ -29,6 +29,8 @@ _PARTS_MAX: Final = 64
 
 _MASK: Final = (1 << 64) - 1
 _Hash = int | bytes
+#: Numbers in one buffer, as numpy takes them without a look at each.
+Hashes: TypeAlias = "array[int]"
 
 
 class BadEvent(Exception):
@@ -61,13 +63,13 @@ class Stored(NamedTuple):
     """Consecutive blocks of a prompt.
 
     Attributes:
-        hashes: the publisher's names, unsigned.
+        hashes: the publisher's names, unsigned 64 bits.
         tokens: of all blocks, 4 bytes each; None if the event has none.
         standard: the names are RFC 1527's rolling hashes.
         extras: for each block what it depends on beside tokens, adapter and salt; may be shorter.
     """
 
-    hashes: list[int]
+    hashes: Hashes
     parent: int | None
     tokens: memoryview | None
     block_size: int | None
@@ -79,7 +81,7 @@ class Stored(NamedTuple):
 class Removed(NamedTuple):
     """Blocks that are not there any more."""
 
-    hashes: list[int]
+    hashes: Hashes
     where: Where
 
 
@@ -237,13 +239,13 @@ def _event(fields: _Map) -> Event:
     return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras)
 
 
-def _hashes(given: Sequence[_Hash]) -> list[int]:
+def _hashes(given: Sequence[_Hash]) -> Hashes:
     """Return :func:`_hash` of each."""
     numbers: Any = given
     try:
-        return array("Q", numbers).tolist()  # all of them in one call, where none is negative or bytes
+        return array("Q", numbers)  # all of them in one call, where none is negative or bytes
     except (TypeError, OverflowError):
-        return [_hash(each) for each in given]
+        return array("Q", [_hash(each) for each in given])
 
 
 def _hash(value: _Hash) -> int:

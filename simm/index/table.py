@@ -24,8 +24,9 @@ EMPTY: Final = 0
 GONE: Final = 0xFFFF_FFFF
 FILL: Final = 0.75
 GROWTH: Final = 1.19
-#: So few searches are done one by one.
+#: So few searches are done one by one, and so many in the order of their buckets, as a processor's cache likes it.
 _FEW: Final = 5
+_SORTED: Final = 256
 BUCKETS_MIN: Final = 8
 
 Keys = NDArray[np.uint64]
@@ -34,6 +35,15 @@ Slots = NDArray[np.int64]
 
 _MASK: Final = (1 << 64) - 1
 _HALF: Final = np.uint64(32)
+
+
+#: The lowest bit of a byte.
+_FIRST: Final = np.array([0, *((byte & -byte).bit_length() - 1 for byte in range(1, 256))], np.int64)
+
+
+def _bits(lanes: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Return each bucket's lanes, rows of eight, as a byte: what follows is much faster so."""
+    return np.packbits(lanes.reshape(-1), bitorder="little")
 
 
 class Table:
@@ -133,17 +143,21 @@ class Table:
         found = np.full(len(keys), -1, np.int64)
         pending = np.arange(len(keys))
         buckets = self._homes(keys, owners)
+        if len(keys) >= _SORTED:
+            pending = np.argsort(buckets)
+            keys, owners, buckets = keys[pending], owners[pending], buckets[pending]
         tables = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
         for _ in range(self._buckets):
-            slots = buckets * BUCKET + (tables[0][buckets] == keys[:, None]).argmax(axis=1)
-            alike = self.keys[slots] == keys
+            lanes = _bits(tables[0].take(buckets, axis=0) == keys[:, None])
+            slots = buckets * BUCKET + _FIRST[lanes]
+            alike = lanes > 0
             hit = alike & (self.owners[slots] == owners)
             found[pending] = np.where(hit, slots, -1)
             # Others of the key may be in the bucket beside one of another owner, or of none.
             for at in np.flatnonzero(alike & ~hit).tolist():
                 found[pending[at]] = self.find_one(int(keys[at]), int(owners[at]))
             open_ = np.flatnonzero(~alike)
-            open_ = open_[(tables[1][buckets[open_]] != EMPTY).all(axis=1)]
+            open_ = open_[_bits(tables[1].take(buckets[open_], axis=0) == EMPTY) == 0]
             if not open_.size:
                 break
             pending, keys, owners = pending[open_], keys[open_], owners[open_]
@@ -154,36 +168,53 @@ class Table:
             buckets = (buckets[open_] + 1) % self._buckets
         return found
 
-    def add(self, keys: Keys, owners: Owners) -> Slots:
-        """Return the slots of new entries, whose columns are 0. All are different and none is there. O(keys)."""
-        self.reserve(len(keys))
+    def find_or_add(self, keys: Keys, owners: Owners, growth: float = GROWTH) -> tuple[Slots, NDArray[np.bool_]]:
+        """Return the slot of each entry, and whether it is new, with columns of 0. All are different. O(keys).
+
+        Each turn looks at one bucket a key: the key is there, or it goes to a free slot if its search ends there, or to
+        the next bucket. One that would have a free slot but for others of this call waits for them, and looks again.
+        """
+        self.reserve(len(keys), growth)
         found = np.empty(len(keys), np.int64)
-        pending = np.arange(len(keys))
+        new = np.zeros(len(keys), np.bool_)
         buckets = self._homes(keys, owners)
-        by_bucket = self.owners.reshape(-1, BUCKET)
-        while len(pending):
-            if len(pending) <= _FEW:
-                for at in pending.tolist():
-                    found[at] = self._place(int(keys[at]), int(owners[at]))
-                break
-            order = np.argsort(buckets, kind="stable")
-            pending, buckets = pending[order], buckets[order]
-            numbers = np.arange(len(buckets))
-            begins = np.where(buckets[1:] != buckets[:-1], numbers[1:], 0)
-            rank = numbers.copy()
-            rank[1:] -= np.maximum.accumulate(begins)
-            there = by_bucket[buckets]
-            order_of_free = ((there == EMPTY) | (there == GONE)).cumsum(axis=1)
-            fits = order_of_free[:, -1] > rank
-            lanes = (order_of_free[fits] == rank[fits, None] + 1).argmax(axis=1)
-            slots = buckets[fits] * BUCKET + lanes
-            mine = pending[fits]
-            self.used += int((self.owners[slots] == EMPTY).sum())
-            self.keys[slots], self.owners[slots] = keys[mine], owners[mine]
-            found[mine] = slots
-            pending, buckets = pending[~fits], (buckets[~fits] + 1) % self._buckets
-        self.entries += len(keys)
-        return found
+        order = np.argsort(buckets)
+        pending, buckets = order, buckets[order]
+        rows_of_keys, rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
+        while len(pending) > _FEW:
+            mine, owned = keys[pending], owners[pending]
+            there = rows_of_owners.take(buckets, axis=0)
+            here = _bits((rows_of_keys.take(buckets, axis=0) == mine[:, None]) & (there == owned[:, None]))
+            empty = _bits(there == EMPTY)
+            hit = here > 0
+            ends = (empty > 0) & ~hit
+            free = empty | _bits(there == GONE)
+            # The first of each bucket takes the slot. The others look again in the next turn.
+            first = np.ones(len(pending), np.bool_)
+            at = np.flatnonzero(ends)
+            first[at[1:]] = buckets[at[1:]] != buckets[at[:-1]]
+            takes = ends & first
+            slots = buckets * BUCKET + _FIRST[np.where(hit, here, free)]
+            done = hit | takes
+            found[pending[done]] = slots[done]
+            new[pending[takes]] = True
+            taken = slots[takes]
+            self.used += int((self.owners[taken] == EMPTY).sum())
+            self.entries += len(taken)
+            self.keys[taken], self.owners[taken] = mine[takes], owned[takes]
+            left = ~done
+            pending, buckets = pending[left], (buckets + ~ends)[left]
+            if len(buckets) and buckets[-1] == self._buckets:  # those of one bucket stay side by side
+                buckets[buckets == self._buckets] = 0
+                order = np.argsort(buckets)
+                pending, buckets = pending[order], buckets[order]
+        for number in pending.tolist():
+            key, owner = int(keys[number]), int(owners[number])
+            slot = self.find_one(key, owner)
+            if slot < 0:
+                slot, new[number] = self.add_one(key, owner), True
+            found[number] = slot
+        return found, new
 
     def remove(self, slots: Slots | Sequence[int]) -> None:
         """Give up entries, all different. O(slots)."""
@@ -209,19 +240,19 @@ class Table:
 
     # -- its size ----------------------------------------------------------------------------------------
 
-    def reserve(self, more: int) -> None:
+    def reserve(self, more: int, growth: float = GROWTH) -> None:
         """Make room for so many new entries. O(entries) if it has to be rebuilt, and then rarely again."""
         if self.used + more <= FILL * self.slots:
             return
-        self.rebuild(more)
+        self.rebuild(more, growth)
 
-    def rebuild(self, more: int = 0) -> None:
+    def rebuild(self, more: int = 0, growth: float = GROWTH) -> None:
         """Drop what was given up and entries of owners that are gone. O(slots)."""
         held = np.flatnonzero((self.owners != EMPTY) & (self.owners != GONE))
         held = held[self._alive(self.owners[held])]
         keys, owners = self.keys[held], self.owners[held]
         columns = {name: column[held] for name, column in self.columns.items()}
-        self._allocate(max(BUCKETS_MIN, int((len(held) + more) * GROWTH / (FILL * BUCKET)) + 1))
+        self._allocate(max(BUCKETS_MIN, int((len(held) + more) * growth / (FILL * BUCKET)) + 1))
         # In the order of their homes each goes to its home's first slot, or behind the one before it. So all slots
         # from an entry's home to the entry are in use.
         homes = self._homes(keys, owners)

@@ -142,19 +142,16 @@ class Claims:
         if not names.size:
             return
         owners = np.full(len(names), owner, np.uint32)
-        slots = self._table.find(names, owners)
-        known = slots >= 0
-        before = self._table.columns["info"][slots[known]] >> _NAMESPACE_SHIFT
-        moved = slots[known][before != info[known] >> _NAMESPACE_SHIFT]
-        if moved.size:  # to another namespace: a client that names keys for itself
-            self._remove(moved, owner)
-            slots = self._table.find(names, owners)
-            known = slots >= 0
-        self._table.columns["info"][slots[known]] = info[known]
-        new = ~known
+        slots, new = self._table.find_or_add(names, owners)
+        column = self._table.columns["info"]
+        before = column[slots]
+        # To another namespace: a client that names keys for itself.
+        moved = ~new & (before >> _NAMESPACE_SHIFT != info >> _NAMESPACE_SHIFT)
+        if moved.any():
+            self._tell(False, owner, names[moved], before[moved])
+        column[slots] = info
+        new |= moved
         if new.any():
-            added = self._table.add(names[new], owners[new])  # may replace all arrays, and move all slots
-            self._table.columns["info"][added] = info[new]
             self._tell(True, owner, names[new], info[new])
 
     def _tell(self, stored: bool, owner: int, names: Keys, info: NDArray[np.uint64]) -> None:

@@ -48,8 +48,12 @@ def _drive(table: Table, seed: int, steps: int) -> dict[tuple[int, int], int]:
                     slot = table.add_one(*pair)
                     table.columns["value"][slot] = model[pair]
             else:
-                slots = table.add(*_arrays(new))
-                table.columns["value"][slots] = np.array([model[pair] for pair in new], np.uint64)
+                known = rng.sample(sorted(model.keys() - set(new)), min(len(new), len(model) - len(new)))
+                both = rng.sample(new + known, len(new) + len(known))
+                slots, added = table.find_or_add(*_arrays(both))
+                assert [pair for pair, is_new in zip(both, added.tolist()) if is_new] == [p for p in both if p in new]
+                assert not table.columns["value"][slots[added]].any()
+                table.columns["value"][slots] = np.array([model[pair] for pair in both], np.uint64)
         elif model:
             gone = rng.sample(sorted(model), rng.randrange(1, len(model) + 1) if rng.random() < 0.2 else 1)
             table.remove(table.find(*_arrays(gone)))
@@ -68,10 +72,32 @@ def test_a_dict_finds_the_same(seed: int) -> None:
     _check(table, model)
 
 
+@pytest.mark.parametrize("buckets", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", range(4))
+def test_new_entries_of_few_homes_share_no_slot(monkeypatch: pytest.MonkeyPatch, seed: int, buckets: int) -> None:
+    """Their homes are the last buckets and the first one: a search that goes on at the first meets those that wait."""
+    rng = np.random.default_rng(seed)
+    table = _table()
+    table.reserve(400)
+    homes = (-rng.integers(0, buckets, 1 << 16)) % table._buckets
+    monkeypatch.setattr(table, "_homes", lambda keys, owners: homes[keys.astype(np.intp)])
+    monkeypatch.setattr(table, "_home", lambda key, owner: int(homes[key]))
+    keys = rng.permutation(np.arange(1, 381, dtype=np.uint64))
+    owners = np.ones(len(keys), np.uint32)
+    for part in np.array_split(np.arange(len(keys)), 3):
+        slots, new = table.find_or_add(keys[part], owners[part])
+        assert new.all() and (table.keys[slots] == keys[part]).all()
+    slots, new = table.find_or_add(keys, owners)
+    assert not new.any() and len(set(slots.tolist())) == len(keys) and (table.find(keys, owners) == slots).all()
+    table.remove(slots[::3])
+    assert (table.find(keys, owners)[1::3] == slots[1::3]).all(), "no search ends before it"
+    assert (table.find_or_add(keys, owners)[1] == (np.arange(len(keys)) % 3 == 0)).all()
+
+
 def test_entries_of_owners_that_are_gone_are_dropped() -> None:
     alive = {1, 2}
     table = _table(alive)
-    table.add(np.arange(100, dtype=np.uint64), np.tile(np.array([1, 2], np.uint32), 50))
+    table.find_or_add(np.arange(100, dtype=np.uint64), np.tile(np.array([1, 2], np.uint32), 50))
     alive.discard(2)
     table.rebuild()
     assert table.entries == 50 and set(table.owners.tolist()) == {EMPTY, 1}
@@ -81,7 +107,7 @@ def test_an_entry_has_at_most_so_many_bytes() -> None:
     table = _table()
     worst = 0.0
     for number in range(400):
-        table.add(np.arange(number * 100, number * 100 + 100, dtype=np.uint64), np.full(100, 7, np.uint32))
+        table.find_or_add(np.arange(number * 100, number * 100 + 100, dtype=np.uint64), np.full(100, 7, np.uint32))
         if table.entries > 4000:
             worst = max(worst, table.nbytes / table.entries)
     assert worst <= (8 + 4 + 8) * 1.61
@@ -97,8 +123,9 @@ def test_mutation_a_slot_that_always_becomes_empty_again(monkeypatch: pytest.Mon
     for broken in (False, True):
         table = _table()
         monkeypatch.setattr(table, "_homes", lambda keys, owners: np.zeros(len(keys), np.int64))
+        monkeypatch.setattr(table, "_home", lambda key, owner: 0)
         keys, owners = np.arange(1, BUCKET + 3, dtype=np.uint64), np.ones(BUCKET + 2, np.uint32)
-        table.add(keys, owners)
+        table.find_or_add(keys, owners)
         first = table.find(keys[:1], owners[:1])
         remove(table, first) if broken else table.remove(first)
         assert (GONE in table.owners) is not broken
