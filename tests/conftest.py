@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from simm.config import engine_flags
-from tests.support import dose, faults, report, schedule, time_limit
+from tests.support import dose, examples, faults, report, schedule, time_limit
 from tests.support.child import STOP_S
 from tests.support.processes import HERE, Cluster, new_folder
 from tests.support.waiting import wait_until
@@ -31,10 +31,11 @@ _QUICK: Final = ("tests/unit/", "tests/models/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the dose of this run, and limit its time if the environment says so."""
+    """Choose the dose of this run, limit its time if the environment says so, and fix Hypothesis's examples."""
     # With nohup SIGHUP is ignored, in all that we start as well; tests send it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     dose.choose(config.option.markexpr)
+    examples.fix()
     time_limit.register(config)
 
 
