@@ -29,8 +29,8 @@ def pool() -> Iterator[CopyPool]:
     made.leave()
 
 
-def copier_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("simm-copy")}
+def copier_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("simm-copy")}
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -162,6 +162,7 @@ def test_without_threads_the_caller_does_all(pool: CopyPool, monkeypatch: pytest
 def test_copiers_share_threads_which_end_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "SPREAD_BYTES", 8192)
     monkeypatch.setattr(buffers, "PART_BYTES", 4096)
+    monkeypatch.setattr(buffers, "POOL", CopyPool())  # copiers of other tests may still be there
     before = copier_threads()
     source, target = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
     copiers = [Copier(3) for _ in range(4)]

@@ -27,9 +27,9 @@ def test_no_two_reservations_within_a_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = ports._block()
-    monkeypatch.setattr(ports, "_block", lambda: block[:2])
-    with socket.create_server(("127.0.0.1", block[0])):
-        assert {ports.reserve_port() for _ in range(3)} == {block[1]}
-        with socket.create_server(("127.0.0.1", block[1])), pytest.raises(AssertionError, match="all in use"):
+    one, other = sorted(ports.reserve_port() for _ in range(2))
+    monkeypatch.setattr(ports, "_block", lambda: range(one, other + 1, other - one))
+    with socket.create_server(("127.0.0.1", one)):
+        assert {ports.reserve_port() for _ in range(3)} == {other}
+        with socket.create_server(("127.0.0.1", other)), pytest.raises(AssertionError, match="all in use"):
             ports.reserve_port()
