@@ -24,6 +24,11 @@ from tests.support.ports import reserve_port
 # --- a server that does what the test says -----------------------------------------------------
 
 
+def asking(*endpoints: tuple[str, int], **more: Any) -> Etcd:
+    """Return a client that waits for a busy machine."""
+    return Etcd(endpoints, **{"deadline_s": WAIT_S, **more})
+
+
 def test_what_is_asked_and_what_is_read() -> None:
     answers = {
         "/v3/kv/range": {**HEADER, "kvs": [ONE], "count": "1"},
@@ -33,7 +38,7 @@ def test_what_is_asked_and_what_is_read() -> None:
         "/v3/lease/revoke": HEADER,
     }
     with Fake(lambda peer, path, body: peer.sendall(of(answers[path]))) as fake:
-        etcd = Etcd([fake.endpoint])
+        etcd = asking(fake.endpoint)
         assert etcd.get(b"k") == (b"k", b"v", 3, 5, 9)
         done = etcd.txn([created(b"k", 0), modified(b"k", 4)], [put(b"k", b"v", 9), get(b"k")], [delete(b"a", b"b")])
         assert done == (True, 7, [None])
@@ -90,7 +95,7 @@ NONSENSE: dict[str, bytes] = {
 def test_a_malformed_answer_is_an_error(kind: str) -> None:
     with Fake(says(MALFORMED[kind] if kind in MALFORMED else NONSENSE[kind])) as fake:
         with pytest.raises(EtcdError) as caught:
-            Etcd([fake.endpoint], deadline_s=2).get(b"k")
+            asking(fake.endpoint).get(b"k")
         assert str(fake.endpoint[1]) in str(caught.value)
 
 
@@ -119,7 +124,7 @@ def test_a_malformed_answer_is_a_detour_where_there_is_another_endpoint(kind: st
 )
 def test_an_answer_to_something_else_is_an_error(call: Callable[[Etcd], Any], answer: dict[str, Any]) -> None:
     with Fake(says(of(answer))) as fake, pytest.raises(EtcdError, match="malformed") as caught:
-        call(Etcd([fake.endpoint]))
+        call(asking(fake.endpoint))
     assert caught.value.maybe
 
 
@@ -147,7 +152,7 @@ def test_one_deadline_for_all_of_a_slow_answer() -> None:
         start = time.monotonic()
         try:
             with pytest.raises(EtcdError, match="in time") as caught:
-                Etcd([fake.endpoint], deadline_s=0.3).get(b"k")
+                Etcd([fake.endpoint], deadline_s=1.5).get(b"k")
         finally:
             ended.set()
         assert time.monotonic() - start < WAIT_S
@@ -157,7 +162,7 @@ def test_one_deadline_for_all_of_a_slow_answer() -> None:
 def test_a_silent_endpoint_leaves_time_for_the_others() -> None:
     """It takes connections (the kernel does) and says nothing; another refuses them; the third answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent, Fake(says(of({**HEADER, "kvs": [ONE]}))) as well:
-        etcd = Etcd([silent.getsockname(), ("127.0.0.1", reserve_port()), well.endpoint], deadline_s=1.5)
+        etcd = Etcd([silent.getsockname(), ("127.0.0.1", reserve_port()), well.endpoint], deadline_s=6.0)
         assert etcd.get(b"k") is not None
         # Who answered last is asked first.
         silent.settimeout(0.05)
@@ -166,7 +171,7 @@ def test_a_silent_endpoint_leaves_time_for_the_others() -> None:
         with pytest.raises(TimeoutError):
             silent.accept()
         with pytest.raises(EtcdError, match=r"in time.*refused|refused.*in time"):
-            Etcd([silent.getsockname(), ("127.0.0.1", reserve_port())], deadline_s=0.3).get(b"k")
+            Etcd([silent.getsockname(), ("127.0.0.1", reserve_port())], deadline_s=2.0).get(b"k")
 
 
 def test_a_transaction_that_may_have_been_done_is_not_sent_again() -> None:
@@ -174,26 +179,26 @@ def test_a_transaction_that_may_have_been_done_is_not_sent_again() -> None:
     with Fake(says(b"")) as lost, Fake(says(done)) as well:
         refused = ("127.0.0.1", reserve_port())
         with pytest.raises(EtcdError) as caught:
-            Etcd([refused, lost.endpoint, well.endpoint]).txn([], [])
+            asking(refused, lost.endpoint, well.endpoint).txn([], [])
         assert caught.value.maybe and len(lost.requests) == 1 and not well.requests
         # One that was never sent is.
-        assert Etcd([refused, well.endpoint]).txn([], []).succeeded
+        assert asking(refused, well.endpoint).txn([], []).succeeded
         with pytest.raises(EtcdError) as caught:
-            Etcd([refused]).txn([], [])
+            asking(refused).txn([], [])
         assert not caught.value.maybe
 
 
 def test_what_etcd_refuses_is_not_asked_elsewhere() -> None:
     with Fake(says(error(3, "etcdserver: request is too large"))) as fake, Fake(says(of(HEADER))) as other:
         with pytest.raises(EtcdError, match="too large") as caught:
-            Etcd([fake.endpoint, other.endpoint]).txn([], [])
+            asking(fake.endpoint, other.endpoint).txn([], [])
         assert caught.value.code == 3 and not caught.value.maybe and not other.requests
     unavailable = error(14, "etcdserver: no leader", "503 Service Unavailable")
     with Fake(says(unavailable)) as fake, Fake(says(of({**HEADER, "kvs": [ONE]}))) as other:
-        assert Etcd([fake.endpoint, other.endpoint]).get(b"k") is not None
+        assert asking(fake.endpoint, other.endpoint).get(b"k") is not None
     gone = error(5, "etcdserver: requested lease not found", "404 Not Found")
     with Fake(says(gone)) as fake:
-        etcd = Etcd([fake.endpoint])
+        etcd = asking(fake.endpoint)
         assert etcd.keepalive(5) == 0
         etcd.revoke(5)
         with pytest.raises(EtcdError, match="lease not found"):
@@ -201,7 +206,7 @@ def test_what_etcd_refuses_is_not_asked_elsewhere() -> None:
     ended = of({"result": {**HEADER, "ID": "5"}})
     broken = of({"error": {"grpc_code": 14, "http_code": 503, "message": "no leader"}})
     with Fake(says(ended, broken)) as fake:
-        etcd = Etcd([fake.endpoint])
+        etcd = asking(fake.endpoint)
         assert etcd.keepalive(5) == 0
         with pytest.raises(EtcdError, match="no leader"):
             etcd.keepalive(5)
@@ -227,7 +232,7 @@ def test_a_login_is_made_once_and_again_when_it_is_old() -> None:
     found = of({**HEADER, "kvs": [ONE]})
     old = error(16, "etcdserver: invalid auth token", "401 Unauthorized")
     with Fake(says(token, found, found, old, token, found)) as fake:
-        etcd = Etcd([fake.endpoint], login=("simm", "secret"))
+        etcd = asking(fake.endpoint, login=("simm", "secret"))
         for _ in range(3):
             assert etcd.get(b"k") is not None
     assert [path.rpartition("/")[2] for path, _ in fake.requests] == [
@@ -237,11 +242,11 @@ def test_a_login_is_made_once_and_again_when_it_is_old() -> None:
     assert "Authorization: abc.1" in fake.headers[1] and "Authorization" not in fake.headers[4]
     with Fake(says(error(3, "etcdserver: authentication failed, invalid user ID or password"))) as fake:
         with pytest.raises(EtcdError, match="authentication failed") as caught:
-            Etcd([fake.endpoint], login=("simm", "wrong")).txn([], [])
+            asking(fake.endpoint, login=("simm", "wrong")).txn([], [])
         assert not caught.value.maybe and "wrong" not in str(caught.value)
     # A token that would end the header and begin another.
     with Fake(says(of({**HEADER, "token": "a\r\nX: y"}))) as fake, pytest.raises(EtcdError, match="malformed"):
-        Etcd([fake.endpoint], login=("simm", "secret")).get(b"k")
+        asking(fake.endpoint, login=("simm", "secret")).get(b"k")
 
 
 def test_random_bytes_end_in_an_error() -> None:
@@ -254,7 +259,7 @@ def test_random_bytes_end_in_an_error() -> None:
 
     outcomes = {"error": 0, "value": 0}
     with Fake(answer) as fake:
-        etcd = Etcd([fake.endpoint])
+        etcd = asking(fake.endpoint)
         for _ in range(300):
             mutable = bytearray(good)
             for _ in range(rng.randrange(1, 4)):

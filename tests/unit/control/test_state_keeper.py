@@ -163,6 +163,13 @@ def test_a_disk_that_fails_is_tried_again(world: World, disk: Disk, caplog: pyte
     assert "No space left on device; service goes on" in caplog.text
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes wait for this machine's disk as long as it takes."""
+    monkeypatch.setattr("simm.control.state_keeper.PATIENCE_S", WAIT_S)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("seed", range(3))
 def test_no_epoch_is_sent_that_the_file_does_not_cover(world: World, seed: int) -> None:
     rng = random.Random(seed)
@@ -177,6 +184,7 @@ def test_no_epoch_is_sent_that_the_file_does_not_cover(world: World, seed: int) 
     assert world.keeper.writes < 200
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_sudden_jump_of_the_epoch_waits_for_the_disk(world: World) -> None:
     world.epoch += 100 * RESERVE
     assert world.keeper.cover(world.epoch)

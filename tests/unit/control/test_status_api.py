@@ -25,7 +25,7 @@ DOCS = (Path(__file__).parents[3] / "docs" / "status-api.md").read_text()
 
 @pytest.fixture
 def manager() -> Iterator[Manager]:
-    made = Manager(Loop())
+    made = Manager(Loop(lambda: 1000.0))  # reports grow no older, nor does an answer that is kept
     yield made
     made.loop.close()
 
