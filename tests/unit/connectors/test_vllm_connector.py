@@ -26,7 +26,7 @@ class Engines:
     def __call__(self, role: Role = Role.WORKER, **changes: Any) -> Any:
         world = replace(World(), **changes)
         vars(self.world).update(vars(world))
-        client = FakeClient(store=self.store)
+        client = FakeClient(store=self.store, deadline_s=30.0)
         one = self.module.SimmConnector(world.config(), role, world.cache(), client=client)
         self.made.append(one)
         if role is Role.WORKER:

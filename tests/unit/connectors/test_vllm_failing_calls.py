@@ -22,9 +22,13 @@ PROMPTS = [HEAD, HEAD + list(range(300, 310)), HEAD[:9]]
 FORMS: list[dict[str, Any]] = [{}, {"layerwise": True}, {"groups": (FULL, WINDOWED)}]
 IDS = ["between the steps", "layer by layer", "two groups"]
 #: For lookups: on a busy machine these threads are late.
-LATE_S = 2.0
+PATIENT_S = 30.0
 SILENT_DEADLINE_S = 0.3
 PLANNED = [Block(0, at + 1, bytes([at] * 32)) for at in range(4)]
+
+
+def patient(store: FakeStore) -> FakeClient:
+    return FakeClient(store=store, deadline_s=PATIENT_S)
 
 
 def outputs(client: Any, armed: Callable[[], None], form: dict[str, Any]) -> bool:
@@ -48,9 +52,9 @@ def test_each_call_may_fail(form: dict[str, Any], how: str) -> None:
     for at in range(80):
         store = FakeStore()
         client = Faulty(store, how, at)
-        client.deadline_s = LATE_S
+        client.deadline_s = PATIENT_S
         assert outputs(client, lambda client=client: setattr(client, "armed", True), form), (at, how)
-        assert outputs(FakeClient(store=store), lambda: None, form), f"what the fault has left: {at}"
+        assert outputs(patient(store), lambda: None, form), f"what the fault has left: {at}"
         if not client.hit:
             break
     assert 10 < at < 79, "each call has failed once"
@@ -62,8 +66,8 @@ def test_each_read_of_a_layer_may_fail(how: str) -> None:
     """A layer of a block is missing: the block is computed, and all behind it."""
     for at in range(60):
         store = FakeStore()
-        assert outputs(FakeClient(store=store), lambda: None, {"layerwise": True})
-        client = FakeClient(store=store)
+        assert outputs(patient(store), lambda: None, {"layerwise": True})
+        client = patient(store)
         left, pin, hit = [at], client.pin, []
 
         def pinned(
@@ -86,7 +90,7 @@ def test_each_read_of_a_layer_may_fail(how: str) -> None:
 
         client.pin = pinned  # type: ignore[method-assign]
         assert outputs(client, lambda: None, {"layerwise": True}), at
-        assert outputs(FakeClient(store=store), lambda: None, {"layerwise": True}), f"what the fault has left: {at}"
+        assert outputs(patient(store), lambda: None, {"layerwise": True}), f"what the fault has left: {at}"
         if not hit:
             break
     assert 5 < at < 59, "each read has failed once"
@@ -98,8 +102,8 @@ def test_control_a_value_of_another_block_is_seen() -> None:
             return super().get_digests(list(reversed(digests)), sinks)
 
     store = FakeStore()
-    assert outputs(FakeClient(store=store), lambda: None, {})
-    assert not outputs(Mixed(store=store), lambda: None, {})
+    assert outputs(patient(store), lambda: None, {})
+    assert not outputs(Mixed(store=store, deadline_s=PATIENT_S), lambda: None, {})
 
 
 # -- servers that never answer --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from simm.connectors.vllm_plan import Block, Group, Load, Plan, Report
 from simm.connectors.vllm_worker import WorkerSide
 from simm.testing import FakeClient, FakeStore
 from tests.support.toy_vllm import FULL, NEW_TOKENS, WINDOWED, Engine
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 #: 37 tokens: nine blocks of 4, four of 8.
 PROMPT = list(range(100, 137))
@@ -37,7 +36,8 @@ def engine(store: FakeStore) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(groups: Any = (FULL,), client: Any = None, **options: Any) -> Engine:
-        made.append(Engine(client or FakeClient(store=store), groups, **options))
+        # A lookup of a busy machine is not late.
+        made.append(Engine(client or FakeClient(store=store, deadline_s=WAIT_S), groups, **options))
         return made[-1]
 
     yield make
@@ -224,11 +224,21 @@ def test_control_a_value_that_was_stored_wrong_is_seen(engine: Any, store: FakeS
 
 
 def test_a_late_lookup_is_a_miss(engine: Any, store: FakeStore) -> None:
+    go: list[bool] = []
+
     def slow(operation: str, _: int) -> None:
         if operation == "exists":
-            time.sleep(0.2)
+            wait_until(lambda: go, "what is late may end")
 
     one, other = engine(), engine(client=FakeClient(store=store, deadline_s=0.05))
+    begin = other.begin
+
+    def begun(*given: Any) -> tuple[int, bool]:
+        found: tuple[int, bool] = begin(*given)
+        go.append(True)
+        return found
+
+    other.begin = begun
     one.run(PROMPT)
     store.latency = slow
     assert right(other, PROMPT) and other.external == [0]
@@ -240,6 +250,14 @@ def test_a_late_lookup_is_a_miss(engine: Any, store: FakeStore) -> None:
 
 def test_blocks_without_room_in_the_staging_memory_are_not_stored(engine: Any, store: FakeStore) -> None:
     one = engine(staging_bytes=1)
+    end = one.worker.end
+
+    def ended() -> None:
+        """The thread that stores has its turn before the next step."""
+        end()
+        assert one.worker.wait_saved(WAIT_S)
+
+    one.worker.end = ended
     assert right(one, PROMPT)
     counts = one.worker.take_counts()
     assert counts["blocks_dropped"] == 8 and counts["blocks_stored"] == 1 + (len(PROMPT) + NEW_TOKENS) // 4 - 9

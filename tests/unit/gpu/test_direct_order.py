@@ -297,6 +297,24 @@ def test_mutation_without_the_second_look(fake: FakeCuda, monkeypatch: pytest.Mo
 # -- deadlines and ends ------------------------------------------------------------------------------------------------
 
 
+def held_until_the_deadline(cluster: Any, which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold these operations back. A wait for one does all others, and ends by its deadline at once.
+
+    No clock decides, so that a busy machine has time for TCP.
+    """
+    real = FakeQueuePair.wait
+
+    def wait(self: FakeQueuePair, ticket: int, until: float) -> None:
+        if self.network._held is None:
+            real(self, ticket, until)
+            return
+        self.network.run()
+        real(self, ticket, 0.0)
+
+    monkeypatch.setattr(FakeQueuePair, "wait", wait)
+    cluster.network.hold(which)
+
+
 def late_bytes(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
     """Let the deadline pass with a READ into the GPU in flight, or with an old value read but not confirmed.
 
@@ -304,14 +322,14 @@ def late_bytes(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, part: bool) -> N
     """
     size = 100 * KIB
     with cluster_with(fake, monkeypatch) as cluster:
-        client = cluster.rdma(deadline_s=0.8)
+        client = cluster.rdma()
         span = memory(client, fake, size, noise(1, size))
         assert client.put("key", span)
         assert client.get_into("key", span) == size
         if part:
-            cluster.network.hold(lambda link, op: op[0] == FENCED_READ)
+            held_until_the_deadline(cluster, lambda link, op: op[0] == FENCED_READ, monkeypatch)
         else:
-            cluster.network.hold(lambda link, op: op[0] == READ and op[3] == size)
+            held_until_the_deadline(cluster, lambda link, op: op[0] == READ and op[3] == size, monkeypatch)
         old = fake.dma[1]
         assert client.get_into("key", span) == size, "by TCP"
         assert (fake.dma[1] - old == size) is part
@@ -349,9 +367,9 @@ def test_a_deadline_with_a_write_under_way(fake: FakeCuda, monkeypatch: pytest.M
     """The caller may change the memory once put has returned; the stored value is the one that was passed."""
     size = 100 * KIB
     with cluster_with(fake, monkeypatch) as cluster:
-        client = cluster.rdma(deadline_s=0.8)
+        client = cluster.rdma()
         span = memory(client, fake, size, noise(1, size))
-        cluster.network.hold(lambda link, op: op[0] == WRITE and op[3] >= size)
+        held_until_the_deadline(cluster, lambda link, op: op[0] == WRITE and op[3] >= size, monkeypatch)
         assert client.put("key", span), "by TCP"
         before = fake.dma[0]
         fake.poke(span.address, bytes(size))
