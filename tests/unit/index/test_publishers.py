@@ -25,6 +25,12 @@ from tests.support.waiting import wait_until  # noqa: E402
 SPACE = Space("m", "", "default", "", 1)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay waits for this thread, which is the engine's, as long as a busy machine takes."""
+    monkeypatch.setattr(publishers_module, "REPLAY_IDLE_S", 60.0)
+
+
 class Engine:
     """An engine's publisher: PUB and ROUTER, and the messages that it keeps."""
 

@@ -98,6 +98,13 @@ class Index:
         return stream is not None and stream.complete and not self.source.stale and not self.source.lost
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers wait for this thread, which is the outlet's, as long as a busy machine takes."""
+    monkeypatch.setattr("simm.index.publishers.REPLAY_IDLE_S", 60.0)
+    monkeypatch.setattr("simm.index.publishers.SILENT_MS", 60_000)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     made = Store(tmp_path)
