@@ -60,7 +60,7 @@ class Pair:
         )
 
     def do(self, *ops: Op) -> None:
-        self.qp.wait(self.qp.post(ops), time.monotonic() + 20)
+        self.qp.wait(self.qp.post(ops), time.monotonic() + 120)
 
     def window(self, word: int, words: int) -> FakeWindow:
         window = self.far.fakes[0].window()

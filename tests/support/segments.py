@@ -59,7 +59,7 @@ class Peer:
             finally:
                 os._exit(status)
         theirs.close()
-        self.link.settimeout(30)
+        self.link.settimeout(120)
 
     def tell(self, byte: bytes = b".") -> None:
         self.link.sendall(byte)
@@ -84,7 +84,7 @@ class Peer:
 
 def await_end(pidfd: int) -> None:
     """Wait until a process that is not our child is gone, with all its locks (its sockets close before them)."""
-    ready, _, _ = select.select([pidfd], [], [], 30)
+    ready, _, _ = select.select([pidfd], [], [], 120)
     os.close(pidfd)
     assert ready
 

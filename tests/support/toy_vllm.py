@@ -27,7 +27,7 @@ BLOCKS = 64
 #: (blocks, heads, tokens, bytes) in memory as (blocks, tokens, heads, bytes), with a gap behind each token.
 SHAPE, GAP = (BLOCKS, 2, 4, 8), 3
 NEW_TOKENS = 6
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Engine:

@@ -247,7 +247,7 @@ def test_issue_the_heartbeat_goes_on_in_each_step_for_all_entries(
 
     def slow(self: object, *arguments: object) -> object:
         start = world.store.header[Word.HEARTBEAT]
-        wait_until(lambda: world.store.header[Word.HEARTBEAT] - start >= 3, "the heartbeat moves", 20)
+        wait_until(lambda: world.store.header[Word.HEARTBEAT] - start >= 3, "the heartbeat moves")
         moved.append(1)
         return real(self, *arguments)
 

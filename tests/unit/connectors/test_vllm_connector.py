@@ -26,7 +26,7 @@ class Engines:
     def __call__(self, role: Role = Role.WORKER, **changes: Any) -> Any:
         world = replace(World(), **changes)
         vars(self.world).update(vars(world))
-        client = FakeClient(store=self.store, deadline_s=30.0)
+        client = FakeClient(store=self.store, deadline_s=120.0)
         one = self.module.SimmConnector(world.config(), role, world.cache(), client=client)
         self.made.append(one)
         if role is Role.WORKER:
@@ -147,7 +147,7 @@ def test_a_block_goes_and_comes_and_failures_are_named(engines: Engines, groups:
     tensor = next(span.keep for span in (one._worker._staging,))
     assert tensor is not None
     ran(one, Plan(saves={"g": [there]}))
-    assert one._worker.wait_saved(30.0)
+    assert one._worker.wait_saved(120.0)
     assert one.get_kv_connector_stats().data["blocks_stored"] == 1
     ran(other, Plan([Load("good", "g", [there]), Load("bad", "g", [gone])]))
     done: set[str] = set()

@@ -22,7 +22,7 @@ PROMPTS = [HEAD, HEAD + list(range(300, 310)), HEAD[:9]]
 FORMS: list[dict[str, Any]] = [{}, {"layerwise": True}, {"groups": (FULL, WINDOWED)}]
 IDS = ["between the steps", "layer by layer", "two groups"]
 #: For lookups: on a busy machine these threads are late.
-PATIENT_S = 30.0
+PATIENT_S = 120.0
 SILENT_DEADLINE_S = 0.3
 PLANNED = [Block(0, at + 1, bytes([at] * 32)) for at in range(4)]
 
@@ -122,7 +122,7 @@ def loads(engine: Engine) -> bool:
     engine.worker.begin(Plan())
     engine.worker.load(Plan([Load("r", "0" * 16, PLANNED)]))
     engine.worker.end()
-    until = time.monotonic() + 30.0
+    until = time.monotonic() + PATIENT_S
     loaded: set[str] = set()
     while not engine.layerwise and "r" not in loaded:
         assert time.monotonic() < until

@@ -276,7 +276,7 @@ def test_a_put_that_hangs_holds_up_no_step(engine: Any, store: FakeStore) -> Non
     one.worker.wait_saved = lambda timeout_s: True
     assert right(one, PROMPT) and not len(store) - 1 > 0
     go.append(True)
-    assert WorkerSide.wait_saved(one.worker, 30.0)
+    assert WorkerSide.wait_saved(one.worker, WAIT_S)
     assert right(other, PROMPT) and other.external == [36]
 
 

@@ -20,7 +20,7 @@ from simm.ipc.get import ShmGet
 from tests.support.client_values import forked
 from tests.support.waiting import wait_until
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Threads:

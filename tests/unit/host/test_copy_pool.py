@@ -18,7 +18,7 @@ from simm.host import buffers, copy_pool
 from simm.host.buffers import Copier
 from simm.host.copy_pool import THREADS_MAX, CopyPool, cpus_of, default_threads
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_a_failing_hook_does_not_stop_the_others() -> None:
         "    os._exit(0 if log == [0, 1, 2] else 1)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for number in range(3):
         assert f"ValueError: hook {number}" in done.stderr
@@ -177,7 +177,7 @@ def test_a_fork_waits_for_a_held_lock() -> None:
         "assert lock.acquire(blocking=False)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -227,5 +227,5 @@ def test_an_object_that_lives_until_exit_causes_no_report() -> None:
         "part.cycle = part\n"
         "kept = part.hook\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""

@@ -71,7 +71,7 @@ def test_threads_of_all_nodes_run_at_once(files: list[MappedFile], monkeypatch: 
     pinned: set[int] = set()
     monkeypatch.setattr(populate, "threads_of", lambda _: 1)
     monkeypatch.setattr(numa, "pin", pinned.add)
-    monkeypatch.setattr(MappedFile, "fault_in", lambda *_: everywhere.wait(30))
+    monkeypatch.setattr(MappedFile, "fault_in", lambda *_: everywhere.wait(120))
     for each in files:
         each.size = populate.PIECE_BYTES
     assert populate_all([Wanted(each, node) for node, each in enumerate(files)], progress=on())
@@ -85,7 +85,7 @@ def test_an_end_in_the_middle(files: list[MappedFile], monkeypatch: pytest.Monke
     real = MappedFile.fault_in
 
     def slow(file: MappedFile, start: int, stop: int) -> None:
-        assert looked.wait(30)
+        assert looked.wait(120)
         real(file, start, stop)
 
     def second_look(done: int, *_: int) -> bool:

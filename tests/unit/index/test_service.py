@@ -201,7 +201,7 @@ def _ask(address: str, path: str, body: bytes | None, **headers: str) -> tuple[i
     told = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
     request = urllib.request.Request(f"http://{address}{path}", data=body, headers=told)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as exc:
         return exc.code, exc.read().decode()
@@ -234,14 +234,14 @@ def test_a_body_in_parts_and_heads_that_are_wrong() -> None:
         host, port = address.split(":")
 
         def told(*parts: bytes) -> bytes:
-            with socket.create_connection((host, int(port)), 30) as sock:
+            with socket.create_connection((host, int(port)), 120) as sock:
                 for part in parts:
                     sock.sendall(part)
                 return b"".join(iter(lambda: sock.recv(4096), b""))
 
         for cut in (0, 1, len(body) // 2):
             assert told(head.encode() + b"\r\n", body[:cut], body[cut:]).startswith(b"HTTP/1.1 200")
-        with socket.create_connection((host, int(port)), 30) as sock:
+        with socket.create_connection((host, int(port)), 120) as sock:
             sock.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
             assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
             sock.sendall(body)

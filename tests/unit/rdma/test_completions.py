@@ -109,7 +109,7 @@ def at_an_event(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:
     qp._looks = 0.0
     rail.queue.channel.error = error
     rail.queue.channel.ring()
-    qp.wait(1, time.monotonic() + 30)
+    qp.wait(1, time.monotonic() + 120)
 
 
 def making_room(qp: VerbsQueuePair, rail: ScriptedRail, error: Error) -> None:

@@ -18,7 +18,7 @@ from tests.support.client_checks import check_staging
 #: From 3.12 on CPython warns of every fork next to threads. They are the point of a test.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 MIB = 1 << 20
 
 

@@ -255,7 +255,7 @@ def test_a_full_dev_shm_itself() -> None:
     command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", UNSHARED]
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("needs root and unshare")
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip("mount namespaces are not allowed here")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
@@ -342,7 +342,7 @@ def test_a_map_cannot_be_closed_while_it_is_populated(
 
     def slow(address: int, length: int, advice: int) -> int:
         inside.set()
-        assert leave.wait(30)
+        assert leave.wait(120)
         return real(address, length, advice)
 
     monkeypatch.setattr(pages, "_madvise", slow)
@@ -350,11 +350,11 @@ def test_a_map_cannot_be_closed_while_it_is_populated(
     mm = attached.map(0, 8192, writable=False, dontfork=False)
     thread = threading.Thread(target=pages.populate_read, args=(mm,))
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(120)
     attached.close()
     assert not mm.closed
     leave.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     mm.close()
 
@@ -511,7 +511,7 @@ def test_other_interpreters_attach_and_exit_without_a_trace(segment: shm.OwnedSe
 
     def run(script: str, *arguments: str) -> tuple[int, str, str]:
         done = subprocess.run(
-            [python, "-c", script, *arguments], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
+            [python, "-c", script, *arguments], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
         )
         return done.returncode, done.stdout, done.stderr
 

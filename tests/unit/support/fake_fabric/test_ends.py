@@ -72,7 +72,7 @@ def test_a_broken_link_still_brings_what_it_was_reading_until_it_is_closed(make:
         with pair.network.lock:
             pair.qp.fail("a test", "WR_FLUSH_ERR")
         with pytest.raises(FabricError, match="WR_FLUSH_ERR"):
-            pair.qp.wait(1, time.monotonic() + 20)
+            pair.qp.wait(1, time.monotonic() + 120)
         before = sum(pair.mine.words[:16])
         for _ in range(5):
             pair.network.step()
@@ -100,7 +100,7 @@ def test_held_back_and_released(make: Make) -> None:
     late(pair)
     assert pair.theirs[0] == pair.mine[1] == 0
     pair.network.release()
-    pair.qp.wait(1, time.monotonic() + 20)
+    pair.qp.wait(1, time.monotonic() + 120)
     assert (pair.theirs[0], pair.mine[1]) == (7, 8)
     # Only WRITEs: a WRITE that left lands after its sender has closed.
     pair.network.hold(lambda qp, op: op[0] == WRITE)
@@ -122,7 +122,7 @@ def test_a_cable_out_and_in_again(make: Make) -> None:
         pair.qp.post([pair.op(WRITE, 0, 0), pair.op(READ, 1, 0)])
         late(pair)
         pair.network.restore(rail)
-        pair.qp.wait(pair.qp.tickets, time.monotonic() + 20)
+        pair.qp.wait(pair.qp.tickets, time.monotonic() + 120)
         assert pair.theirs[0] == pair.mine[0]
 
 
@@ -139,7 +139,7 @@ def test_no_way_between_two_rails(make: Make) -> None:
     with pytest.raises(Timeout):
         one.wait(1, time.monotonic() + 0.01)  # the other end has not connected yet
     other.connect(one.address())
-    one.wait(1, time.monotonic() + 20)
+    one.wait(1, time.monotonic() + 120)
     more.close()
 
 
@@ -152,7 +152,7 @@ def test_a_link_killed_and_a_device_gone(make: Make) -> None:
     assert end.broken and not other.broken
     other.post([pair.op(READ, 0, 0)])
     with pytest.raises(FabricError, match="does not answer"):
-        other.wait(1, time.monotonic() + 20)
+        other.wait(1, time.monotonic() + 120)
     for use in (pair.far.fakes[0].queue_pair, pair.far.fakes[0].window, lambda: Memory(pair.far)):
         with pytest.raises(FabricError, match="gone"):
             use()
@@ -185,7 +185,7 @@ def test_links_that_were_not_connected_to_each_other(make: Make) -> None:
     other.connect(pair.qp.address())
     one.post([pair.op(READ, 0, 0)])
     with pytest.raises(FabricError):
-        one.wait(1, time.monotonic() + 20)
+        one.wait(1, time.monotonic() + 120)
     lost = pair.near.fakes[0].queue_pair()
     with pytest.raises(FabricError):
         lost.connect(other.address()._replace(gid=bytes(16)))
@@ -195,7 +195,7 @@ def test_links_that_were_not_connected_to_each_other(make: Make) -> None:
     fresh.connect(stale.address())
     stale.post([pair.op(READ, 0, 0)])
     with pytest.raises(FabricError):
-        stale.wait(1, time.monotonic() + 20)
+        stale.wait(1, time.monotonic() + 120)
 
 
 # --- threads, processes, leaks ----------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_threads(make: Make, background: bool) -> None:
             for turn in range(1, 40):
                 pair.mine[at] = turn
                 ticket = qp.post([pair.op(WRITE, at, at), pair.op(FENCED_READ, at + 1, at)])
-                qp.wait(ticket, time.monotonic() + 20)
+                qp.wait(ticket, time.monotonic() + 120)
                 ticket = qp.post([pair.op(READ, at + 1, at)])
                 while qp.poll() < ticket:
                     pass

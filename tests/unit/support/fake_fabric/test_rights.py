@@ -63,7 +63,7 @@ def test_local_keys(make: Make, key: str) -> None:
     with pytest.raises(FabricError):
         pair.end.wait(
             pair.end.post([(READ, pair.theirs.address, pair.theirs.region.lkey, 8, pair.mine.address, 1)]),
-            time.monotonic() + 20,
+            time.monotonic() + 120,
         )
 
 
