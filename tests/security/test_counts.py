@@ -20,7 +20,7 @@ from simm.ipc.tally import CLAIMS_MAX, NAMESPACES_MAX, OTHERS, Tally, claims
 from simm.server.operators.pages import METRICS
 from tests.support.http_page import page
 from tests.support.processes import Cluster, new_folder
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 #: Another sample, another line, colours, no characters, a direction, a separator of lines, quotes, the name of others.
 EVIL = (
@@ -39,7 +39,7 @@ def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
 def test_issue_names_of_namespaces_do_nothing_to_a_page(cluster: Cluster) -> None:
     for name in EVIL:
         for path in ("shm", "tcp"):
-            with Client(cluster.manager, namespace=name, path=path) as client:
+            with Client(cluster.manager, namespace=name, path=path, deadline_s=WAIT_S) as client:
                 assert client.put("k", b"v") and client.get("k") == b"v"
 
     def text() -> str:

@@ -45,7 +45,7 @@ def driven_beyond(fleet: Fleet, epoch: int) -> None:
 @pytest.mark.quick
 def test_a_manager_that_lost_its_state_takes_servers_of_a_high_epoch(nothing_is_left: Path) -> None:
     """They drop their values. But they do not stay outside for ever."""
-    with Fleet(new_folder(), 1, heartbeat_ms=100) as fleet, Client(fleet.manager.address) as client:
+    with Fleet(new_folder(), 1, heartbeat_ms=100) as fleet, Client(fleet.manager.address, deadline_s=WAIT_S) as client:
         assert client.put("before", b"value")
         for _ in range(2):
             driven_beyond(fleet, freeze(fleet, EPOCHS_AHEAD - 1000))

@@ -98,7 +98,7 @@ def test_a_restarted_manager_knows_its_servers_by_their_secrets(
     run: Callable[..., Process], tmp_path: Path, state: str
 ) -> None:
     """Also one that knows an instance from a map alone, and has never seen its secret."""
-    process = run(tmp_path, "--heartbeat-ms", "200")
+    process = run(tmp_path, "--heartbeat-ms", "20000")  # for two of them a manager without its state waits for maps
     with process.client(deadline_s=WAIT_S) as server, process.client(deadline_s=WAIT_S) as attacker:
         server.join(1, "a", workers())
         server.join(1, "b", workers())

@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,8 @@ class Secure:
         self.port = int(port)
 
     def client(self, **more: str) -> Client:
-        return Client(self.cluster.manager, **{"path": "tcp", "token": TOKEN, "tls_ca": self.ca, **more})  # type: ignore[arg-type]
+        given: dict[str, Any] = {"path": "tcp", "token": TOKEN, "tls_ca": self.ca, **more}
+        return Client(self.cluster.manager, deadline_s=WAIT_S, **given)
 
     def run(self, *words: str, **environment: str) -> tuple[int, str]:
         """Exit code and output of a ``simm`` command."""
@@ -135,7 +137,7 @@ def test_nothing_is_in_plain_text_on_the_wire(secure: Secure) -> None:
         thread = threading.Thread(target=relay, daemon=True)
         thread.start()
         address = [("127.0.0.1", int(listener.getsockname()[1]))]
-        with ManagerClient(address, token=TOKEN, tls=TlsOptions(secure.ca)) as link:
+        with ManagerClient(address, token=TOKEN, tls=TlsOptions(secure.ca), deadline_s=WAIT_S) as link:
             assert link.status()["nodes"][0]["name"] == secure.cluster.name
         thread.join(WAIT_S)
     assert seen and b"SiMM" not in seen and secure.cluster.name.encode() not in seen
@@ -187,7 +189,7 @@ def test_who_is_not_served(secure: Secure, tmp_path: Path) -> None:
         (TlsOptions(secure.ca, str(other.issue("nobody"))), TOKEN, "unknown ca|connection lost"),
         (TlsOptions(secure.ca), "another-token-than-it-has", "token"),
     ):
-        with ManagerClient([(secure.host, secure.port)], token=token, tls=tls) as link:
+        with ManagerClient([(secure.host, secure.port)], token=token, tls=tls, deadline_s=WAIT_S) as link:
             with pytest.raises(TransportError, match=why):
                 link.status()
     with pytest.raises(ConfigError):
@@ -209,7 +211,9 @@ def test_values_move_by_tls(secure: Secure) -> None:
         )  # fmt: skip
         with secure.client() as watcher, second:
             wait_until(lambda: len(watcher.stats()["workers"]) == 2, "the second one joins")
-            with ManagerClient([(secure.host, secure.port)], token=TOKEN, tls=TlsOptions(secure.ca)) as link:
+            with ManagerClient(
+                [(secure.host, secure.port)], token=TOKEN, tls=TlsOptions(secure.ca), deadline_s=WAIT_S
+            ) as link:
                 def settled() -> bool:
                     status = link.status()
                     return status["shards_moved"] > 0 and not status["shards_moving"] + status["shards_waiting"]

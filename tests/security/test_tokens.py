@@ -83,7 +83,7 @@ def squatter(request: pytest.FixtureRequest) -> Iterator[Squatter]:
 @pytest.mark.quick
 def test_a_squatter_hears_a_nonce_and_nothing_else(squatter: Squatter) -> None:
     with pytest.raises(TransportError, match="token"):
-        Client("{}:{}".format(*squatter.address), token=TOKEN)
+        Client("{}:{}".format(*squatter.address), token=TOKEN, deadline_s=WAIT_S)
     conn = Connection()
     conn.receive_data(squatter.heard)
     while (frame := conn.next_frame()) is not None:

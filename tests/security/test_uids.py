@@ -129,7 +129,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, tuple[int
 
 def test_another_user_gets_no_answer(cluster: tuple[Cluster, tuple[int, ...]]) -> None:
     servers, named = cluster
-    with ManagerClient([("127.0.0.1", port_of(servers.manager))]) as link:
+    with ManagerClient([("127.0.0.1", port_of(servers.manager))], deadline_s=WAIT_S) as link:
         (worker,) = link.get_map().workers
         before = link.status()["manager"]["unauthorized"]
         heard = json.loads(run_as(INTRUDE, "", str(port_of(servers.manager)), str(worker.port)))
@@ -161,7 +161,8 @@ def test_tls_without_a_token_lets_no_other_user_in(public: Path, named: tuple[in
     with Cluster(new_folder(), "32M", environment=environment, server_arguments=["--tls-ca", ca]) as servers:
         with Client(servers.manager, deadline_s=30.0, tls_ca=ca) as client:
             wait_until(lambda: client.put("ours", b"o" * 5000), "the worker takes a put")
-            with TlsManagerClient([("127.0.0.1", port_of(servers.manager))], tls=TlsOptions(ca)) as link:
+            address = [("127.0.0.1", port_of(servers.manager))]
+            with TlsManagerClient(address, tls=TlsOptions(ca), deadline_s=WAIT_S) as link:
                 (worker,) = link.status()["nodes"][0]["workers"]
             ports = [str(port_of(address)) for address in (servers.manager, worker["address"])]
             heard = json.loads(run_as(INTRUDE, ca, *ports))
@@ -344,7 +345,7 @@ def test_the_token_of_a_local_cluster_is_its_users() -> None:
         about = os.stat(cluster.token_file)
         assert about.st_mode & 0o777 == 0o600 and about.st_uid == os.geteuid()
         assert "missing token" in run_as(USE, cluster.manager)
-        with Client(cluster.manager) as client:  # finds the token
+        with Client(cluster.manager, deadline_s=WAIT_S) as client:  # finds the token
             wait_until(lambda: client.put("k", b"v"), "the worker takes a put")
         with pytest.raises(TransportError, match="missing token"):
-            Client(cluster.manager, token="")
+            Client(cluster.manager, token="", deadline_s=WAIT_S)
