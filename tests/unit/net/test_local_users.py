@@ -48,13 +48,8 @@ def meet(guarded: Guarded, *, gone: bool) -> bytes:
         wait_until(lambda: loop.run_once(0.01) is None or guarded.heard or guarded.closed, "the server takes it")
         if gone:
             return b""
-        client.setblocking(False)
-        try:
-            return client.recv(1 << 12)
-        except BlockingIOError:
-            return b""
-        finally:
-            client.close()
+        with client:
+            return client.recv(1 << 12) if guarded.closed else b""
     finally:
         loop.close()
 
