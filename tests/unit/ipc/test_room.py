@@ -183,22 +183,32 @@ def test_issue_an_interrupt_in_leave_leaves_nobody_in_the_line(
 ) -> None:
     """The place ends by itself, and the next one's turn begins. The control is one that does not end."""
     monkeypatch.setattr(grant_pool, "PLACE_MORE_S", more_s)
+    # On a busy machine the place may have ended before the exception strikes.
+    assert any(struck_in_time(where, more_s, place_s) for place_s in (0.2, 2.0, 20.0, WAIT_S))
+
+
+def struck_in_time(where: str, more_s: float, place_s: float) -> bool:
     line, ghost, place = Line(), threading.Lock(), threading.Lock()
-    assert line.wait(ghost, 0.2)
+    assert line.wait(ghost, place_s)
     turns: list[bool] = []
-    waiting = threading.Thread(target=lambda: turns.append(line.wait(place, 1.0 if more_s else WAIT_S)))
+    waiting = threading.Thread(target=lambda: turns.append(line.wait(place, 1.0 if more_s else 2 * WAIT_S)))
     waiting.start()
-    wait_until(lambda: len(line._places) == 2, "it waits")
+    wait_until(lambda: turns or any(each is place for each, _ in line._places), "it waits")
+    there = line._places[0][0] is ghost
     sys.setprofile(interrupt(where))
     try:
-        with pytest.raises(Interrupted):
-            line.leave(ghost)
+        line.leave(ghost)
+    except Interrupted:
+        struck = there
+    else:
+        struck = False
     finally:
         sys.setprofile(None)
     waiting.join()
     assert turns == [not more_s]
     line.leave(place)
     assert bool(line) == bool(more_s)
+    return struck
 
 
 def test_no_put_asks_ahead_while_others_wait(worker: WorkerThread) -> None:
@@ -223,7 +233,7 @@ def test_issue_sessions_share_the_grants(worker: WorkerThread) -> None:
     """Also with one that holds its whole share and does not answer."""
     stopped = worker.session()
     stopped.ask([(65536, 1000)])
-    sessions = [worker.session(ring=at > 0) for at in range(3)]
+    sessions = [worker.session(ring=at > 0, deadline_s=10 * WAIT_S) for at in range(3)]
     statuses: list[int] = []
     work = ((4096, 200), (2 * MIB, 20), (300_000, 40))
     threads = [

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from simm.arena.hashing import Hasher
 from simm.client import View
 from simm.errors import TransportError
 from simm.host import buffers
+from simm.ipc import grant_pool
 from simm.ipc import session as session_module
 from simm.ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS
-from simm.ipc.grant_pool import LARGE_IDLE_S
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
@@ -375,6 +376,7 @@ def stored(session: WorkerSession, key: str) -> bytes:
 def test_a_large_value_has_its_grant_ahead_from_the_third_of_its_size_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """And none stays behind when no more of them come, nor for sizes that came once."""
     size = (4 << 20) + 1
+    monkeypatch.setattr(grant_pool, "LARGE_IDLE_S", 1e6)
     with WorkerThread(320 * MIB) as worker:
         session = worker.session()
         asks = sync_asks(session, monkeypatch)
@@ -389,7 +391,7 @@ def test_a_large_value_has_its_grant_ahead_from_the_third_of_its_size_on(monkeyp
         session.maintain()
         assert len(held_by(worker, session)[0]) == 2  # of the size before; it may come back
         pool = session.pool
-        pool._large = (pool._large[0], pool._large[1] - LARGE_IDLE_S)
+        pool._large = (pool._large[0], pool._large[1] - 1e6)
         session.maintain()
         assert held_by(worker, session) == (set(), set())
         session.close()
@@ -493,7 +495,9 @@ def test_an_interrupted_batch_of_small_values_loses_no_grant(
         session.close()
 
 
-def test_an_announced_commit_is_believed_for_milliseconds(worker: WorkerThread) -> None:
+def test_an_announced_commit_is_believed_for_milliseconds(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = worker.session()
     ring = session.ring
     assert ring is not None
@@ -501,6 +505,7 @@ def test_an_announced_commit_is_believed_for_milliseconds(worker: WorkerThread) 
         rings = worker.worker.rings
         rings.active = [(ring, worker.worker.peers[session.session])]
         now = time.monotonic()
+        monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
         assert not rings._commit_announced(now)
         session.announce_commit(MIB)
         assert rings._commit_announced(now) and not rings._commit_announced(now + ANNOUNCED_MAX_NS / 1e9)
@@ -511,6 +516,7 @@ def test_an_announced_commit_is_believed_for_milliseconds(worker: WorkerThread) 
         ring.words[ANNOUNCED] = (1 << 64) - 1
         assert not rings._commit_announced(now)
         rings.active = []
+        monkeypatch.undo()
     session.close()
 
 
