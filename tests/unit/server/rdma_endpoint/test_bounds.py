@@ -88,12 +88,13 @@ def test_what_is_prepared_is_told_when_there_is_no_room_for_more(network: FakeNe
 
 
 def test_idle_connections_are_asked_for_their_grants(server: EndpointThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
+    monkeypatch.setattr(endpoint_module, "IDLE_S", 1e6)
     with connection(server) as mine:
         (one,) = mine.grant(4096)
         mine.write(one, b"1" * 4096)
         mine.commit((digest_of("1"), one, 4096), wants=[(4096, 3)])
         assert server.stats()["granted_bytes"] == 3 * 4096
+        monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
         server.until(lambda stats: stats["granted_bytes"] == 0, "what the client was not told of is taken back")
         assert not mine.pushes
         (two,) = mine.grant(4096)
@@ -108,7 +109,7 @@ def test_idle_connections_are_asked_for_their_grants(server: EndpointThread, mon
 def test_what_is_kept_for_clients_goes_back_when_none_asks(
     server: EndpointThread, worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
+    monkeypatch.setattr(endpoint_module, "IDLE_S", 1e6)
     near, far = socket.socketpair()
     server.do(lambda: server.endpoint.adopt_supervisor(far))
     with connection(server) as mine:
@@ -117,6 +118,7 @@ def test_what_is_kept_for_clients_goes_back_when_none_asks(
             mine.write(one, b"1" * 4096)
             mine.commit((digest_of(str(number)), one, 4096), wants=[(4096, 5)])
         assert granted(worker) > 5 * 4096, "more than the connection has"
+    monkeypatch.setattr(endpoint_module, "IDLE_S", 0.2)
 
     def asked() -> bool:
         near.sendall(encode(M.Stats(0), 1))  # as a supervisor does all the time

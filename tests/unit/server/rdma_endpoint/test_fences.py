@@ -46,7 +46,7 @@ def test_what_is_committed_is_written_no_more(worker: WorkerThread) -> None:
             assert (seen is not None) == bool(statuses)
             outcomes.add(seen)
             network.release()
-            time.sleep(0.01)
+            network.run()
             assert stored(worker, key) == seen, "a published value was written to"
             mine.close()
             server.until(lambda stats: not stats["rdma_connections"], "the connection is closed")
@@ -86,7 +86,7 @@ def late_write(worker: WorkerThread, network: FakeNetwork, hang_up: Callable[[Ra
         session.reader.data[start : start + chunk] = b"c" * chunk
         assert session.commit_one(digest_of("c"), number, 300_000, 0, 0, 300_000, 0) == OK
         network.release()
-        time.sleep(0.02)
+        network.run()
         seen = stored(worker, "c")
         session.close()
         assert seen == b"c" * 300_000, "a late WRITE landed in a chunk that is somebody else's"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 
@@ -44,9 +45,12 @@ def test_pieces(worker: WorkerThread) -> None:
 
 
 def test_the_arena_is_registered_in_pieces_between_turns(worker: WorkerThread, network: FakeNetwork) -> None:
+    asking = threading.Event()
+
     def refuse(what: str, _rail: FakeRail) -> str:
-        if what == "register":
-            time.sleep(0.02)  # registering a GiB takes time
+        if what == "register":  # which takes time: somebody asks meanwhile, as soon as he has been answered
+            asking.wait(1.0)
+            time.sleep(0.02)
         return ""
 
     network.refuse = refuse
@@ -55,9 +59,11 @@ def test_the_arena_is_registered_in_pieces_between_turns(worker: WorkerThread, n
         seen = []
         opened = None
         while opened is None:
+            asking.set()
             try:
                 opened = channel.call(R.RdmaOpen(0))
             except Refused as exc:
+                asking.clear()
                 assert exc.status == Status.UNAVAILABLE
                 seen.append(str(exc))
         channel.close()
