@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from simm.client import Client
 from simm.config.startup import ensure_runtime_dir
+from simm.net.admission import HELLO_S
 from simm.net.named_socket import NamedSocket
 from simm.rpc import encode
 from simm.wire import messages as M
@@ -27,7 +30,7 @@ TOKEN = "a token of sixteen bytes or more"
 
 USE = """if True:
     from simm.client import Client
-    with Client(sys.argv[1], namespace="group", token=sys.argv[2], path=sys.argv[3], deadline_s=10.0) as client:
+    with Client(sys.argv[1], namespace="group", token=sys.argv[2], path=sys.argv[3], deadline_s=60.0) as client:
         tests.support.waiting.wait_until(lambda: client.put("from the member", b"m" * 100_000), "it can put")
         assert client.get("from the member") == b"m" * 100_000
         assert client.get("from the server's user") == b"s" * 100_000
@@ -49,7 +52,7 @@ ATTACK = """if True:
         taken.append(os.dup(fd))
         return real(name, fd)
     AttachedSegment.from_fd = from_fd
-    session = WorkerSession(sys.argv[1], "attack", 10.0)
+    session = WorkerSession(sys.argv[1], "attack", 60.0)
     arena = pathlib.Path("/dev/shm", session.reader.name)
     (data,) = taken
     size = os.fstat(data).st_size
@@ -85,7 +88,7 @@ def cluster() -> Iterator[Cluster]:
     with Cluster(
         folder, "64M", server_arguments=("--group", str(GID)), environment={"SIMM_TOKEN_FILE": str(folder / "token")}
     ) as made:
-        with Client(made.manager, namespace="group", token=TOKEN, path="shm", deadline_s=10.0) as client:
+        with Client(made.manager, namespace="group", token=TOKEN, path="shm", deadline_s=60.0) as client:
             wait_until(lambda: client.put("from the server's user", b"s" * 100_000), "the worker takes a put")
         yield made
 
@@ -93,7 +96,7 @@ def cluster() -> Iterator[Cluster]:
 def test_a_member_puts_and_gets_by_shared_memory(cluster: Cluster) -> None:
     """The socket was the user's own group's: a member could map the arena, and not speak to its worker."""
     assert run_as(USE, cluster.manager, TOKEN, "shm").startswith("['shm']")
-    with Client(cluster.manager, namespace="group", token=TOKEN, path="shm", deadline_s=10.0) as client:
+    with Client(cluster.manager, namespace="group", token=TOKEN, path="shm", deadline_s=60.0) as client:
         assert client.get("from the member") == b"m" * 100_000
 
 
@@ -105,7 +108,7 @@ def test_a_user_outside_of_the_group_has_tcp_only(cluster: Cluster) -> None:
 def test_a_member_writes_values_and_nothing_else(cluster: Cluster) -> None:
     """No slot, no header, no size: whatever he does, the server and its other clients go on."""
     uds = cluster.folder / "run" / f"{cluster.name}.0.sock"
-    with Client(cluster.manager, namespace="attack", token=TOKEN, path="shm", deadline_s=10.0, checksum=True) as client:
+    with Client(cluster.manager, namespace="attack", token=TOKEN, path="shm", deadline_s=60.0, checksum=True) as client:
         before = {f"key {number}": os.urandom(20_000) for number in range(50)}
         assert all(client.put_many(list(before), list(before.values())))
         pid = cluster.worker_stats()["pid"]
@@ -127,7 +130,7 @@ SILENT = """if True:
     print("ready", flush=True)
     sys.stdin.readline()
     socks = [connected() for _ in range(300)]
-    with contextlib.closing(WorkerSession(sys.argv[1], "quiet", 10.0)):
+    with contextlib.closing(WorkerSession(sys.argv[1], "quiet", 60.0)):
         print("said HELLO", flush=True)
         sys.stdin.read()
 """
@@ -135,15 +138,29 @@ SILENT = """if True:
 
 def test_a_member_that_connects_and_says_nothing(cluster: Cluster) -> None:
     """It costs the worker 256 connections at most, and no other user's: each gives way to its own."""
+    for _ in range(10):
+        answer, took = beside_a_silent_member(cluster)
+        if answer:
+            return
+        assert took > HELLO_S, "it was closed for the member's"
+    pytest.fail("all of this takes longer than a stranger may")
+
+
+def beside_a_silent_member(cluster: Cluster) -> tuple[bytes, float]:
+    """Say HELLO by a connection that is older than a member's many; return the answer, and the connection's age."""
     uds = str(cluster.folder / "run" / f"{cluster.name}.0.sock")
+    answer = b""
     with socket.socket(socket.AF_UNIX) as own, Child(command_as(SILENT, uds), talks=True) as member:
         member.expect("ready")
+        began = time.monotonic()
         own.connect(uds)  # the oldest of all
         member.tell("go")
         member.expect("said HELLO")
         assert cluster.worker_stats()["connections"] < 256 + 20
-        own.sendall(encode(client_hello(M.Role.CLIENT), 1))
-        assert own.recv(1 << 16), "it was not closed for the member's"
+        with contextlib.suppress(ConnectionError):
+            own.sendall(encode(client_hello(M.Role.CLIENT), 1))
+            answer = own.recv(1 << 16)
+        return answer, time.monotonic() - began
 
 
 def test_the_socket_is_the_groups_when_it_is_bound_again(tmp_path: Path) -> None:

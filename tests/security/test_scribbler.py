@@ -212,7 +212,7 @@ def test_control_wrong_bytes_are_seen(make: Callable[..., Cluster]) -> None:
     """A client without checksums gets what somebody has written into the data; one with checksums does not."""
     cluster = make()
     for checksum in (False, True):
-        with Client(cluster.manager, path="shm", deadline_s=10.0, checksum=checksum) as client:
+        with Client(cluster.manager, path="shm", deadline_s=60.0, checksum=checksum) as client:
             judge = Judge(client, f"control {checksum}")
             wait_until(lambda: judge.put(list(judge.values)), "all values are stored")  # noqa: B023
             spoil(cluster, "data", random.Random(1))

@@ -179,7 +179,7 @@ def member(uds: str) -> None:
         return real(name, fd)
 
     AttachedSegment.from_fd = staticmethod(from_fd)  # type: ignore[assignment]
-    session = WorkerSession(uds, "attack", 10.0)
+    session = WorkerSession(uds, "attack", 60.0)
     with contextlib.suppress(PermissionError):
         os.open(f"/dev/shm/{session.reader.name}", os.O_RDWR)
         raise AssertionError("he may open the metadata for writing")
