@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.engines.engine_processes import DRIVER_S, ROOT, Unavailable, engine_python
+from tests.engines.engine_processes import DRIVER_S, PATIENT_MS, ROOT, Unavailable, engine_python
 from tests.support.child import child_environment
 from tests.support.processes import Cluster
 
@@ -15,7 +15,8 @@ def epochs(python: str, *arguments: str) -> list[list[str]]:
     """Return what a run says of its two epochs, without the times."""
     done = subprocess.run(
         [python, str(ROOT / "examples" / "torch_loader.py"), "--samples", "20", "--batch", "8", *arguments],
-        capture_output=True, text=True, timeout=DRIVER_S, env=child_environment(),
+        capture_output=True, text=True, timeout=DRIVER_S,
+        env=child_environment(SIMM_DEADLINE_MS=str(PATIENT_MS)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return [[line.split(", ")[0], line.split(", ")[2]] for line in done.stdout.splitlines()]

@@ -12,7 +12,7 @@ import pytest
 from simm.client import Client
 from simm.schemes import registry, sglang
 from tests.engines import engine_content
-from tests.engines.engine_processes import HERE, Cluster, DriverRun, Engine
+from tests.engines.engine_processes import HERE, PATIENT_MS, Cluster, DriverRun, Engine
 
 SEED = 20_261_123
 PAGES = 40
@@ -70,7 +70,7 @@ def test_every_key_that_sglang_wrote(written: DriverRun, engine_cluster: Cluster
     mla = case["pool"] == "mla"
     keys = sglang.simm_keys(sglang.page_hashes(tokens, PAGE_TOKENS), rank, mla=mla)
     stored = PAGES * (1 if mla else 2)
-    with Client(engine_cluster.address) as client:
+    with Client(engine_cluster.address, deadline_s=PATIENT_MS / 1000) as client:
         assert client.wait_ready()
         assert client.exists_many(keys) == [True] * stored + [False] * (len(keys) - stored)
         scheme = registry.Scheme("m", "sglang-simm", PAGE_TOKENS, options={"mla": mla})

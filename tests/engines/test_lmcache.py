@@ -15,7 +15,7 @@ import pytest
 from simm.client import Client
 from simm.schemes import lmcache as scheme
 from tests.engines import engine_content, engine_processes
-from tests.engines.engine_processes import Cluster, DriverRun, Engine
+from tests.engines.engine_processes import PATIENT_MS, Cluster, DriverRun, Engine
 
 SEED = 20_261_125
 CHUNK = 64
@@ -28,7 +28,7 @@ Step = dict[str, Any]
 
 
 def step(command: str, prompt: str, **case: Any) -> Step:
-    return {"command": command, "case": {"prompt": prompt, **case}}
+    return {"command": command, "case": {"prompt": prompt, "deadline_ms": PATIENT_MS, **case}}
 
 
 #: Prompts that are stored, and must be found whole.
@@ -53,6 +53,7 @@ REMOTE_APART = [name for name in APART if name != "salts"]
 #: Keys of ``lmcache server`` have no data type, and none has a layout: these are found, but their load is a miss.
 FOUND_ALL_THE_SAME = ("data types", "layouts of one size")
 
+ABSENT = step("absent-manager", "absent", deadline_ms=3000)
 WRITER = [
     step("remote-write", "mooncake", **MOONCAKE),
     *(step("remote-write", name, **case) for name, case in WHOLE.items()),
@@ -76,7 +77,7 @@ READER = [
     {**step("basic", ""), "mode": "test_remote"},
     {**step("basic", ""), "mode": "test_l2_adapter"},
     step("failing", "failing"),
-    step("absent-manager", "absent"),
+    ABSENT,
 ]
 #: What was dropped as another layout's can be stored, and is found then.
 AGAIN = [
@@ -160,7 +161,7 @@ def test_objects_of_another_process(of: Any, prompt: str) -> None:
 @pytest.mark.engines
 def test_the_keys_that_lmcache_wrote_are_those_of_the_schemes(of: Any, two_servers: Cluster) -> None:
     dtypes = {"bfloat16": "bfloat16", "float16": "half"}
-    with Client(two_servers.address) as client:
+    with Client(two_servers.address, deadline_s=PATIENT_MS / 1000) as client:
         assert client.wait_ready()
         for prompt in ("remote/plugin", "remote/address", "remote/rank"):
             case = WHOLE[prompt]
@@ -244,7 +245,7 @@ def test_failing_calls_are_misses(of: Any) -> None:
 
 @pytest.mark.engines
 def test_without_a_manager_all_is_a_miss(of: Any) -> None:
-    result = of(READER, step("absent-manager", "absent"))
+    result = of(READER, ABSENT)
     remote, objects = result["remote"], result["l2"]
     assert (remote["hits"], remote["one"], remote["found"]) == (0, False, 0)
     assert (objects["lookup"], objects["load"], objects["store"]) == ([], [], False)

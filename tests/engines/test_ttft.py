@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine_processes import DRIVER_S, ROOT, Engine, Unavailable, engine_python
+from tests.engines.engine_processes import DRIVER_S, PATIENT_MS, ROOT, Engine, Unavailable, engine_python
 
 #: Runs the command, and then looks whether its checks see a wrong byte, a block that was not loaded, and nothing else.
 _DRIVER = """
@@ -65,7 +65,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     files = [str(engine.folder / name) for name in ("samples.json", "chart.svg", "loads.json")]
     done = subprocess.run(
         [engine.python, "-c", _DRIVER, str(ROOT / "benchmarks"), *files], capture_output=True, text=True,
-        timeout=DRIVER_S, cwd=engine.folder, env={**os.environ, "TMPDIR": str(engine.folder)},
+        timeout=DRIVER_S, cwd=engine.folder,
+        env={**os.environ, "TMPDIR": str(engine.folder), "SIMM_DEADLINE_MS": str(PATIENT_MS)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     written = json.loads(Path(files[0]).read_text())
@@ -79,7 +80,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_first_token_is_that_of_no_cache(ran: dict[str, Any]) -> None:
     assert ran["code"] == ran["loads"] == 0, ran["out"]
     found = {(each["cache"], each["conversation"], each["tokens"]) for each in ran["samples"]}
-    caches = ("none", "in-process", "simm", "simm-tcp")
+    caches = ("none", "in-process", "simm", "simm-layers", "simm-tcp")
     assert found == {(name, talk, size) for name in caches for talk in range(2) for size in (300, 640)}
     for each in ran["samples"]:
         assert each["equal"] and each["blocks"] == each["expected"]

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Case:
     layers: tuple[str, ...] = ("layers.0", "layers.1")
     portable: bool = False
     weight_version: str = ""
-    deadline_ms: int = 3000
+    deadline_ms: int = 60_000
 
 
 class Region:
@@ -250,7 +250,8 @@ def stopped(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[s
     os.environ["SIMM_PATH"] = "tcp"
     family = [each for pid in step["servers"] for each in (psutil.Process(pid), *psutil.Process(pid).children(True))]
     try:
-        with engine(case, manager) as one, engine(case, manager) as other:
+        # The short deadline is for servers that are stopped.
+        with engine(replace(case, deadline_ms=60_000), manager) as one, engine(case, manager) as other:
             one.store(seed)
             for each in family:
                 each.send_signal(signal.SIGSTOP)
