@@ -5,9 +5,10 @@ The client's rails are of one ``FakeFabric``, each node's of another; all run in
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from simm.client import Client
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
 from simm.rdma import registration
-from simm.sdk import rdma_pool
+from simm.sdk import rdma_get, rdma_pool, rdma_transfer
 from simm.sdk.rdma_pool import RdmaPath
 from simm.server.rdma_endpoint import Endpoint
 from tests.support.fake_cluster import ALL, FakeCluster, Node, StreamThread
@@ -136,6 +137,19 @@ class FakeRdmaCluster(FakeCluster):
         left = self.network.check()
         assert not left, left
         assert not self.network.violations, self.network.violations
+
+
+@contextlib.contextmanager
+def brief_rdma(share: float = 0.01) -> Iterator[None]:
+    """Let RDMA have no more than this share of a call's deadline, of which TCP has the rest.
+
+    So a call is soon done with devices that do not answer, and its deadline may be so long that no server misses it on
+    a busy machine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (rdma_transfer, rdma_get):
+            patch.setattr(module, "SHARE", share)
+        yield
 
 
 def until_rdma(client: Client) -> None:

@@ -21,6 +21,7 @@ from simm.sdk.path import ClientContext
 from simm.sdk.tcp import TcpPath
 from simm.wire import messages as M
 from tests.support.silent_servers import Silent
+from tests.support.waiting import wait_until
 
 #: A bound for things that hang, seconds.
 WAIT_S = 30.0
@@ -116,7 +117,7 @@ def test_a_reply_that_came_in_time_counts_though_nobody_waited_for_it() -> None:
     with Peer(lambda sock: (sock.sendall(reply(M.Pong(7), 1)), peer.over.wait(WAIT_S))[0]) as peer:
         channel = Channel.tcp("127.0.0.1", peer.port, DEADLINE_S)
         number = channel.submit(M.Ping(7))
-        time.sleep(1.5 * DEADLINE_S)  # a long copy
+        wait_until(lambda: channel.has_input(number) and time.monotonic() > channel.until, "a long copy is over")
         assert channel.result(channel.wait(number)) == M.Pong(7)
         channel.close()
 
@@ -177,11 +178,14 @@ def test_a_call_to_four_silent_servers_waits_for_one_of_them(call: str, replicas
         "exists": lambda client: client.exists_many(keys),
         "delete": lambda client: client.delete_many(keys),
     }
-    with Silent(4) as servers:
-        address = "{}:{}".format(*servers.manager.address)
-        with Client(address, path="tcp", deadline_s=DEADLINE_S, replicas=replicas) as client:
-            assert not any(calls[call](client))
-            assert servers.asked() == 4
-            stats = client.stats()
-            failed = stats["put_failures"] if call == "put" else stats["outages"]
-            assert failed >= 64
+    for deadline_s in (DEADLINE_S, 10 * DEADLINE_S, 50 * DEADLINE_S):  # on a busy machine connecting takes its time
+        with Silent(4) as servers:
+            address = "{}:{}".format(*servers.manager.address)
+            with Client(address, path="tcp", deadline_s=deadline_s, replicas=replicas) as client:
+                assert not any(calls[call](client))
+                if servers.asked() == 4:
+                    stats = client.stats()
+                    failed = stats["put_failures"] if call == "put" else stats["outages"]
+                    assert failed >= 64
+                    return
+    pytest.fail("they were not all asked")

@@ -134,7 +134,7 @@ def test_two_threads_with_a_connection_each_do_not_wait_for_each_other(monkeypat
 
 def test_a_server_that_does_not_answer_fails_its_own_keys_alone(cluster: FakeRdmaCluster) -> None:
     filled(cluster)
-    client = cluster.rdma(deadline_s=2.0)
+    client = cluster.rdma(deadline_s=6.0)
     owner = {key: client._routes.target(client.digest(key)).info.node for key in KEYS}  # type: ignore[union-attr]
     silent = cluster.nodes[1]
     with silent.worker.frozen():

@@ -33,7 +33,7 @@ from tests.support import fake_queue_pair
 from tests.support.consistency import check
 from tests.support.endpoint_thread import EndpointThread, connection
 from tests.support.fake_fabric import FakeNetwork, FakeQueuePair
-from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of, until_rdma
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, brief_rdma, path_of, until_rdma
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
@@ -138,19 +138,20 @@ def test_a_full_queue_and_nobody_who_answers(monkeypatch: pytest.MonkeyPatch, wh
         keys = [f"k{number}" for number in range(120)]
         values = [bytes(3000)] * len(keys)
         assert all(cluster.client("shm").put_many(keys, values))
-        client = cluster.rdma(deadline_s=1.6)
+        client = cluster.rdma(deadline_s=60.0)
         path_of(client).maintain = lambda now: None  # type: ignore[method-assign]
         assert client.put("warm", bytes(3000))
         sinks = [client.register(bytearray(3000)) for _ in keys]
         cluster.network.hold()
         monkeypatch.setattr(fake_queue_pair, "POST_S", 2 * WAIT_S)
         began = time.monotonic()
-        if what == "get":
-            assert client.get_into_many(keys, sinks) == [3000] * len(keys)
-        elif what == "put":
-            client.put_many(keys, values)
-        else:
-            assert all(client.exists_many(keys))
+        with brief_rdma():
+            if what == "get":
+                assert client.get_into_many(keys, sinks) == [3000] * len(keys)
+            elif what == "put":
+                client.put_many(keys, values)
+            else:
+                assert all(client.exists_many(keys))
         took = time.monotonic() - began
         cluster.network.release()
         assert took < WAIT_S, took  # and not as long as posting may wait
@@ -181,7 +182,7 @@ def test_one_large_value_and_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_commit_that_comes_to_the_worker_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has given up and put a newer value by TCP, so the worker must not execute the late commit."""
     with FakeRdmaCluster(monkeypatch) as cluster:
-        client = cluster.rdma(deadline_s=0.8)
+        client = cluster.rdma(deadline_s=60.0)
         assert client.put("k", b"first")
         fence = RdmaLease.fence
         fencing, go_on = threading.Event(), threading.Event()
@@ -189,13 +190,14 @@ def test_a_commit_that_comes_to_the_worker_late(monkeypatch: pytest.MonkeyPatch)
         def slow(self: RdmaLease, leased_grants: Sequence[LeasedGrant]) -> None:
             fence(self, leased_grants)
             fencing.set()
-            assert go_on.wait(10)
+            assert go_on.wait(4 * WAIT_S)
 
         monkeypatch.setattr(RdmaLease, "fence", slow)  # a device that takes its time
-        assert not client.put("k", b"second")
-        assert fencing.is_set()
-        monkeypatch.setattr(RdmaLease, "fence", fence)
-        assert client.put("k", b"third")
+        with brief_rdma(0.025):  # time enough for all that comes before the fence
+            assert not client.put("k", b"second")
+            assert fencing.is_set()
+            monkeypatch.setattr(RdmaLease, "fence", fence)
+            assert client.put("k", b"third")
         go_on.set()
         wait_until(lambda: not cluster.node.endpoint.endpoint.leases, "the connection that was given up is gone")
         assert cluster.client("shm").get("k") == b"third"
@@ -466,7 +468,7 @@ def test_pairs_that_do_not_work_are_tried_last(monkeypatch: pytest.MonkeyPatch) 
 def test_an_alarm_while_links_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler may raise at any time; the call returns only when the device no longer uses the memory."""
     with FakeRdmaCluster(monkeypatch, rails=("a", "b"), mine=("c", "d"), size=64 * MIB) as cluster:
-        client = cluster.rdma(deadline_s=5.0)
+        client = cluster.rdma(deadline_s=60.0)
         path_of(client).maintain = lambda now: None  # type: ignore[method-assign]
         value = bytes(range(256)) * 400
         assert client.put("k", value)
