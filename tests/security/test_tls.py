@@ -95,7 +95,7 @@ def secure(authority: Authority) -> Iterator[Secure]:
         "--token-file", str(authority.folder / "token"),
     ]  # fmt: skip
     with Cluster(
-        new_folder(), "128M", 200, server_arguments=server_flags(authority), manager_arguments=manager,
+        new_folder(), "128M", server_arguments=server_flags(authority), manager_arguments=manager,
         environment={"SIMM_HTTP": "127.0.0.1:0"},
     ) as cluster:  # fmt: skip
         yield Secure(cluster, authority)
