@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -162,6 +163,21 @@ def until_rdma(client: Client) -> None:
         return bool(workers) and all(worker["path"] == "rdma" for worker in workers)
 
     wait_until(up, f"RDMA is up: {client.stats()['workers']}")
+
+
+def leave_alone(path: RdmaPath) -> None:
+    """Keep the background from a path's connections from now on, and wait until all of them are idle.
+
+    It reads heartbeats by one of them. A call that comes meanwhile finds none, and makes another one.
+    """
+    path.maintain = lambda now: None  # type: ignore[method-assign]
+
+    def idle() -> bool:
+        if path._watched is not None:
+            RdmaPath.maintain(path, time.monotonic())
+        return bool(path._idle) and path._connections == len(path._idle)
+
+    wait_until(idle, "its connections are idle")
 
 
 def path_of(client: Client, number: int = 0) -> RdmaPath:

@@ -25,7 +25,7 @@ from tests.support.client_checks import check_staging, forget
 from tests.support.dose import dosed
 from tests.support.fake_cluster import ALL
 from tests.support.fake_fabric import FakeQueuePair
-from tests.support.fake_rdma_cluster import FakeRdmaCluster, brief_rdma, path_of, until_rdma
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, brief_rdma, leave_alone, path_of, until_rdma
 from tests.support.invariants import InvariantViolation
 from tests.support.rdma_script import (
     KEYS,
@@ -197,11 +197,8 @@ def test_an_endpoint_that_says_nothing_after_a_commit(monkeypatch: pytest.Monkey
     """The outcome of the put is unknown, so the client does not put again by TCP."""
     with FakeRdmaCluster(monkeypatch) as cluster:
         client = cluster.rdma(deadline_s=60.0)
+        leave_alone(path_of(client))  # so that there is one connection
         assert all(client.put("k", b"first") for _ in range(5))  # its grants are there from now on
-        path = path_of(client)
-        wait_until(lambda: path._idle, "the connection is idle")
-        path.maintain = lambda now: None  # type: ignore[method-assign]
-        wait_until(lambda: path._idle, "the connection is idle still")
         asleep, go_on = threading.Event(), threading.Event()
 
         def sleep() -> None:

@@ -18,7 +18,7 @@ from simm.tracing.perfetto import fault_of
 from simm.wire import messages as M
 from simm.wire import rdma_messages as R
 from simm.wire.trace_messages import Timed, Traced, answer_in, traced
-from tests.support.fake_rdma_cluster import FakeRdmaCluster, path_of
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, leave_alone, path_of
 
 KEYS = [f"k{number}" for number in range(40)]
 TRACE = bytes(range(16))
@@ -47,7 +47,9 @@ def names(events: list[Any], of: str, *, server: bool) -> set[str]:
 
 
 def channels(client: Client) -> list[Any]:
-    return [connection.channel for connection in path_of(client, 0)._idle]
+    path = path_of(client, 0)
+    leave_alone(path)
+    return [connection.channel for connection in path._idle]
 
 
 def test_a_put_has_the_segments_of_its_endpoint(cluster: FakeRdmaCluster, tmp_path: Path) -> None:
