@@ -166,6 +166,16 @@ def flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is given no deadline has half a minute: a server of a busy machine may take more than the 3 s.
+
+    For tests in which no call may fail, and no server is made to be silent. Servers and commands that a test starts
+    with ``child_environment`` are not told.
+    """
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")
+
+
+@pytest.fixture
 def amount(request: pytest.FixtureRequest) -> Any:
     """How much this run has of the test's fault: the dose of its mark ``fault``, see ``tests/support/faults.py``.
 
