@@ -229,11 +229,16 @@ def alive(process: psutil.Process) -> bool:
 
 
 def forked_by(pid: int) -> list[psutil.Process]:
-    """Return the children that a server has forked; CPython's own resource tracker is another program."""
-    return [
-        child for child in psutil.Process(pid).children()
-        if not any("resource_tracker" in word for word in child.cmdline())
-    ]  # fmt: skip
+    """Return the children that a server has forked; CPython's own resource tracker is another program.
+
+    A mover may end while we look.
+    """
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 @contextlib.contextmanager

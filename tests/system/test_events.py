@@ -174,7 +174,7 @@ def test_a_storm(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
     at = f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay"
-    with Client(cluster.manager) as client:
+    with Client(cluster.manager, deadline_s=30.0) as client:
         assert all(client.put_many(KEYS[:100], [b"v"] * 100))
         process = subprocess.Popen(
             [sys.executable, "-m", "simm", "events", "--rfc1527", ",".join(at), "--server", cluster.name,
@@ -190,8 +190,7 @@ def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
             index = Index(*at)
             names = [int.from_bytes(digest[:8], "little") for digest in Hasher("default").many(KEYS)]
             wait_until(lambda: index.names() == set(names[:100]), "all values")
-            client.delete_many(KEYS[:30])
-            assert client.put(KEYS[200], b"v")
+            assert all(client.delete_many(KEYS[:30])) and client.put(KEYS[200], b"v")
             wait_until(lambda: index.names() == {*names[30:100], names[200]}, "the changes")
             assert page(http, "/readyz") == (200, "ready\n")
             text = page(http, "/metrics")[1]

@@ -27,7 +27,9 @@ BLOCK = 16
 
 
 def run(name: str, *arguments: str) -> Child:
-    return Child([sys.executable, str(EXAMPLES / name), *arguments], name=name)
+    # On a busy machine a call may take more than the 3 s of a client that is given no deadline.
+    environment = child_environment(SIMM_DEADLINE_MS="30000")
+    return Child([sys.executable, str(EXAMPLES / name), *arguments], name=name, environment=environment)
 
 
 def port_of(server: Child) -> int:
@@ -143,7 +145,8 @@ def test_small_values_are_read_in_the_event_loop(cluster: Cluster) -> None:
 
 def test_no_read_is_inline_by_tcp(cluster: Cluster) -> None:
     command = [sys.executable, str(EXAMPLES / "asyncio_server.py"), "--port", "0", "--manager", cluster.manager]
-    with Child(command, name="by TCP", environment=child_environment(SIMM_PATH="tcp")) as server:
+    environment = child_environment(SIMM_PATH="tcp", SIMM_DEADLINE_MS="30000")
+    with Child(command, name="by TCP", environment=environment) as server:
         with Line(port_of(server)) as line:
             assert line.ask("PUT tcp-key 5", b"value") == "stored" and line.get("tcp-key") == b"value"
             assert line.inline() == 0

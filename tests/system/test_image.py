@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 
 from tests.support.cgroup import own_cgroup
-from tests.support.child import ROOT, Child, child_environment, forked_by
+from tests.support.child import READY_S, ROOT, Child, child_environment, forked_by
 
 MIB: Final = 1 << 20
 USER: Final = "64030"
@@ -61,7 +61,7 @@ except OSError as error:
     assert error.errno == 30, error  # a read-only file system, where all may write
 else:
     raise SystemExit("the root filesystem is writable")
-with Client("127.0.0.1:30001") as client:
+with Client("127.0.0.1:30001", deadline_s=30.0) as client:
     value = os.urandom(1 << 20)
     assert client.put("key", value)
     buffer = bytearray(len(value))
@@ -153,6 +153,6 @@ def test_it_serves_with_what_docker_gives_by_default(box: Box, tmp_path: Path) -
 def test_it_says_how_to_get_more_shared_memory(box: Box, tmp_path: Path) -> None:
     arguments = ("dataserver", "--memory", "128M", "--numa", "0", "--runtime-dir", "/run/simm/server")
     with box.start(*arguments, log=tmp_path / "log") as server:
-        assert server.wait(60.0) in (1, 2)
+        assert server.wait(READY_S) in (1, 2)
         last = server.said().splitlines()[-1]
         assert "128.0 MiB" in last and "64.0 MiB" in last and "docker: --shm-size" in last

@@ -22,8 +22,8 @@ OPTIONAL: Final = ("simm.gpu", "simm.rdma", "simm.verbs", "simm.sdk.rdma_", "sim
 
 _USE: Final = """
 from simm.client import Client
-with Client({manager!r}, namespace="imports") as client:
-    assert client.wait_ready()
+with Client({manager!r}, namespace="imports", deadline_s=30.0) as client:
+    assert client.wait_ready(60.0)
     data = bytearray(50_000)
     assert client.put("k", data) and client.put_many(["a", "b"], [b"1", b"2"]) == [True, True]
     assert client.get_into("k", data) == 50_000 and client.get_many(["a", "b"]) == [b"1", b"2"]
@@ -36,7 +36,7 @@ from simm.client import Client
 start, got = threading.Barrier(4), []
 def first():
     start.wait()
-    with Client({manager!r}, namespace="imports", path="tcp", replicas=2) as client:
+    with Client({manager!r}, namespace="imports", path="tcp", replicas=2, deadline_s=30.0) as client:
         got.append(client.put("k", b"v") and client.get("k") == b"v")
 threads = [threading.Thread(target=first) for _ in range(4)]
 for thread in threads: thread.start()

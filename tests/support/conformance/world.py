@@ -43,7 +43,7 @@ def real(cluster: Any, path: str, namespace: str) -> World:
     """Return clients of a cluster."""
 
     def connect(**arguments: Any) -> Client:
-        return Client(**{"manager": cluster.manager, "path": path, "deadline_s": 10.0, **arguments})
+        return Client(**{"manager": cluster.manager, "path": path, "deadline_s": WAIT_S, **arguments})
 
     return World(connect, namespace, lambda: cluster.kill("dataserver"), cluster.start_server)
 

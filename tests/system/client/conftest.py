@@ -12,6 +12,11 @@ from simm.client import Client
 from tests.support.client_values import PATHS
 
 
+@pytest.fixture(autouse=True)
+def without_haste(patient: None) -> None:
+    """In tests of this folder a client that is given no deadline is patient."""
+
+
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -25,7 +30,7 @@ def namespace(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def client(cluster: Any, path: str, namespace: str) -> Iterator[Client]:
-    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=10.0) as connected:
-        assert connected.wait_ready()
+    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=30.0) as connected:
+        assert connected.wait_ready(60.0)
         yield connected
         assert [worker["path"] for worker in connected.stats()["workers"]] == [path]

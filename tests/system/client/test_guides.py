@@ -140,6 +140,7 @@ def test_the_readme_as_an_engine(cluster: Any, monkeypatch: pytest.MonkeyPatch) 
     for name in [name for name in os.environ if name.startswith("SIMM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SIMM_NAMESPACE", "readme")
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")
     host, _, port = cluster.manager.rpartition(":")
     assert host == "127.0.0.1" and kv.set_flag("cm_primary_node_port", port)
     rng = np.random.default_rng(2)

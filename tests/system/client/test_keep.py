@@ -28,8 +28,8 @@ def scan(client: Client, name: str, pages: int) -> None:
 
 def test_kept_values_survive_the_worker_and_a_scan(make_cluster: Any, path: str) -> None:
     cluster = make_cluster(memory="64M", heartbeat_ms=200)
-    with Client(cluster.manager, path=path, deadline_s=10.0, namespace="agent") as client:
-        assert client.wait_ready()
+    with Client(cluster.manager, path=path, deadline_s=30.0, namespace="agent") as client:
+        assert client.wait_ready(60.0)
         kept = [f"kept {number}" for number in range(PAGES)]
         assert all(client.put_many(kept, [PAGE] * PAGES, ttl=600, keep="hard"))
         scan(client, "before", 512)

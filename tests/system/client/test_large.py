@@ -22,8 +22,8 @@ SIZE = VALUE_BYTES_MAX + 100_001
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_a_value_above_64_mib(cluster: Any, path: str) -> None:
     value = np.frombuffer(np.random.default_rng(1).bytes(SIZE), np.uint8)
-    with Client(cluster.manager, namespace=path, path=path, deadline_s=10.0) as client:
-        assert client.wait_ready()
+    with Client(cluster.manager, namespace=path, path=path, deadline_s=30.0) as client:
+        assert client.wait_ready(60.0)
         assert client.put("k", value) is True, client.stats()["last_put_failure"]
         assert client.exists("k")
         room = np.zeros(SIZE, np.uint8)
@@ -40,8 +40,8 @@ def test_a_value_above_64_mib(cluster: Any, path: str) -> None:
 def test_issue_a_value_of_exactly_64_mib(cluster: Any, namespace: str, path: str, size: int) -> None:
     """It is a little more than one part holds. The largest value that fits is stored whole."""
     value = np.frombuffer(np.random.default_rng(2).bytes(size), np.uint8)
-    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=10.0) as client:
-        assert client.wait_ready()
+    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=30.0) as client:
+        assert client.wait_ready(60.0)
         assert client.put("k", value) is True, client.stats()["last_put_failure"]
         assert client.stats()["large"] == (size > VALUE_BYTES_MAX), "of one part, or of several"
         room = np.zeros(size, np.uint8)
@@ -56,8 +56,8 @@ def test_without_a_look_at_the_flag_a_manifest_is_a_value(
     cluster: Any, path: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control, by each path."""
-    with small_limits(), Client(cluster.manager, namespace=namespace, path=path, deadline_s=10.0) as client:
-        assert client.wait_ready() and client.put("k", pattern(2000)) and client.get("k") == pattern(2000)
+    with small_limits(), Client(cluster.manager, namespace=namespace, path=path, deadline_s=30.0) as client:
+        assert client.wait_ready(60.0) and client.put("k", pattern(2000)) and client.get("k") == pattern(2000)
         monkeypatch.setattr("simm.ipc.get.ShmGet.differs", lambda *_: False)
         for module in ("simm.sdk.remote_reads", "simm.sdk.tcp"):
             monkeypatch.setattr(f"{module}.ENTRY_LARGE", 0)
@@ -119,7 +119,7 @@ def test_values_in_parts_end_with_their_epoch(make_cluster: Any, namespace: str)
     cluster = make_cluster(memory="64M", heartbeat_ms=200)
     value = pattern(20 * PART)
     with small_limits(), Client(cluster.manager, namespace=namespace, path="shm") as client:
-        assert client.wait_ready()
+        assert client.wait_ready(60.0)
         client.advance()
         assert client.put("k", value) and client.get("k") == value
         digest = client.digest("k")

@@ -44,12 +44,12 @@ def test_the_environment_names_cluster_token_namespace_and_path(
     monkeypatch.setenv("SIMM_NAMESPACE", "model-a")
     monkeypatch.setenv("SIMM_PATH", path)
     with Client() as client:
-        assert client.wait_ready()
+        assert client.wait_ready(60.0)
         assert client.namespace == "model-a"
         assert client.put("k", b"v") and client.get("k") == b"v"
         assert [worker["path"] for worker in client.stats()["workers"]] == [path]
     with Client(namespace="other") as client:
-        assert client.wait_ready()
+        assert client.wait_ready(60.0)
         assert client.get("k") is None
 
 
@@ -75,7 +75,7 @@ def before_its_manager(make_cluster: Any) -> Iterator[tuple[Client, Any]]:
     """A lazy client, and a cluster whose manager is not up."""
     cluster = make_cluster(memory="64M")
     cluster.kill("manager")
-    with Client(cluster.manager, lazy=True, deadline_s=10.0) as client:
+    with Client(cluster.manager, lazy=True, deadline_s=30.0) as client:
         yield client, cluster
 
 

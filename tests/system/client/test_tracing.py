@@ -34,8 +34,8 @@ def simm_trace(folder: Path, *words: str) -> str:
 @pytest.mark.quick
 def test_an_operator_sees_a_client_and_its_server(cluster: Any, path: str, namespace: str, tmp_path: Path) -> None:
     folder, output = tmp_path / "trace", tmp_path / "trace.json"
-    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=10.0, trace_dir=str(folder)) as client:
-        assert client.wait_ready()
+    with Client(cluster.manager, namespace=namespace, path=path, deadline_s=30.0, trace_dir=str(folder)) as client:
+        assert client.wait_ready(60.0)
         plain = type(client)
         simm_trace(folder, "start", "--ratio", "0", "--for", "1h")
         wait_until(lambda: type(client) is not plain, "the client traces")
@@ -58,22 +58,23 @@ def test_an_operator_sees_a_client_and_its_server(cluster: Any, path: str, names
 def test_an_admin_lets_all_clients_of_the_cluster_trace(cluster: Any, namespace: str, tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     first, later = (
-        Client(cluster.manager, namespace=namespace, deadline_s=10.0, trace_dir=str(folder), lazy=True)
+        Client(cluster.manager, namespace=namespace, deadline_s=30.0, trace_dir=str(folder), lazy=True)
         for folder in folders
     )
     of_manager = ("--manager", cluster.manager)
     with first:
-        assert first.wait_ready()
+        assert first.wait_ready(60.0)
         plain = type(first)
         text = simm_trace(tmp_path, "start", "--all", "--ratio", "1", "--for", "1h", *of_manager)
         assert "and those that come, record 1 of their calls for 3600 s" in text
         wait_until(lambda: type(first) is not plain, "the client traces, in a folder of its own")
         with later:
             wait_until(lambda: type(later) is not plain, "so does one that has come later")
+            assert later.wait_ready(60.0), "it may have no map yet"
             assert first.put("k", b"v") and later.get("k") == b"v"
             assert "end it" in simm_trace(tmp_path, "stop", "--all", *of_manager)
             wait_until(lambda: type(first) is plain and type(later) is plain, "none does any more")
-    with Client(cluster.manager, namespace=namespace, deadline_s=10.0, trace_dir=str(tmp_path / "third")) as third:
+    with Client(cluster.manager, namespace=namespace, deadline_s=30.0, trace_dir=str(tmp_path / "third")) as third:
         assert third.get("k") == b"v" and type(third) is plain and not (tmp_path / "third").exists()
     outputs = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     for folder, output in zip(folders, outputs):
@@ -88,7 +89,7 @@ def test_a_trace_of_the_cluster_goes_on_under_the_next_manager(tmp_path: Path) -
     address = f"127.0.0.1:{reserve_port()}"
     manager = ServerProcess("manager", tmp_path, "--listen", address, "--state-dir", str(tmp_path / "state"))
     folder = str(tmp_path / "trace")
-    first, later = (Client(address, deadline_s=10.0, trace_dir=folder, lazy=True) for _ in range(2))
+    first, later = (Client(address, deadline_s=30.0, trace_dir=folder, lazy=True) for _ in range(2))
     with manager, first:
         plain = type(first)
         text = simm_trace(tmp_path, "start", "--all", "--ratio", "1", "--for", "1h", "--manager", address)

@@ -54,8 +54,8 @@ def test_issue_a_pool_overfull_with_grants(cluster: Any, namespace: str) -> None
 
 def test_slices_and_arrays_keep_the_pin(cluster: Any, namespace: str) -> None:
     with Client(cluster.manager, namespace=namespace, path="shm") as client:
-        client.put("k", pattern(50_000))
-        assert cluster.worker_stats()["pins"] == 0
+        assert client.put("k", pattern(50_000))
+        wait_until(lambda: cluster.worker_stats()["pins"] == 0, "pins of tests before this one go")
         view = client.view("k")
         assert view
         part = view.data[10:20]

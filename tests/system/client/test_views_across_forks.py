@@ -41,8 +41,8 @@ def says_fork(view: View) -> bool:
 @pytest.fixture
 def pinned(cluster: Any, namespace: str) -> Iterator[Client]:
     """A client by shared memory, as only its views lie in an arena."""
-    with Client(cluster.manager, namespace=namespace, path="shm", deadline_s=10.0) as connected:
-        assert connected.wait_ready()
+    with Client(cluster.manager, namespace=namespace, path="shm", deadline_s=30.0) as connected:
+        assert connected.wait_ready(60.0)
         yield connected
     gc.collect()
     assert not fork_copies._LENT, "a view that has ended is lent still"
@@ -205,7 +205,7 @@ def test_forks_while_other_threads_take_and_drop_views(pinned: Client) -> None:
 
 def test_a_dropped_client_in_the_child_leaves_its_memory_alone(cluster: Any, namespace: str) -> None:
     """Arena and ring are unmapped by finalizers there. What the child has mapped meanwhile stays."""
-    holder = [Client(cluster.manager, namespace=namespace, path="shm", deadline_s=10.0)]
+    holder = [Client(cluster.manager, namespace=namespace, path="shm", deadline_s=30.0)]
     assert holder[0].put("k", pattern(MIB))
     views = [holder[0].view("k")]
 
