@@ -31,6 +31,7 @@ from tests.support.fleet import Fleet, Server
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, key_of, load
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("patient")
 LENGTH = 8000
 KEYS = 400
 #: Heartbeats of tests in which no call may fail, as in test_moves.py.
@@ -94,9 +95,27 @@ def refused(fleet: Fleet, *arguments: str) -> str:
     return said
 
 
+def node(fleet: Fleet) -> dict[str, Any]:
+    """What the manager's status says of the server. A manager of a busy machine may not answer in time."""
+    found: dict[str, Any] = wait_until(lambda: fleet.node(fleet.servers[0]), "the manager knows the server")
+    return found
+
+
+def drain(fleet: Fleet, on: int) -> None:
+    """Ask the manager for it until it has answered."""
+
+    def asked() -> bool:
+        with contextlib.suppress(TransportError):
+            fleet.ask_manager(M.Drain(on, fleet.servers[0].name))
+            return True
+        return False
+
+    wait_until(asked, "the manager answers")
+
+
 def workers(fleet: Fleet) -> list[dict[str, Any]]:
     """What the manager's status says of the server's workers: number and capacity."""
-    found = fleet.node(fleet.servers[0]).get("workers", ())
+    found = node(fleet)["workers"]
     return [{key: each[key] for key in ("worker", "capacity_bytes")} for each in found]
 
 
@@ -110,7 +129,7 @@ def arenas(server: Server) -> list[str]:
 
 
 def shares(fleet: Fleet) -> list[int]:
-    return [each["shards"] for each in fleet.node(fleet.servers[0])["workers"]]
+    return [each["shards"] for each in node(fleet)["workers"]]
 
 
 def log_of(fleet: Fleet) -> str:
@@ -220,8 +239,7 @@ def stuck(fleet: Fleet) -> Iterator[psutil.Process]:
     thread.start()
     thread.join(60)
     assert said and said[0][0] == 0, said
-    wait_until(lambda: populating(fleet), "it faults in")
-    yield populating(fleet)[0]
+    yield wait_until(lambda: populating(fleet), "it faults in")[0]
 
 
 def test_a_supervisor_that_is_killed_while_it_grows_leaves_nothing(make_fleet: Callable[..., Fleet]) -> None:
@@ -352,10 +370,10 @@ def test_what_is_refused_changes_nothing(make_fleet: Callable[..., Fleet]) -> No
     other.start()
     fleet.wait_settled()
     assert "name one of this host's data servers" in refused(fleet, "--memory", "32M")
-    fleet.ask_manager(M.Drain(1, server.name))
+    drain(fleet, 1)
     assert "is being drained" in refused(fleet, "--memory", "32M", "--server", server.name)
     assert "is being drained" in log_of(fleet)
-    fleet.ask_manager(M.Drain(0, server.name))
+    drain(fleet, 0)
     fleet.wait_settled()
     fleet.manager.end()
     wait_until(
