@@ -238,8 +238,8 @@ def stop_server(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def named(name: str, *arguments: str, memory: str = "32M") -> Iterator[Cluster]:
-    cluster = Cluster(new_folder(), memory, 200, server_arguments=arguments)
+def named(name: str, *arguments: str, memory: str = "32M", heartbeat_ms: int = 200) -> Iterator[Cluster]:
+    cluster = Cluster(new_folder(), memory, heartbeat_ms, server_arguments=arguments)
     cluster.name = name
     with cluster:
         yield cluster

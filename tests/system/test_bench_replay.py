@@ -21,7 +21,7 @@ WAIT_S = 300.0
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "simm", "bench", *argv], capture_output=True, text=True, timeout=WAIT_S,
-        env={**os.environ, "SIMM_MANAGER": "127.0.0.1:1"},  # a live cluster is not asked
+        env={**os.environ, "SIMM_MANAGER": "127.0.0.1:1", "SIMM_DEADLINE_MS": "30000"},  # a live cluster is not asked
     )  # fmt: skip
 
 

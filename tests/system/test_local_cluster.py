@@ -25,6 +25,8 @@ from tests.support.client_values import MIB
 from tests.support.processes import HERE, remove_left_by
 from tests.support.waiting import WAIT_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 # --- a cluster in one call ----------------------------------------------------------------------------
 
 
@@ -231,9 +233,12 @@ def test_what_a_killed_process_leaves() -> None:
     other, stays = make_elsewhere("input()")
     try:
         assert arenas_of(process.pid) and folder.exists()
+        servers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
         wait_until(lambda: not arenas_of(process.pid), "the data server removes the arena")
+        # Until then its manager may write into the folder that the next cluster removes.
+        wait_until(lambda: not any(map(alive, servers)), "its servers end")
         with LocalCluster("32M"):
             assert not folder.exists() and stays.exists() and arenas_of(other.pid)
     finally:
