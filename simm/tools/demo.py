@@ -61,7 +61,7 @@ SMALL_BYTES: Final = 4096
 SMALL_KEYS: Final = 512
 SMALL_CALLS: Final = 4096
 DEFAULT_PROMPTS: Final = 12
-READY_S: Final = 10.0
+READY_S: Final = 60.0
 _GIB: Final = 1 << 30
 
 assert PAGE_BYTES == 2 << 20

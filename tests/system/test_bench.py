@@ -111,10 +111,10 @@ def test_the_raw_socket_moves_whole_pieces(far_side: Any) -> None:
 
 
 def test_a_far_side_that_is_not_there_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    with pytest.raises(floor.TransportError, match="does not answer"):
-        RawStream(address, "get", 64)
+    with socket.socket() as taken:  # bound but not listening: nobody else is given the port meanwhile
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(floor.TransportError, match="does not answer"):
+            RawStream(taken.getsockname(), "get", 64)
 
 
 # --- the command ------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ def as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")  # on a busy machine an answer may take more than the 3 s
     monkeypatch.setattr("simm.tools.nodes.REACH_S", 30.0)
-    monkeypatch.setattr("simm.tools.demo.READY_S", 60.0)
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

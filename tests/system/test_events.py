@@ -132,9 +132,10 @@ def test_a_storm(cluster: Cluster, tmp_path: Path) -> None:
             more = ring.head + rng.randrange(50, 600)
             wait_until(lambda more=more: ring.head > more, "events", pause_s=rng.random() / 100)  # type: ignore[misc]
             if number % 6 == 5:
-                before = psutil.Process(pid)
-                before.kill()
+                looks = publisher.host.looks
+                psutil.Process(pid).kill()
                 pid = _worker(cluster, pid)
+                wait_until(lambda looks=looks: publisher.host.looks > looks, "the publisher looks at the table")  # type: ignore[misc]
                 continue
             _stop(pid)
             for _ in range(1000):

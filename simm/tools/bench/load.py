@@ -37,7 +37,7 @@ from .report import KV, OPERATIONS
 KEYS_MAX: Final = 1 << 16
 #: Longest warm-up of one operation, seconds. A fast operation goes once round the working set.
 WARM_UP_MAX_S: Final = 1.0
-READY_S: Final = 10.0
+READY_S: Final = 60.0
 #: Most keys that are made ahead of a burst of puts.
 _AHEAD_MAX: Final = 1 << 18
 #: Values that are checked after a burst of puts into a full arena.
