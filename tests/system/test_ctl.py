@@ -25,6 +25,13 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("patient")
 
 
+@pytest.fixture(autouse=True)
+def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a busy machine is not silent because it takes longer than a person would wait."""
+    for module in ("workers", "entries", "tuning"):
+        monkeypatch.setattr(f"simm.tools.ctl.{module}.ANSWER_S", 60.0)
+
+
 @pytest.fixture(scope="module")
 def cluster(nothing_is_left: Path) -> Iterator[Cluster]:
     with Cluster(new_folder(), memory="16M") as running:
@@ -94,7 +101,8 @@ def test_what_clients_do_is_seen_also_without_a_manager(cluster: Cluster) -> Non
         start_manager(cluster)
 
 
-def test_a_worker_that_is_stopped_is_shown(cluster: Cluster) -> None:
+def test_a_worker_that_is_stopped_is_shown(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simm.tools.ctl.workers.ANSWER_S", 1.0)
     pid = cluster.worker_stats()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
