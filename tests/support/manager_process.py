@@ -26,6 +26,8 @@ from tests.support.server_process import ServerProcess
 
 GIB = 1 << 30
 WAIT_S = 120.0
+#: Heartbeats so far apart that no server of a test, which sends few or none, is missed.
+SELDOM = ("--heartbeat-ms", "20000")
 
 
 @contextlib.contextmanager
@@ -84,8 +86,8 @@ class Process(ServerProcess):
         return code, self.log.read_bytes()[self._read :].decode()
 
     def client(self, **arguments: Any) -> ManagerClient:
-        """Connect to it."""
-        return ManagerClient([("127.0.0.1", self.port)], **arguments)
+        """Connect to it. A manager that is slow to answer fails no test: only the deadline of one that hangs."""
+        return ManagerClient([("127.0.0.1", self.port)], **{"deadline_s": WAIT_S, **arguments})
 
 
 def fails(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from simm import manager as manager_module
@@ -35,7 +36,8 @@ from simm.rpc import Connection, Flag, decode, encode
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.manager_client import ManagerClient, joining
-from tests.support.manager_process import WAIT_S, Process, fails, get, next_map, workers
+from tests.support.manager_process import SELDOM, WAIT_S, Process, fails, get, next_map, workers
+from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
 # --- peers that misbehave ---------------------------------------------------------------------
@@ -56,7 +58,7 @@ from tests.support.waiting import wait_until
 def test_a_malformed_frame_closes_its_connection_and_nothing_else(
     run: Callable[..., Process], data: bytes, says: str
 ) -> None:
-    process = run()
+    process = run(None, *SELDOM)
     with process.client() as bystander:
         bystander.join(1, "a", workers())
         with socket.create_connection(("127.0.0.1", process.port), WAIT_S) as bad:
@@ -90,9 +92,9 @@ def test_half_a_frame_holds_nobody_up(run: Callable[..., Process]) -> None:
 
 
 def test_two_hundred_connections(run: Callable[..., Process]) -> None:
-    process = run()
+    process = run(None, *SELDOM)
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(process.client(deadline_s=WAIT_S)) for _ in range(200)]
+        clients = [stack.enter_context(process.client()) for _ in range(200)]
         for client in clients:
             client.subscribe()
         clients[0].join(1, "a", workers())
@@ -340,7 +342,7 @@ def test_state_file_replaces_atomically(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_pages(run: Callable[..., Process]) -> None:
-    process = run(None, "--http", "127.0.0.1:0")
+    process = run(None, "--http", "127.0.0.1:0", *SELDOM)
     with process.client() as client:
         client.join(1, "<b>&", workers())
         assert get(f"http://{process.http}/healthz") == (200, "ok\n")
@@ -369,9 +371,8 @@ def test_pages(run: Callable[..., Process]) -> None:
 
 def test_client_tries_all_addresses(run: Callable[..., Process]) -> None:
     process = run()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        dead = server.getsockname()[1]
-    with ManagerClient([("127.0.0.1", dead), ("127.0.0.1", process.port)]) as client:
+    dead = reserve_port()
+    with ManagerClient([("127.0.0.1", dead), ("127.0.0.1", process.port)], deadline_s=WAIT_S) as client:
         assert client.get_map().epoch == 1
         assert repr(client) == f"<ManagerClient ('127.0.0.1', {process.port})>"
     with ManagerClient([("127.0.0.1", dead)]) as client:
@@ -384,8 +385,15 @@ def test_client_tries_all_addresses(run: Callable[..., Process]) -> None:
 def test_client_has_a_deadline(run: Callable[..., Process]) -> None:
     process = run()
     with process.client(deadline_s=0.05) as client:
-        client.ping()
+
+        def answered() -> bool:
+            with contextlib.suppress(TransportError):
+                client.ping()
+            return client.linked
+
+        wait_until(answered, "an answer within the deadline", WAIT_S)
         process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
         with pytest.raises(TransportError, match="deadline"):
             client.ping()
         assert not client.linked
@@ -397,7 +405,7 @@ def test_client_has_a_deadline(run: Callable[..., Process]) -> None:
 
 
 def test_a_subscriber_hears_of_the_managers_end(run: Callable[..., Process]) -> None:
-    process = run(None, "--heartbeat-ms", "20000")  # on a busy machine the node would be dead before the next map
+    process = run(None, *SELDOM)  # on a busy machine the node would be dead before the next map
     with process.client() as client:
         client.subscribe()
         process.ended(signal.SIGKILL)
