@@ -30,7 +30,8 @@ VALUE = np.arange(20_000, dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def fleet(nothing_is_left: Path) -> Iterator[Fleet]:
-    with Fleet(new_folder(), 2, memory="64M", heartbeat_ms=200) as made:
+    # A server that is silent for ten seconds has died: its shards, and with them the places of copies, would move.
+    with Fleet(new_folder(), 2, memory="64M", heartbeat_ms=2000) as made:
         yield made
 
 
@@ -45,7 +46,7 @@ def make(fleet: Fleet, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     clients: list[HostClient] = []
 
     def make(host: int, **named: Any) -> HostClient:
-        named = {"near_copies": True, "namespace": namespace, "deadline_s": 10.0, **named}
+        named = {"near_copies": True, "namespace": namespace, "deadline_s": 30.0, **named}
         client = HostClient(fleet.servers[host].name, fleet.manager.address, **named)
         clients.append(client)
         assert client.wait_ready(60)
@@ -306,13 +307,14 @@ def test_no_copy_is_read_after_advance_has_returned(make: Make) -> None:
     assert client.prefetch(keys) == len(keys)
     copied(client, len(keys))
 
-
     def all_near() -> bool:
         before = client.counters["near_hits"]
-        assert right(client, keys)
-        return client.counters["near_hits"] == before + len(keys)
+        got = client.get_many(keys)
+        assert all(value in (None, (VALUE + at).tobytes()) for at, value in enumerate(got))
+        return None not in got and client.counters["near_hits"] == before + len(keys)
 
-    wait_until(all_near, "a lease lets all copies be read")  # it lapses while the machine is busy
+    # A lease lapses while the machine is busy: then values are misses, and are not copied either.
+    wait_until(all_near, "a lease lets all copies be read")
     digests = [client.digest(key) for key in keys]
     assert other.advance()
     old = client._gets.read_many(digests, [None] * len(keys))
@@ -336,10 +338,15 @@ def test_what_was_read_before_advance_is_not_stored_after_it(make: Make, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(Near, "_store", late)
-            done = client.counters["near_copies"] + client.counters["near_dropped"]
-            assert client.prefetch(keys) == len(keys)
-            copied(client, done + len(keys))
-        assert statuses == [False] * len(keys), first
+
+            def tried() -> list[bool]:
+                done = client.counters["near_copies"] + client.counters["near_dropped"]
+                assert client.prefetch(keys) == len(keys)
+                copied(client, done + len(keys))
+                return statuses
+
+            wait_until(tried, "a lease lets values be read")  # of a namespace that has an epoch
+        assert not any(statuses) and (not first or len(statuses) == len(keys)), (first, statuses)
         assert client.get_many(keys) == [None] * len(keys)
         wait_until(lambda: client._epoch.epoch == other._epoch.epoch, "the client knows the epoch")
 
@@ -357,7 +364,7 @@ def test_the_death_of_the_worker_here_costs_misses_of_copies_only(make: Make, fl
     client.prefetch(keys)
     for _ in range(5):
         assert right(client, keys)
-    wait_until(lambda: fleet.servers[0].worker_pid() not in (0, before), "a new worker")
+    wait_until(lambda: fleet.servers[0].succeeded(before), "a new worker")
 
     def again() -> bool:
         client.prefetch(keys)
@@ -402,7 +409,8 @@ def test_a_forked_child_copies_too(make: Make) -> None:
     if not pid:
         code = 1
         try:
-            assert client.exists(keys[0]) and client.wait_ready(60)
+            wait_until(lambda: client.exists(keys[0]), "it connects again")
+            assert client.wait_ready(60)
             done = client.counters["near_copies"] + client.counters["near_dropped"]
             client.prefetch(keys)
             copied(client, done + len(keys))
