@@ -7,6 +7,7 @@
     maintenance=SECONDS  how often the loop checks for those (simm.net.loop.MAINTENANCE_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     fsync=FILE     an fsync does not return while FILE exists, as of a disk that is about to fail
+    moves=FILE     each mover copies some values and then none while FILE exists
     files=NUMBER   the soft limit of open files, as most systems set it
     limit=NUMBER   the hard limit of open files too
     protocol=MIN:MAX  the versions of the wire protocol that it speaks
@@ -59,6 +60,18 @@ def patch(switch: str) -> None:
             fsync(fd)
 
         os.fsync = stuck
+    elif name == "moves":
+        from simm.server.migration_peers import TokenBucket
+
+        take, passed = TokenBucket.take, [0]
+
+        def held(bucket: TokenBucket, count: int) -> None:
+            while count > 0 and passed[0] > 100_000 and os.path.exists(value):
+                time.sleep(0.01)
+            passed[0] += count
+            take(bucket, count)
+
+        TokenBucket.take = held  # type: ignore[assignment, method-assign]
     elif name == "files":
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(value), hard))

@@ -339,7 +339,7 @@ def test_what_was_read_before_advance_is_not_stored_after_it(make: Make, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(Near, "_store", late)
 
-            def tried() -> list[bool]:
+            def tried(keys: list[str] = keys, statuses: list[bool] = statuses) -> list[bool]:
                 done = client.counters["near_copies"] + client.counters["near_dropped"]
                 assert client.prefetch(keys) == len(keys)
                 copied(client, done + len(keys))
