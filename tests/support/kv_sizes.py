@@ -53,7 +53,7 @@ def store_by(
         point_at(host, port)
         monkeypatch.setenv("SIMM_PATH", path)
         with Store() as store:
-            assert store._client is not None and store._client.wait_ready(), store._client.stats()["workers"]
+            assert store._client is not None and store._client.wait_ready(60.0), store._client.stats()["workers"]
             yield store
         return
     rails = [f"r{number}" for number in range(int(path[4:]))]

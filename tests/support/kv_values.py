@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simm.kv import Block, BlockView, set_flag
+from tests.support.child import READY_S, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
 MIB = 1 << 20
 
@@ -44,5 +43,5 @@ def content(view: BlockView | Block) -> bytes:
 def run_python(code: str, namespace: str = "default", **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "SIMM_NAMESPACE": namespace, **environment}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=READY_S, env=env, stdin=subprocess.DEVNULL
     )

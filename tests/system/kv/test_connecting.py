@@ -11,6 +11,7 @@ import pytest
 from simm.config import settings
 from simm.kv import Block, Store
 from simm.net.channel import Refused
+from simm.sdk import routing
 from simm.sdk.manager_link import ManagerClient
 from tests.support.client_values import forked
 from tests.support.kv_values import content, filled, point_at
@@ -32,6 +33,7 @@ def test_an_engine_may_start_before_its_manager(
     monkeypatch.setattr(settings, "_warned", set())
     monkeypatch.setenv("SIMM_HOME", "/opt/simm")
     monkeypatch.setenv("SIMM_MEMORY", "a word of the image's")
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")
     cluster = make_cluster(memory="64M")
     cluster.kill("manager")
     point_at(cluster.manager)
@@ -48,6 +50,7 @@ def test_an_engine_may_start_before_its_manager(
         cluster.start_manager()
         wait_until(lambda: store.put("k", view) == 0, "the store finds its cluster")
         assert store.get("k", back.view()) == 5 and content(back) == b"value"
+        wait_until(lambda: said(caplog, logging.WARNING, "following the manager"), "it says so")
         assert len(said(caplog, logging.WARNING, "following the manager")) == 1
 
         def child() -> bool:
@@ -62,7 +65,7 @@ def test_a_data_servers_port_is_no_managers(
     """The client is told once, and does not ask again."""
     point_at(cluster.manager)
     with Store() as store:
-        assert store._client is not None and store._client._router is not None
+        assert store._client is not None and store._client.wait_ready(60.0) and store._client._router is not None
         (target,) = store._client._router.targets.values()
         info = target.info
     before = cluster.log("dataserver").read_text()
@@ -80,6 +83,7 @@ def test_one_line_says_what_it_is_connected_to(
     cluster: Any, namespace: str, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "simm")
+    monkeypatch.setattr(routing, "ANNOUNCE_S", 60.0)
     monkeypatch.setenv("SIMM_PATH", path)
     point_at(cluster.manager)
     with Store() as store:

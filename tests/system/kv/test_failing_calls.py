@@ -108,7 +108,7 @@ def test_each_exchange_of_each_call_may_fail(
     point_at(cluster.manager)
     met = 0
     with Store() as store:
-        assert store._client is not None and store._client.wait_ready(30.0)
+        assert store._client is not None and store._client.wait_ready(60.0)
         for call in CALLS.values():
             well_again(store)
             for at in range(8):

@@ -178,7 +178,7 @@ def test_with_a_worker_that_is_stopped(make_cluster: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("SIMM_PATH", "shm")
     memory = Host("numpy", KIB)
     with Store() as store:
-        assert store.put("k", filled(b"v" * 99)) == 0
+        wait_until(lambda: store.put("k", filled(b"v" * 99)) == 0, "a put within the deadline")
         worker = cluster.worker_stats()["pid"]
         os.kill(worker, signal.SIGSTOP)
         try:
