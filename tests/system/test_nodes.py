@@ -24,20 +24,22 @@ from tests.support.processes import new_folder
 from tests.support.server_process import ServerProcess
 
 GIB = 1 << 30
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture
 def manager(nothing_is_left: Path) -> Iterator[str]:
     """The address of a manager process."""
     folder = new_folder()
-    with ServerProcess("manager", folder, "--listen", "127.0.0.1:0", "--moves-at-once", "1000") as process:
+    # The test sends some heartbeats and then none: its nodes must not be missed meanwhile.
+    arguments = ("--listen", "127.0.0.1:0", "--moves-at-once", "1000", "--heartbeat-ms", "20000")
+    with ServerProcess("manager", folder, *arguments) as process:
         yield process.address
     shutil.rmtree(folder)
 
 
 def linked(address: str) -> ManagerClient:
-    return ManagerClient(parse_addresses(address))
+    return ManagerClient(parse_addresses(address), deadline_s=WAIT_S)
 
 
 def join(link: ManagerClient, name: str) -> None:
@@ -102,7 +104,7 @@ def test_list_drain_and_resume(manager: str, capsys: pytest.CaptureFixture[str])
 
         delivering = threading.Thread(target=keep_delivering)
         delivering.start()
-        code, out, err = run(capsys, "node", "drain", "beta", "--timeout", "20", *there)
+        code, out, err = run(capsys, "node", "drain", "beta", "--timeout", str(WAIT_S), *there)
         delivering.join(WAIT_S)
         assert (code, err) == (0, "") and out.splitlines()[-1].startswith("beta: drained, ")
         code, out, _ = run(capsys, "node", "list", *there)

@@ -15,8 +15,10 @@ import pytest
 from simm import kv
 from simm.arena.hashing import Hasher, shard_of
 from simm.client import Client
+from simm.constants import SHARD_COUNT
 from simm.errors import ConfigError, UsageError
 from simm.sdk.ops.replicas import CANDIDATES, Replicas, candidates, second
+from tests.support.manager_client import ManagerClient
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
@@ -91,7 +93,7 @@ def test_either_copy_comes_first_by_chance_and_the_other_candidates_follow() -> 
 @pytest.fixture(scope="module")
 def pair(nothing_is_left: Path) -> Iterator[tuple[Cluster, Cluster]]:
     """A manager with a data server, and a second data server."""
-    with Cluster(new_folder(), memory="64M", heartbeat_ms=200) as first:
+    with Cluster(new_folder(), memory="64M") as first:
         second_one = Cluster(new_folder(), memory="64M")
         second_one.manager = first.manager
         try:
@@ -103,18 +105,16 @@ def pair(nothing_is_left: Path) -> Iterator[tuple[Cluster, Cluster]]:
 
 
 def settle(first: Cluster) -> None:
-    """Until both servers own shards and no more shards move."""
-    with Client(first.manager) as client:
-        seen: list[tuple[float, int]] = [(time.monotonic(), 0)]
+    """Until both servers own half of the shards and no more shards move."""
+    host, port = first.manager.rsplit(":", 1)
+    with ManagerClient([(host, int(port))], deadline_s=60.0) as manager:
 
-        def quiet() -> bool:
-            epoch = client._routes.router.epoch  # type: ignore[union-attr]
-            if epoch != seen[-1][1]:
-                seen.append((time.monotonic(), epoch))
-            still = not client._routes.table().moving and time.monotonic() - seen[-1][0] > 0.6
-            return still and nodes_of(client) == 2
+        def settled() -> bool:
+            status = manager.status()
+            held = [worker["shards"] for node in status["nodes"] for worker in node["workers"]]
+            return held == [SHARD_COUNT // 2] * 2 and not status["shards_moving"] and not status["shards_waiting"]
 
-        wait_until(quiet, "both servers have their shards", 60.0)
+        wait_until(settled, lambda: f"both servers have their shards: {manager.status()}", 60.0)
 
 
 def nodes_of(client: Client) -> int:
@@ -129,8 +129,8 @@ def namespace(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["shm", "tcp"])
 def both(request: pytest.FixtureRequest, pair: tuple[Cluster, Cluster], namespace: str) -> Iterator[Client]:
-    with Client(pair[0].manager, namespace=namespace, path=request.param, deadline_s=10.0, replicas=2) as client:
-        assert client.wait_ready()
+    with Client(pair[0].manager, namespace=namespace, path=request.param, deadline_s=30.0, replicas=2) as client:
+        assert client.wait_ready(60.0)
         yield client
 
 
@@ -221,6 +221,7 @@ def test_engines_get_it_by_a_setting(
     monkeypatch.setenv("SIMM_CLUSTER_MANAGER", pair[0].manager)
     monkeypatch.setenv("SIMM_NAMESPACE", namespace)
     monkeypatch.setenv("SIMM_REPLICAS", "2")
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")
     with kv.Store() as store:
         assert store._client is not None
         assert store._client._replicas is not None
@@ -245,15 +246,15 @@ def test_other_numbers_are_refused(pair: tuple[Cluster, Cluster], replicas: Any)
 
 @pytest.mark.quick
 def test_one_server_is_killed_and_every_key_is_still_a_hit(make_cluster: Any) -> None:
-    first = make_cluster(memory="64M", heartbeat_ms=200)
+    first = make_cluster(memory="64M")
     other = Cluster(new_folder(), memory="64M")
     other.manager = first.manager
     try:
         other.start_server()
         settle(first)
         with (
-            Client(first.manager, deadline_s=2.0, replicas=2) as client,
-            Client(first.manager, deadline_s=2.0) as single,
+            Client(first.manager, deadline_s=30.0, replicas=2) as client,
+            Client(first.manager, deadline_s=30.0) as single,
         ):
             assert client.put_many(KEYS, [value_of(key) for key in KEYS]) == [True] * len(KEYS)
             replicas = client._replicas
@@ -285,13 +286,14 @@ def test_a_registered_view_takes_exactly_its_size_from_any_copy(
     monkeypatch.setenv("SIMM_NAMESPACE", namespace)
     monkeypatch.setenv("SIMM_REPLICAS", "2")
     monkeypatch.setenv("SIMM_PATH", path)
+    monkeypatch.setenv("SIMM_DEADLINE_MS", "30000")
     pool = np.full(40 * 1000, 0xEE, np.uint8)
     mr = kv.register_mr(pool)
     views = [kv.BlockView.from_tensor(pool[at * 1000 : at * 1000 + 1000], mr) for at in range(40)]
     failed = int(kv.Code.GET_FAILED)
     with kv.Store() as store:
         client = store._client
-        assert client is not None and client.wait_ready()
+        assert client is not None and client.wait_ready(60.0)
         keys = KEYS[:40]
         sizes = [(1000, 999, 1001, 1000)[at % 4] for at in range(40)]
         values = [random.Random(key).randbytes(size) for key, size in zip(keys, sizes)]

@@ -31,7 +31,7 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
         )  # fmt: skip
 
     with NotifySocket(nothing_is_left / "m") as of_manager, NotifySocket(f"@{name}") as of_server:
-        manager_arguments = ("--listen", "127.0.0.1:0", "--heartbeat-ms", "200", "--state-dir", str(tmp_path / "state"))
+        manager_arguments = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state"))
         with server("manager", of_manager, *manager_arguments) as manager:
             address = manager.expect("READY ").split()[2]
             assert of_manager.wait_for("READY=1") and of_manager.wait_for("WATCHDOG=1")
@@ -40,7 +40,7 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
                 "--runtime-dir", str(tmp_path / "run"), "--warm",
             )  # fmt: skip
             try:
-                with server("dataserver", of_server, *arguments) as first, Client(address) as client:
+                with server("dataserver", of_server, *arguments) as first, Client(address, deadline_s=30.0) as client:
                     of_server.wait_for("READY=1")
                     assert "EXTEND_TIMEOUT_USEC=" in " ".join(of_server.said), "a large arena takes its time"
                     for key, value in VALUES.items():
@@ -52,7 +52,7 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
                     assert "STOPPING=1" not in of_server.said + of_server.waiting()
                     assert first.end() == 0
                     of_server.wait_for("STOPPING=1")
-                with server("dataserver", of_server, *arguments) as second, Client(address) as client:
+                with server("dataserver", of_server, *arguments) as second, Client(address, deadline_s=30.0) as client:
                     of_server.wait_for("READY=1")
                     assert {key: client.get(key) for key in VALUES} == VALUES, "systemctl restart"
                     assert second.end() == 0
@@ -66,10 +66,11 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
 
 def _end_a_hanging_worker(server: Child, manager: NotifySocket) -> None:
     """Stop the worker, and wait until the supervisor has ended it. Signs of life go on all the time."""
-    worker = int((server.log or Path()).read_text().partition("worker 0 is process ")[2].split()[0])
+    assert server.log is not None
+    worker = int(server.log.read_text().partition("worker 0 is process ")[2].split()[0])
     process = psutil.Process(worker)
     process.send_signal(signal.SIGSTOP)
     manager.waiting()
     wait_until(lambda: not alive(process), "the worker that hangs is ended")
     manager.wait_for("WATCHDOG=1")
-    assert f"worker 0 (process {worker}) hangs: ending it" in server.said()
+    assert f"worker 0 (process {worker}) hangs: ending it" in server.log.read_text()
