@@ -90,7 +90,7 @@ def running(*arguments: str, trouble: str = "", script: tuple[str, ...] = SCRIPT
     file = folder / "trouble"
     host = Host(
         Cluster(
-            folder, memory="64M", heartbeat_ms=100, script=script, environment={"FAKEHOST": str(file)},
+            folder, memory="64M", script=script, environment={"FAKEHOST": str(file)},
             server_arguments=("--http", "127.0.0.1:0", *arguments),
         ),
         file,
@@ -142,10 +142,10 @@ def test_the_life_of_an_endpoint(nothing_is_left: Path) -> None:
 
 def test_a_device_that_comes_late(nothing_is_left: Path) -> None:
     with running(trouble="all its ports are down") as host:
+        wait_until(lambda: "ports are down" in host.metrics()["reason"], "the reason is in the metrics")
         with contextlib.closing(host.connection()) as connection:
             with pytest.raises(Refused, match="all its ports are down: mend it"):
                 connection.call(R.RdmaOpen(0))
-        wait_until(lambda: "ports are down" in host.metrics()["reason"], "the reason is in the metrics")
         assert host.metrics()["simm_rdma_ready"] == "0"
         assert host.said().count("no RDMA: all its ports are down") == 1, "and once in the log"
         host.trouble("")

@@ -17,9 +17,9 @@ KEYS = [f"key{number}" for number in range(200)]
 def test_a_stuck_fsync_stops_neither_moves_nor_clients(nothing_is_left: Path) -> None:
     folder = new_folder()
     stuck = folder / "stuck"
-    with Fleet(folder, 2, heartbeat_ms=400, patches=[f"fsync={stuck}"]) as fleet:
+    with Fleet(folder, 2, heartbeat_ms=1000, patches=[f"fsync={stuck}"]) as fleet:
         second = fleet.servers[1]
-        with Client(fleet.manager.address) as client:
+        with Client(fleet.manager.address, deadline_s=30.0) as client:
             assert all(client.put_many(KEYS, [key.encode() for key in KEYS]))
             second.end()
             wait_until(lambda: fleet.settled(1), "one server has all shards")
@@ -27,13 +27,13 @@ def test_a_stuck_fsync_stops_neither_moves_nor_clients(nothing_is_left: Path) ->
             try:
                 second.start()
                 fleet.wait_settled("the other one has its share again, though nothing can be stored")
-                assert fleet.status()["manager"]["state_stored"] is False
-                with Client(fleet.manager.address) as other:
+                assert stored(fleet) is False
+                with Client(fleet.manager.address, deadline_s=30.0) as other:
                     assert all(other.put_many(KEYS, [key.encode() * 2 for key in KEYS]))
                 assert client.get_many(KEYS) == [key.encode() * 2 for key in KEYS]
             finally:
                 stuck.unlink()
-            wait_until(lambda: fleet.status()["manager"]["state_stored"], "all is stored")
+            wait_until(lambda: stored(fleet), "all is stored")
             epoch = fleet.manager_epoch()
             fleet.manager.kill()
             fleet.manager.start()
@@ -52,6 +52,12 @@ def test_a_stuck_fsync_stops_neither_moves_nor_clients(nothing_is_left: Path) ->
             finally:
                 stuck.unlink()
             assert fleet.manager.wait() == 0
+
+
+def stored(fleet: Fleet) -> bool:
+    """Whether all that the manager knows is stored, as soon as it says so."""
+    status = wait_until(fleet.status, "the manager answers")
+    return bool(status["manager"]["state_stored"])
 
 
 def refused(host: str, port: int) -> bool:

@@ -33,7 +33,7 @@ class Shown(Cluster):
     def __init__(self, *arguments: str, http: str = "") -> None:
         self.http = http or f"127.0.0.1:{reserve_port()}"
         super().__init__(
-            new_folder(), memory="16M", heartbeat_ms=200, manager_arguments=["--http", self.http, *arguments]
+            new_folder(), memory="16M", manager_arguments=["--http", self.http, *arguments]
         )
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ def keep_picture(window: Browser, name: str) -> None:
 
 @pytest.mark.quick
 def test_clients_are_in_the_api_within_moments(cluster: Shown) -> None:
-    with Client(cluster.manager, namespace=EVIL) as client:
+    with Client(cluster.manager, namespace=EVIL, deadline_s=30.0) as client:
         assert all(client.put(f"k{number}", b"x" * 5000) for number in range(20))
         assert all(client.get(f"k{number}") for number in range(20)) and client.get("none") is None
         wait_until(lambda: cluster.status()["since_start"]["gets"] == 21, "the report arrives")
