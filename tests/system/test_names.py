@@ -15,7 +15,7 @@ import pytest
 
 from simm.client import Client
 from simm.host.file_locks import LockFile
-from tests.support.child import forked_by, stopped
+from tests.support.child import READY_S, forked_by, stopped
 from tests.support.http_page import page
 from tests.support.processes import Cluster
 from tests.support.server_process import ServerProcess
@@ -27,7 +27,7 @@ KEYS = 30
 def right(cluster: Cluster, path: str, tag: str) -> int:
     """How many of KEYS values a new client stores and reads back by this path alone."""
     count = 0
-    with Client(cluster.manager, path=path, deadline_s=10.0) as client:
+    with Client(cluster.manager, path=path, deadline_s=30.0) as client:
         for number in range(KEYS):
             value = f"{tag} {number}".encode() * 100
             count += client.put(f"{tag}{number}", value) and client.get(f"{tag}{number}") == value
@@ -51,10 +51,19 @@ def second(cluster: Cluster) -> ServerProcess:
     )  # fmt: skip
 
 
+def occupy(path: Path) -> None:
+    """Make a folder of a worker's path, so that nothing can be bound there. The worker may be faster: then again."""
+    while not path.is_dir():
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+
+
 def refused(server: ServerProcess) -> str:
     """Start a server that must end by itself, and return what it says."""
     before = server.log.read_text() if server.log.exists() else ""
     server.launch()
+    wait_until(lambda: server.child is not None and not server.child.running, "it ends", READY_S)
     assert server.wait() == 1
     return server.log.read_text().removeprefix(before)
 
@@ -79,11 +88,10 @@ def test_two_starts_at_once(make_cluster: Callable[..., Cluster], nothing_is_lef
     cluster = make_cluster(memory="32M", server_arguments=("--warm",))
     assert right(cluster, "shm", "a") == KEYS
     cluster.processes["dataserver"].end()
-    cluster.kill("manager")
-    first = cluster.launch_server()
-    wait_until(lambda: "asking the manager" in first.log.read_text(), "the first one asks", 60)
-    assert "is running on this host already" in refused(second(cluster))
-    cluster.start_manager()
+    with stopped(psutil.Process(cluster.processes["manager"].pid)):
+        first = cluster.launch_server()
+        wait_until(lambda: "asking the manager" in first.log.read_text(), "the first one asks", 60)
+        assert "is running on this host already" in refused(second(cluster))
     first.wait_ready()
     assert right(cluster, "shm", "b") == right(cluster, "tcp", "c") == KEYS
 
@@ -132,7 +140,7 @@ def test_a_lost_path_is_bound_again(make_cluster: Callable[..., Cluster], lost: 
     path = uds(cluster)
     before = path.stat().st_ino
     with contextlib.ExitStack() as stack:
-        with Client(cluster.manager, path="shm", deadline_s=10.0) as old:
+        with Client(cluster.manager, path="shm", deadline_s=30.0) as old:
             assert old.put("old", b"value")
             if lost == "folder":
                 shutil.rmtree(path.parent)
@@ -150,7 +158,8 @@ def test_a_lost_path_is_bound_again(make_cluster: Callable[..., Cluster], lost: 
                 return False
 
             wait_until(bound, "the path is bound again, and the name locked", 30)
-            assert right(cluster, "shm", "b") == KEYS
+            # It is bound a moment before anybody listens there.
+            wait_until(lambda: right(cluster, "shm", "b") == KEYS, "clients of this host find the worker")
             assert old.put("old", b"other") and old.get("old") == b"other"
         assert "is running on this host already" in refused(second(cluster))
         pid = cluster.worker_stats()["pid"]
@@ -170,15 +179,14 @@ def test_streams_need_no_path(make_cluster: Callable[..., Cluster]) -> None:
     path = uds(cluster)
     worker, stream = forked_by(cluster.processes["dataserver"].pid)[:2]
     os.kill(worker.pid, signal.SIGSTOP)  # so that it binds nothing again
-    path.unlink()
-    path.mkdir()  # nothing can be bound there
+    occupy(path)
     os.kill(stream.pid, signal.SIGKILL)
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: right(cluster, "tcp", "a") == KEYS, "puts by TCP succeed", 60)
     assert "cannot be bound again" in cluster.log("dataserver").read_text()
     path.rmdir()
     wait_until(lambda: path.is_socket(), "and then it can", 30)
-    assert right(cluster, "shm", "b") == KEYS
+    wait_until(lambda: right(cluster, "shm", "b") == KEYS, "clients of this host find the worker")
 
 
 def test_a_server_whose_name_was_taken_ends(make_cluster: Callable[..., Cluster]) -> None:
@@ -213,8 +221,7 @@ def test_healthz_sees_a_stream_and_a_path(make_cluster: Callable[..., Cluster]) 
         cut_off = f'simm_streams_cut_off{{server="{cluster.name}",worker="0",numa="0"}} 1'
         assert cut_off in page(server.http, "/metrics")[1]
     wait_until(lambda: page(server.http, "/healthz")[0] == 200, "it goes on", 60)
-    uds(cluster).unlink()
-    uds(cluster).mkdir()
+    occupy(uds(cluster))
     wait_until(lambda: f"{uds(cluster)} is lost" in page(server.http, "/healthz")[1], "the path is missed", 60)
     assert page(server.http, "/healthz")[0] == 503
     uds(cluster).rmdir()
