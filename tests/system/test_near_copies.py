@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ Make = Callable[..., HostClient]
 def make(fleet: Fleet, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make a client on one of both hosts, 0 or 1, with a namespace of the test's own and near copies."""
     separate(monkeypatch)
-    namespace = f"n{abs(hash(request.node.nodeid)):x}"
+    namespace = f"n{zlib.crc32(request.node.nodeid.encode()):08x}"
     clients: list[HostClient] = []
 
     def make(host: int, **named: Any) -> HostClient:

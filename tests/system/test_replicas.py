@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -124,7 +125,7 @@ def nodes_of(client: Client) -> int:
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> str:
-    return f"r{abs(hash(request.node.nodeid)):x}"
+    return f"r{zlib.crc32(request.node.nodeid.encode()):08x}"
 
 
 @pytest.fixture(params=["shm", "tcp"])
