@@ -207,7 +207,7 @@ def segments(*servers: str) -> set[str]:
 @contextlib.contextmanager
 def connected(cluster: Cluster) -> Iterator[Client]:
     """Yield a client that reaches the worker: on a busy machine its first try may come to nothing."""
-    with Client(cluster.manager, namespace="arenas", path="shm", deadline_s=10.0) as client:
+    with Client(cluster.manager, namespace="arenas", path="shm", deadline_s=30.0) as client:
         wait_until(lambda: client.put("probe", b"probe"), "the worker takes a put")
         yield client
 
@@ -238,8 +238,8 @@ def stop_server(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def named(name: str, *arguments: str, memory: str = "32M", heartbeat_ms: int = 200) -> Iterator[Cluster]:
-    cluster = Cluster(new_folder(), memory, heartbeat_ms, server_arguments=arguments)
+def named(name: str, *arguments: str, memory: str = "32M") -> Iterator[Cluster]:
+    cluster = Cluster(new_folder(), memory, server_arguments=arguments)
     cluster.name = name
     with cluster:
         yield cluster

@@ -248,7 +248,7 @@ def test_a_new_cluster_beside_one_that_sleeps(nothing_is_left: Path, arguments: 
 def test_a_manager_that_lost_its_state_keeps_a_warm_server_warm(nothing_is_left: Path) -> None:
     """Another server has the map. The manager listens, and tells nobody an id that it is about to give up."""
     # Of two servers one is dead after five heartbeats without a word, and its values are lost.
-    with named(f"{HERE}stays", heartbeat_ms=1000) as stays:
+    with named(f"{HERE}stays") as stays:
         sleeper = Cluster(stays.folder, "32M", server_arguments=("--warm",))
         sleeper.name, sleeper.manager = f"{HERE}sleeps", stays.manager
         log_of = stays.log("dataserver")

@@ -50,7 +50,7 @@ def score_adj(pid: int) -> int:
 def test_the_supervisor_has_no_values_mapped(make_cluster: Callable[..., Cluster]) -> None:
     """It faults the arena in, and the OOM killer then counted all of it as its own: cold and warm."""
     cluster = make_cluster(memory="64M", server_arguments=("--warm",))
-    with Client(cluster.manager) as client:
+    with Client(cluster.manager, deadline_s=30.0) as client:
         assert client.put("key", b"value")
     for _ in range(2):
         files = segments_of(cluster)
@@ -59,7 +59,7 @@ def test_the_supervisor_has_no_values_mapped(make_cluster: Callable[..., Cluster
         assert sum(file.stat().st_blocks * 512 for file in files) >= 64 * MIB, "all pages are there"
         cluster.processes["dataserver"].end()
         cluster.start_server()
-    with Client(cluster.manager) as client:
+    with Client(cluster.manager, deadline_s=30.0) as client:
         assert client.get("key") == b"value"
 
 
@@ -100,7 +100,7 @@ def test_a_killed_worker_leaves_its_arena(make_cluster: Callable[..., Cluster]) 
     """Its supervisor lives, and its successor has all values."""
     cluster = make_cluster(memory="64M")
     arena = segments_of(cluster)
-    with Client(cluster.manager, deadline_s=10.0) as client:
+    with Client(cluster.manager, deadline_s=30.0) as client:
         assert client.put("key", b"value")
         os.kill(cluster.worker_stats()["pid"], signal.SIGKILL)
         wait_until(lambda: client.put("other", b"value"), "its successor serves", 30)

@@ -30,7 +30,7 @@ def watched(nothing_is_left: Path) -> Iterator[Cluster]:
     """A cluster with pages, at work."""
     http = ("--http", "127.0.0.1:0")
     with Cluster(new_folder(), memory="16M", manager_arguments=http, server_arguments=http) as cluster:
-        with Client(cluster.manager, namespace="monitoring") as client:
+        with Client(cluster.manager, namespace="monitoring", deadline_s=30.0) as client:
             assert all(client.put(f"key {number}", b"x" * 100_000) for number in range(100))
             assert all(client.get("key 90") for _ in range(2 * SAMPLE)), "some of them are timed"
             assert client.delete("key 99")
