@@ -3,11 +3,15 @@
 A port that the kernel chose (``bind`` to port 0) comes from the range of ephemeral ports. Once its server has ended,
 the kernel may give it to any outgoing connection on the machine, and the server's next start fails with EADDRINUSE.
 The ports here lie below that range, so no connection gets one by chance.
+
+A port stays its process's until that ends: a server that is down for a while finds it free again, though other tests
+run on this machine, of another pytest or in a program that a test has started. A byte of a file is locked for each.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import socket
@@ -32,16 +36,30 @@ def _block() -> range:
 
 
 _turns = itertools.count(os.getpid())
+#: Opened now, as tests count descriptors. A lock ends with its process, and a child has none.
+_locks = os.open(f"/tmp/simm-test-ports-{os.geteuid()}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _is_anothers(port: int) -> bool:
+    """Return True if another process has the port; else it is this one's from now on."""
+    try:
+        fcntl.lockf(_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return True
+    return False
 
 
 def reserve_port() -> int:
-    """Return a port of the loopback address that nothing listens on, and that no other test of this run is given.
+    """Return a port of the loopback address that nothing listens on, and that no other process of tests is given.
 
-    This process does not return the same port again until its block of 200 is used up.
+    This process does not return the same port again until its block of 200 is used up. If others have all of it, one
+    that is free at the moment must do.
     """
     block = _block()
-    for _ in block:
+    for turn in range(2 * len(block)):
         port = block[next(_turns) % len(block)]
+        if turn < len(block) and _is_anothers(port):
+            continue
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except OSError as err:

@@ -1,19 +1,26 @@
-"""The ports that the tests give to servers."""
+"""Ports for servers of tests: each is one process's."""
 
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+import sys
 
 import pytest
 
 from tests.support import ports
+from tests.support.child import Child
 
-FIRST_EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
-
-def test_no_connection_is_given_a_reserved_port() -> None:
-    assert all(ports.reserve_port() < FIRST_EPHEMERAL for _ in range(10))
+def test_a_port_is_its_processs_until_that_ends() -> None:
+    """Nothing listens at any of them."""
+    code = "from tests.support.ports import *\nprint(*(reserve_port() for _ in range(20)), flush=True)\ninput()"
+    with Child([sys.executable, "-c", code], talks=True) as other:
+        theirs = set(map(int, other.read_line().split()))
+        assert len(theirs) == 20 and all(map(ports._is_anothers, theirs))
+        assert ports.reserve_port() not in theirs
+        other.close_input()
+        other.wait()
+    assert not ports._is_anothers(theirs.pop())
 
 
 def test_no_two_reservations_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +40,14 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {ports.reserve_port() for _ in range(3)} == {other}
         with socket.create_server(("127.0.0.1", other)), pytest.raises(AssertionError, match="all in use"):
             ports.reserve_port()
+
+
+def test_a_port_is_found_though_others_have_all() -> None:
+    code = (
+        "from tests.support import ports\n"
+        "for port in ports._block(): ports._is_anothers(port)\n"
+        "print('all', flush=True)\ninput()"
+    )
+    with Child([sys.executable, "-c", code], talks=True) as other:
+        other.expect("all")
+        assert ports.reserve_port() in ports._block()
