@@ -111,6 +111,7 @@ class Standing:
     def __init__(self) -> None:
         for fleet in Fleet.running:
             wait_until(lambda fleet=fleet: at_rest(fleet), "streams have their sessions, and dead clients none")  # type: ignore[misc]
+            wait_until(fleet.status, "the fleet is connected to its manager, as it will be in the end")
         self._segments = segments()
         self._processes = processes()
         self._ports = listening({os.getpid(), *self._processes})
@@ -121,10 +122,11 @@ class Standing:
 
     def check(self) -> None:
         """All that the test started has ended. What ends by itself is waited for."""
-        wait_until(lambda: set(processes()) <= set(self._processes), lambda: f"processes: {processes()}", 20)
+        wait_until(lambda: set(processes()) <= set(self._processes), lambda: f"processes: {processes()}")
         assert segments() <= self._segments, f"segments left in /dev/shm: {segments() - self._segments}"
-        ports = listening({os.getpid(), *processes()})
-        assert ports <= self._ports, f"ports are listened at: {ports - self._ports}"
+        # Waited for, too: a process that a server is just forking is not known to be its own.
+        ports = lambda: listening({os.getpid(), *processes()}) - self._ports  # noqa: E731
+        wait_until(lambda: not ports(), lambda: f"ports are listened at: {ports()}")
         for fleet in Fleet.running:
             fleet.assert_no_traceback()
             self._check_bytes(fleet)

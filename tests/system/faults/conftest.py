@@ -39,15 +39,19 @@ def make_fleet(as_it_was: None, nothing_is_left: Path) -> Iterator[Callable[...,
 
 @pytest.fixture(scope="session")
 def lone(nothing_is_left: Path) -> Iterator[Fleet]:
-    """One data server for all tests that leave it empty, as they found it."""
-    with Fleet(Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left)), 1, heartbeat_ms=300) as running:
+    """One data server for all tests that leave it empty, as they found it. They kill no more than its worker."""
+    with Fleet(Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left)), 1) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def fleet(nothing_is_left: Path) -> Iterator[Fleet]:
-    """Three data servers for all tests that leave them as they found them. A dead one is declared so after 1.5 s."""
-    with Fleet(Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left)), 3, heartbeat_ms=300) as running:
+    """Three data servers for all tests that leave them as they found them. A dead one is declared so after 3 s.
+
+    A living one on a busy machine may be silent for a second.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="f", dir=nothing_is_left))
+    with Fleet(folder, 3, heartbeat_ms=300, manager_arguments=("--dead-after", "10")) as running:
         yield running
 
 

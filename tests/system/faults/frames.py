@@ -31,7 +31,7 @@ from simm.wire import messages as M
 from simm.wire.auth import Asker
 from tests.support.wire_samples import TYPES, sample
 
-ANSWER_S: Final = 20.0
+ANSWER_S: Final = 60.0
 #: What a peer of a kind says first.
 _GREETING: Final = encode(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, M.Role.CLIENT, 0, 0, "frames", "", []), 1)
 _PINGS: Final = encode(M.Ping(1), 2) + encode(M.Ping(2), 3)

@@ -3,7 +3,8 @@
 Each has the session of a real one with the manager (``simm/server/membership.py``), and a worker that copies at once
 what moves in. Killing this process is the death of all its servers, and stopping it their silence.
 
-Commands come on stdin, one a line: ``state`` is answered by a line of JSON, ``leave`` lets all of them say goodbye.
+Commands come on stdin, one a line: each is answered by ``state``'s line of JSON. ``leave`` lets all of them say
+goodbye, ``deaf`` lets them hear no more that they must join.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class SharedMaps:
 
 
 class Session(Membership):
-    """A data server's session that counts what it says and hears. ``deaf``: it does not hear that it must join."""
+    """A data server's session that counts what it says and hears."""
 
-    def __init__(self, house: House, *arguments: Any, deaf: bool, **more: Any) -> None:
+    def __init__(self, house: House, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.house = house
-        self.deaf = deaf
+        #: It does not hear that it must join.
+        self.deaf = False
         #: When the newest request left that the manager has counted as a sign of life.
         self.alive_at = -math.inf
 
@@ -95,13 +97,13 @@ class Session(Membership):
 class Server:
     """One data server: what its session asks of it."""
 
-    def __init__(self, house: House, name: str, *, deaf: bool) -> None:
+    def __init__(self, house: House, name: str) -> None:
         secret = new_secret()
         instance = instance_of(name, secret)
         self.house = house
         self.info = WorkerInfo(0, 0, 1, instance, CAPACITY, name, "", "127.0.0.1", 1)
         self.member = Member(name, instance, [0])
-        self.session = Session(house, house.loop, self.member, self, [house.manager], secret=secret, deaf=deaf)
+        self.session = Session(house, house.loop, self.member, self, [house.manager], secret=secret)
         self.session.start()
 
     def infos(self) -> list[WorkerInfo] | None:
@@ -173,7 +175,7 @@ class House:
         self.maps = SeenMaps()
         shared = SharedMaps()
         vars(membership).update(decode=shared.decode, ShardMap=shared.shard_map)
-        self.servers = [Server(self, name, deaf=settings.get("deaf", False)) for name in settings["names"]]
+        self.servers = [Server(self, name) for name in settings["names"]]
         self._unread = b""
         self.loop.watch(0, self._hear)
 
@@ -186,6 +188,9 @@ class House:
             if line == b"leave":
                 for server in self.servers:
                     server.session.leave(warm=False)
+            elif line == b"deaf":
+                for server in self.servers:
+                    server.session.deaf = True
             print(json.dumps(self.state()), flush=True)
 
     def state(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Slow:
         self.sock = socket.socket()
         # The less the kernel takes for us, the more the server is left with.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.sock.settimeout(30)
+        self.sock.settimeout(120)
         self.sock.connect((host, port))
         self.began = time.monotonic()
         self.closed: float | None = None

@@ -20,7 +20,7 @@ def test_issue_puts_go_on_after_a_corrupt_slot(make_fleet: Callable[..., Fleet])
     fleet = make_fleet(1, memory="32M")
     server = fleet.servers[0]
     values = {f"k{number}": os.urandom(4096) for number in range(200)}
-    with Client(fleet.manager.address) as client:
+    with Client(fleet.manager.address, deadline_s=20.0) as client:
         assert all(client.put_many(list(values), list(values.values())))
         before = server.worker_pid()
         (name,) = segments(server.name)
@@ -37,7 +37,7 @@ def test_issue_puts_go_on_after_a_corrupt_slot(make_fleet: Callable[..., Fleet])
             view.release()
         key = next(key for key in values if client.digest(key) == spoilt)
         client.delete(key)  # meets the slot
-        wait_until(lambda: server.worker_pid() != before, "another worker")
+        wait_until(lambda: server.succeeded(before), "another worker")
         wait_until(lambda: client.put(key, values[key]), "a put of the same key")
         assert client.get(key) == values[key]
         found = client.get_many(list(values))

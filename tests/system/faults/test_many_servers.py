@@ -38,12 +38,12 @@ PAUSE_S = 0.05
 
 
 class Group:
-    """Data servers that live in one process. ``deaf``: they do not hear that they must join again."""
+    """Data servers that live in one process."""
 
-    def __init__(self, manager: Process, folder: Path, numbers: range, *, deaf: bool = False) -> None:
+    def __init__(self, manager: Process, folder: Path, numbers: range) -> None:
         self.names = [f"{HERE}s{number:04d}" for number in numbers]
         self.log = folder / f"{self.names[0]}.log"
-        self.settings = {"host": "127.0.0.1", "port": manager.port, "names": self.names, "deaf": deaf}
+        self.settings = {"host": "127.0.0.1", "port": manager.port, "names": self.names}
         #: The process of this life.
         self.child: Child | None = None
 
@@ -72,13 +72,11 @@ class World:
         start: starts managers.
         counts: data servers, and clients.
         heartbeat_s: of the servers. After five the manager takes them for dead.
-        deaf: a tenth of the servers is.
     """
 
     def __init__(
-        self, start: Callable[..., Process], folder: Path, counts: tuple[int, int], heartbeat_s: float, pace: Pace, *,
-        deaf: bool = False,
-    ) -> None:  # fmt: skip
+        self, start: Callable[..., Process], folder: Path, counts: tuple[int, int], heartbeat_s: float, pace: Pace
+    ) -> None:
         self.count, self.clients = counts
         self.heartbeat_s = heartbeat_s
         self.pace = pace
@@ -86,7 +84,7 @@ class World:
         tenth = max(1, self.count // 10)
         #: Those that live, and a tenth to which everything happens.
         self.steady = Group(self.manager, folder, range(self.count - tenth))
-        self.tenth = Group(self.manager, folder, range(self.count - tenth, self.count), deaf=deaf)
+        self.tenth = Group(self.manager, folder, range(self.count - tenth, self.count))
         self.groups = [self.steady, self.tenth]
         self.names = {*self.steady.names, *self.tenth.names}
         self.client = self.manager.client(deadline_s=30.0)
@@ -183,13 +181,13 @@ class World:
 
 
 @contextlib.contextmanager
-def world(factory: pytest.TempPathFactory, counts: tuple[int, int], heartbeat_s: float, **more: Any) -> Iterator[World]:
+def world(factory: pytest.TempPathFactory, counts: tuple[int, int], heartbeat_s: float) -> Iterator[World]:
     """Start everything, and wait until all servers have their share. Everything ends with the context."""
     enough_files(sum(counts) + 1000)
     folder = factory.mktemp("many")
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(managers(factory))
-        made = World(start, folder, counts, heartbeat_s, stack.enter_context(Pace()), **more)
+        made = World(start, folder, counts, heartbeat_s, stack.enter_context(Pace()))
         stack.enter_context(contextlib.closing(made.client))
         began = time.monotonic()
         for group in made.groups:
@@ -231,9 +229,11 @@ def a_tenth_is_silent(there: World) -> None:
     heard = there.heard(there.tenth) - before
     assert heard["UNKNOWN_NODE"] >= len(there.tenth.names), "each was told that it must join again"
     assert heard["Joined"] >= len(there.tenth.names), "and each did"
-    share = spent / beats * 1000
+    # Far from the bar, which a busy machine may miss: others share the caches, and servers that wait for a processor
+    # beat less often.
+    share = spent / max(beats, 1) * 1000
     measured("manager's share of a processor for 1,000 servers that beat once a second", share, "", "1")
-    assert share < 4, "far from the bar, which a busy machine may miss: others share the caches"
+    assert share < 4 * there.pace.slowness
 
 
 def a_tenth_leaves(there: World) -> None:
@@ -302,8 +302,10 @@ def test_servers_that_do_not_join_again_are_seen(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positive control: a data server that does not hear UNKNOWN_NODE stays out, and the checks say so."""
-    with world(tmp_path_factory, (5, 2), 0.1, deaf=True) as there:
+    with world(tmp_path_factory, (5, 2), 0.1) as there:
         assert there.tenth.child is not None
+        # Not earlier: on a busy machine it may have to join again before all is right.
+        there.tenth.state("deaf")
         with stopped(psutil.Process(there.tenth.child.pid)):
             there.wait_found("one silent", time.monotonic())
         wait_until(lambda: there.heard(there.tenth)["UNKNOWN_NODE"] > 2, "it has been told again and again")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 from tests.support.fleet import Fleet, Server
-from tests.support.load import FAILED, GET, MISS, OK, OUTAGE, PUT, Records, load
+from tests.support.load import FAILED, GET, MISS, OK, OUTAGE, PATIENT_S, PUT, Clients, Records, load
 from tests.support.measures import measured
-from tests.support.waiting import wait_until
+from tests.support.pace import Pace
+from tests.support.waiting import WAIT_S, wait_until
 from tests.support.watch import Watch
 
 #: The issue's bounds, seconds.
-MISSES_S, OWNED_S, BACK_S = 1.0, 10.0, 30.0
+MISSES_S, OWNED_S, BACK_S, STOP_S = 1.0, 10.0, 30.0, 5.0
 #: A call that takes so long has waited for somebody.
 WAITED_S = 0.5
+#: So many keys in a row without a failure are of all servers.
+STREAK = 60
 
 
 def owned_by_others(fleet: Fleet, gone: Server) -> bool:
@@ -32,10 +37,21 @@ def failed_puts_end(records: Records, begin: float, end: float) -> float:
     return records.between(begin, end).of(FAILED, kind=PUT).last_end(begin) - begin
 
 
+def patient(fleet: Fleet, **settings: Any) -> AbstractContextManager[Clients]:
+    """Two clients whose calls do not fail because the machine is busy."""
+    return load(fleet.manager.address, fleet.folder, deadline_s=PATIENT_S, **settings)
+
+
+def served(clients: Clients, least: int) -> None:
+    """Wait until each client has so many successes in a row."""
+    for client in clients.clients:
+        client.wait_streak(least, "calls succeed", WAIT_S)
+
+
 def killed_and_back(fleet: Fleet) -> None:
     """kill -9, gone until others own its shards, and back."""
     server = fleet.servers[1]
-    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+    with Pace() as pace, Watch(fleet) as watch, patient(fleet) as clients:
         time.sleep(1.0)
         share = fleet.shards_of(server)
         killed = time.monotonic()
@@ -43,7 +59,7 @@ def killed_and_back(fleet: Fleet) -> None:
         gone_at = time.monotonic()
         wait_until(lambda: owned_by_others(fleet, server), "survivors own all shards", 6 * OWNED_S)
         owned = time.monotonic() - gone_at
-        time.sleep(1.5)
+        served(clients, 300)
         start = time.monotonic()
         server.start()
         ready = time.monotonic() - start
@@ -58,20 +74,18 @@ def killed_and_back(fleet: Fleet) -> None:
     gone = records.between(killed, start)
     print("away:", gone.summary())
     # Not those that were under way when it was killed.
-    assert records.between(clients.ready_at, killed - 0.25).count(FAILED, OUTAGE) == 0
-    waited = gone.rows[gone.rows["took"] > WAITED_S]
+    assert records.within(clients.ready_at, killed).count(FAILED, OUTAGE) == 0
+    # Its keys are misses from then on. Only calls without success have waited for it: others were answered.
+    without = gone.of(MISS, FAILED, OUTAGE).rows
+    waited = without[without["took"] > pace.limit(WAITED_S)]
     last = float(waited["began"].max()) - killed if len(waited) else 0.0
-    measured("data server killed: last call that had to wait for it began after", last, "s", "1 s",
-             waited=len(waited), longest=f"{gone.longest() * 1e3:.0f} ms")  # fmt: skip
-    assert last <= MISSES_S, "its keys are misses from then on"
-    measured("data server killed: owned by survivors after", owned, "s", "10 s")
-    assert owned <= OWNED_S
+    pace.check("data server killed: last call that had to wait for it began after", last, MISSES_S,
+               waited=len(waited), longest=f"{gone.longest() * 1e3:.0f} ms")  # fmt: skip
+    pace.check("data server killed: owned by survivors after", owned, OWNED_S)
     failing = failed_puts_end(records, killed, start)
-    measured("data server killed: puts to its keys failed for", failing, "s", "10 s")
-    assert failing <= OWNED_S + 1.0
+    pace.check("data server killed: puts to its keys failed for", failing, OWNED_S + 1.0)
     measured("data server back: READY after", ready, "s")
-    measured("data server back: serves its share again after", back, "s", "30 s", shards=fleet.shards_of(server))
-    assert back <= BACK_S
+    pace.check("data server back: serves its share again after", back, BACK_S, shards=fleet.shards_of(server))
     returned = records.between(start, over)
     measured("data server back: failed calls while its shards move back", returned.count(FAILED, OUTAGE), "calls", "0",
              of=len(returned))  # fmt: skip
@@ -97,7 +111,7 @@ def test_data_server_stopped_cleanly_comes_back_warm(fleet: Fleet) -> None:
         server.start("--warm")
         fleet.wait_settled()
         share = fleet.shards_of(server)
-        with load(fleet.manager.address, fleet.folder, deletes=False) as clients:
+        with Pace() as pace, patient(fleet, deletes=False) as clients:
             time.sleep(1.0)
             entries = server.worker_stats()["entries"]
             stop = time.monotonic()
@@ -106,7 +120,9 @@ def test_data_server_stopped_cleanly_comes_back_warm(fleet: Fleet) -> None:
             wait_until(lambda: fleet.shards_of(server) == share and fleet.settled(), "it has its shards", 3 * BACK_S)
             back = time.monotonic()
             kept = server.worker_stats()["entries"]
-            time.sleep(1.5)
+            served(clients, STREAK)  # they have connected to it again
+            connected = time.monotonic()
+            time.sleep(0.5)
             records = clients.records()
         server.end()
         server.start()  # as it was
@@ -114,10 +130,9 @@ def test_data_server_stopped_cleanly_comes_back_warm(fleet: Fleet) -> None:
     watch.assert_right()
     records.assert_right()
     print(records.summary())
-    measured("data server restarted with --warm: stopped until it serves again", back - stop, "s", "30 s")
-    assert back - stop <= BACK_S
+    pace.check("data server restarted with --warm: stopped until it serves again", back - stop, BACK_S)
     assert entries and kept >= entries, f"{entries} values before, {kept} after"
-    after = records.between(back + 1.0, float("inf"))
+    after = records.between(connected, float("inf"))
     assert after.count(FAILED, OUTAGE, MISS) == 0, after.summary()
     measured("data server restarted with --warm: values there again", kept / entries * 100, "%", "100 %", of=entries)
     away = records.between(stop, back)
@@ -128,7 +143,7 @@ def test_data_server_stopped_cleanly_comes_back_warm(fleet: Fleet) -> None:
 
 def rolling_restart(fleet: Fleet, rounds: int) -> None:
     """Every server in turn, ``rounds`` times: stopped with SIGTERM and started when it has ended."""
-    with Watch(fleet) as watch, load(fleet.manager.address, fleet.folder) as clients:
+    with Pace() as pace, Watch(fleet) as watch, patient(fleet) as clients:
         time.sleep(1.0)
         began = time.monotonic()
         stops = []
@@ -147,9 +162,8 @@ def rolling_restart(fleet: Fleet, rounds: int) -> None:
     failed = during.count(FAILED, OUTAGE)
     measured(f"rolling restart, {rounds} rounds of {len(fleet.servers)}: failed calls", 100 * failed / len(during), "%",
              "0.1 %", calls=len(during), misses=during.count(MISS), seconds=round(over - began, 1))  # fmt: skip
-    measured("a data server's clean stop", max(stops), "s", "5 s")
+    pace.check("a data server's clean stop", max(stops), STOP_S)
     measured("rolling restart: longest call", during.longest() * 1e3, "ms")
-    assert max(stops) < 5.0
     assert failed < 0.001 * len(during), during.summary()
     fleet.assert_no_traceback()
 

@@ -6,6 +6,7 @@ host's memory it reads the scores and kills in their order.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -18,9 +19,9 @@ import pytest
 from simm.client import Client
 from tests.support.fleet import Fleet, Server
 from tests.support.held_files import open_files
-from tests.support.load import OUTAGE, RAISED, WRONG, load
+from tests.support.load import OUTAGE, PATIENT_S, RAISED, WRONG, load
 from tests.support.measures import measured
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 #: What resident memory may grow by in an hour, bytes: the slope over the second half of a soak.
 HOURLY = 1 << 20
@@ -42,9 +43,11 @@ class Watch:
         rss = fds = 0
         for server in [self.fleet.manager, *self.fleet.servers]:
             for process in server.family():
-                memory = process.memory_info()
-                rss += memory.rss - memory.shared
-                fds += len(open_files(process.pid))
+                with contextlib.suppress(psutil.Error, OSError):  # a mover may end meanwhile
+                    memory = process.memory_info()
+                    files = len(open_files(process.pid))
+                    rss += memory.rss - memory.shared
+                    fds += files
         self.rows.append((time.monotonic(), rss, fds))
         return rss, fds
 
@@ -85,7 +88,7 @@ def soak(fleet: Fleet, seconds: float, fault_s: float, keep_s: float, deadline_s
     forget(fleet)  # the fleet's earlier tests have put some of them
     empty = free_bytes(fleet)
     with Client(fleet.manager.address, path="tcp", deadline_s=20.0) as client:
-        assert client.wait_ready(30.0), "new streams serve"
+        assert client.wait_ready(WAIT_S), "new streams serve"
     watch = Watch(fleet)
     rng = random.Random(int(seconds))
     began = faulted = time.monotonic()
@@ -108,7 +111,9 @@ def soak(fleet: Fleet, seconds: float, fault_s: float, keep_s: float, deadline_s
         calls += len(records)
     forget(fleet)
     wait_until(lambda: watch.look()[1] <= before[1], lambda: f"files are closed: {before} {watch.rows[-1]}")
-    assert free_bytes(fleet) == empty, "every byte is free again"
+    # More than before is free where a worker was still dropping what an earlier test had moved away.
+    free = free_bytes(fleet)
+    assert all(now >= then for now, then in zip(free, empty)), f"every byte is free again: {free}, before {empty}"
     rss, fds = watch.slopes()
     grown = watch.rows[-1][1] - before[0]
     what = f"soak of {seconds:.0f} s, {calls} calls, faults {dict(faults) or 'none'}"
@@ -128,7 +133,7 @@ def at_rest(fleet: Fleet) -> bool:
 def forget(fleet: Fleet) -> None:
     """Delete all values that the load may have put."""
     with Client(fleet.manager.address, deadline_s=20.0) as client:
-        assert client.wait_ready(30.0)
+        assert client.wait_ready(WAIT_S)
         client.delete_many([f"load/{writer}/{number}" for writer in range(2) for number in range(20)])
 
 
@@ -159,7 +164,7 @@ def fail_at_random(fleet: Fleet, rng: random.Random) -> str:
 
 @pytest.mark.fault("F28", ci="3 s")
 def test_nothing_grows_and_every_byte_comes_back(fleet: Fleet) -> None:
-    soak(fleet, 3.0, 1e9, 1.5, 5.0)
+    soak(fleet, 3.0, 1e9, 1.5, PATIENT_S)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,7 @@ def scores(server: Server) -> list[tuple[int, str, psutil.Process]]:
 def kill_as_the_kernel_does(fleet: Fleet, times: int) -> None:
     """Kill the processes of one server in the order of their scores; its values stay."""
     server = fleet.servers[0]
-    with Client(fleet.manager.address, namespace="oom", deadline_s=10.0) as client:
+    with Client(fleet.manager.address, namespace="oom", deadline_s=20.0) as client:
         values = {f"k{number}": f"v{number}".encode() * 500 for number in range(60)}
         assert all(client.put_many(list(values), list(values.values())))
         for _ in range(times):

@@ -21,7 +21,7 @@ import pytest
 from simm.client import Client
 from simm.host.memory import huge_pages_allowed
 from tests.support.cgroup import oom_kills, own_cgroup, used_bytes
-from tests.support.child import THIS_HOST, Child, Place, child_environment
+from tests.support.child import READY_S, THIS_HOST, Child, Place, child_environment
 from tests.support.fleet import Fleet, Server
 from tests.support.measures import measured
 from tests.support.processes import HERE, new_folder
@@ -86,7 +86,7 @@ def start_all(folder: Path, group: Path | None) -> None:
                 Child(words, log=log, environment=child_environment(), preexec_fn=lambda at=entered: enter(at))  # type: ignore[misc]
             )
         for what, child in started.items():
-            code, said = child.wait(60.0), child.said()
+            code, said = child.wait(READY_S), child.said()
             lines = [line for line in said.splitlines() if not line[:4].isdigit()]  # all but the log
             assert code in (1, 2), (what, code, said)
             assert len(lines) == 1 and lines[0].startswith("simm dataserver: "), (what, said)
