@@ -40,9 +40,9 @@ def test_fork_exec_threads_and_an_end_without_close(lone: Fleet, amount: int) ->
                 for program in programs.values():
                     stack.enter_context(program)
                 wait_until(all_ended, lambda: f"both end, and not only {list(ended)}", READY_S)  # noqa: B023
-            for path, program in programs.items():
-                said = program.answer()
-                assert program.wait() == 0
+                told = {path: (program.answer(), program.wait()) for path, program in programs.items()}
+            for path, (said, code) in told.items():
+                assert code == 0
                 pace.check(f"a program with an open client by {path}: ended after", ended[path] - said["at"], END_S)
                 # A child has connections of its own: more sockets than it inherited, and the parent's answers are its.
                 assert [child["right"] for child in said["children"]] == [True] * CHILDREN, said
