@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.child import Child
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 from tests.system.partitions.hosts import Hosts
 from tests.system.partitions.lossy_link import Line, checksum, reset_for
 
@@ -48,12 +48,12 @@ def echo(hosts: Hosts, position: int) -> Iterator[int]:
         thread.join()
 
 
-def connect(hosts: Hosts, a: int, b: int, port: int, timeout_s: float = 10.0) -> socket.socket:
+def connect(hosts: Hosts, a: int, b: int, port: int, timeout_s: float = WAIT_S) -> socket.socket:
     with hosts[a].inside():
         return socket.create_connection((hosts[b].host, port), timeout_s)
 
 
-def ask(sock: socket.socket, text: bytes, timeout_s: float = 10.0) -> bytes:
+def ask(sock: socket.socket, text: bytes, timeout_s: float = WAIT_S) -> bytes:
     sock.settimeout(timeout_s)
     sock.sendall(text)
     return sock.recv(4096)
@@ -72,7 +72,7 @@ def test_cut_both_ways_and_healed(hosts: Hosts) -> None:
                 assert ask(other, b"c") == b"c", "others are not concerned"
         finally:
             hosts.heal()
-        sock.settimeout(20)
+        sock.settimeout(WAIT_S)
         assert sock.recv(100) == b"b", "the kernel sends it again"
 
 
@@ -87,7 +87,7 @@ def test_cut_one_way(hosts: Hosts) -> None:
     hosts.cut(1, 0, one_way=True)
     try:
         with receiver, sender:
-            receiver.settimeout(10)
+            receiver.settimeout(WAIT_S)
             sender.settimeout(0.3)
             sender.sendto(b"there", receiver.getsockname())
             assert receiver.recv(100) == b"there"
@@ -95,7 +95,7 @@ def test_cut_one_way(hosts: Hosts) -> None:
             with pytest.raises(TimeoutError):
                 sender.recv(100)
             hosts.heal()
-            sender.settimeout(10)
+            sender.settimeout(WAIT_S)
             receiver.sendto(b"now", sender.getsockname())
             assert sender.recv(100) == b"now"
     finally:
@@ -127,7 +127,7 @@ def test_delay_and_loss(wire: Hosts) -> None:
             wire.heal()
             wire.line(0, 1, loss=0.3, jitter_ms=5, twice=0.1, seed=3)
             got = b""
-            sock.settimeout(30)
+            sock.settimeout(2 * WAIT_S)
             for number in range(20):
                 sock.sendall(b"%02d" % number)
             while len(got) < 40:

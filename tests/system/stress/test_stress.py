@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,11 @@ import pytest
 from simm.client import Client
 from simm.sdk.local_cluster import LocalCluster
 from simm.wire.messages import Status
+from tests.support.child import READY_S
 from tests.support.dose import dosed
 from tests.support.pace import Pace
 from tests.support.values import value_of
+from tests.support.waiting import wait_until
 from tests.system.stress.stress import BACK_S, Figures, Server, late_client, storm, victim, victim_key
 
 MIB = 1 << 20
@@ -79,16 +80,6 @@ def server() -> Iterator[tuple[LocalCluster, Server]]:
         yield cluster, Server(cluster)
 
 
-def until_nothing_is_held(server: Server) -> dict[str, Any]:
-    until = time.monotonic() + BACK_S
-    while True:
-        stats = server.stats()
-        if not stats["grants"] and not stats["pins"]:
-            return stats
-        assert time.monotonic() < until, stats
-        time.sleep(0.02)
-
-
 def fill(client: Client, rounds: int) -> dict[str, bytes]:
     """All the room there is, several times over; what was stored last."""
     stored = {}
@@ -117,7 +108,7 @@ def test_a_stopped_clients_late_write_hurts_nobody(server: tuple[LocalCluster, S
         late.expect("stopped\n")
         os.waitid(os.P_PID, late.pid, os.WSTOPPED | os.WNOWAIT)
         worker.kill()
-        client = stack.enter_context(Client(cluster.manager))
+        client = stack.enter_context(Client(cluster.manager, deadline_s=20.0))
         assert client.wait_ready(BACK_S)
         stored = fill(client, 3)
         assert_right(client, stored)
@@ -128,7 +119,7 @@ def test_a_stopped_clients_late_write_hurts_nobody(server: tuple[LocalCluster, S
         assert_right(client, stored)
         assert client.get("late") is None
         assert held >= MIB
-    stats = until_nothing_is_held(worker)
+    stats = worker.wait_at_rest()
     worker.check_copy()
     assert stats["granted_bytes"] == 0
 
@@ -140,32 +131,27 @@ def test_clients_killed_in_the_middle_of_a_put_leave_nothing(server: tuple[Local
     for number in range(4):
         with victim(cluster.manager, number):
             puts = worker.stats()["puts"]
-            until = time.monotonic() + BACK_S
-            while worker.stats()["puts"] < puts + 3:
-                assert time.monotonic() < until
-    until_nothing_is_held(worker)
-    with Client(cluster.manager) as client:
+            wait_until(lambda puts=puts: worker.stats()["puts"] >= puts + 3, "it puts", READY_S)  # type: ignore[misc]
+    worker.wait_at_rest()
+    with Client(cluster.manager, deadline_s=20.0) as client:
         client.delete_many([victim_key(number) for number in range(4)])
-    stats = until_nothing_is_held(worker)
-    assert stats["entries"] == 0 and stats["free_bytes"] == before["free_bytes"] and stats["sessions"] <= 1
+    stats = worker.wait_at_rest()
+    assert stats["entries"] == 0 and stats["free_bytes"] == before["free_bytes"]
 
 
 def test_views_survive_the_workers_death(server: tuple[LocalCluster, Server]) -> None:
     """A view is held over a kill -9; the client connects anew, and all room is used: its bytes stay."""
     cluster, worker = server
-    with Client(cluster.manager) as client:
+    with Client(cluster.manager, deadline_s=20.0) as client:
         value = value_of("seen", 1, 1, 2 * MIB)
         assert client.put("seen", value)
         view = client.view("seen")
         assert view
         worker.kill()
-        until = time.monotonic() + BACK_S
-        while not client.put("again", b"x" * 100):
-            assert time.monotonic() < until
+        wait_until(lambda: client.put("again", b"x" * 100), "the client is connected again")
         assert client.delete("seen")
         fill(client, 3)
         assert bytes(view.data) == value
         view.close()
-    stats = until_nothing_is_held(worker)
-    assert stats["pins"] == 0
+    worker.wait_at_rest()
     worker.check_copy()
