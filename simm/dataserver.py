@@ -77,8 +77,9 @@ from .wire.identity import instance_of, new_secret
 log = logging.getLogger("simm.dataserver")
 
 STOP_S: Final = 3.0
-#: A clean stop waits so long for the map that gives the shards to others, and serves so long after it.
-HAND_OVER_S: Final = 0.5
+#: A clean stop waits so long for the map that gives the shards to others, and serves so long after it. A manager that
+#: lives answers at once, and on a busy host within a second or so.
+HAND_OVER_S: Final = 2.0
 LINGER_S: Final = 0.3
 #: Between the end of a mover and the next one.
 MOVER_PAUSE_S: Final = 0.2
@@ -497,17 +498,17 @@ class DataServer:
     def _hand_over(self) -> None:
         """Send LEAVE. Without ``--warm`` serve until other servers own the shards, and LINGER_S more.
 
-        So writers get WRONG_OWNER and go to the new owner, and are not refused.
+        So writers get WRONG_OWNER and go to the new owner, and are not refused. Without a manager no map can come.
         """
-        warm, member = self.options.warm, self.member
-        if not self.membership.leave(warm=warm):
+        warm, member, membership = self.options.warm, self.member, self.membership
+        if not membership.leave(warm=warm):
             return
 
         def done() -> bool:
             """Return True if the shards are others', or with ``--warm`` if the workers have the newest map."""
             return all(slot.current for slot in self.slots) and (warm or not any(map(member.owned, member.workers)))
 
-        self._serve_until(lambda: self.membership.all_answered and done(), HAND_OVER_S)
+        self._serve_until(lambda: membership.peer is None or (membership.all_answered and done()), HAND_OVER_S)
         if not warm and done() and member.map is not None and any(at != NO_OWNER for at in member.map.owners):
             self._serve_until(lambda: False, LINGER_S)
 

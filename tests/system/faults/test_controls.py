@@ -247,12 +247,28 @@ def test_f25_the_end_waits_for_no_silent_manager(checked: bool, monkeypatch: pyt
     """A stopped manager is connected, and never answers LEAVE."""
     monkeypatch.setattr(dataserver, "HAND_OVER_S", 0.2 if checked else float("inf"))
     loop = Loop()
-    membership = SimpleNamespace(leave=lambda *, warm: True, all_answered=False)
+    membership = SimpleNamespace(leave=lambda *, warm: True, peer=True, all_answered=False)
     server: Any = SimpleNamespace(
         options=SimpleNamespace(warm=True), member=SimpleNamespace(), membership=membership, slots=[], loop=loop
     )
     server._serve_until = lambda condition, seconds: DataServer._serve_until(server, condition, seconds)
     ends(lambda: DataServer._hand_over(server), checked, lambda: setattr(membership, "all_answered", True))
+    loop.close()
+
+
+@with_and_without
+def test_f25_the_end_waits_for_no_manager_that_has_gone(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed manager closes the connection, and no map can come that gives the shards to others."""
+    monkeypatch.setattr(dataserver, "HAND_OVER_S", float("inf"))
+    loop = Loop()
+    owned = [True]
+    membership = SimpleNamespace(leave=lambda *, warm: True, peer=None if checked else True, all_answered=True)
+    server: Any = SimpleNamespace(
+        options=SimpleNamespace(warm=False), membership=membership, slots=[], loop=loop,
+        member=SimpleNamespace(map=None, workers=[0], owned=lambda _: owned[0]),
+    )  # fmt: skip
+    server._serve_until = lambda condition, seconds: DataServer._serve_until(server, condition, seconds)
+    ends(lambda: DataServer._hand_over(server), checked, lambda: owned.__setitem__(0, False))
     loop.close()
 
 
