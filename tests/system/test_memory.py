@@ -16,13 +16,22 @@ from simm.client import Client
 from simm.errors import SegmentError, UsageError
 from simm.host import memory
 from simm.server.arena_stock import ArenaStock
-from simm.server.children import OOM_FIRST, OOM_WORKER
+from simm.server.children import OOM_FIRST, OOM_SUPERVISOR, OOM_WORKER
 from simm.server.options import DataServerOptions
 from tests.support.child import forked_by
 from tests.support.processes import Cluster
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
+#: A server that raises its own score first, as every user may. So it may lower it again, by as much.
+RAISED = ("-c", f"""if True:
+    import importlib, sys
+    with open("/proc/self/oom_score_adj", "r+") as file:
+        score = int(file.read())
+        file.seek(0)
+        file.write(str(score + {-OOM_SUPERVISOR}))
+    sys.exit(importlib.import_module("simm." + sys.argv[1]).main(sys.argv[2:]))
+""")
 
 
 def segments_of(cluster: Cluster) -> list[Path]:
@@ -64,16 +73,17 @@ def test_the_supervisor_has_no_values_mapped(make_cluster: Callable[..., Cluster
 
 
 def test_who_is_killed_first(make_cluster: Callable[..., Cluster]) -> None:
-    """A stream, then the worker, and the supervisor last."""
-    before = score_adj(os.getpid())
-    if not -1000 < before <= 1000 - OOM_FIRST:
-        pytest.skip(f"the tests' process has oom_score_adj {before}")
-    cluster = make_cluster(memory="64M")
+    """A stream, then the worker, and the supervisor last: it makes itself less likely to be killed than it was."""
+    own = score_adj(os.getpid())
+    first = own - OOM_SUPERVISOR
+    if not -1000 < own <= 1000 + OOM_SUPERVISOR - OOM_FIRST:
+        pytest.skip(f"the tests' process has oom_score_adj {own}")
+    cluster = make_cluster(memory="64M", script=RAISED)
     supervisor = cluster.processes["dataserver"].pid
     worker, stream = (child.pid for child in forked_by(supervisor)[:2])
     assert cluster.worker_stats()["pid"] == worker
-    assert score_adj(supervisor) <= before
-    assert (score_adj(worker), score_adj(stream)) == (before + OOM_WORKER, before + OOM_FIRST)
+    found = [score_adj(pid) for pid in (supervisor, worker, stream)]
+    assert found == [first + OOM_SUPERVISOR, first + OOM_WORKER, first + OOM_FIRST]
     scores = [int(Path(f"/proc/{pid}/oom_score").read_text()) for pid in (supervisor, worker, stream)]
     assert scores == sorted(scores) and len(set(scores)) == 3
     os.kill(worker, signal.SIGKILL)
@@ -85,7 +95,7 @@ def test_who_is_killed_first(make_cluster: Callable[..., Cluster]) -> None:
             return sorted(map(score_adj, found)) if len(found) == 2 and not {worker, stream} & set(found) else []
         return []
 
-    wait_until(lambda: successors() == [before + OOM_WORKER, before + OOM_FIRST], "the same of their successors", 30)
+    wait_until(lambda: successors() == [first + OOM_WORKER, first + OOM_FIRST], "the same of their successors", 30)
 
 
 def test_a_killed_supervisor_leaves_no_arena(make_cluster: Callable[..., Cluster]) -> None:
