@@ -1,4 +1,4 @@
-"""Every option of the servers' programs, on servers that then store and return values.
+"""Every option of the programs, on servers that then store and return values, and of clients that do both.
 
 The parameters come from the table of settings, so an option that is added without an example here fails. That an
 option does what it says is tested elsewhere; here no option may harm what the server is for.
@@ -20,6 +20,7 @@ from typing import Final
 
 import pytest
 
+from simm import cli
 from simm.client import Client
 from simm.config.settings import COMMANDS, SETTINGS
 from tests.support.certificates import Authority, needs_openssl
@@ -32,7 +33,9 @@ from tests.support.waiting import WAIT_S
 
 KEYS: Final = 40
 TOKEN: Final = "a token of more than 16 bytes"
-PROGRAMS: Final = ("manager", "dataserver", "local")
+SERVERS: Final = ("manager", "dataserver", "local")
+#: Program -> the command that lists its options; ``simm put``, ``get``, ``exists`` and ``delete`` are one client.
+PROGRAMS: Final = {**dict.fromkeys(SERVERS, ""), "client": "put"}
 #: What each option is given; {names} are filled in. A switch is given as it stands, and negated.
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--allow-uid": ("{uid},root",),
@@ -77,6 +80,18 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--events": ("1M",),
     "--warm": ("", "no"),
     "--workers": ("2",),
+    # Of clients.
+    "--checksum": ("", "no"),
+    "--copy-threads": ("0", "2"),
+    "--deadline-ms": ("20s",),
+    "--namespace": ("{name}",),
+    "--near-copies": ("", "no"),
+    "--path": ("auto", "shm", "tcp"),
+    "--put-if-absent": ("", "no"),
+    "--replicas": ("1", "2"),
+    "--tcp-streams": ("1", "8"),
+    "--trace": ("off", "1"),
+    "--trace-dir": ("{folder}/traces",),
 }
 #: Options of an etcd with TLS or users; managers by such a one are run below.
 BY_ETCD: Final = {
@@ -92,7 +107,9 @@ ELSEWHERE: Final = {
     "--tls-name": ("../security/test_tls.py", '"--tls-name"'),
 }
 #: ``simm local`` runs a manager of its own, and has the tests' process as its parent.
-NOT_FOR: Final = {"local": {"--manager", "--end-with"}, "manager": set(), "dataserver": set()}
+NOT_FOR: Final = {
+    "local": {"--manager", "--end-with"}, "manager": set(), "dataserver": set(), "client": {"--end-with"},
+}  # fmt: skip
 _numbers = itertools.count()
 
 
@@ -191,8 +208,8 @@ def ids(case: tuple[str, str]) -> str:
 def test_each_option_is_run(program: str) -> None:
     """The options that ``--help`` lists are those that are run below, and each example is of an option."""
     text = subprocess.run(
-        [sys.executable, "-m", "simm", program, "--help"], env=child_environment(COLUMNS="200"), capture_output=True,
-        text=True, timeout=WAIT_S, check=True,
+        [sys.executable, "-m", "simm", PROGRAMS[program] or program, "--help"],
+        env=child_environment(COLUMNS="200"), capture_output=True, text=True, timeout=WAIT_S, check=True,
     ).stdout  # fmt: skip
     listed = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M)) - {"--help"}
     assert listed == set(options_of(program)) | (NOT_FOR[program] & listed)
@@ -285,3 +302,37 @@ def test_a_local_cluster_with_all(negated: bool, workshop: Workshop) -> None:
         paths = ("shm", "tcp") if negated else ("shm",)
         assert right(address, paths=paths, token=TOKEN) == KEYS * len(paths)
         local.end()
+
+
+# -- clients ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(nothing_is_left: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workshop, str]]:
+    """Servers that want a token, for all clients, and the manager's address."""
+    with contextlib.closing(Workshop(tmp_path_factory.mktemp("guarded"))) as made:
+        token = ["--token-file", str(made.folder / "token")]
+        address = made.manager(*token)
+        made.dataserver(address, *token)
+        assert right(address, paths=("shm", "tcp"), token=TOKEN) == 2 * KEYS
+        yield made, address
+
+
+@pytest.mark.parametrize("case", cases("client"), ids=ids)
+def test_a_client_with(
+    case: tuple[str, str], guarded: tuple[Workshop, str], tmp_path: Path, logging_as_it_was: None
+) -> None:
+    """``simm put``, ``get``, ``exists`` and ``delete`` of a value."""
+    flag, value = case
+    workshop, address = guarded
+    names = workshop.names(manager=address)
+    given = ["--manager", address, "--token-file", str(workshop.folder / "token"), "--deadline-ms", "60s"]
+    given += words(flag, value, **names)
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    stored.write_bytes(f"{flag} {value}".encode() * 1000)
+    assert cli.main(["put", "key", str(stored), *given]) == 0
+    assert cli.main(["get", "key", "-o", str(back), *given]) == 0
+    assert back.read_bytes() == stored.read_bytes()
+    assert cli.main(["exists", "key", *given]) == 0
+    assert cli.main(["delete", "key", *given]) == 0
+    assert cli.main(["exists", "key", *given]) == 1
