@@ -31,6 +31,7 @@ from tests.support.worker_thread import WorkerThread
 
 DOCS = Path(simm.__file__).parents[1] / "docs"
 OPERATIONS = (DOCS / "operations.md").read_text()
+README = (DOCS.parent / "README.md").read_text()
 
 
 # --- settings ---------------------------------------------------------------------------------
@@ -64,6 +65,12 @@ def test_mutation_a_setting_that_nobody_reads() -> None:
 def test_every_setting_is_in_the_operators_page() -> None:
     missing = [setting.flag for setting in SETTINGS.values() if not re.search(rf"`{setting.flag}[` ]", OPERATIONS)]
     assert not missing, f"docs/operations.md does not name {missing}"
+
+
+def test_the_readme_says_what_keeps_models_apart() -> None:
+    """SGLang's own backend names no model in its keys: without namespaces it reads another model's pages as hits."""
+    sglang = README.partition("\n**SGLang**")[2].partition("\n**LMCache**")[0]
+    assert "simm engine sglang" in sglang and "`SIMM_NAMESPACE`" in sglang
 
 
 # --- metrics ----------------------------------------------------------------------------------
