@@ -47,6 +47,12 @@ def test_the_page_names_every_marked_file(marked: list[tuple[str, Dosed]]) -> No
         assert named == {path for path, dosed in marked if fault in dosed.faults}, fault
 
 
+def test_the_operators_page_sums_up_every_fault() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    section = page.partition("\n### What a fault costs\n")[2].partition("\n### ")[0]
+    assert set(re.findall(r"\bF\d\d\b", section)) == set(ALL)
+
+
 @pytest.mark.parametrize(
     ("arguments", "doses"),
     [((), {"ci": 1}), (("F00",), {"ci": 1}), (("F33",), {"ci": 1}), (("F04",), {}), (("F04",), {"cl": 1})],
