@@ -272,6 +272,46 @@ def test_f25_the_end_waits_for_no_manager_that_has_gone(checked: bool, monkeypat
     loop.close()
 
 
+#: Who does not answer -> what an end may wait for in all, seconds.
+WAITS_S = {"a dead manager": 4.0, "a silent manager": 6.0, "a silent manager, and workers": 8.0}
+
+
+@pytest.mark.parametrize("who", WAITS_S)
+@with_and_without
+def test_f25_all_waits_of_an_end_are_seconds(checked: bool, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 9.3 s beside a dead manager. Each wait is added up, unless what it waits for is there, or cannot come."""
+    waits: list[float] = []
+    monkeypatch.setattr(dataserver, "end_children", lambda _children, seconds: waits.append(seconds))
+    if not checked:
+        for name in ("HAND_OVER_S", "STOP_S"):
+            monkeypatch.setattr(dataserver, name, 2 * getattr(dataserver, name))
+    there = who != "a dead manager"
+    does_nothing = lambda *_, **__: None  # noqa: E731
+    server: Any = SimpleNamespace(
+        _stopping=False, _retiring=False, _shared=[], _web=None, _lock=None, failed="", slots=[],
+        children=SimpleNamespace(), growth=SimpleNamespace(stop=does_nothing),
+        notify=SimpleNamespace(stopping=does_nothing, extend=does_nothing),
+        options=SimpleNamespace(warm=False), on_map=does_nothing, _processes=list,
+        membership=SimpleNamespace(
+            joined=there, leave=lambda *, warm: there, all_answered=False, peer="the manager" if there else None
+        ),
+        member=SimpleNamespace(workers=["a"], owned=bool, map=SimpleNamespace(owners=[0])),
+        endpoints=SimpleNamespace(close=does_nothing), loop=SimpleNamespace(close=does_nothing),
+        _serve_until=lambda condition, seconds: condition() or waits.append(seconds),
+    )  # fmt: skip
+
+    def retire() -> bool:
+        if "workers" not in who:
+            return DataServer._retire(server)
+        waits.append(dataserver.HAND_OVER_S)
+        return False
+
+    server._retire = retire
+    server._hand_over = lambda: DataServer._hand_over(server)
+    DataServer.stop(server)
+    assert waits and (sum(waits) <= WAITS_S[who]) == checked, waits
+
+
 @with_and_without
 def test_f31_an_empty_server_gets_its_share(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = attentive(1, 0.0)
