@@ -461,6 +461,7 @@ class Membership(Service):
                 if not self._waiting:
                     log.warning("%s; waiting", msg.text)
                 self._waiting, self._refusals = True, 0
+                self._started = self.loop.clock()  # there is a manager
                 self._join_later()
                 return
             if status == Status.OTHER_CLUSTER:

@@ -545,6 +545,22 @@ def test_reconnects_of_a_server_that_waits_add_no_joins(manager: Manager, make_h
     house.until(lambda: house.membership.joined, "it joins in the end")
 
 
+def test_a_server_that_waits_longer_than_for_a_manager_does_not_give_up(
+    manager: Manager, make_house: Callable[..., House]
+) -> None:
+    """Its predecessor is waited for, and then the manager is restarted: it is looked for from then on."""
+    manager.answers[M.Join] = (M.Error("its predecessor may be dead"), Status.BUSY)
+    house = make_house(manager, join_timeout_s=1000.0)
+    house.until(lambda: house.membership._join_due, "BUSY")
+    house.membership._started -= 2000.0
+    joins = len(manager.of(M.Join))
+    house.until(lambda: len(manager.of(M.Join)) > joins and house.membership._join_due, "BUSY again")
+    manager.answers[M.Join] = (M.Joined(3, 50, 0), 0)
+    manager.hang_up()
+    house.until(lambda: house.membership.joined or house.gave_up, "it joins in the end")
+    assert not house.gave_up
+
+
 def test_a_manager_asks_for_reports_by_its_own_connection(manager: Manager, make_house: Callable[..., House]) -> None:
     house = make_house(manager)
     house.until(lambda: house.member.epoch == 3, "its map")
