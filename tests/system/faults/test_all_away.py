@@ -193,14 +193,21 @@ def test_an_arena_whose_name_another_has_got_is_not_kept_for_a_warm_start(make_f
 
 
 def test_a_server_that_comes_back_with_its_manager_waits_for_its_predecessor(nothing_is_left: Path) -> None:
-    """The manager takes the dead one for alive for three heartbeats: longer than a server waits for a taken name."""
+    """The manager takes the dead one for alive for three heartbeats: longer than a server waits for a taken name.
+
+    The server is there first. So it asks as soon as the manager is up, however long its own start takes.
+    """
     folder = Path(tempfile.mkdtemp(prefix="a", dir=nothing_is_left))
     with Fleet(folder, 1, heartbeat_ms=2500) as fleet:
         (server,) = fleet.servers
         fleet.manager.kill()
         server.kill()
+        tries = lambda: server.log.read_text(errors="replace").count("; trying again") if server.log.exists() else 0  # noqa: E731
+        before = tries()
+        server.launch()
+        wait_until(lambda: tries() > before, "it looks for the manager")
         fleet.manager.start()
-        server.start()
+        server.wait_ready()
         fleet.wait_settled()
         with connect(fleet) as client:
             assert client.put("k", b"v") and client.get("k") == b"v"
