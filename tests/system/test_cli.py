@@ -26,7 +26,7 @@ from simm import __version__, cli
 from simm.client import Client
 from simm.config.settings import load
 from simm.constants import VALUE_BYTES_MAX
-from simm.errors import CorruptionError
+from simm.errors import CorruptionError, TransportError
 from simm.tools import demo, doctor, nodes
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
@@ -373,6 +373,24 @@ def test_local_serves_until_a_signal_and_leaves_nothing(number: signal.Signals, 
     out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out, err) == (128 + number, b"", b"")
     assert not psutil.wait_procs(family, timeout=WAIT_S)[1] and not left_by(process)
+
+
+@pytest.mark.parametrize("given", [(), ("--insecure",)], ids=["default", "positive control: --insecure"])
+def test_local_draws_a_token(given: tuple[str, ...], nothing_is_left: Path) -> None:
+    """Its port is open to every user of this host. Its own user's clients find the token."""
+    process, manager = start_local(*given)
+    try:
+        with Client(manager) as client:
+            assert client.put("k", b"v") and client.get("k") == b"v"
+        if given:
+            with Client(manager, token="") as client:
+                assert client.get("k") == b"v"
+        else:
+            with pytest.raises(TransportError, match="missing token"):
+                Client(manager, token="")
+    finally:
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
 
 
 def test_local_tells_a_person_where_the_page_is(nothing_is_left: Path) -> None:
