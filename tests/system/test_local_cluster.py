@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,31 @@ def test_a_start_may_take_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch)
         os.close(into)
     assert started._first_line(out, 60.0, lambda: 7) == "", "its end is seen at once"
     os.close(out)
+
+
+def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--group`` the arena's data is a memfd, which is not in /dev/shm."""
+    go_on, script = tmp_path / "go on", tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport mmap, os, time\nfd = os.memfd_create('data')\nos.ftruncate(fd, {8 * MIB})\n"
+        f"data = mmap.mmap(fd, {8 * MIB})\nos.write(1, b'mapped')\n"
+        f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+        f"data[:] = bytes({8 * MIB})\nos.write(1, b'faulted in')\ntime.sleep(600)\n"
+    )
+    script.chmod(0o700)
+    seen = []
+
+    def first_line(out: int, _seconds: float, progress: Callable[[], int]) -> None:
+        for said in (b"mapped", b"faulted in"):
+            assert os.read(out, 100) == said
+            seen.append(progress())
+            go_on.touch()
+
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(started, "_first_line", first_line)
+    with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
+        LocalCluster("32M")
+    assert seen[1] - seen[0] >= 7 * MIB
 
 
 def test_a_server_that_gets_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
