@@ -136,13 +136,16 @@ def test_a_lone_value_may_be_pinned_whatever_its_size(store: Store) -> None:
     assert store.locate(second, [digest_of("k")])[0][0] == Status.NO_SPACE
 
 
-def test_no_grant_is_for_more_than_a_value_may_have(store: Store) -> None:
+def test_no_grant_is_for_more_than_a_value_may_have(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not because the arena has no room for it: the limit here is one that it has room for."""
+    monkeypatch.setattr("simm.arena.sessions.VALUE_BYTES_MAX", 1 << 20)
     (session,) = join(store, 1)
-    for size in (0, -1, VALUE_BYTES_MAX + 1, 1 << 40):
+    for size in (0, -1, (1 << 20) + 1, VALUE_BYTES_MAX + 1, 1 << 40):
         assert store.sessions.grant(session, size, 1) == []
         store.sessions.want(session, size, 1)
         store.apply_pending()
     assert not session.grants and not session.prepared
+    assert len(store.sessions.grant(session, 1 << 20, 1)) == 1, "the control"
 
 
 # -- recalls -----------------------------------------------------------------------------------------
