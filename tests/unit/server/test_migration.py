@@ -484,6 +484,18 @@ def test_issue_values_that_are_given_up_are_counted(world: Pair, monkeypatch: py
     liar.close()
 
 
+def test_values_that_our_worker_refuses_are_counted(world: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sets of the table are full of what is pinned."""
+    values = fill(world, 12)
+    world.move(SHARDS)
+    store = world.n.worker.store
+    monkeypatch.setattr(store.table, "publish", lambda *_: None)
+    monkeypatch.setattr(store, "_evict_from_sets", lambda _: False)
+    mover = world.mover()
+    assert mover.wait() is True and world.moved() == SHARDS
+    assert (mover.mover.lost, mover.mover.values) == (len(values), 0)
+
+
 # --- our own worker -------------------------------------------------------------------------------
 
 
