@@ -13,9 +13,9 @@ import pytest
 
 from simm.net.admission import HELLO_BYTES_MAX, LINES_MAX, LINES_S
 from simm.net.channel import Channel, greet
-from simm.rpc import CODECS, FRAMING_VERSION, HEADER, MAGIC, Connection, Frame
+from simm.rpc import CODECS, FRAMING_VERSION, HEADER, MAGIC, Connection, Frame, decode
 from simm.wire import messages as M
-from simm.wire.hello import client_hello
+from simm.wire.hello import FOR_MANAGERS, NOT_A_MANAGER, client_hello
 from simm.wire.messages import Role, Status
 from tests.support.manager_process import WAIT_S, Process
 from tests.support.token_servers import KINDS, serving
@@ -102,6 +102,9 @@ def test_no_server_looks_into_a_body(kind: str) -> None:
                 frame, *more = answers(port, HEADER.pack(MAGIC, FRAMING_VERSION, opcode, 0, 0, 1, size) + body)
                 assert not more, codec.cls.__name__
                 assert (frame.opcode, frame.status) == (M.OP_ERROR, expected), codec.cls.__name__
+                if kind != "manager" and codec.cls not in opening and size == len(body):
+                    said = NOT_A_MANAGER if opcode in FOR_MANAGERS else "the first message must be HELLO"
+                    assert decode(frame).text == said, "not what is wrong with the body"
         assert bystander.call(M.Ping(7)) == M.Pong(7)
         assert server.loop.handler_errors == 0
 
