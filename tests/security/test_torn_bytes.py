@@ -10,7 +10,7 @@ import pytest
 
 from simm.config.tokens import Token, TokenRole
 from simm.net.channel import Channel, greet
-from simm.server.stream import Stream
+from simm.server.stream import SMALL_ANSWER_BYTES, TOGETHER_BYTES, Stream
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
 from simm.wire.messages import Role, Service, Status
@@ -108,6 +108,27 @@ def test_a_small_value_that_changed_is_not_sent(
         channel.receive_bulk(memoryview(got))
         assert channel.result(channel.wait(number)).statuses == [Status.TORN]
     assert bytes(got) == (bytes(100) if token is TEAM else b"r" * 100)
+
+
+@pytest.mark.quick
+def test_each_of_many_small_values_has_a_verdict(
+    world: tuple[WorkerThread, StreamThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are sent together, but for the large one in the middle; what changed is told of each."""
+    sizes = [TOGETHER_BYTES - 1] * (SMALL_ANSWER_BYTES // TOGETHER_BYTES + 2)
+    sizes[len(sizes) // 2] = TOGETHER_BYTES
+    digests = [digest_of(f"k{number}") for number in range(len(sizes))]
+    _, stream = world
+    with connected(stream, FREE) as channel:
+        for digest, size in zip(digests, sizes):
+            number = channel.submit(M.Store([(digest, size, 0, 0, 0)]))
+            channel.sock.sendall(bytes(size))
+            assert channel.result(channel.wait(number)).statuses == [Status.OK]
+        monkeypatch.setattr(Stream, "_judge", _torn)
+        number = channel.submit(M.Fetch(list(zip(digests, sizes))))
+        assert {entry[0] for entry in channel.result(channel.wait(number)).entries} == {Status.OK}
+        channel.receive_bulk(memoryview(bytearray(sum(sizes))))
+        assert channel.result(channel.wait(number)).statuses == [Status.TORN] * len(sizes)
 
 
 def _torn(_self: Stream, sending: object, position: int, *_: object) -> None:
