@@ -1,8 +1,8 @@
 """Receives publishers' messages over ZMQ: one subscription for each, one thread for all of them.
 
 A message has three frames: topic, number in 8 big-endian bytes, MessagePack. A replay is a DEALER's question: an empty
-frame, and the number from which it begins. The answers have an empty frame, the number and the message; the last has
-number -1. That is what vLLM and SGLang publish.
+frame, and the number from which it begins. The answers have an empty frame, the number and the message, and in newer
+versions the topic before the number; the last has number -1. That is what vLLM and SGLang publish.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ ASK_MS: Final = 2000
 QUEUE_MESSAGES: Final = 64
 #: ZMQ's sockets for each publisher: SUB, both ends of its monitor, DEALER.
 _SOCKETS: Final = 4
+#: Of a message; and of a replay's answer, which has the topic or not.
 _FRAMES: Final = 3
+_FRAMES_MAX: Final = 4
 _END: Final = (1 << 64) - 1
 _ENDPOINT: Final = re.compile(r"tcp://[^\s*/@]+:\d{1,5}|ipc:///[^\s\x00]{1,100}")
 _TICK_S: Final = 0.5
@@ -125,7 +127,7 @@ class _Link:
         frames = [sock.recv(zmq.NOBLOCK)]
         while sock.getsockopt(zmq.RCVMORE):
             frame = sock.recv(zmq.NOBLOCK)
-            if len(frames) <= _FRAMES:
+            if len(frames) <= _FRAMES_MAX:
                 frames.append(frame)
         return frames
 
@@ -146,12 +148,12 @@ class _Link:
     def _answer(self, frames: list[bytes]) -> bool:
         """Take a part of a replay. Return False after the last one."""
         self._heard = time.monotonic()
-        if len(frames) != _FRAMES or frames[0] or len(frames[1]) != 8:
+        if len(frames) not in (_FRAMES, _FRAMES_MAX) or frames[0] or len(frames[-2]) != 8:
             self.stream.counts["refused"] += 1
             return True
-        number = int.from_bytes(frames[1], "big")
+        number = int.from_bytes(frames[-2], "big")
         if number != _END:
-            self.stream.replayed(number, frames[2])
+            self.stream.replayed(number, frames[-1])
             return True
         self.end_replay()
         self.stream.replay_ended()

@@ -32,9 +32,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """An engine's publisher: PUB and ROUTER, and the messages that it keeps."""
+    """An engine's publisher: PUB and ROUTER, and the messages that it keeps. ``topic``: replays have one too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, topic: bool = False) -> None:
+        self.topics = [[b"kv@A@m"], [b""]] if topic else [[], []]
         self.context = zmq.Context()
         self.pub, self.router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
         self.endpoint, self.replay = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
@@ -52,9 +53,12 @@ class Engine:
         count = 0
         while self.router.poll(0):
             peer, empty, start = self.router.recv_multipart()
+            begin, end = ([peer, empty, *topic] for topic in self.topics)
+            for wrong in ([], [b"1", b""], [b"x", b"x", bytes(8), b""]):
+                self.router.send_multipart([peer, empty, *wrong])
             for number in range(int.from_bytes(start, "big"), len(self.log)):
-                self.router.send_multipart([peer, empty, number.to_bytes(8, "big"), self.log[number]])
-            self.router.send_multipart([peer, empty, b"\xff" * 8, b""])
+                self.router.send_multipart([*begin, number.to_bytes(8, "big"), self.log[number]])
+            self.router.send_multipart([*end, b"\xff" * 8, b""])
             count += 1
         return count
 
@@ -88,8 +92,9 @@ def _register(publishers: Publishers, engine: Engine, *, replay: bool = True, **
     return publishers.register(told)
 
 
-def test_messages_come_and_a_hole_is_replayed(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
+@pytest.mark.parametrize("topic", [False, True])
+def test_messages_come_and_a_hole_is_replayed(tmp_path: Path, topic: bool) -> None:
+    engine = Engine(tmp_path, topic=topic)
     with _publishers() as publishers:
         engine.tell(stored(1, 2))  # before anybody listens
         source = _register(publishers, engine)
