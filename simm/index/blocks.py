@@ -253,7 +253,7 @@ class Blocks:
         if event.tokens is None and (event.standard or source.registration.store):
             space = self._space(source, where, event.block_size)
             holder = self._holder(source, space, rank, where.group, where.owner or source.registration.node)
-            self._hold(source, holder, event.hashes, tier)
+            self._hold(source, holder, event.hashes, tier, False)
             return
         lane = self._lane(source, where.group, rank)
         if event.tokens is None:
@@ -296,7 +296,9 @@ class Blocks:
             kept = [at for at, name in enumerate(names) if name not in parked.gone]
             names, keys = [names[at] for at in kept], [keys[at] for at in kept]
         if names:
-            self._collect(source, holder, lane, tier, names, keys)
+            # vLLM tells of each copy. But without a parent it may only report once more what it has.
+            copies = source.registration.type == "vllm" and event.parent is not None
+            self._collect(source, holder, lane, tier, names, keys, copies)
         return True
 
     def _parent(self, name: int, lane: int) -> tuple[int | None, Holder | None]:
@@ -311,19 +313,20 @@ class Blocks:
         return int(columns["key"][slot]), self._holders.get(int(columns["holder"][slot]))
 
     def _collect(
-        self, source: Source, holder: Holder, lane: int, tier: int, names: Sequence[int], keys: Sequence[int]
-    ) -> None:
+        self, source: Source, holder: Holder, lane: int, tier: int, names: Sequence[int], keys: Sequence[int],
+        copies: bool,
+    ) -> None:  # fmt: skip
         """Add blocks, together with those of the message's other events that are alike: numpy wants many at once."""
         late = self._late
         if late is not None and (
-            (late.holder, late.lane, late.tier) != (holder, lane, tier)
-            # A name that is given again means two things, one after the other; a block twice is counted twice.
+            (late.holder, late.lane, late.tier, late.copies) != (holder, lane, tier, copies)
+            # A name that is given again means two things, one after the other; a copy is counted too.
             or not late.names.keys().isdisjoint(names)
         ):
             self._flush()
             late = None
         if late is None:
-            late = self._late = _Late(source, holder, lane, tier, {})
+            late = self._late = _Late(source, holder, lane, tier, copies, {})
         late.names.update(zip(names, keys))
         if len(late.names) != late.count + len(names):  # within one event
             for name in names:
@@ -331,7 +334,7 @@ class Blocks:
             self._flush()
             for name, key in zip(names, keys):
                 self._alias([name], lane, [key], holder)
-                self._hold(source, holder, [key], tier)
+                self._hold(source, holder, [key], tier, copies)
             return
         late.count += len(names)
 
@@ -341,7 +344,7 @@ class Blocks:
         if late is not None and late.names:
             keys = list(late.names.values())
             self._alias(list(late.names), late.lane, keys, late.holder)
-            self._hold(late.source, late.holder, keys, late.tier)
+            self._hold(late.source, late.holder, keys, late.tier, late.copies)
 
     def _park(self, source: Source, parked: Parked, lane: int) -> None:
         assert parked.event.parent is not None
@@ -417,10 +420,10 @@ class Blocks:
             held = self._held.find(columns["key"][other], columns["holder"][other])
             self._drop(np.unique(held[held >= 0]))
 
-    def _hold(self, source: Source, holder: Holder, keys: Sequence[int], tier: int) -> None:
-        """Count blocks. An engine tells of each copy; a store, and SGLang, tell that there is one."""
+    def _hold(self, source: Source, holder: Holder, keys: Sequence[int], tier: int, copies: bool) -> None:
+        """Count blocks. ``copies``: one that is there already has another copy now; otherwise it is told once more."""
         table, shift = self._held, _BITS * tier
-        counted = source.registration.type == "vllm"
+        most = _MOST if copies else 1
         self.added += len(keys)
         # A store's snapshot has all its blocks, and nothing in the other table: this one may grow in larger steps.
         table.reserve(len(keys), _GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
@@ -434,7 +437,7 @@ class Blocks:
                     holder.blocks += 1
                     source.blocks += 1
                 now = int(counts[slot])
-                if (now >> shift & _MOST) < (_MOST if counted else 1):
+                if (now >> shift & _MOST) < most:
                     counts[slot] = now + (1 << shift)
             return
         slots, new = table.find_or_add(mine, np.full(len(mine), holder.id, np.uint32))
@@ -442,7 +445,7 @@ class Blocks:
         holder.blocks += added
         source.blocks += added
         before = counts[slots]
-        more = (before >> np.uint32(shift) & np.uint32(_MOST)) < (_MOST if counted else 1)
+        more = (before >> np.uint32(shift) & np.uint32(_MOST)) < most
         counts[slots] = before + (more.astype(np.uint32) << np.uint32(shift))
 
     def _known(self, source: Source, names: Sequence[int], lane: int, tier: int) -> None:
@@ -455,7 +458,8 @@ class Blocks:
         for number in np.unique(holders).tolist():
             holder = self._holders.get(number)
             if holder is not None:
-                self._hold(source, holder, self._aliases.columns["key"][slots[holders == number]].tolist(), tier)
+                keys = self._aliases.columns["key"][slots[holders == number]].tolist()
+                self._hold(source, holder, keys, tier, source.registration.type == "vllm")
 
     def _unhold_one(self, source: Source, name: int, lane: int, tier: int) -> None:
         slot = self._aliases.find_one(name, lane)
@@ -572,6 +576,7 @@ class _Late:
     holder: Holder
     lane: int
     tier: int
+    copies: bool
     names: dict[int, int]
     count: int = 0
 

@@ -234,7 +234,7 @@ def _event(fields: _Map) -> Event:
     parent = fields.parent_hash if standard else fields.parent_block_hash
     if standard and parent is None and fields.base_block_idx is None and tokens is not None:
         raise BadEvent("blocks that are nowhere in a prompt: neither parent_hash nor base_block_idx")
-    salt, extras = _extras(fields.extra_keys, where)
+    salt, extras = _extras(fields.extra_keys, where, parent is None)
     where = where if salt is None else where._replace(salt=salt)
     return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras)
 
@@ -278,23 +278,27 @@ def _where(fields: _Map) -> Where:
     return Where(rank=rank, group=group, **texts)
 
 
-def _extras(given: list[Any] | None, where: Where) -> tuple[str | None, tuple[bytes, ...]]:
+def _extras(given: list[Any] | None, where: Where, first: bool) -> tuple[str | None, tuple[bytes, ...]]:
     """Return the salt that vLLM's extra keys name, and what else each block depends on.
 
-    Keys have tags in newer versions, and none in older ones: the adapter's name is known from the event then.
+    vLLM hashes keys with tags and publishes them without: the adapter's name before all others, pairs for images, and
+    in a prompt's first block the salt, a text. ``first``: the blocks begin with that one. With tags they are read too.
     """
     salt = None
     found = []
-    for each in given or ():
+    for at, each in enumerate(given or ()):
         if len(memoryview(each)) > EXTRA_BYTES_MAX:
             raise BadEvent(f"extra keys of {len(memoryview(each))} bytes, {EXTRA_BYTES_MAX} at most")
         keys = msgspec.msgpack.decode(each)
         rest = []
-        for key in keys if isinstance(keys, list) else () if keys is None else (keys,):
-            tag = key[0] if isinstance(key, list) and key else None
-            if tag == "cache_salt" and len(key) == 2 and isinstance(key[1], str) and len(key[1]) <= TEXT_MAX:
-                salt = key[1]
-            elif tag != "lora" and not (isinstance(key, str) and key == where.lora):
+        for place, key in enumerate(keys if isinstance(keys, list) else () if keys is None else (keys,)):
+            tag, name = (key[0], key[1]) if isinstance(key, list) and len(key) > 1 else (None, key)
+            if isinstance(name, str) and (tag == "lora" or (place, key) == (0, where.lora)):
+                continue
+            salted = (tag == "cache_salt" and len(key) == 2) or (tag is None and first and at == 0)
+            if salted and salt is None and isinstance(name, str) and len(name) <= TEXT_MAX:
+                salt = name
+            else:
                 rest.append(key)
         raw = msgspec.msgpack.encode(rest) if rest else b""
         if len(raw) > EXTRA_BYTES_MAX:

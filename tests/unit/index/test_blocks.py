@@ -150,7 +150,8 @@ class Model:
     def stored(self, names: Sequence[int], before: tuple[int, ...], tokens: Sequence[int], tier: str) -> None:
         for at, name in enumerate(names):
             self.alias[name] = before + tuple(tokens[: (at + 1) * SIZE])
-            self.copies[self.alias[name], tier] += 1
+            if before or not self.copies[self.alias[name], tier]:
+                self.copies[self.alias[name], tier] += 1
 
     def removed(self, names: Sequence[int], tier: str) -> None:
         for name in names:
@@ -263,10 +264,27 @@ def test_a_group_that_keeps_a_window_is_not_counted_and_all_others_must_agree() 
 def test_a_copy_that_is_removed_leaves_the_other() -> None:
     index = Blocks()
     source = engine(index)
-    apply(index, source, *[stored([11], prompt(1))] * 2, removed([11]))
-    assert asked(index, prompt(1)).matches["A"].blocks == 1
-    apply(index, source, *[stored([11], prompt(1))] * 40, *[removed([11])] * 15)
-    assert asked(index, prompt(1)).matches == {}, "more copies than are counted are forgotten early"
+    tokens = prompt(2)
+    second = stored([12], tokens[SIZE:], 11)
+    apply(index, source, stored([11], tokens[:SIZE]), *[second] * 2, removed([12]))
+    assert asked(index, tokens).matches["A"].blocks == 2
+    apply(index, source, *[second] * 40, *[removed([12])] * 15)
+    assert asked(index, tokens).matches["A"].blocks == 1, "more copies than are counted are forgotten early"
+
+
+@pytest.mark.parametrize("length", [2, 40])
+def test_blocks_that_are_reported_again_are_no_copies(length: int) -> None:
+    """With ``kv_cache_report_mode``, vLLM tells of a prefix that was found as if it were stored."""
+    index = Blocks()
+    source = engine(index)
+    tokens, names = prompt(length), list(range(100, 100 + length))
+    whole = stored(names, tokens)
+    apply(index, source, whole, whole)
+    apply(index, source, whole, stored([7], prompt(1, 1), names[-1]))
+    apply(index, source, removed(names[1:]))
+    assert asked(index, tokens).matches["A"].blocks == 1
+    apply(index, source, removed(names[:1]))
+    assert asked(index, tokens).matches == {}
 
 
 def test_salt_adapter_and_images_keep_blocks_apart() -> None:
@@ -281,6 +299,27 @@ def test_salt_adapter_and_images_keep_blocks_apart() -> None:
     assert asked(index, tokens, SPACE._replace(lora="L")).matches["A"].blocks == 1
     apply(index, source, stored([21, 22], tokens[: 2 * SIZE], extra_keys=[None, [["mm", "image", 0]]]))
     assert asked(index, tokens).matches["A"].blocks == 1, "a block with an image is not one of its tokens alone"
+
+
+def test_keys_without_tags_are_told_apart_by_their_place() -> None:
+    """vLLM publishes them so: the adapter's name, pairs for images, the salt in a prompt's first block, digests."""
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(3)
+    apply(index, source, stored([1, 2], tokens[: 2 * SIZE], extra_keys=[["s"], None]))
+    apply(index, source, stored([3], tokens[2 * SIZE :], 2))
+    assert asked(index, tokens).matches == {}
+    assert asked(index, tokens, SPACE._replace(salt="s")).matches["A"].blocks == 3
+    apply(index, source, stored([11, 12], tokens[: 2 * SIZE], lora_name="x", extra_keys=[["x", "x"], ["x"]]))
+    assert asked(index, tokens, SPACE._replace(lora="x")).matches == {}, "a salt that is the adapter's name is one"
+    assert asked(index, tokens, SPACE._replace(lora="x", salt="x")).matches["A"].blocks == 2
+    for number, keys in enumerate((["lora", 0], ["cache_salt", 0], ["image", 3], b"digest of an embedding", ["x"])):
+        first = stored([100 + number], tokens[:SIZE], extra_keys=[[keys]])
+        later = stored([201 + number, 301 + number], prompt(2, 7), extra_keys=[None, [keys]])
+        apply(index, source, first, later)
+        assert asked(index, tokens).matches == {} and asked(index, prompt(2, 7)).matches["A"].blocks == 1
+    apply(index, source, stored([401, 402], prompt(2, 9), extra_keys=[None, ["a text in a later block"]]))
+    assert asked(index, prompt(2, 9)).matches["A"].blocks == 1
 
 
 def test_storage_counts_where_removals_are_told() -> None:
