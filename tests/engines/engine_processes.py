@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.support.child import Child
 from tests.support.server_process import ServerProcess
 
 HERE = Path(__file__).parent
@@ -28,6 +29,9 @@ DRIVER_S = 900.0
 STOP_S = 30.0
 #: The deadline of clients in drivers, unless a case has its own: a busy machine makes no call late.
 PATIENT_MS = 60_000
+
+#: For vLLM. Without the compiler, which compiles small functions even in eager mode: that takes longer than the rest.
+VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 class Unavailable(Exception):
@@ -180,10 +184,7 @@ class Engine:
 
     def run_vllm(self, **request: Any) -> dict[str, Any]:
         """The report of vllm_whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
-        # Without the compiler: vLLM compiles some small functions even in eager mode, which takes longer than the rest.
-        environment = {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", **request.pop("environment", {}),
-        }  # fmt: skip
+        environment = {**VLLM, **request.pop("environment", {})}
         done = self._run(
             "vllm_whole_driver.py", {"folder": str(self.folder), **request}, (ROOT, HERE / "shim"), "", False,
             **environment,
@@ -194,16 +195,28 @@ class Engine:
             raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
         return {**report, "stderr": done.stderr}
 
+    def start_publisher(self, packages: str, **request: Any) -> Child:
+        """events_driver.py with its engine, which is told lines; ``packages`` are SGLang's."""
+        path = (ROOT, HERE / "shim", *([Path(packages)] if packages else []))
+        command = [self.python, str(HERE / "events_driver.py"), json.dumps({"folder": str(self.folder), **request})]
+        return Child(
+            command, name="events_driver.py", talks=True, log=self.folder / "events_driver.log",
+            environment=self._environment(path, **({} if packages else VLLM)), folder=self.folder,
+        )  # fmt: skip
+
+    def _environment(self, path: Sequence[Path], **more: str) -> dict[str, str]:
+        """The environment of a driver, with ``path`` as PYTHONPATH."""
+        return {
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "HOME": str(self.folder),
+            "TMPDIR": str(self.folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "SIMM_DEADLINE_MS": str(PATIENT_MS), **more,
+        }  # fmt: skip
+
     def _run(
         self, driver: str, request: dict[str, Any], path: Sequence[Path], module: str, as_expected: bool,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a driver to its end, with ``path`` as PYTHONPATH. RuntimeError if it does not end."""
-        env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "HOME": str(self.folder),
-            "TMPDIR": str(self.folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "SIMM_DEADLINE_MS": str(PATIENT_MS), **environment,
-        }  # fmt: skip
         command = [self.python, str(HERE / driver), json.dumps(request)]
         if module:
             command = [self.python, "-m", module, "--", *command]
@@ -212,7 +225,7 @@ class Engine:
         try:
             return subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=DRIVER_S, env=env, cwd=self.folder,
+                timeout=DRIVER_S, env=self._environment(path, **environment), cwd=self.folder,
             )  # fmt: skip
         except subprocess.TimeoutExpired as hung:
             said = (hung.stderr or b"")[-4000:]

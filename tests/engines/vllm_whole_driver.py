@@ -25,6 +25,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 PROMPTS, NEW_TOKENS, VOCABULARY = (400, 416), 8, 512
 #: Seconds until what is never stored ends the run. Not a speed limit.
 STORED_S = 120.0
+#: Of ``vllm.LLM``.
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 1024,
+    "seed": 1, "kv_cache_memory_bytes": 64 << 20,
+}  # fmt: skip
 
 
 def model(folder: Path, kind: str, seed: int) -> str:
@@ -76,10 +81,8 @@ class Run:
             )  # fmt: skip
             options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.llm = LLM(
-            model(Path(request["folder"]), request["model"], request["weights"]), skip_tokenizer_init=True,
-            dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, seed=1,
-            kv_cache_memory_bytes=64 << 20, enable_prefix_caching=simm is not None, **options,
-            **request.get("engine", {}),
+            model(Path(request["folder"]), request["model"], request["weights"]),
+            enable_prefix_caching=simm is not None, **OPTIONS, **options, **request.get("engine", {}),
         )  # fmt: skip
         self.scheduler: Any = None
         self.events: list[Any] = []

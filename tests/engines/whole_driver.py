@@ -23,6 +23,13 @@ from typing import Any
 PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 400, 8, 512
 #: Seconds until pages that do not come back end the run. Not a speed limit: storing them is a matter of milliseconds.
 STORED_S = 120.0
+#: Of ``sgl.Engine``, for a CPU.
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "skip_tokenizer_init": True, "disable_cuda_graph": True, "disable_overlap_schedule": True, "dtype": "float32",
+    "max_total_tokens": 4096, "page_size": 16, "random_seed": 1, "chunked_prefill_size": -1, "log_level": "info",
+    "mem_fraction_static": 0.9,  # a ceiling, as other programs take memory while the engine starts
+}  # fmt: skip
 
 
 def model(folder: Path, seed: int) -> str:
@@ -68,13 +75,8 @@ def main() -> int:
     import sglang
 
     engine = sglang.Engine(
-        model_path=model(Path(request["folder"]), request["weights"]), device="cpu", attention_backend="torch_native",
-        sampling_backend="pytorch", grammar_backend="none", skip_tokenizer_init=True, disable_cuda_graph=True,
-        disable_overlap_schedule=True, dtype="float32", max_total_tokens=4096, page_size=16, random_seed=1,
-        chunked_prefill_size=-1, log_level="info",
-        mem_fraction_static=0.9,  # a ceiling, as other programs take memory while the engine starts
-        **request["options"],
-    )  # fmt: skip
+        model_path=model(Path(request["folder"]), request["weights"]), **OPTIONS, **request["options"]
+    )
     try:
         first = generate(engine)
         until = time.monotonic() + STORED_S
