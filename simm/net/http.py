@@ -18,11 +18,17 @@ name. A web page from elsewhere whose name was made to lead here (DNS rebinding)
 With TLS the handshake is part of the time that a connection has. Who asks by plain HTTP is told so.
 
 With tokens, every page except / (a file), /healthz, /readyz and /leader requires
-``Authorization: Bearer TOKEN``. Prometheus can send it.
+``Authorization: Bearer TOKEN``. Prometheus can send it. A server with ``basic`` also takes the token as the password of
+``Basic``, for clients that have nothing but an address: ``http://any:TOKEN@HOST:PORT``.
+
+``verbs`` answer methods that change something and have no body, as PUT and DELETE. A browser asks before it sends one
+of them to another origin, and gets no answer to that.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import ipaddress
 import logging
@@ -80,6 +86,8 @@ class Page(NamedTuple):
 Route = Callable[[], Page | metrics.Samples]
 #: What makes a page of a request's body.
 Post = Callable[[bytes], Page]
+#: What answers another method for a path; None: there is no such page.
+Verb = Callable[[str], Page | None]
 
 
 class _Client:
@@ -104,12 +112,15 @@ class Web:
     def __init__(
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
         tokens: Sequence[Token] = (), tls: Context | None = None, *,
-        posts: Mapping[str, Post] | None = None, body_max: int = 0,
+        posts: Mapping[str, Post] | None = None, body_max: int = 0, verbs: Mapping[str, Verb] | None = None,
+        basic: bool = False,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
         self._posts: Mapping[str, Post] = {} if posts is None else posts
         self._body_max = body_max
+        self._verbs: Mapping[str, Verb] = {} if verbs is None else verbs
+        self._basic = basic
         self._tokens = tokens
         self._tls = tls
         self._listener = listener
@@ -258,6 +269,8 @@ class Web:
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             return "", Page("not HTTP\n", TEXT, 400)
         method, target = words[0], words[1].partition("?")[0]
+        if method in self._verbs:
+            return method, self._done(self._verbs[method], target, lines[1:])
         if method not in ("GET", "HEAD"):
             return method, Page("only GET and HEAD\n", TEXT, 405)
         route = self.routes.get(target)
@@ -277,12 +290,30 @@ class Web:
             log.exception("page %s failed", target)
             return method, Page("internal error\n", TEXT, 500)
 
+    def _done(self, verb: Verb, target: str, headers: list[str]) -> Page:
+        """Return the answer to a method that changes something."""
+        refused = self._refused(target, headers)
+        if refused is not None:
+            return refused
+        try:
+            return verb(target) or Page("no such page\n", TEXT, 404)
+        except Exception:
+            log.exception("%s failed", target)
+            return Page("internal error\n", TEXT, 500)
+
     def _allowed(self, headers: list[str]) -> bool:
         for line in headers:
             name, _, value = line.partition(":")
             scheme, _, given = value.strip().partition(" ")
-            if name.lower() == "authorization" and scheme.lower() == "bearer":
-                return token_fits([token.secret.encode() for token in self._tokens], given.strip().encode("latin-1"))
+            if name.lower() != "authorization":
+                continue
+            secret = given.strip().encode("latin-1")
+            if scheme.lower() == "basic" and self._basic:
+                with contextlib.suppress(binascii.Error):
+                    secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+            elif scheme.lower() != "bearer":
+                continue
+            return token_fits([token.secret.encode() for token in self._tokens], secret)
         return False
 
     def _answer(self, client: _Client, page: Page, head_only: bool) -> None:
