@@ -4,4 +4,5 @@ An optional part, the extra ``simm[index]``. ``libraries`` loads what it needs b
 what publishers send, ``keys`` names blocks by their tokens, ``table`` holds them, ``blocks`` applies events to it,
 ``streams`` notices what was lost of them, ``publishers`` receives them, ``scores`` compares endpoints, and ``service``
 answers by HTTP. ``rpcs`` answers by gRPC, with the messages of ``protobuf``: another extra, ``simm[grpc]``.
+``lmcache`` takes what LMCache's servers tell their coordinator.
 """

@@ -375,7 +375,7 @@ class Blocks:
         elif lane is not None:
             for name in names:
                 self._unhold_one(source, name, lane, tier)
-        if source.registration.store:
+        if source.registration.store or source.registration.hashed:
             self._removed_from_store(source, event, rank, tier)
 
     def _removed_from_store(self, source: Source, event: Removed, rank: int, tier: int) -> None:

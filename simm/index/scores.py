@@ -100,13 +100,14 @@ class Scores:
 
 
 def score(
-    index: Blocks, space: Space, keys: Sequence[int], *, weights: Mapping[str, float] = WEIGHTS,
-    endpoints: Sequence[str] | None = None, loads: Mapping[str, float] | None = None, load_weight: float = 1.0,
-    now: float | None = None,
+    index: Blocks, space: Space, keys: Sequence[int], *, names: Sequence[Sequence[int]] = (),
+    weights: Mapping[str, float] = WEIGHTS, endpoints: Sequence[str] | None = None,
+    loads: Mapping[str, float] | None = None, load_weight: float = 1.0, now: float | None = None,
 ) -> Scores:  # fmt: skip
     """Return what is known of a prompt. O(blocks of the prefixes x endpoints).
 
     Args:
+        names: of the same blocks as LMCache's servers may call them, by each of their algorithms.
         weights: by tier; 0 for those that are missing.
         endpoints: only these, and pools and nodes; None for all.
         loads: of endpoints, in blocks: what they prefill and decode already.
@@ -115,7 +116,7 @@ def score(
     now = time.monotonic() if now is None else now
     vector = np.array([weights.get(name, 0.0) for name in TIERS])
     with index.lock:
-        found = index.match(space, keys)
+        found = _found(index, space, keys, names)
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.array(keys, np.uint64), now) for each in sources if each.expected}
     matches: dict[str, Match] = {}
@@ -157,6 +158,18 @@ def score(
     return _answer(len(keys), matches, shared, sources, space, loads, load_weight)
 
 
+def _found(
+    index: Blocks, space: Space, keys: Sequence[int], names: Sequence[Sequence[int]]
+) -> list[tuple[Holder, NDArray[np.uint32]]]:
+    """Return what each holder has, by what it calls the blocks. Under the index' lock."""
+    found = dict(index.match(space, keys))
+    for mine in names:
+        for holder, counts in index.match(space, mine):
+            if holder.source.registration.hashed and len(counts) > len(found[holder]):
+                found[holder] = counts
+    return list(found.items())
+
+
 def _answer(
     blocks: int, matches: dict[str, Match], shared: NDArray[np.float64], sources: Sequence[Source], space: Space,
     loads: Mapping[str, float] | None, load_weight: float,
@@ -193,7 +206,8 @@ def _asked(source: Source, space: Space, endpoints: Sequence[str] | None) -> boo
     told: Registration = source.registration
     if not (told.store or endpoints is None or told.instance in endpoints):
         return False
-    return (told.model, told.tenant) == (space.model, space.tenant) or any(each == space for each, *_ in source.holders)
+    alike = space.model in source.models if told.hashed else told.model == space.model
+    return (alike and told.tenant == space.tenant) or any(each == space for each, *_ in source.holders)
 
 
 def _expected(source: Source, space: Space, keys: NDArray[np.uint64], now: float) -> int:

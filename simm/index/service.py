@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
 from ..errors import SimmError, UsageError
-from ..net.http import JSON, Page, Post, Route
+from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
 from ..schemes.encodings import check_block
 from . import figures
@@ -21,9 +22,12 @@ from .blocks import Blocks, tiers_of
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
 from .keys import chain, token_bytes
 from .libraries import msgspec
+from .lmcache.hashes import Namer
+from .lmcache.servers import Server, Servers
 from .publishers import Publishers
 from .scores import WEIGHTS, Match, Scores, score
 from .sources import TIERS, Registration, Source, Space
+from .streams import Stream
 
 BODY_BYTES_MAX: Final = 8 << 20
 #: Blocks of all holders that a dump has.
@@ -39,6 +43,17 @@ _NONE_S: Final = 1.0
 #: Tells what the store itself has of a prompt: of the request's fields.
 Shared = Callable[[Mapping[str, Any]], dict[str, Any] | None]
 Body = Mapping[str, Any]
+#: Where LMCache's servers register, heartbeat and say that they end.
+_INSTANCES: Final = "/instances"
+_HEARTBEAT: Final = "/heartbeat"
+
+
+class Asked(NamedTuple):
+    """Where and for which keys a request asks, and what LMCache's servers may call these blocks."""
+
+    space: Space
+    keys: list[int]
+    names: list[list[int]]
 
 
 class Service:
@@ -48,14 +63,18 @@ class Service:
         publishers: None for an index that gets its events otherwise; nothing can be registered then.
         shared: asks the store; None without one.
         weights: of tiers.
+        servers: LMCache's, which take the index for their coordinator; None: none can.
+        namers: how these name the chunks of a prompt.
     """
 
     def __init__(
         self, index: Blocks, publishers: Publishers | None = None, *, shared: Shared | None = None,
-        weights: Mapping[str, float] = WEIGHTS,
+        weights: Mapping[str, float] = WEIGHTS, servers: Servers | None = None, namers: Sequence[Namer] = (),
     ) -> None:  # fmt: skip
         self.index = index
         self._publishers = publishers
+        self._servers = servers
+        self._namers = namers
         self._shared = shared
         self._weights = weights
         self._requests: Counter[str] = Counter()
@@ -67,7 +86,16 @@ class Service:
             "/register": self.register, "/unregister": self.unregister, "/query": self.query,
             "/query_by_hash": self.query, "/score": self.score, "/expect": self.expect,
         }  # fmt: skip
-        return {path: self._page(path, call) for path, call in calls.items()}
+        posts = {path: self._page(path, call) for path, call in calls.items()}
+        if self._servers is not None:
+            posts[_INSTANCES] = self._page(_INSTANCES, self._servers.register)
+            posts["/events"] = self._events
+        return posts
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """What takes a path without a body, by method."""
+        return {} if self._servers is None else {"PUT": self._heartbeat, "DELETE": self._deregister}
 
     @property
     def routes(self) -> dict[str, Route]:
@@ -96,6 +124,33 @@ class Service:
 
         return take
 
+    # -- LMCache's servers -------------------------------------------------------------------------------
+
+    def _events(self, body: bytes) -> Page:
+        self._requests["/events"] += 1
+        assert self._servers is not None
+        try:
+            return _json(self._servers.events(body))
+        except UsageError as exc:
+            return _json({"error": str(exc)}, 400)
+
+    def _heartbeat(self, path: str) -> Page | None:
+        name = _instance(path, _HEARTBEAT)
+        if not name or self._servers is None:
+            return None
+        self._requests[_INSTANCES + _HEARTBEAT] += 1
+        if self._servers.heartbeat(name):
+            return _json({"instance_id": name})
+        return _json({"error": "no such server: register it"}, 404)
+
+    def _deregister(self, path: str) -> Page | None:
+        name = _instance(path, "")
+        if not name or self._servers is None:
+            return None
+        self._requests[_INSTANCES] += 1
+        self._servers.deregister(name)
+        return _json({"instance_id": name})
+
     # -- publishers --------------------------------------------------------------------------------------
 
     def register(self, body: Body) -> dict[str, Any]:
@@ -116,6 +171,9 @@ class Service:
             _text(body, "replay_endpoint"), _text(body, "node"), _text(body, "pool"),
             _real(body, "lease_s", 0.0, LEASE_S_MAX), removals,
         )  # fmt: skip
+        known = self.index.sources.get(told.name)
+        if told.hashed or (known is not None and known.registration.hashed):
+            raise UsageError("LMCache's server registers itself, at POST /instances")
         self._publishers.register(told)
         return {"status": "registered successfully", "instance_id": told.instance}
 
@@ -126,8 +184,8 @@ class Service:
         name, tenant = _name(body), _text(body, "tenant_id") or "default"
         rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
         names = [
-            each for each in list(self.index.sources)
-            if each[:2] == (name, tenant) and (rank is None or each[2] == rank)
+            each for each, source in list(self.index.sources.items())
+            if each[:2] == (name, tenant) and rank in (None, each[2]) and not source.registration.hashed
         ]  # fmt: skip
         gone = [each for each in names if self._publishers.unregister(each)]
         if not gone:
@@ -137,8 +195,8 @@ class Service:
 
     # -- questions ---------------------------------------------------------------------------------------
 
-    def _asked(self, body: Body) -> tuple[Space, list[int]]:
-        """Return where and for which keys a request asks. Raises UsageError."""
+    def _asked(self, body: Body) -> Asked:
+        """Return what a request asks for. Raises UsageError."""
         model = _text(body, "model", "model_name", "modelname")
         size = _number(body, "block_size", 0, 1 << 20)
         tenant = _text(body, "tenant_id") or "default"
@@ -160,18 +218,23 @@ class Service:
                 raise UsageError(f"seq_hashes is a list of at most {QUESTION_BLOCKS_MAX}")
             if not all(type(each) is int and -(1 << 63) <= each < 1 << 64 for each in hashes):
                 raise UsageError("seq_hashes are integers of 64 bits")
-            return space, [each & ((1 << 64) - 1) for each in hashes]
+            return Asked(space, [each & ((1 << 64) - 1) for each in hashes], [])
         if not isinstance(tokens, list) or len(tokens) > TOKENS_MAX:
             raise UsageError(f"token_ids is a list of at most {TOKENS_MAX}")
         if len(tokens) // size > QUESTION_BLOCKS_MAX:
             raise UsageError(f"token_ids has {len(tokens) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
-        return space, chain(token_bytes(tokens), size, seed=self.index.seed)
+        keys = chain(token_bytes(tokens), size, seed=self.index.seed)
+        with self.index.lock:
+            hashed = any(each.source.registration.hashed for each in self.index.spaces.get(space, {}).values())
+        return Asked(space, keys, [each(tokens, size) for each in self._namers] if hashed else [])
 
     def query(self, body: Body) -> dict[str, Any]:
         """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError."""
-        space, keys = self._asked(body)
+        space, keys, names = self._asked(body)
         instance = _text(body, "instance_id") if body.get("instance_id") is not None else ""
-        found = score(self.index, space, keys, weights=self._weights, endpoints=[instance] if instance else None)
+        found = score(
+            self.index, space, keys, names=names, weights=self._weights, endpoints=[instance] if instance else None
+        )
         size = space.block_size
         answer: dict[str, Any] = {
             space.tenant: {name: _tokens(match, size) for name, match in found.matches.items()},
@@ -183,7 +246,7 @@ class Service:
 
     def score(self, body: Body) -> dict[str, Any]:
         """Return the scores of endpoints for a prompt, as llm-d does, and more. Raises UsageError."""
-        space, keys = self._asked(body)
+        space, keys, names = self._asked(body)
         pods = body.get("pod_identifiers") or None
         if pods is not None and not (
             isinstance(pods, list) and len(pods) <= NAMES_MAX and all(isinstance(each, str) for each in pods)
@@ -196,14 +259,14 @@ class Service:
         ):  # fmt: skip
             raise UsageError("loads has a number of blocks for each endpoint")
         found = score(
-            self.index, space, keys, weights=self._weights, endpoints=pods, loads=loads,
+            self.index, space, keys, names=names, weights=self._weights, endpoints=pods, loads=loads,
             load_weight=_real(body, "load_weight", 1.0, 1e6),
         )  # fmt: skip
         return _scored(found)
 
     def expect(self, body: Body) -> dict[str, Any]:
         """Count a prompt as held for ``ttl_s`` by the instance that it was just sent to. Raises UsageError."""
-        space, keys = self._asked(body)
+        space, keys, _ = self._asked(body)
         name = _name(body)
         rank = None if body.get("dp_rank") is None else _number(body, "dp_rank", 0, RANK_MAX)
         seconds = _real(body, "ttl_s", EXPECT_S, EXPECT_S_MAX)
@@ -223,7 +286,11 @@ class Service:
 
     def _worker(self, source: Source) -> dict[str, Any]:
         told = source.registration
-        stream = None if self._publishers is None else self._publishers.stream(source)
+        stream: Stream | Server | None = None
+        if source.registration.hashed:
+            stream = None if self._servers is None else self._servers.stream(source)
+        elif self._publishers is not None:
+            stream = self._publishers.stream(source)
         return {
             "instance_id": told.instance, "tenant_id": told.tenant, "dp_rank": told.rank, "type": told.type,
             "modelname": told.model, "block_size": told.block_size, "endpoint": told.endpoint,
@@ -357,6 +424,12 @@ def _text(body: Body, *names: str) -> str:
                 raise UsageError(f"{name} is a text of at most {TEXT_MAX} characters")
             return value
     return ""
+
+
+def _instance(path: str, tail: str) -> str:
+    """Return the server that a path names; "" for others."""
+    inside = path.startswith(_INSTANCES + "/") and path.endswith(tail)
+    return unquote(path[len(_INSTANCES) + 1 : len(path) - len(tail)]) if inside else ""
 
 
 def _name(body: Body) -> str:

@@ -22,6 +22,9 @@ MEDIA: Final = {
 #: Types of sources; the last two are stores, which name blocks by RFC 1527's hashes.
 ENGINES: Final = ("vllm", "sglang", "lmcache")
 STORES: Final = ("mooncake", "simm")
+#: What LMCache's multi-process servers tell over HTTP: of themselves, and of what they share. Nobody registers these.
+LMCACHE_SERVER: Final = "lmcache-server"
+LMCACHE_SHARED: Final = "lmcache-shared"
 #: What a group of a hybrid model's cache must keep for a prefix to be restorable from it.
 DENSE: Final = frozenset((None, "", "full_attention", "mla_attention", "sink_full_attention"))
 
@@ -47,7 +50,8 @@ class Registration:
 
     Attributes:
         instance: the endpoint that a router sends requests to.
-        type: one of ``ENGINES`` or ``STORES``.
+        type: one of ``ENGINES`` or ``STORES``, or of those that LMCache's servers have.
+        model: "" for LMCache's servers, whose events name it.
         node, pool: the host it runs on, and the pool whose blocks it tells; scores have both.
         rank: None if messages name theirs.
         lease_s: seconds after which it is forgotten unless it is registered again; 0: never.
@@ -70,9 +74,9 @@ class Registration:
     storage_removals: bool = False
 
     def __post_init__(self) -> None:
-        if self.type not in ENGINES + STORES:
+        if self.type not in ENGINES + STORES and not self.hashed:
             raise UsageError(f"type {self.type!r}: there are {', '.join(ENGINES + STORES)}")
-        if not self.instance or not self.model:
+        if not self.instance or not (self.model or self.hashed):
             raise UsageError("a publisher has an instance_id and a modelname")
 
     @property
@@ -83,7 +87,12 @@ class Registration:
     @property
     def store(self) -> bool:
         """True for a store, whose blocks no engine has in its own memory."""
-        return self.type in STORES
+        return self.type in STORES or self.type == LMCACHE_SHARED
+
+    @property
+    def hashed(self) -> bool:
+        """True where blocks have the hashes of LMCache's chunks: questions with tokens need that hash."""
+        return self.type in (LMCACHE_SERVER, LMCACHE_SHARED)
 
 
 @dataclass(eq=False)
@@ -141,6 +150,8 @@ class Source:
     expected: deque[Expected] = field(default_factory=lambda: deque(maxlen=EXPECTED_MAX))
     #: Names of media that have no tier, and what was not counted, by reason.
     media: set[str] = field(default_factory=set)
+    #: Models that events named, of a source that is registered without one.
+    models: set[str] = field(default_factory=set)
     ignored: Counter[str] = field(default_factory=Counter)
     #: Blocks of all holders.
     blocks: int = 0

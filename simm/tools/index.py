@@ -36,6 +36,10 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--register", metavar="FILE", help="JSON list of publishers, each as for POST /register")
     parser.add_argument("--weights", metavar="TIER=W,...", help="weights of tiers, as gpu=1,cpu=0.8,storage=0.5")
     parser.add_argument("--hash-seed", type=int, metavar="N", help="seed of RFC 1527's hash (1337, as Dynamo)")
+    parser.add_argument("--lmcache-hash", metavar="NAME[:SEED],...",
+                        help="LMCache's hash: blake3 (the default, if installed), sha256_cbor, sha256")  # fmt: skip
+    parser.add_argument("--lmcache-chunk", type=int, metavar="N",
+                        help="tokens of a chunk of LMCache's servers that do not tell it")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_arguments(parser, "client")
     return parser
@@ -75,6 +79,8 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..config.startup import say
     from ..index.blocks import Blocks
     from ..index.keys import SEED
+    from ..index.lmcache.hashes import namers
+    from ..index.lmcache.servers import Servers
     from ..index.publishers import Publishers
     from ..index.service import BODY_BYTES_MAX, Service, asking
     from ..net.http import Web
@@ -82,11 +88,15 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.loop import Loop
     from ..net.process import stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
+    from ..schemes.encodings import check_block
 
     weights = parse_weights(arguments.weights)
     seed = SEED if arguments.hash_seed is None else arguments.hash_seed
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"--hash-seed {seed}: 0 to 2**64 - 1")
+    names = namers(arguments.lmcache_hash)
+    if arguments.lmcache_chunk is not None:
+        check_block(arguments.lmcache_chunk)
     tokens = page_tokens(at, "--at", settings)
     calls = parse_address(arguments.grpc) if arguments.grpc else None
     callers = page_tokens(calls, "--grpc", settings) if calls else ()
@@ -106,15 +116,18 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         index = Blocks(seed)
         publishers = Publishers(index)
         stack.callback(publishers.close)
-        service = Service(index, publishers, shared=shared, weights=weights)
+        servers = Servers(index, size=arguments.lmcache_chunk)
+        service = Service(index, publishers, shared=shared, weights=weights, servers=servers, namers=names)
         for body in first:
             service.register(body)
         loop = Loop()
         stack.callback(loop.close)
         listener = open_listener(at, "--at")
         address = bound_address(listener)
-        web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX)
+        web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX,
+                  verbs=service.verbs, basic=True)  # fmt: skip
         stack.callback(web.close)
+        loop.call_every(1.0, servers.expire)
         more = ""
         if calls:
             from ..index.rpcs import Rpcs

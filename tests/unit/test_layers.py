@@ -76,6 +76,7 @@ ENGINES: Final = {
 #: The one module that imports the libraries of an extra.
 EXTRAS: Final = {
     "index.libraries": frozenset(("msgspec", "xxhash", "zmq")), "index.grpc_library": frozenset(("grpc",)),
+    "index.lmcache.hash_library": frozenset(("blake3",)),
 }  # fmt: skip
 
 

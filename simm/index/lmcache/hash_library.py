@@ -1,0 +1,14 @@
+"""The library of the extra ``simm[lmcache]``, which hashes as LMCache's servers do. Nothing else in SiMM imports it."""
+
+from __future__ import annotations
+
+from ...errors import UsageError
+
+try:
+    import blake3
+except ImportError as missing:
+    raise UsageError(
+        "LMCache's default hash needs blake3, which is not installed: pip install simm[index,lmcache]"
+    ) from missing
+
+__all__ = ["blake3"]

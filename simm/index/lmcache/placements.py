@@ -1,0 +1,153 @@
+"""Which parts of which chunks are where, and so in which tiers a chunk is whole.
+
+A family is a set of chunks that engines of one kind share: model, salt, ranks, tokens of a chunk. Of each chunk every
+rank and every group of layers has a part. A chunk counts once all of them are there: of all ranks, and of all groups
+that the family was ever seen to have. A part may be in several places, and is there until it has left all of them.
+
+No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ..sources import CPU, STORAGE
+from .messages import Entry
+
+#: Of one server or pool: families, and places, which are backends of a tier.
+FAMILIES_MAX: Final = 256
+PLACES_MAX: Final = 16
+
+
+class Family(NamedTuple):
+    """See the module. ``size``: tokens of a chunk."""
+
+    model: str
+    salt: str
+    world: int
+    size: int
+
+
+#: A tier of LMCache and a backend.
+Place = tuple[str, str]
+
+
+class Change(NamedTuple):
+    """Chunks of a family that are whole in a tier from now on, or not any more."""
+
+    family: Family
+    tier: int
+    added: list[bytes]
+    removed: list[bytes]
+
+
+@dataclass(eq=False)
+class _Chunks:
+    """The chunks of a family."""
+
+    #: Groups of layers, in the order in which they were seen.
+    groups: list[int] = field(default_factory=list)
+    #: By place: the parts that are there, as bits.
+    parts: dict[Place, dict[bytes, int]] = field(default_factory=dict)
+    #: What was told of each chunk, as bits of tiers.
+    shown: dict[bytes, int] = field(default_factory=dict)
+    changed: set[bytes] = field(default_factory=set)
+
+    def tiers(self, chunk: bytes, world: int) -> int:
+        """Return the tiers in which a chunk is whole, as bits. It is in the slower one if it needs parts from there."""
+        memory = storage = 0
+        for (tier, _), held in self.parts.items():
+            mask = held.get(chunk, 0)
+            if tier == "l1":
+                memory |= mask
+            else:
+                storage |= mask
+        whole = (1 << world * len(self.groups)) - 1
+        if memory == whole:
+            return 1 << CPU | (1 << STORAGE if storage == whole else 0)
+        return 1 << STORAGE if memory | storage == whole else 0
+
+
+class Placements:
+    """What one server holds, or what several have in a backend that they share. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._families: dict[Family, _Chunks] = {}
+        #: Parts' places, by chunk.
+        self.entries = 0
+
+    def store(self, entry: Entry, size: int, place: Place) -> bool:
+        """Note a part. Return False if there is no room for its family or place. O(1), but for a new group."""
+        family = Family(entry.model, entry.salt, entry.world, size)
+        chunks = self._families.get(family)
+        if chunks is None:
+            if len(self._families) >= FAMILIES_MAX and not self._drop_empty():
+                return False
+            chunks = self._families[family] = _Chunks()
+        held = chunks.parts.get(place)
+        if held is None:
+            if len(chunks.parts) >= PLACES_MAX:
+                return False
+            held = chunks.parts[place] = {}
+        if entry.group not in chunks.groups:
+            chunks.groups.append(entry.group)
+            chunks.changed.update(chunks.shown)
+        before = held.get(entry.digest, 0)
+        self.entries += not before
+        held[entry.digest] = before | self._bit(chunks, entry)
+        chunks.changed.add(entry.digest)
+        return True
+
+    def delete(self, entry: Entry, place: Place) -> None:
+        """Forget a part that has left a place. O(families)."""
+        for family, chunks in self._families.items():
+            held = chunks.parts.get(place)
+            if family[:3] != (entry.model, entry.salt, entry.world) or held is None or entry.group not in chunks.groups:
+                continue
+            before = held.get(entry.digest, 0)
+            left = before & ~self._bit(chunks, entry)
+            if left:
+                held[entry.digest] = left
+            elif before:
+                del held[entry.digest]
+                self.entries -= 1
+            chunks.changed.add(entry.digest)
+
+    @staticmethod
+    def _bit(chunks: _Chunks, entry: Entry) -> int:
+        return 1 << chunks.groups.index(entry.group) * entry.world + entry.rank
+
+    def _drop_empty(self) -> bool:
+        """Forget a family that has no chunks. Return False if there is none."""
+        for family, chunks in self._families.items():
+            if not chunks.shown and not any(chunks.parts.values()):
+                del self._families[family]
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Forget all parts, and that any chunk was told. Which groups a family has is no part of that."""
+        self.entries = 0
+        for chunks in self._families.values():
+            chunks.parts.clear()
+            chunks.shown.clear()
+            chunks.changed.clear()
+
+    def settle(self) -> list[Change]:
+        """Return what has changed since the last call. O(changed chunks x places)."""
+        changes = []
+        for family, chunks in self._families.items():
+            by_tier: dict[int, tuple[list[bytes], list[bytes]]] = {CPU: ([], []), STORAGE: ([], [])}
+            for chunk in chunks.changed:
+                before, now = chunks.shown.get(chunk, 0), chunks.tiers(chunk, family.world)
+                for tier, (added, removed) in by_tier.items():
+                    if (before ^ now) >> tier & 1:
+                        (added if now >> tier & 1 else removed).append(chunk)
+                if now:
+                    chunks.shown[chunk] = now
+                else:
+                    chunks.shown.pop(chunk, None)
+            chunks.changed.clear()
+            changes += [Change(family, tier, *lists) for tier, lists in by_tier.items() if any(lists)]
+        return changes

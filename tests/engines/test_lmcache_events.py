@@ -1,0 +1,185 @@
+"""LMCache's released multi-process server with `simm index` for its coordinator: what it stores and drops, and its end.
+
+No engine with a GPU is here, so ``lmcache_server_driver.py`` stores in its place. All else is the server's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+
+from tests.engines.engine_processes import DRIVER_S, HERE, ROOT, Engine, tail
+from tests.support.child import child_environment
+from tests.support.ports import reserve_port
+from tests.support.waiting import wait_until
+
+CHUNK = 64
+MODEL = "org/model"
+NAME = "vllm-0"
+POOL = "pool:lmcache:fs:1"
+PROMPT = list(range(1000, 1000 + 4 * CHUNK))
+OTHER = [*PROMPT[: 2 * CHUNK], *range(9000, 9000 + 2 * CHUNK)]
+
+
+class Index:
+    """`simm index` as a process."""
+
+    def __init__(self, folder: Path, libraries: Path) -> None:
+        environment = child_environment()
+        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(libraries)))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "simm", "index", "--at", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True,
+            env=environment | {"SIMM_RUNTIME_DIR": str(folder)},
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.at = self.process.stdout.readline().split()[-1]
+
+    def ask(self, path: str, sent: Any = None) -> Any:
+        data = None if sent is None else json.dumps(sent).encode()
+        request = urllib.request.Request(f"http://{self.at}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.loads(answer.read())
+
+    def has(self, tokens: Sequence[int], name: str = NAME) -> dict[str, int]:
+        """Return what a server or pool has of a prompt, in chunks."""
+        asked = {"model": MODEL, "token_ids": list(tokens), "block_size": CHUNK}
+        found = self.ask("/query", asked)["default"].get(name, {})
+        return {tier: found.get(tier, 0) // CHUNK for tier in ("longest_matched", "CPU", "STORAGE")}
+
+    def worker(self) -> dict[str, Any]:
+        return next((each for each in self.ask("/workers") if each["instance_id"] == NAME), {})
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Server:
+    """LMCache's server as a process."""
+
+    def __init__(self, lmcache: Engine, folder: Path, index: str) -> None:
+        self.log = folder / "lmcache.log"
+        self.http = reserve_port()
+        (folder / "l2").mkdir()
+        adapter = {"type": "fs", "base_path": str(folder / "l2"), "shared": True}
+        flags = [
+            "--http-port", str(self.http), "--port", str(reserve_port()), "--instance-id", NAME, "--chunk-size",
+            str(CHUNK), "--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--coordinator-url", f"http://{index}",
+            "--coordinator-advertise-ip", "127.0.0.1", "--coordinator-event-reporting",
+            "--coordinator-event-flush-interval", "0.2", "--coordinator-heartbeat-interval", "0.5",
+            "--l2-adapter", json.dumps(adapter),
+        ]  # fmt: skip
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE / "shim"))), "HOME": str(folder),
+            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LMCACHE_TRACK_USAGE": "false",
+        }  # fmt: skip
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [lmcache.python, str(HERE / "lmcache_server_driver.py"), *flags], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=folder,
+            )  # fmt: skip
+        assert self._answer() == {"ready": True}
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "it has ended"}
+        assert "error" not in answer, (answer["error"], tail(self.log))
+        return answer
+
+    def store(self, tokens: Sequence[int], **order: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        order = {"tokens": list(tokens), "model": MODEL, "world": 1, "ranks": [0], **order}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def delete(self, keys: list[dict[str, Any]], tier: str) -> None:
+        data = json.dumps({"tier": tier, "keys": keys, "force": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}/cache/objects", data, {"Content-Type": "application/json"}, method="DELETE"
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            assert json.loads(answer.read())["ok"]
+
+    def end(self, how: int) -> None:
+        self.process.send_signal(how)
+        self.process.wait(DRIVER_S)
+        for each in (self.process.stdin, self.process.stdout):
+            assert each is not None
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def index(lmcache: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    folder = tmp_path_factory.mktemp("lmcache-index")
+    # BLAKE3 is in LMCache's environment, and one of its Python's versions is ours.
+    ask = "import blake3, sys; print(list(blake3.__path__)[0]); print(*sys.version_info[:2])"
+    said = subprocess.run([lmcache.python, "-c", ask], capture_output=True, text=True, check=True, timeout=300)
+    package, version = said.stdout.splitlines()
+    if version.split() != sysconfig.get_python_version().split("."):
+        pytest.skip(f"LMCache's environment has Python {version}, and so its blake3")
+    libraries = folder / "libraries"
+    libraries.mkdir()
+    (libraries / "blake3").symlink_to(package)
+    running = Index(folder, libraries)
+    with contextlib.closing(running):
+        yield running
+
+
+@pytest.mark.engines
+def test_a_server_tells_the_index_what_it_holds(lmcache: Engine, index: Index, tmp_path: Path, say: Any) -> None:
+    server = Server(lmcache, tmp_path, index.at)
+    try:
+        wait_until(lambda: index.worker().get("complete", False), "its declaration of what it has")
+        stored = server.store(PROMPT)
+        assert stored["stored"] == 4
+        wait_until(lambda: index.has(PROMPT)["CPU"] == 4, "the events of a prompt")
+        assert index.has(OTHER)["longest_matched"] == 2 and index.has(PROMPT[1:])["longest_matched"] == 0
+        names = [int(each[-16:], 16) for each in stored["chunks"]]
+        by_hash = index.ask("/query_by_hash", {"model": MODEL, "seq_hashes": names, "block_size": CHUNK})
+        assert by_hash["default"][NAME]["CPU"] == 4 * CHUNK
+
+        server.delete(stored["keys"][2:3], "l1")
+        wait_until(lambda: index.has(PROMPT)["CPU"] == 2, "the event of a deletion")
+
+        half = server.store(OTHER, world=2, ranks=[0], salt="")
+        assert half["stored"] == 4
+        one = server.store([*range(4 * CHUNK, 5 * CHUNK)])
+        wait_until(lambda: index.has(range(4 * CHUNK, 5 * CHUNK))["CPU"] == 1, "what came behind half of a prompt")
+        assert index.has(OTHER)["longest_matched"] == 2, "of two ranks one has the rest"
+        server.store(OTHER, world=2, ranks=[1])
+        wait_until(lambda: index.has(OTHER)["CPU"] == 4, "the other rank's half")
+
+        # Each is a request at least, and the last one is stored after three of them.
+        for number in range(4):
+            last = list(range(7000 + CHUNK * number, 7000 + CHUNK * (number + 1)))
+            told = server.store(last)
+            wait_until(lambda last=last: index.has(last)["CPU"] == 1, "a request")
+        wait_until(lambda: index.has(last, POOL)["STORAGE"] == 1, "what is in the backend that servers share")
+        server.delete(told["keys"], "l2")
+        wait_until(lambda: index.has(last, POOL)["STORAGE"] == 0, "its deletion")
+        worker = index.worker()
+        assert (worker["stale"], worker["stream"].get("gaps", 0), worker["stream"].get("refused", 0)) == (False, 0, 0)
+        assert worker["ignored"].keys() <= {"a shared backend: too early"} and one["stored"] == 1
+    finally:
+        server.end(signal.SIGTERM)
+    assert index.worker() == {}, "it has said that it ends, and what it told after that is not believed"
+    say(f"engines: LMCache's server told simm index of {worker['stream']['events']} keys")
