@@ -17,11 +17,12 @@ from ..events import TEXT_MAX, BadEvent
 from ..libraries import msgspec
 
 BATCHES_MAX: Final = 4096
+#: Of a body. One has 150 bytes at least, so no server sends more in a body that is taken.
 ENTRIES_MAX: Final = 1 << 16
 SALT_MAX: Final = 128
 BACKEND_MAX: Final = 64
 HASH_BYTES_MAX: Final = 64
-GROUPS_MAX: Final = 64
+GROUPS_MAX: Final = 16
 NUMBER_MAX: Final = (1 << 63) - 1
 
 STORE: Final = "store"
@@ -97,11 +98,18 @@ _FAILURES: Final = (msgspec.MsgspecError, RecursionError, UnicodeError, ValueErr
 
 def batches(body: bytes) -> list[Batch]:
     """Return the batches of a body. Their keys are not decoded yet. O(bytes). Raises UsageError."""
+    found, left = [], ENTRIES_MAX
     try:
-        raws = [bytes(each) for each in _body.decode(body).batches]
-        return [Batch(_head.decode(raw), blake2b(raw, digest_size=16).digest()) for raw in raws]
+        for each in _body.decode(body).batches:
+            raw = bytes(each)
+            head = _head.decode(raw)
+            left -= len(head.entries)
+            if left < 0:
+                raise ValueError(f"more than {ENTRIES_MAX} keys")
+            found.append(Batch(head, blake2b(raw, digest_size=16).digest()))
     except _FAILURES as exc:
         raise UsageError(f"no batches of events: {exc}") from None
+    return found
 
 
 def entry(raw: Any) -> Entry | None:

@@ -19,7 +19,7 @@ import uuid
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...errors import UsageError
 from ..blocks import Blocks
@@ -35,7 +35,7 @@ log = logging.getLogger("simm.index.lmcache")
 LEASE_S: Final = 30.0
 SERVERS_MAX: Final = 1024
 POOLS_MAX: Final = 64
-#: Parts of chunks in places, of all servers and pools together: 200 bytes each.
+#: Parts of chunks in places, of all servers and pools together: 330 bytes each, with the index.
 ENTRIES_MAX: Final = 1 << 20
 #: Batches whose bytes are remembered, of each server.
 DIGESTS_MAX: Final = 64
@@ -49,6 +49,7 @@ APPLIED: Final = "applied"
 DUPLICATE: Final = "duplicates"
 STALE: Final = "stale"
 
+_Value = TypeVar("_Value")
 #: A backend, and the ranks of the engines that use it.
 _PoolName = tuple[str, int]
 #: A part's chunk in a shared place.
@@ -98,8 +99,10 @@ class Servers:
         self._servers: dict[str, Server] = {}
         self._pools: dict[_PoolName, _Pool] = {}
         self._requests = 0
-        #: Servers that have said that they end, and the last process of each that has; any, if its number is not known.
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        #: Servers that have said that they end, and are not registered again.
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        #: Of servers that are gone: the process and the last of its numbers that must not be believed again.
+        self._past: OrderedDict[str, tuple[int, int]] = OrderedDict()
         #: When a key of a shared place was removed, for the latest of them, and when any other one may have been.
         self._removals: OrderedDict[_Removal, int] = OrderedDict()
         self._floor = 0
@@ -130,14 +133,10 @@ class Servers:
     def deregister(self, name: str) -> None:
         """Forget a server that ends, and do not believe what its process says later."""
         with self._lock:
+            _keep(self._ended, name, None)
             server = self._servers.get(name)
-            over = NUMBER_MAX if server is None else server.incarnation
-            if over is not None:
-                self._ended[name] = over
-                self._ended.move_to_end(name)
-                if len(self._ended) > ENDED_MAX:
-                    self._ended.popitem(last=False)
             if server is not None:
+                server.seq = NUMBER_MAX
                 self._close(name, server)
 
     def expire(self) -> None:
@@ -167,6 +166,7 @@ class Servers:
         del self._servers[name]
         self._index.unregister(server.source.registration.name)
         if server.incarnation is not None:
+            _keep(self._past, name, (server.incarnation, server.seq))
             self._forget_pools()
 
     # -- events ------------------------------------------------------------------------------------------
@@ -196,19 +196,20 @@ class Servers:
         head = batch.head
         server = self._servers.get(head.instance_id)
         if server is None:
-            over = head.incarnation <= self._ended.get(head.instance_id, -1)
+            over = head.instance_id in self._ended
         else:
             over = server.incarnation is not None and head.incarnation < server.incarnation
-        if over:
-            if head.shared and head.event_type != STORE:
-                self._forget_pools()
-            return STALE
-        if server is None:
+        if server is None or server.incarnation is None:
+            over |= (head.incarnation, head.seq) <= self._past.get(head.instance_id, (-1, 0))
+        if server is None and not over:
             try:
                 server = self._open(head.instance_id)
             except UsageError as exc:
                 log.warning("%s", exc)
-                return STALE
+        if server is None or over:
+            if head.shared and head.event_type != STORE:
+                self._forget_pools()
+            return STALE
         server.until = self._clock() + LEASE_S
         if server.incarnation is None:
             server.incarnation = head.incarnation
@@ -218,6 +219,9 @@ class Servers:
             if server.digests.get(head.seq) == batch.digest:
                 return DUPLICATE
             self._begin(server, head.incarnation)  # two processes that began in the same second
+            if head.seq > 1:  # or an old batch of this one
+                server.seq = head.seq
+                return STALE
         if head.seq == 1:
             server.complete, server.source.lost = True, False
         elif server.seq:
@@ -382,6 +386,14 @@ class Servers:
         if server.counts["refused"] in _LOGGED:
             name = server.source.registration.instance
             log.warning("%r sent what cannot be read (%d so far): %.200r", name, server.counts["refused"], why)
+
+
+def _keep(kept: OrderedDict[str, _Value], name: str, value: _Value) -> None:
+    """Remember a name as the newest, ``ENDED_MAX`` of them at most."""
+    kept[name] = value
+    kept.move_to_end(name)
+    if len(kept) > ENDED_MAX:
+        kept.popitem(last=False)
 
 
 def _removal(place: Place, each: Entry) -> _Removal:

@@ -121,6 +121,15 @@ def test_wrong_bodies(sent: bytes) -> None:
     assert _post(_service(), "/events", sent)[0] == 400
 
 
+def test_a_body_of_too_many_keys() -> None:
+    half = [{}] * (messages.ENTRIES_MAX // 2)
+    service = _service()
+    assert _post(service, "/events", body(batch("a", 1, "store", half), batch("a", 2, "store", half)))[0] == 200
+    sent = body(batch("a", 3, "store", half), batch("a", 4, "store", half), batch("a", 5, "store", STORED))
+    status, found = _post(service, "/events", sent)
+    assert status == 400 and "keys" in found["error"] and service.workers()[0]["stream"]["messages"] == 2
+
+
 def test_truncated_and_damaged_bodies() -> None:
     rng = random.Random(7)
     whole = body(batch("a", 1, "store", STORED), batch("a", 2, "delete", [{"key": key(PARTS[2])}]))
@@ -138,7 +147,7 @@ def test_truncated_and_damaged_bodies() -> None:
     "wrong",
     [{"chunk_hash_hex": "x1"}, {"chunk_hash_hex": ""}, {"chunk_hash_hex": "a"}, {"chunk_hash_hex": "ab" * 65},
      {"model_name": ""}, {"model_name": "m" * 1000}, {"kv_rank": -1}, {"kv_rank": 1 << 32}, {"kv_rank": "1"},
-     {"object_group_id": -1}, {"object_group_id": 64}, {"cache_salt": "s" * 200}, {"cache_salt": None}],
+     {"object_group_id": -1}, {"object_group_id": 16}, {"cache_salt": "s" * 200}, {"cache_salt": None}],
 )  # fmt: skip
 def test_a_key_that_cannot_be_read(wrong: dict[str, Any]) -> None:
     """One that was stored is not counted. One that was deleted may be any: everything of this server is forgotten."""

@@ -296,8 +296,10 @@ def test_two_processes_of_one_second() -> None:
     assert _take(servers, _store(1, _parts(chunks=[0]), ts=9.0)) == (1, 0, 0)
     assert _blocks(index, "a") == 1 and _asked(index, 0).stale == []
     _take(servers, _store(2, ts=9.0), _store(3, ts=9.0))
-    assert _take(servers, _delete(2, ts=11.0)) == (1, 0, 0)
+    assert _take(servers, _store(2, ts=11.0)) == (0, 0, 1), "a new process, or an old batch: it is not believed"
     assert _blocks(index, "a") == 0 and _asked(index, 0).stale == ["a"]
+    assert _take(servers, _store(3, ts=11.0)) == (1, 0, 0)
+    assert _blocks(index, "a") == 3 and _asked(index, 0).stale == ["a"]
 
 
 def test_a_server_that_is_silent() -> None:
@@ -311,6 +313,7 @@ def test_a_server_that_is_silent() -> None:
         servers.expire()
     assert (_blocks(index, "a"), _blocks(index, "b")) == (0, 3) and not servers.heartbeat("a")
     servers.register({"instance_id": "a", "ip": "h", "http_port": 1})
+    assert _take(servers, _store(1)) == (0, 0, 1), "once more"
     _take(servers, _store(2, _parts(chunks=[0])))
     assert _blocks(index, "a") == 1
     assert not servers._servers["a"].complete
@@ -327,7 +330,9 @@ def test_a_server_that_ends_tells_the_rest_afterwards() -> None:
     servers.deregister("nobody")
     assert _take(servers, _store(1, name="nobody")) == (0, 0, 1)
     assert _take(servers, _store(2)) == (0, 0, 1) and _blocks(index, "a") == 0 and not servers._servers
-    assert _take(servers, _store(1, incarnation=2)) == (1, 0, 0)
+    assert _take(servers, _store(1, incarnation=2)) == (0, 0, 1), "it has to register first"
+    servers.register({"instance_id": "a", "ip": "h", "http_port": 1})
+    assert _take(servers, _store(2), _store(1, incarnation=2)) == (1, 0, 1) and _blocks(index, "a") == 3
     assert servers.register({"ip": "h", "http_port": 1})["instance_id"].startswith("mp-")
 
 
@@ -342,7 +347,7 @@ def _settle(servers: Servers, name: str, seq: int) -> int:
     return seq
 
 
-def test_what_servers_share() -> None:
+def test_what_servers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     index, servers = _servers()
     seq = _settle(servers, "a", 1)
     _take(servers, _store(seq, **POOL))
@@ -369,6 +374,12 @@ def test_what_servers_share() -> None:
     seq = _settle(servers, "a", seq + 1)
     _take(servers, _store(seq, **POOL), _delete(7, name="b", **POOL))
     assert _blocks(index, "pool:lmcache:s3:1") == 0, "b has removed before it ended"
+    seq = _settle(servers, "a", seq + 1)
+    monkeypatch.setattr(servers_module, "SERVERS_MAX", 1)
+    _take(servers, _store(seq, **POOL), _store(1, name="d", **POOL))
+    assert _blocks(index, "pool:lmcache:s3:1") == 3
+    assert _take(servers, _delete(2, name="d", **POOL)) == (0, 0, 1), "too many servers"
+    assert _blocks(index, "pool:lmcache:s3:1") == 0
 
 
 def test_chunks_of_a_size_that_is_not_told() -> None:
@@ -401,7 +412,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         _take(servers, _delete(number, **POOL))
     server = servers._servers["a"]
     assert len(server.digests) == 4 and len(servers._removals) == 2 and servers._floor > 0
-    assert _take(servers, _delete(3, **POOL)) == (1, 0, 0), "too long ago to know that it is the same"
+    assert _take(servers, _delete(3, **POOL)) == (0, 0, 1), "too long ago to know that it is the same"
 
 
 def test_families_and_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
