@@ -106,6 +106,8 @@ class Load:
         #: (kind, outcome) -> keys.
         self.tally: Counter[tuple[int, int]] = Counter()
         self.faults: Counter[str] = Counter()
+        #: Why puts failed, as the client says, and how many of them.
+        self.refusals: Counter[str] = Counter()
         #: Complaints, the first few.
         self.said: list[str] = []
         #: Keys since the last one that failed, or could not be asked for.
@@ -129,6 +131,11 @@ class Load:
         self.faults[what] += 1
         if len(self.said) < _WORDS:
             self.said.append(f"{what}: {text}")
+
+    def _note_refused(self, count: int) -> None:
+        if count:
+            why: str = self.client.stats()["last_put_failure"]
+            self.refusals[why if why in self.refusals or len(self.refusals) < _WORDS else "others"] += count
 
     def note(self, began: float, took: float, kind: int, outcome: int, number: int) -> None:
         """Note that a call, or one key of a batch, is done."""
@@ -211,6 +218,7 @@ class Load:
         took = self.took(began)
         if stored:
             self.acknowledge(key, count)
+        self._note_refused(not stored)
         self.note(began, took, PUT, OK if stored else FAILED, number)
 
     def put_many(self) -> None:
@@ -221,6 +229,7 @@ class Load:
         began = time.monotonic()
         stored = self.client.put_many(keys, [value for _, value in fresh])
         took = self.took(began)
+        self._note_refused(len(stored) - sum(stored))
         for key, number, (count, _), done in zip(keys, numbers, fresh, stored):
             if done:
                 self.acknowledge(key, count)

@@ -54,7 +54,7 @@ def main(text: str) -> int:
         if out:
             np.save(out, np.array(load.rows, ROW))
         report = {"said": load.said, "stats": client.stats(), "count": load.count, "figures": load.figures(),
-                  "longest": load.slowest_s}  # fmt: skip
+                  "longest": load.slowest_s, "refusals": load.refusals}  # fmt: skip
     print(json.dumps(report), flush=True)
     return 0
 
