@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from simm.testing import FakeClient
-from tests.support.load import BACK, FAULTS, LOST, MISS, OK, OUTAGE, WRONG, Load, LoadThread, Records, key_of
+from tests.support.load import BACK, FAILED, FAULTS, LOST, MISS, OK, OUTAGE, PUT, WRONG, Load, LoadThread, Records, key_of
 from tests.support.load.generator import Settings
 from tests.support.values import count_in, value_of
 
@@ -93,6 +93,26 @@ def test_each_fault_is_seen() -> None:
     assert set(faults_of(lambda _, value: value[:-1] + b"?", mix=mix)) == {"wrong"}
     assert set(faults_of(lambda key, value: first.setdefault(key, value), mix=mix)) == {"back"}
     assert set(faults_of(lambda *_: 1 // 0, mix=mix)) == {"raised"}
+
+
+class Full(FakeClient):
+    """A client each of whose puts is refused."""
+
+    def put(self, key: str, *_: Any, **__: Any) -> bool:
+        return False
+
+    def put_many(self, keys: Any, *_: Any, **__: Any) -> list[bool]:
+        return [False] * len(list(keys))
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "last_put_failure": "no room at a/0"}
+
+
+def test_why_puts_fail_is_noted() -> None:
+    with Full() as client:
+        load = load_of(client, mix={"put": 0.5, "put_many": 0.5})
+        load.run(lambda: load.calls >= 100)
+        assert load.refusals == {"no room at a/0": load.tally[PUT, FAILED]} and load.tally[PUT, FAILED] >= 100
 
 
 def test_a_deleted_value_that_comes_back_is_seen() -> None:
