@@ -9,7 +9,21 @@ import numpy as np
 import pytest
 
 from simm.testing import FakeClient
-from tests.support.load import BACK, FAILED, FAULTS, LOST, MISS, OK, OUTAGE, PUT, WRONG, Load, LoadThread, Records, key_of
+from tests.support.load import (
+    BACK,
+    FAILED,
+    FAULTS,
+    LOST,
+    MISS,
+    OK,
+    OUTAGE,
+    PUT,
+    WRONG,
+    Load,
+    LoadThread,
+    Records,
+    key_of,
+)
 from tests.support.load.generator import Settings
 from tests.support.values import count_in, value_of
 
