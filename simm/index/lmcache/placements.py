@@ -4,6 +4,8 @@ A family is a set of chunks that engines of one kind share: model, salt, ranks, 
 rank and every group of layers has a part. A chunk counts once all of them are there: of all ranks, and of all groups
 that the family was ever seen to have. A part may be in several places, and is there until it has left all of them.
 
+A call looks only at families that it names, or that have changed: a server of many users has one for each salt.
+
 No I/O, no clock.
 """
 
@@ -74,6 +76,14 @@ class Placements:
 
     def __init__(self) -> None:
         self._families: dict[Family, _Chunks] = {}
+        #: By model, salt and ranks: an event that removes has no size.
+        self._sizes: dict[tuple[str, str, int], list[Family]] = {}
+        #: Families that have had a part since the last :meth:`clear`, and those that may have changed since the last
+        #: :meth:`settle`.
+        self._used: dict[Family, _Chunks] = {}
+        self._changed: dict[Family, _Chunks] = {}
+        #: Every family has chunks, and there is room for no other.
+        self._full = False
         #: Parts' places, by chunk.
         self.entries = 0
 
@@ -85,6 +95,7 @@ class Placements:
             if len(self._families) >= FAMILIES_MAX and not self._drop_empty():
                 return False
             chunks = self._families[family] = _Chunks()
+            self._sizes.setdefault(family[:3], []).append(family)
         held = chunks.parts.get(place)
         if held is None:
             if len(chunks.parts) >= PLACES_MAX:
@@ -97,13 +108,15 @@ class Placements:
         self.entries += not before
         held[entry.digest] = before | self._bit(chunks, entry)
         chunks.changed.add(entry.digest)
+        self._used[family] = self._changed[family] = chunks
         return True
 
     def delete(self, entry: Entry, place: Place) -> None:
-        """Forget a part that has left a place. O(families)."""
-        for family, chunks in self._families.items():
+        """Forget a part that has left a place. O(sizes of the family's chunks)."""
+        for family in self._sizes.get((entry.model, entry.salt, entry.world), ()):
+            chunks = self._families[family]
             held = chunks.parts.get(place)
-            if family[:3] != (entry.model, entry.salt, entry.world) or held is None or entry.group not in chunks.groups:
+            if held is None or entry.group not in chunks.groups:
                 continue
             before = held.get(entry.digest, 0)
             left = before & ~self._bit(chunks, entry)
@@ -113,6 +126,8 @@ class Placements:
                 del held[entry.digest]
                 self.entries -= 1
             chunks.changed.add(entry.digest)
+            self._changed[family] = chunks
+            self._full = False
 
     @staticmethod
     def _bit(chunks: _Chunks, entry: Entry) -> int:
@@ -120,24 +135,33 @@ class Placements:
 
     def _drop_empty(self) -> bool:
         """Forget a family that has no chunks. Return False if there is none."""
-        for family, chunks in self._families.items():
-            if not chunks.shown and not any(chunks.parts.values()):
-                del self._families[family]
-                return True
+        if not self._full:
+            for family, chunks in self._families.items():
+                if not chunks.shown and not any(chunks.parts.values()):
+                    for families in (self._families, self._used, self._changed):
+                        families.pop(family, None)
+                    self._sizes[family[:3]].remove(family)
+                    if not self._sizes[family[:3]]:
+                        del self._sizes[family[:3]]
+                    return True
+            self._full = True
         return False
 
     def clear(self) -> None:
         """Forget all parts, and that any chunk was told. Which groups a family has is no part of that."""
         self.entries = 0
-        for chunks in self._families.values():
+        for chunks in self._used.values():
             chunks.parts.clear()
             chunks.shown.clear()
             chunks.changed.clear()
+        self._used.clear()
+        self._changed.clear()
+        self._full = False
 
     def settle(self) -> list[Change]:
         """Return what has changed since the last call. O(changed chunks x places)."""
         changes = []
-        for family, chunks in self._families.items():
+        for family, chunks in self._changed.items():
             by_tier: dict[int, tuple[list[bytes], list[bytes]]] = {CPU: ([], []), STORAGE: ([], [])}
             for chunk in chunks.changed:
                 before, now = chunks.shown.get(chunk, 0), chunks.tiers(chunk, family.world)
@@ -150,4 +174,6 @@ class Placements:
                     chunks.shown.pop(chunk, None)
             chunks.changed.clear()
             changes += [Change(family, tier, *lists) for tier, lists in by_tier.items() if any(lists)]
+        self._changed.clear()
+        self._full = False
         return changes

@@ -326,16 +326,18 @@ class Servers:
                 server.placements.delete(each, place)
             self._tell(server.source, server.placements)
             return
+        pools = {}
         for each in entries:
             pool = self._pools.get((head.backend, each.world))
             if pool is not None:
+                pools[each.world] = pool
                 pool.placements.delete(each, place)
             removal = _removal(place, each)
             self._removals[removal] = self._requests
             self._removals.move_to_end(removal)
             if len(self._removals) > REMOVALS_MAX:
                 self._floor = max(self._floor, self._removals.popitem(last=False)[1])
-        for pool in self._pools.values():
+        for pool in pools.values():
             self._tell(pool.source, pool.placements)
 
     def _measure(self, server: Server, entries: list[Entry]) -> None:

@@ -441,3 +441,54 @@ def test_names_of_others_are_refused() -> None:
     with pytest.raises(UsageError, match="another publisher"):
         servers.register({"instance_id": "a", "ip": "h", "http_port": 1})
     assert _take(servers, _store(1)) == (0, 0, 1)
+
+
+class _Unread(dict[Any, Any]):
+    """A dictionary that nobody may look through."""
+
+    def _refuse(self) -> Any:
+        raise AssertionError("all families were looked at")
+
+    __iter__ = keys = values = items = _refuse
+
+
+def test_a_batch_looks_only_at_families_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server has hundreds of salts, and a body has thousands of batches."""
+    index, servers = _servers()
+    seq = _settle(servers, "a", 1)
+    _take(servers, _store(seq), _store(seq + 1, **POOL), _store(seq + 2, **{**POOL, "backend": "other"}))
+    held = [servers._servers["a"].placements, *(each.placements for each in servers._pools.values())]
+    for each in held:
+        each._families = _Unread(each._families)
+    settled = []
+    settle = placements.Placements.settle
+    monkeypatch.setattr(placements.Placements, "settle", lambda mine: settled.append(mine) or settle(mine))
+    part = _parts(chunks=[2])
+    _take(servers, _delete(seq + 3, part), _delete(seq + 4, part, **POOL), _store(seq + 5, part),
+          _delete(seq + 6, part))  # fmt: skip
+    assert settled == [held[0], held[1], held[0], held[0]], "the other pool has not changed"
+    assert [_blocks(index, name) for name in ("a", "pool:lmcache:s3:1", "pool:lmcache:other:1")] == [2, 2, 3]
+    _take(servers, _store(seq + 9))
+    assert (_blocks(index, "a"), _blocks(index, "pool:lmcache:other:1")) == (3, 0)
+
+
+class _Counted(dict[Any, Any]):
+    """A dictionary that counts how often somebody looks through it."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+
+def test_that_there_is_no_room_is_found_out_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "FAMILIES_MAX", 2)
+    index, servers = _servers()
+    _take(servers, _store(1, _parts(salt="1")), _store(2, _parts(salt="2")))
+    held = servers._servers["a"].placements
+    held._families = counted = _Counted(held._families)
+    _take(servers, _store(3, _parts(salt="3")))
+    assert counted.looks == 1
+    _take(servers, _delete(4, _parts(salt="1")), _store(5, _parts(salt="3")))
+    assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [0, 3, 3]
