@@ -13,12 +13,13 @@ in one has happened after the one before the last. Where events of any server ma
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
 from ...errors import UsageError
@@ -103,6 +104,7 @@ class Servers:
         self._ended: OrderedDict[str, None] = OrderedDict()
         #: Of servers that are gone: the process and the last of its numbers that must not be believed again.
         self._past: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._unknown = 0
         #: When a key of a shared place was removed, for the latest of them, and when any other one may have been.
         self._removals: OrderedDict[_Removal, int] = OrderedDict()
         self._floor = 0
@@ -205,7 +207,9 @@ class Servers:
             try:
                 server = self._open(head.instance_id)
             except UsageError as exc:
-                log.warning("%s", exc)
+                self._unknown += 1
+                if self._unknown in _LOGGED:
+                    log.warning("a batch of LMCache's server is not taken (%d so far): %s", self._unknown, exc)
         if server is None or over:
             if head.shared and head.event_type != STORE:
                 self._forget_pools()
@@ -304,7 +308,7 @@ class Servers:
             placements = server.placements
             if head.shared:
                 if each.world not in pools:
-                    pools[each.world] = self._pool(head.backend, each.world)
+                    pools[each.world] = self._pool(head.backend, each.world, pools.values())
                 pool = pools[each.world]
                 if pool is None or not self._settled(server, place, each):
                     ignored["a shared backend: too many" if pool is None else "a shared backend: too early"] += 1
@@ -356,14 +360,25 @@ class Servers:
         removed = max(self._floor, self._removals.get(_removal(place, each), 0))
         return len(server.requests) == SETTLED and server.requests[0] > removed
 
-    def _pool(self, backend: str, world: int) -> _Pool | None:
+    def _pool(self, backend: str, world: int, others: Collection[_Pool | None]) -> _Pool | None:
+        """Return a pool, beside ``others`` that are in use; None if there are too many."""
         pool = self._pools.get((backend, world))
-        if pool is None and len(self._pools) < POOLS_MAX:
+        if pool is None and (len(self._pools) < POOLS_MAX or self._drop_empty(others)):
             name = f"lmcache:{backend}"
             registration = Registration(name, "", LMCACHE_SHARED, rank=world, pool=f"{name}:{world}")
             if registration.name not in self._index.sources:
-                pool = self._pools[backend, world] = _Pool(self._index.register(registration))
+                with contextlib.suppress(UsageError):  # there are too many publishers
+                    pool = self._pools[backend, world] = _Pool(self._index.register(registration))
         return pool
+
+    def _drop_empty(self, kept: Collection[_Pool | None]) -> bool:
+        """Forget a pool that has nothing: its servers may be gone for ever. Return False if there is none."""
+        for name, pool in self._pools.items():
+            if pool not in kept and not pool.placements.entries:
+                del self._pools[name]
+                self._index.unregister(pool.source.registration.name)
+                return True
+        return False
 
     @property
     def _entries(self) -> int:

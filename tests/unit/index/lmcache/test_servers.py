@@ -492,3 +492,46 @@ def test_that_there_is_no_room_is_found_out_once_a_batch(monkeypatch: pytest.Mon
     assert counted.looks == 1
     _take(servers, _delete(4, _parts(salt="1")), _store(5, _parts(salt="3")))
     assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [0, 3, 3]
+
+
+def test_pools_that_have_nothing_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "POOLS_MAX", 2)
+    index, servers = _servers()
+    seq = _settle(servers, "a", 1)
+    for backend in ("x", "y"):
+        _take(servers, _store(seq, **{**POOL, "backend": backend}))
+        seq += 1
+    _take(servers, _store(seq, **POOL))
+    assert _blocks(index, "pool:lmcache:s3:1") == 0 and {each[0] for each in index.sources} == {
+        "a", "lmcache:x", "lmcache:y"
+    }  # fmt: skip
+    _take(servers, _delete(seq + 1, **{**POOL, "backend": "x"}), _store(seq + 2, **POOL))
+    assert {each[0] for each in index.sources} == {"a", "lmcache:s3", "lmcache:y"}
+    assert (_blocks(index, "pool:lmcache:s3:1"), _blocks(index, "pool:lmcache:y:1")) == (3, 3)
+    _take(servers, _delete(seq + 3, **POOL), _delete(seq + 4, **{**POOL, "backend": "y"}))
+    seq = _settle(servers, "a", seq + 5)
+    many = [entry(each) for world in (1, 2, 3) for each in (*_parts(world=world), *_parts(world=1))]
+    _take(servers, batch("a", seq, "store", many, **{**POOL, "backend": "z"}))
+    assert {each[::2] for each in index.sources} == {("a", None), ("lmcache:z", 1), ("lmcache:z", 2)}, "both are in use"
+    assert {each.source.registration.name for there in index.spaces.values() for each in there.values()} <= set(
+        index.sources
+    )
+
+
+def test_too_many_publishers_for_another_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the body is applied."""
+    index, servers = _servers()
+    seq = _settle(servers, "a", 1)
+    monkeypatch.setattr("simm.index.blocks.SOURCES_MAX", 1)
+    assert _take(servers, _store(seq, **POOL), _store(seq + 1)) == (2, 0, 0)
+    (source,) = index.sources.values()
+    assert _blocks(index, "a") == 3 and source.ignored == {"a shared backend: too many": 3}
+
+
+def test_batches_that_are_not_taken_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(servers_module, "SERVERS_MAX", 0)
+    _, servers = _servers()
+    assert _take(servers, *(_store(1, name=str(number)) for number in range(50)))[2] == 50
+    assert len(caplog.records) == 2 and "(10 so far)" in caplog.text
