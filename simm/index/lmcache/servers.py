@@ -66,8 +66,9 @@ class Server:
         #: Of its process, None before the first batch; and the number of the last batch.
         self.incarnation: int | None = None
         self.seq = 0
-        #: Of the last batches, by their numbers.
+        #: Of the last batches, by their numbers, and of the first.
         self.digests: OrderedDict[int, bytes] = OrderedDict()
+        self.first = b""
         #: The times of its last requests, in requests of all servers.
         self.requests: deque[int] = deque(maxlen=SETTLED)
         #: Tokens of a chunk, once it has told any.
@@ -210,6 +211,11 @@ class Servers:
                 self._unknown += 1
                 if self._unknown in _LOGGED:
                     log.warning("a batch of LMCache's server is not taken (%d so far): %s", self._unknown, exc)
+        if server is not None and server.incarnation is not None and over:
+            # The clock was put back, or two have this name: what is known may be of the wrong one.
+            self._complain(server, f"batch {head.seq} of process {head.incarnation}, not {server.incarnation}")
+            if server.complete or server.placements.entries:
+                self._lose(server)
         if server is None or over:
             if head.shared and head.event_type != STORE:
                 self._forget_pools()
@@ -220,7 +226,7 @@ class Servers:
         elif head.incarnation > server.incarnation:
             self._begin(server, head.incarnation)
         elif head.seq <= server.seq:
-            if server.digests.get(head.seq) == batch.digest:
+            if batch.digest in (server.digests.get(head.seq), server.first):
                 return DUPLICATE
             self._begin(server, head.incarnation)  # two processes that began in the same second
             if head.seq > 1:  # or an old batch of this one
@@ -236,6 +242,8 @@ class Servers:
             self._forget_pools()  # it was joined late: what it has removed is not known
         server.seq = head.seq
         server.digests[head.seq] = batch.digest
+        if head.seq == 1:
+            server.first = batch.digest
         if len(server.digests) > DIGESTS_MAX:
             server.digests.popitem(last=False)
         server.counts["messages"] += 1
@@ -247,6 +255,7 @@ class Servers:
         server.counts["restarts"] += 1
         self._lose(server)
         server.incarnation, server.seq, server.size = incarnation, 0, None
+        server.first = b""
         server.digests.clear()
         server.requests.clear()
 

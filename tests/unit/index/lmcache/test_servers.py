@@ -288,6 +288,27 @@ def test_another_process_has_nothing_of_the_one_before() -> None:
     assert _blocks(index, "a") == 0
 
 
+def test_a_new_process_whose_clock_was_put_back() -> None:
+    """Its number is less than that of the one before, whose memory is gone. Its heartbeats keep the lease."""
+    index, servers = _servers()
+    servers.register({"instance_id": "a", "ip": "h", "http_port": 1})
+    _take(servers, _store(1, incarnation=9))
+    servers.register({"instance_id": "a", "ip": "h", "http_port": 1})
+    assert _take(servers, batch("a", 1, "config", [], incarnation=8)) == (0, 0, 1)
+    assert _blocks(index, "a") == 0 and _asked(index, 0).stale == ["a"]
+    assert _take(servers, _store(2, incarnation=9)) == (1, 0, 0) and _blocks(index, "a") == 3
+    assert _take(servers, _store(1, incarnation=10)) == (1, 0, 0) and _asked(index, 0).stale == []
+
+
+def test_the_first_batch_once_more_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "DIGESTS_MAX", 4)
+    index, servers = _servers()
+    first = _store(1)
+    _take(servers, first, _delete(2), *(batch("a", seq, "access", []) for seq in range(3, 10)))
+    assert _take(servers, first) == (0, 1, 0) and _blocks(index, "a") == 0, "it was deleted since"
+    assert _take(servers, _store(1, ts=2.0)) == (1, 0, 0) and _blocks(index, "a") == 3, "another process"
+
+
 def test_two_processes_of_one_second() -> None:
     index, servers = _servers()
     _take(servers, _store(1), _store(2))
