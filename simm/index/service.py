@@ -427,9 +427,10 @@ def _text(body: Body, *names: str) -> str:
 
 
 def _instance(path: str, tail: str) -> str:
-    """Return the server that a path names; "" for others."""
+    """Return the server that a path names; "" for others, and for a name that no server can have."""
     inside = path.startswith(_INSTANCES + "/") and path.endswith(tail)
-    return unquote(path[len(_INSTANCES) + 1 : len(path) - len(tail)]) if inside else ""
+    name = unquote(path[len(_INSTANCES) + 1 : len(path) - len(tail)]) if inside else ""
+    return name if len(name) <= TEXT_MAX else ""
 
 
 def _name(body: Body) -> str:

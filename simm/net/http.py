@@ -309,8 +309,10 @@ class Web:
                 continue
             secret = given.strip().encode("latin-1")
             if scheme.lower() == "basic" and self._basic:
-                with contextlib.suppress(binascii.Error):
+                try:
                     secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+                except binascii.Error:
+                    return False
             elif scheme.lower() != "bearer":
                 continue
             return token_fits([token.secret.encode() for token in self._tokens], secret)

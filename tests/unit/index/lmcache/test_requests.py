@@ -57,7 +57,7 @@ def test_the_life_of_a_server() -> None:
     unknown = service.verbs["PUT"]("/instances/other/heartbeat")
     assert unknown is not None and unknown.status == 404
     for method, path in (("PUT", "/instances/a"), ("PUT", "/instances//heartbeat"), ("PUT", "/x"), ("DELETE", "/x"),
-                         ("DELETE", "/instances/")):  # fmt: skip
+                         ("DELETE", "/instances/"), ("DELETE", "/instances/" + "a" * 5000)):  # fmt: skip
         assert service.verbs[method](path) is None
     sent = body(batch("pod 7", 1, "config", []), batch("pod 7", 2, "store", STORED))
     assert _post(service, "/events", sent) == (200, {"applied": 2, "duplicates": 0, "stale": 0})
@@ -217,14 +217,17 @@ def _ask(port: int, method: str, path: str, sent: bytes | None = None, **headers
 
 def test_who_may_send() -> None:
     service = _service()
-    secret = "s" * 32
+    secret = "s-" * 16
     basic = {"Authorization": "Basic " + base64.b64encode(f"any:{secret}".encode()).decode()}
     bearer = {"Authorization": f"Bearer {secret}"}
     as_json = {"Content-Type": "application/json"}
     registration = json.dumps({"instance_id": "a", "ip": "h", "http_port": 1}).encode()
     with _web(service, secret) as port:
         wrong = {"Authorization": "Basic " + base64.b64encode(b"any:other").decode()}
-        for headers in ({}, wrong, {"Authorization": "Basic %%%"}, {"Authorization": f"Digest {secret}"}):
+        bare = {"Authorization": "Basic " + base64.b64encode(secret.encode()).decode()}
+        empty = {"Authorization": "Basic " + base64.b64encode(b"any:").decode()}
+        for headers in ({}, wrong, bare, empty, {"Authorization": "Basic "}, {"Authorization": f"Basic {secret}"},
+                        {"Authorization": "Basic \xff"}, {"Authorization": f"Digest {secret}"}):  # fmt: skip
             assert _ask(port, "POST", "/instances", registration, **as_json, **headers) == 401
             assert _ask(port, "PUT", "/instances/a/heartbeat", **headers) == 401
             assert _ask(port, "DELETE", "/instances/a", **headers) == 401
