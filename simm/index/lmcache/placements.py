@@ -2,7 +2,8 @@
 
 A family is a set of chunks that engines of one kind share: model, salt, ranks, tokens of a chunk. Of each chunk every
 rank and every group of layers has a part. A chunk counts once all of them are there: of all ranks, and of all groups
-that the family was ever seen to have. A part may be in several places, and is there until it has left all of them.
+that the model was ever seen to have, with any salt. A part may be in several places, and is there until it has left all
+of them.
 
 A call looks only at families that it names, or that have changed: a server of many users has one for each salt.
 
@@ -46,10 +47,12 @@ class Change(NamedTuple):
 
 @dataclass(eq=False)
 class _Chunks:
-    """The chunks of a family."""
+    """The chunks of a family.
 
-    #: Groups of layers, in the order in which they were seen.
-    groups: list[int] = field(default_factory=list)
+    ``groups``: of layers, in the order in which they were seen. All families of a model and ranks have the same list.
+    """
+
+    groups: list[int]
     #: By place: the parts that are there, as bits.
     parts: dict[Place, dict[bytes, int]] = field(default_factory=dict)
     #: What was told of each chunk, as bits of tiers.
@@ -76,6 +79,8 @@ class Placements:
 
     def __init__(self) -> None:
         self._families: dict[Family, _Chunks] = {}
+        #: Groups of layers, by model and ranks.
+        self._groups: dict[tuple[str, int], list[int]] = {}
         #: By model, salt and ranks: an event that removes has no size.
         self._sizes: dict[tuple[str, str, int], list[Family]] = {}
         #: Families that have had a part since the last :meth:`clear`, and those that may have changed since the last
@@ -94,7 +99,8 @@ class Placements:
         if chunks is None:
             if len(self._families) >= FAMILIES_MAX and not self._drop_empty():
                 return False
-            chunks = self._families[family] = _Chunks()
+            groups = self._groups.setdefault((family.model, family.world), [])
+            chunks = self._families[family] = _Chunks(groups)
             self._sizes.setdefault(family[:3], []).append(family)
         held = chunks.parts.get(place)
         if held is None:
@@ -103,7 +109,10 @@ class Placements:
             held = chunks.parts[place] = {}
         if entry.group not in chunks.groups:
             chunks.groups.append(entry.group)
-            chunks.changed.update(chunks.shown)
+            for other, theirs in self._used.items():
+                if theirs.groups is chunks.groups:
+                    theirs.changed.update(theirs.shown)
+                    self._changed[other] = theirs
         before = held.get(entry.digest, 0)
         self.entries += not before
         held[entry.digest] = before | self._bit(chunks, entry)
@@ -143,6 +152,8 @@ class Placements:
                     self._sizes[family[:3]].remove(family)
                     if not self._sizes[family[:3]]:
                         del self._sizes[family[:3]]
+                    if not any(each.groups is chunks.groups for each in self._families.values()):
+                        del self._groups[family.model, family.world]
                     return True
             self._full = True
         return False

@@ -245,6 +245,26 @@ def test_all_ranks_and_groups_are_needed() -> None:
     assert _blocks(index, "a") == 0
 
 
+def test_groups_are_those_of_a_model_with_any_salt() -> None:
+    """Another user's prompts need the same layers, and it is known before that user's first parts are there."""
+    index, servers = _servers()
+
+    def groups(seq: int, salt: str, *numbers: int) -> dict[str, Any]:
+        entries = [entry(each) for each in _parts(salt=salt) for _ in numbers]
+        for at, each in enumerate(entries):
+            each["key"]["object_group_id"] = numbers[at % len(numbers)]
+        return batch("a", seq, "store", entries)
+
+    _take(servers, groups(1, "", 0), groups(2, "s", 0))
+    assert (_blocks(index, "a"), _blocks(index, "a", salt="s")) == (3, 3), "the model seems to have one"
+    _take(servers, groups(3, "s", 1))
+    assert (_blocks(index, "a"), _blocks(index, "a", salt="s")) == (0, 3)
+    _take(servers, groups(4, "t", 0))
+    assert _blocks(index, "a", salt="t") == 0
+    _take(servers, groups(5, "t", 1), groups(6, "", 1))
+    assert (_blocks(index, "a"), _blocks(index, "a", salt="t")) == (3, 3)
+
+
 def test_ranks_in_a_form_that_no_engine_asks_for_are_not_counted() -> None:
     index, servers = _servers()
     made = [entry(each) for each in _parts()]
@@ -445,6 +465,7 @@ def test_families_and_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [3, 3, 0]
     _take(servers, _delete(4, _parts(salt="1")), _store(5, _parts(salt="3")))
     assert [_blocks(index, "a", salt=salt) for salt in ("1", "2", "3")] == [0, 3, 3]
+    assert list(servers._servers["a"].placements._groups) == [("m", 1)]
     for number, backend in enumerate(("x", "y", "z")):
         _take(servers, _store(6 + number, _parts(salt="3"), backend=backend))
     held = servers._servers["a"].placements
