@@ -282,18 +282,20 @@ class Servers:
             self._lose(server)
             return
         entries = []
+        unread = False
         for raw in head.entries:
             try:
                 found = entry(raw)
             except BadEvent as exc:
                 self._complain(server, str(exc))
-                if head.event_type == DELETE:
-                    self._lose(server)
+                unread = True
                 continue
             if found is None:
                 server.source.ignored["a rank that no engine asks for"] += 1
             else:
                 entries.append(found)
+        if unread and head.event_type == DELETE:
+            self._lose(server)  # any may be gone
         server.counts["events"] += len(entries)
         place = head.tier, head.backend
         if head.event_type == STORE:

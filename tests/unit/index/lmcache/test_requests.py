@@ -161,6 +161,18 @@ def test_a_key_that_cannot_be_read(wrong: dict[str, Any]) -> None:
     assert (worker["blocks"], worker["stale"], worker["complete"]) == (0, True, False)
 
 
+def test_many_keys_that_cannot_be_read_forget_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = _service()
+    _post(service, "/events", body(batch("a", 1, "store", STORED)))
+    lost = []
+    lose = Servers._lose
+    monkeypatch.setattr(Servers, "_lose", lambda servers, server: lost.append(server) or lose(servers, server))
+    wrong: list[dict[str, Any]] = [{}] * 1000
+    _post(service, "/events", body(batch("a", 2, "delete", [*wrong, {"key": key(PARTS[0])}, *wrong])))
+    (worker,) = service.workers()
+    assert len(lost) == 1 and (worker["blocks"], worker["stale"], worker["stream"]["refused"]) == (0, True, 2000)
+
+
 @pytest.mark.parametrize("wrong", [{"tier": "all"}, {"backend": ""}, {"event_type": "pin"}])
 def test_a_batch_that_nobody_understands_may_have_removed_anything(wrong: dict[str, Any]) -> None:
     service = _service()
