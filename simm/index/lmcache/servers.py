@@ -294,8 +294,10 @@ class Servers:
                 server.source.ignored["a rank that no engine asks for"] += 1
             else:
                 entries.append(found)
-        if unread and head.event_type == DELETE:
-            self._lose(server)  # any may be gone
+        if unread:
+            server.complete = False
+            if head.event_type == DELETE:
+                self._lose(server)  # any may be gone
         server.counts["events"] += len(entries)
         place = head.tier, head.backend
         if head.event_type == STORE:

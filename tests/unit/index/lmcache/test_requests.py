@@ -156,6 +156,7 @@ def test_a_key_that_cannot_be_read(wrong: dict[str, Any]) -> None:
     _post(service, "/events", body(batch("a", 1, "store", [{"key": bad, "token_ids": [1] * SIZE}, *STORED])))
     (worker,) = service.workers()
     assert (worker["blocks"], worker["stale"], worker["stream"]["refused"]) == (3, False, 1)
+    assert not worker["complete"], "what could not be read is missing"
     _post(service, "/events", body(batch("a", 2, "delete", [{"key": bad}])))
     (worker,) = service.workers()
     assert (worker["blocks"], worker["stale"], worker["complete"]) == (0, True, False)
