@@ -69,6 +69,8 @@ class Server:
         #: Of the last batches, by their numbers, and of the first.
         self.digests: OrderedDict[int, bytes] = OrderedDict()
         self.first = b""
+        #: Of a process that seems to be over: its number, the last batch and request, and how many requests.
+        self.doubted = (-1, 0, 0, 0)
         #: The times of its last requests, in requests of all servers.
         self.requests: deque[int] = deque(maxlen=SETTLED)
         #: Tokens of a chunk, once it has told any.
@@ -203,7 +205,11 @@ class Servers:
         else:
             over = server.incarnation is not None and head.incarnation < server.incarnation
         if server is None or server.incarnation is None:
-            over |= (head.incarnation, head.seq) <= self._past.get(head.instance_id, (-1, 0))
+            past = (head.incarnation, head.seq) <= self._past.get(head.instance_id, (-1, 0))
+            if past and server is not None and self._goes_on(server, head):
+                del self._past[head.instance_id]
+                past = False
+            over |= past
         if server is None and not over:
             try:
                 server = self._open(head.instance_id)
@@ -249,6 +255,19 @@ class Servers:
         server.counts["messages"] += 1
         self._apply(server, head)
         return APPLIED
+
+    def _goes_on(self, server: Server, head: Head) -> bool:
+        """Note a batch of a process that seems to be over. Return True if it goes on sending, and so is not.
+
+        Another one of its name has said that it ends, or its clock was put back. One that is over has no more requests
+        than the last.
+        """
+        incarnation, seq, request, count = server.doubted
+        if incarnation != head.incarnation:
+            seq = request = count = 0
+        if head.seq > seq:
+            server.doubted = head.incarnation, head.seq, self._requests, count + (request != self._requests)
+        return server.doubted[3] > SETTLED
 
     def _begin(self, server: Server, incarnation: int) -> None:
         """Forget a process that is over: another one has its name."""

@@ -377,6 +377,27 @@ def test_a_server_that_ends_tells_the_rest_afterwards() -> None:
     assert servers.register({"ip": "h", "http_port": 1})["instance_id"].startswith("mp-")
 
 
+@pytest.mark.parametrize("incarnation", [7, 6])
+def test_a_process_that_seems_to_be_over_and_goes_on(incarnation: int) -> None:
+    """Another one of its name has ended, or its clock was put back. It counts as one that is joined late."""
+    index, servers = _servers()
+    said = {"instance_id": "a", "ip": "h", "http_port": 1}
+    _take(servers, _store(1, incarnation=7))
+    servers.deregister("a")
+    assert not servers.heartbeat("a")
+    servers.register(said)
+    for _ in range(2):
+        assert _take(servers, *(_store(seq, incarnation=incarnation) for seq in (2, 3))) == (0, 0, 2)
+    for seq in range(4, 2 + SETTLED + 1):
+        assert _take(servers, _store(seq, incarnation=incarnation)) == (0, 0, 1), "its last request may be that late"
+        assert _take(servers, _store(seq, incarnation=incarnation)) == (0, 0, 1), "once more"
+    assert _blocks(index, "a") == 0
+    last = 2 + SETTLED + 1
+    assert _take(servers, _store(last, _parts(chunks=[0]), incarnation=incarnation)) == (1, 0, 0)
+    assert _blocks(index, "a") == 1 and not servers._servers["a"].complete
+    assert _take(servers, _store(last + 1, incarnation=incarnation)) == (1, 0, 0) and _blocks(index, "a") == 3
+
+
 POOL: dict[str, Any] = {"tier": "l2", "backend": "s3", "shared": True}
 
 
