@@ -169,6 +169,7 @@ class Model:
     def leave(self) -> None:
         client = self.clients.pop(self.rng.randrange(len(self.clients)))
         client.channel.close()
+        self.wait_noticed()
 
     # -- what the stream says -----------------------------------------------------------------------
 
@@ -188,9 +189,12 @@ class Model:
             if each.pin
         }
 
+    def wait_noticed(self) -> None:
+        wait_until(lambda: len(self.stream.loop.peers) == len(self.clients) + 1, "the stream has noticed who left")
+
     def check(self) -> None:
         """Compare all counts."""
-        wait_until(lambda: len(self.stream.loop.peers) == len(self.clients) + 1, "the stream has noticed who left")
+        self.wait_noticed()
         leases = self.leases()
         for client in self.clients:
             lease = leases.get(client.channel.sock.getsockname())
