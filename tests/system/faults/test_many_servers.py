@@ -227,7 +227,8 @@ def a_tenth_is_silent(there: World) -> None:
         began = time.monotonic()
     there.wait_right("the silent have joined again", there.names, began)
     heard = there.heard(there.tenth) - before
-    assert heard["UNKNOWN_NODE"] >= len(there.tenth.names), "each was told that it must join again"
+    # One whose connection has broken meanwhile joins again without being told.
+    assert heard["UNKNOWN_NODE"] > 0, "they were told that they must join again"
     assert heard["Joined"] >= len(there.tenth.names), "and each did"
     # Far from the bar, which a busy machine may miss: others share the caches, and servers that wait for a processor
     # beat less often.
