@@ -25,6 +25,8 @@ STORES: Final = ("mooncake", "simm")
 #: What LMCache's multi-process servers tell over HTTP: of themselves, and of what they share. Nobody registers these.
 LMCACHE_SERVER: Final = "lmcache-server"
 LMCACHE_SHARED: Final = "lmcache-shared"
+#: A publisher's wrong messages that are logged, by their number: the 1st, the 10th, the 100th...
+LOGGED: Final = frozenset(10**power for power in range(18))
 #: What a group of a hybrid model's cache must keep for a prefix to be restorable from it.
 DENSE: Final = frozenset((None, "", "full_attention", "mla_attention", "sink_full_attention"))
 

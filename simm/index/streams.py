@@ -22,15 +22,13 @@ from typing import Final
 
 from .blocks import Blocks
 from .events import MESSAGE_BYTES_MAX, BadEvent, Cleared, decode
-from .sources import Source
+from .sources import LOGGED, Source
 
 log = logging.getLogger("simm.index.streams")
 
 #: Messages that wait for the end of a replay, and their bytes.
 PENDING_MAX: Final = 20_000
 PENDING_BYTES_MAX: Final = 4 * MESSAGE_BYTES_MAX
-#: A publisher's wrong messages that are logged, by the number of those before: 1, 10, 100...
-_LOGGED: Final = frozenset(10**power for power in range(18))
 
 
 class Stream:
@@ -173,6 +171,6 @@ class Stream:
 
     def _complain(self, why: str) -> None:
         self.counts["refused"] += 1
-        if self.counts["refused"] in _LOGGED:
+        if self.counts["refused"] in LOGGED:
             name = self.source.registration.instance
             log.warning("%r sent what cannot be read (%d so far): %.200r", name, self.counts["refused"], why)

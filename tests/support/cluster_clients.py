@@ -9,10 +9,9 @@ from simm.client import Client
 from simm.ipc.patience import Patience, Server
 from simm.ipc.steps import Steps, finish
 from tests.support.fake_cluster import ALL, FakeCluster
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 #: A bound for things that hang, seconds.
-WAIT_S = 120.0
 KEYS = [f"k{number}" for number in range(60)]
 
 

@@ -22,8 +22,8 @@ from simm.wire import rdma_messages as R
 from simm.wire.hello import client_hello
 from tests.support.consistency import check
 from tests.support.fake_fabric import FakeFabric, FakeNetwork
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 120.0
 T = TypeVar("T")
 
 

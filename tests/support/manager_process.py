@@ -23,9 +23,9 @@ from simm.wire.messages import MapReply, WorkerInfo
 from tests.support.manager_client import ManagerClient
 from tests.support.ports import reserve_port
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import WAIT_S
 
 GIB = 1 << 30
-WAIT_S = 120.0
 #: Heartbeats so far apart that no server of a test, which sends few or none, is missed.
 SELDOM = ("--heartbeat-ms", "20000")
 

@@ -26,8 +26,7 @@ from simm.server.worker import Worker, WorkerSettings
 from simm.wire import messages as M
 from tests.support.consistency import check
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
-
-WAIT_S = 120.0
+from tests.support.waiting import WAIT_S
 
 
 class WorkerThread:

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 from ...errors import UsageError
 from ..blocks import Blocks
 from ..events import BadEvent, Event, Removed, Stored, Where
-from ..sources import CPU, LMCACHE_SERVER, LMCACHE_SHARED, Registration, Source
+from ..sources import CPU, LMCACHE_SERVER, LMCACHE_SHARED, LOGGED, Registration, Source
 from .hashes import name_of
 from .messages import DELETE, NUMBER_MAX, OTHERS, STORE, TIERS, Batch, Entry, Head, batches, entry, told
 from .placements import FAMILIES_MAX, Place, Placements
@@ -44,7 +44,6 @@ DIGESTS_MAX: Final = 64
 SETTLED: Final = 3
 REMOVALS_MAX: Final = 1 << 16
 ENDED_MAX: Final = 4096
-_LOGGED: Final = frozenset(10**power for power in range(18))
 
 APPLIED: Final = "applied"
 DUPLICATE: Final = "duplicates"
@@ -215,7 +214,7 @@ class Servers:
                 server = self._open(head.instance_id)
             except UsageError as exc:
                 self._unknown += 1
-                if self._unknown in _LOGGED:
+                if self._unknown in LOGGED:
                     log.warning("a batch of LMCache's server is not taken (%d so far): %s", self._unknown, exc)
         if server is not None and server.incarnation is not None and over:
             # The clock was put back, or two have this name: what is known may be of the wrong one.
@@ -432,7 +431,7 @@ class Servers:
 
     def _complain(self, server: Server, why: str) -> None:
         server.counts["refused"] += 1
-        if server.counts["refused"] in _LOGGED:
+        if server.counts["refused"] in LOGGED:
             name = server.source.registration.instance
             log.warning("%r sent what cannot be read (%d so far): %.200r", name, server.counts["refused"], why)
 
