@@ -61,6 +61,8 @@ _POINTER_DEVICE_ORDINAL: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _EVENT_DISABLE_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 _DMA_BUF_FD: Final = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
+_SOURCE_IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
 _INVALID_VALUE: Final = 1  # CUDA_ERROR_INVALID_VALUE
 _NOT_SUPPORTED: Final = 801  # CUDA_ERROR_NOT_SUPPORTED
 
@@ -72,6 +74,22 @@ _size: Final = ctypes.c_size_t
 _handle: Final = ctypes.c_void_p
 _flags: Final = ctypes.c_uint
 _int: Final = ctypes.c_int
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", _int), ("id", _int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. The locations are hints for managed memory, which all zeros leave out."""
+
+    _fields_ = (("source_order", _int), ("source_hint", _Location), ("target_hint", _Location), ("flags", _flags))
+
+
+_addresses_p: Final = ctypes.POINTER(_address)
+_sizes_p: Final = ctypes.POINTER(_size)
 
 #: Name here -> (symbol, parameter types). All return a CUresult.
 FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
@@ -95,6 +113,10 @@ FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "free": ("cuMemFree_v2", (_address,)),
     "to_device": ("cuMemcpyHtoDAsync_v2", (_address, ctypes.c_void_p, _size, _handle)),
     "to_host": ("cuMemcpyDtoHAsync_v2", (ctypes.c_void_p, _address, _size, _handle)),
+    "copy_batch": (
+        "cuMemcpyBatchAsync_v2",
+        (_addresses_p, _addresses_p, _sizes_p, _size, ctypes.POINTER(CopyAttributes), _sizes_p, _size, _handle),
+    ),
     "stream_create": ("cuStreamCreate", (_handle_p, _flags)),
     "stream_destroy": ("cuStreamDestroy_v2", (_handle,)),
     "stream_synchronize": ("cuStreamSynchronize", (_handle,)),
@@ -106,8 +128,8 @@ FUNCTIONS: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "flush_writes": ("cuFlushGPUDirectRDMAWrites", (_int, _int)),
     "range_handle": ("cuMemGetHandleForAddressRange", (ctypes.c_void_p, _address, _size, _int, ctypes.c_ulonglong)),
 }
-#: Since CUDA 11.3 and 11.7. Methods that use them raise CudaError if they are missing.
-_OPTIONAL: Final = {"flush_writes", "range_handle"}
+#: Since CUDA 11.3, 11.7 and 13.0. Methods that use them raise CudaError if they are missing.
+_OPTIONAL: Final = {"flush_writes", "range_handle", "copy_batch"}
 
 
 class CudaError(DeviceError):
@@ -148,6 +170,10 @@ class Driver:
         # Bound once: a copy costs one attribute less.
         self._to_device = self._calls["to_device"]
         self._to_host = self._calls["to_host"]
+        self._copy_batch = self._calls.get("copy_batch")
+        #: Whether this driver has :meth:`copy_batch`.
+        self.batches = self._copy_batch is not None
+        self._attributes = CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER)
         self._stream_synchronize = self._calls["stream_synchronize"]
         self._call("init", 0)
         count = ctypes.c_int()
@@ -321,6 +347,24 @@ class Driver:
         code = self._to_host(target, source, size, stream)
         if code:
             raise self._error("to_host", code)
+
+    def copy_batch(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+        """Begin copies between pinned host memory and the device's, in any directions and in no order.
+
+        They come after what is on the stream, and what is put there later comes after all of them. One call costs less
+        than one for each copy, and gives the GIL away once. If it fails, some may have begun. Raises CudaError.
+        """
+        self._own()
+        if self._copy_batch is None:
+            raise CudaError("this driver is older than CUDA 13.0 and copies no batches", _NOT_SUPPORTED)
+        count = len(sizes)
+        addresses = _address * count
+        code = self._copy_batch(
+            addresses(*targets), addresses(*sources), (_size * count)(*sizes), count,
+            ctypes.byref(self._attributes), ctypes.byref(_size(0)), 1, stream,
+        )  # fmt: skip
+        if code:
+            raise self._error("copy_batch", code)
 
     def stream_create(self) -> int:
         """Return a stream that keeps the order with the device's legacy default stream, unlike a non-blocking one."""

@@ -232,6 +232,25 @@ API CUresult cuMemcpyDtoHAsync_v2(void *target, CUdeviceptr source, size_t size,
     ENTER; LEAVE(copy(2, source, target, size, stream));
 }
 
+struct Attributes { int order, source_hint[2], target_hint[2]; unsigned flags; };
+
+/* In an order that no caller expects, as the copies of a batch have none. */
+API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *targets, CUdeviceptr *sources, size_t *sizes, size_t count,
+                                   struct Attributes *attributes, size_t *at, size_t kinds, CUstream stream) {
+    ENTER;
+    if ((uintptr_t)stream < 16) LEAVE(INVALID_HANDLE);
+    struct Attributes wanted = {.order = 1};
+    if (!count || kinds != 1 || *at || memcmp(attributes, &wanted, sizeof wanted)) LEAVE(INVALID_VALUE);
+    for (size_t i = count; i--;) {
+        int into = find(targets[i], 1) != NULL;
+        if (into == (find(sources[i], 1) != NULL)) LEAVE(INVALID_VALUE);
+        CUresult code = into ? copy(1, targets[i], (void *)(uintptr_t)sources[i], sizes[i], stream)
+                             : copy(2, sources[i], (void *)(uintptr_t)targets[i], sizes[i], stream);
+        if (code) LEAVE(code);
+    }
+    LEAVE(OK);
+}
+
 API CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
     ENTER;
     if (!depth || flags > 1) LEAVE(INVALID_CONTEXT);

@@ -119,7 +119,9 @@ class Event:
 class FakeCuda:
     """See above. ``devices`` of them; ``dma_buf`` says whether memory can be exported."""
 
-    def __init__(self, devices: int = 2, dma_buf: bool = True) -> None:
+    def __init__(self, devices: int = 2, dma_buf: bool = True, without: frozenset[str] = frozenset()) -> None:
+        #: Symbols that this driver is too old to have.
+        self.without = without
         self.devices = devices
         self.dma_buf = dma_buf
         self.violations: list[str] = []
@@ -158,6 +160,8 @@ class FakeCuda:
         value = object.__getattribute__(self, name)
         if not name.startswith("cu"):
             return value
+        if name in self.without:
+            raise AttributeError(name)
 
         def call(*arguments: Any) -> int:
             with self._lock:
@@ -176,6 +180,12 @@ class FakeCuda:
         return call
 
     # -- for tests ----------------------------------------------------------------------------------
+
+    def fail_next(self, name: str, codes: list[int]) -> None:
+        """Have the next calls of a function fail; for a copy also the next calls that begin many copies."""
+        self.failing[name] = codes
+        if name in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
+            self.failing["cuMemcpyBatchAsync_v2"] = codes  # the same list: each code is for one call of either
 
     def peek(self, address: int, size: int) -> bytes:
         """Device memory as it is now, whatever is still to be carried out."""
@@ -492,6 +502,34 @@ class FakeCuda:
 
     def cuMemcpyDtoHAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
         return self._copy(False, _plain(source), _plain(target), _plain(size), stream)
+
+    def cuMemcpyBatchAsync_v2(
+        self, targets: Any, sources: Any, sizes: Any, count: Any, attributes: Any, at: Any, kinds: Any, stream: Any
+    ) -> int:
+        """Carry the copies out in an order that no caller expects, as they have none."""
+        found, given = self._stream(stream), attributes._obj
+        if found is None or not found.context:  # the legacy default stream takes no batch
+            return INVALID_HANDLE
+        if _plain(count) < 1 or _plain(kinds) != 1 or at._obj.value != 0:
+            return INVALID_VALUE
+        if bytes(given) != struct.pack("6i", 1, 0, 0, 0, 0, 0):
+            return INVALID_VALUE
+        for target, source, size in reversed(list(zip(targets, sources, sizes))):
+            into = self._knows(target)
+            if into == self._knows(source):
+                return INVALID_VALUE
+            code = self._copy(into, target if into else source, source if into else target, size, stream)
+            if code:
+                return code
+        return OK
+
+    def _knows(self, address: int) -> bool:
+        """Return whether that is memory of a device."""
+        try:
+            self._find(address, 1)
+        except KeyError:
+            return False
+        return True
 
     def cuStreamCreate(self, stream: Any, flags: Any) -> int:
         stack = self._contexts()

@@ -61,8 +61,8 @@ def noise(seed: int, size: int) -> bytes:
 class InPython:
     """The fake in Python."""
 
-    def __init__(self) -> None:
-        self.library: Any = FakeCuda()
+    def __init__(self, library: FakeCuda | None = None) -> None:
+        self.library: Any = library or FakeCuda()
 
     def alloc(self, device: int, size: int) -> int:
         address: int = self.library.alloc(device, size)

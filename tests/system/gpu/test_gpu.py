@@ -425,18 +425,18 @@ def test_a_failing_gpu_is_an_outage(fake: FakeCuda, cluster: Any, path: str, nam
         assert client.put_many(keys, spans) == [True] * count
         before = grants_of(client) if path == "shm" else 0
         for name, wrong in (("cuMemcpyDtoHAsync_v2", 1), ("cuCtxPushCurrent_v2", 700)):
-            fake.failing[name] = [wrong]
+            fake.fail_next(name, [wrong])
             assert client.put_many([f"failed {key}" for key in keys], spans) == [False] * count
             assert fake.failing.pop(name) == []
         for name, wrong in (("cuMemcpyHtoDAsync_v2", 1), ("cuCtxPushCurrent_v2", 700)):
             outages = client.counters["outages"]
             # By TCP new staging memory is registered first, as the failure before has dropped the old one.
             failures = [wrong] * (2 if (path, name) == ("tcp", "cuCtxPushCurrent_v2") else 1)
-            fake.failing[name] = list(failures)
+            fake.fail_next(name, list(failures))
             assert client.get_into_many(keys, spans) == [None] * count
             assert client.counters["outages"] - outages == count
             fake.failing.clear()
-            fake.failing[name] = list(failures)
+            fake.fail_next(name, list(failures))
             assert client.get_into(keys[0], spans[0]) is None
             fake.failing.clear()
         if path == "shm":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from tests.support.gpu import (
     PAGE,
     Arena,
     Array,
+    InPython,
+    installed,
     noise,
     span_of,
 )
@@ -80,8 +83,126 @@ def test_many_copies_are_one_wait(fake: FakeCuda) -> None:
     fake.calls.clear()
     copy.to_device((span, arena.data_address + 4096 * at, 4096, whole) for at, span in enumerate(spans))
     assert fake.calls.count("cuStreamSynchronize") == 1
-    assert fake.calls.count("cuMemcpyHtoDAsync_v2") == 100
+    assert fake.calls.count("cuMemcpyBatchAsync_v2") == -(-100 // copy.GATHER_COPIES)
+    assert "cuMemcpyHtoDAsync_v2" not in fake.calls
     assert b"".join(fake.peek(span.address, 4096) for span in spans) == arena.data[: 100 * 4096]
+    whole.close()
+
+
+# -- copies that are begun together ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old() -> Iterator[FakeCuda]:
+    """A driver that is older than calls for many copies."""
+    handle = InPython(FakeCuda(without=frozenset({"cuMemcpyBatchAsync_v2"})))
+    for each in installed(handle):
+        yield each.library
+
+
+def registered(size: int) -> tuple[Arena, Pinned]:
+    arena = Arena(size)
+    whole = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0)
+    while whole.ready < size:
+        whole.register_some()
+    return arena, whole
+
+
+def test_a_driver_that_copies_no_batches(old: FakeCuda) -> None:
+    arena, whole = registered(MIB)
+    arena.data[:] = noise(1, MIB)
+    spans = [span_of(old, 0, 4096) for _ in range(100)]
+    copy.to_device((span, arena.data_address + 4096 * at, 4096, whole) for at, span in enumerate(spans))
+    assert old.calls.count("cuMemcpyHtoDAsync_v2") == 100
+    assert b"".join(old.peek(span.address, 4096) for span in spans) == arena.data[: 100 * 4096]
+    with pytest.raises(CudaError, match=r"older than CUDA 13\.0"):
+        cuda.load().copy_batch([1], [2], [3], 4)
+    whole.close()
+
+
+@pytest.mark.parametrize("inward", [True, False])
+def test_copies_that_are_gathered_arrive(devices: Any, monkeypatch: pytest.MonkeyPatch, inward: bool) -> None:
+    """Whatever the number and the sizes, and on two devices."""
+    monkeypatch.setattr(copy, "GATHER_BYTES", 40_000)
+    monkeypatch.setattr(copy, "GATHER_COPIES", 7)
+    arena, whole = registered(MIB)
+    for count in (1, 2, 7, 8, 50):
+        sizes = [1 + (number * 7919) % 15_000 for number in range(count)]
+        starts = [sum(sizes[:number]) for number in range(count)]
+        values = [noise(number, size) for number, size in enumerate(sizes)]
+        spans = [
+            span_of(devices, number % 2, size, bytes(size) if inward else value)
+            for number, (size, value) in enumerate(zip(sizes, values))
+        ]
+        arena.data[:] = bytes(MIB)
+        if inward:
+            for start, value in zip(starts, values):
+                arena.data[start : start + len(value)] = value
+        copies = [
+            (span, arena.data_address + start, size, whole) for span, start, size in zip(spans, starts, sizes)
+        ]
+        (copy.to_device if inward else copy.to_host)(copies)
+        assert [bytes(devices.peek(span.address, span.size)) for span in spans] == values
+        assert bytes(arena.data[: sum(sizes)]) == b"".join(values)
+    whole.close()
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["", "control"])
+def test_the_last_of_copies_to_one_place_wins(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
+    """Control: without the look at their targets they have no order, and the buffer does not have the last value."""
+    if not knows:
+        monkeypatch.setattr(copy, "overlap", lambda *_: False)
+    arena, whole = registered(MIB)
+    arena.data[: 3 * 4096] = b"a" * 4096 + b"b" * 4096 + b"c" * 4096
+    span = span_of(fake, 0, 6000)
+    half = span.part(2000, 4000)
+    copy.to_device(
+        [
+            (span, arena.data_address, 4096, whole),
+            (half, arena.data_address + 4096, 4000, whole),
+            (span, arena.data_address + 8192, 4096, whole),
+        ]
+    )
+    assert (fake.peek(span.address, 6000) == b"c" * 4096 + b"b" * 1904) is knows
+    whole.close()
+
+
+def test_overlap_against_a_naive_model() -> None:
+    rng = random.Random(5)
+    seen = set()
+    for _ in range(3_000):
+        count = rng.randrange(1, 8)
+        targets = [rng.randrange(60) for _ in range(count)]
+        sizes = [rng.randrange(1, 12) for _ in range(count)]
+        taken = [byte for target, size in zip(targets, sizes) for byte in range(target, target + size)]
+        seen.add(wanted := len(set(taken)) < len(taken))
+        assert copy.overlap(targets, sizes) is wanted, (targets, sizes)
+    assert seen == {True, False}
+
+
+def test_copies_that_do_not_begin_together_are_forgotten(fake: FakeCuda) -> None:
+    """By an error of the driver, or of the caller before the call: no later call begins them."""
+    arena, whole = registered(MIB)
+    arena.data[:] = noise(1, MIB)
+    spans = [span_of(fake, 0, 64, b"." * 64) for _ in range(10)]
+    copies = [(span, arena.data_address + 64 * at, 64, whole) for at, span in enumerate(spans)]
+    fake.failing["cuMemcpyBatchAsync_v2"] = [2]
+    with pytest.raises(CudaError, match="cuMemcpyBatchAsync_v2: CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        copy.to_device(copies)
+    assert not isinstance(caught.value, UnfinishedCopy)
+
+    def broken() -> Iterator[DeviceCopy]:
+        yield from copies
+        raise ValueError("the caller's")
+
+    with pytest.raises(ValueError, match="the caller's"):
+        copy.to_device(broken())
+    assert not fake._contexts() and not fake.pending()
+    other = span_of(fake, 0, 64)
+    copy.to_device([(other, arena.data_address, 64, whole)] * 1)
+    assert all(fake.peek(span.address, 64) == b"." * 64 for span in spans)
+    copy.to_device(copies)
+    assert b"".join(fake.peek(span.address, 64) for span in spans) == arena.data[:640]
     whole.close()
 
 
@@ -312,9 +433,10 @@ def test_an_error_on_the_way_from_the_network_comes_after_the_exchange(fake: Fak
         return []
 
     results = [0, 0, 0]
-    fake.failing["cuMemcpyHtoDAsync_v2"] = [1]
+    fake.fail_next("cuMemcpyHtoDAsync_v2", [1])
     with pytest.raises(CudaError):
         spans[0].read_remote(read_host, range(3), spans, results, ())
+    fake.failing.clear()
     assert exchanges == [[0, 1, 2]] and results == [0, 0, 0]
     assert spans[0].read_remote(read_host, range(3), spans, results, ()) == []
     assert results == [50, 51, 52]

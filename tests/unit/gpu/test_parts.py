@@ -105,7 +105,8 @@ def test_a_layer_of_many_pinned_pages_is_one_wait(fake: FakeCuda, monkeypatch: p
         with client.pin(keys) as pins:
             fake.calls.clear()
             assert pins.read([(4096, 4096, [Tensor(room, 4096) for room in rooms])]) == [8192] * 30
-            assert fake.calls.count("cuMemcpyHtoDAsync_v2") == 30
+            begun = fake.calls.count("cuMemcpyHtoDAsync_v2"), fake.calls.count("cuMemcpyBatchAsync_v2")
+            assert begun[0] + begun[1] < 30, "what is registered is begun in one call"
             staged = fake.calls.count("cuEventSynchronize")  # for staging memory
             assert fake.calls.count("cuStreamSynchronize") == 1 and staged < 30
         assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[4096:] for number in range(30)]
@@ -121,7 +122,7 @@ def test_a_driver_that_fails_is_an_outage(fake: FakeCuda, monkeypatch: pytest.Mo
         assert client.get_ranges("k", ranges) == 5000
         pins = client.pin(["k"])
         for failing in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
-            fake.failing[failing] = [1] * 20
+            fake.fail_next(failing, [1] * 20)
         assert client.get_ranges("k", ranges) is None
         assert client.get_ranges_many(["k"], [ranges]) == [None]
         assert pins.get_ranges(0, ranges) is None

@@ -99,11 +99,11 @@ def test_a_batch_that_fails_keeps_its_grants(fake: FakeCuda, failing: int) -> No
         path = ShmPut(Copier(1), checksum=False)
         spans = [device_span(Tensor(fake.alloc(0, size), size)) for _ in range(count)]
         digests = [Hasher("default")(f"k{number}") for number in range(count)]
-        fake.failing["cuMemcpyDtoHAsync_v2"] = [1] * 20
+        fake.fail_next("cuMemcpyDtoHAsync_v2", [1] * 20)
         with pytest.raises(CudaError):
             path.put_many(mine, digests[:50], spans[:50], range(50), [99] * 50)
         assert 0 < len(mine.pool.for_length(size)[0]) < count, "it asks ahead, and need not wait for that"
-        fake.failing["cuMemcpyDtoHAsync_v2"] = [0] * failing + [1] * 20
+        fake.fail_next("cuMemcpyDtoHAsync_v2", [0] * failing + [1] * 20)
         with pytest.raises(CudaError):
             path.put_many(mine, digests, spans, range(count), [99] * count)
         fake.failing.clear()

@@ -96,9 +96,10 @@ def test_by_rdma_a_connection_that_breaks_leaves_its_staging_memory(
         room = span_of(fake, 1, 70_000)
         assert client.get_into("key", room) == 70_000
         assert fake.peek(room.address, 70_000) == noise(1, 70_000)
-        fake.failing["cuMemcpyDtoHAsync_v2"] = [1]
+        fake.fail_next("cuMemcpyDtoHAsync_v2", [1])
         assert not client.put("other", span)
-        fake.failing["cuMemcpyHtoDAsync_v2"] = [1]
+        fake.fail_next("cuMemcpyHtoDAsync_v2", [1])
         assert client.get_into("key", room) is None
+        fake.failing.clear()
         assert client.get_into("key", room) == 70_000
         client.close()
