@@ -172,8 +172,8 @@ class Layered(Cache):
 
     def _read(self, pins: Any, there: int, part: int) -> None:
         start, size = self._parts[part]
-        ranges = [[(start, size, row)] for row in self._rows[part][:there]]
-        if there and None in pins.get_ranges_many(range(there), ranges):
+        got = pins.read([(start, size, self._rows[part][: len(pins)])]) if there else []
+        if None in got[:there]:
             raise PeerError(f"{self.name}: a pinned block was lost")
 
     def ready(self, layer: int) -> None:

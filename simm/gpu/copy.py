@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -39,6 +40,8 @@ from ..rdma.staging import StagingBuffer, StagingPool
 from . import cuda
 from .cuda import CudaError, Driver
 from .pinning import Pinned, pin_now
+
+log = logging.getLogger("simm.gpu.copy")
 
 #: A staged copy goes through two pieces of pinned memory, of so many bytes each, for each stream in use.
 STAGE_BYTES: Final = 1 << 20
@@ -108,16 +111,27 @@ class _Stream:
             self.begin_gathered()
 
     def begin_gathered(self) -> None:
-        """Begin the copies that wait. Raises CudaError: some may have begun, and none of them waits any more."""
+        """Begin the copies that wait. Raises CudaError: some may have begun, and none of them waits any more.
+
+        A driver that refuses them together, and takes each alone, is not asked again.
+        """
         targets, sources, sizes = self._targets, self._sources, self._sizes
         if not sizes:
             return
         self.drop_gathered()
-        if len(sizes) > 1 and not overlap(targets, sizes):
-            self.driver.copy_batch(targets, sources, sizes, self.handle)
-            return
+        refused: CudaError | None = None
+        if len(sizes) > 1 and self.driver.batches and not overlap(targets, sizes):
+            try:
+                self.driver.copy_batch(targets, sources, sizes, self.handle)
+                return
+            except CudaError as exc:
+                refused = exc
+        # Those of the batch that have begun copy the same bytes twice.
         for target, source, size in zip(targets, sources, sizes):
             self._transfer(target, source, size, self.handle)
+        if refused is not None:
+            self.driver.batches = False
+            log.warning("copies are begun one by one from now on, as the driver refuses many together: %s", refused)
 
     def drop_gathered(self) -> None:
         """Forget the copies that wait."""

@@ -182,10 +182,10 @@ class FakeCuda:
     # -- for tests ----------------------------------------------------------------------------------
 
     def fail_next(self, name: str, codes: list[int]) -> None:
-        """Have the next calls of a function fail; for a copy also the next calls that begin many copies."""
+        """Have the next calls of a function fail; for a copy those that begin many copies as well."""
         self.failing[name] = codes
         if name in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
-            self.failing["cuMemcpyBatchAsync_v2"] = codes  # the same list: each code is for one call of either
+            self.failing["cuMemcpyBatchAsync_v2"] = list(codes)
 
     def peek(self, address: int, size: int) -> bytes:
         """Device memory as it is now, whatever is still to be carried out."""

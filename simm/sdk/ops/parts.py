@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
 from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
-from ...host.buffers import RELEASE_BYTES, Part, Pieces, Ranges, Span, address_of
+from ...host.buffers import RELEASE_BYTES, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
 from ..batch import LargeValue, sink_of, source_of
 
 OVERLAP_TEXT: Final = (
@@ -237,7 +237,7 @@ def _short(thing: Any) -> str:
 class Rows:
     """The same range of many values, and the memory that it goes to for each."""
 
-    __slots__ = ("_parts", "addresses", "keep", "length", "offset")
+    __slots__ = ("_parts", "addresses", "devices", "keep", "length", "offset")
 
     def __init__(
         self, offset: int, length: int, addresses: Sequence[int] | None, parts: Sequence[Part] | None, keep: Any
@@ -247,6 +247,8 @@ class Rows:
         #: Where each buffer is in host memory; None if some are not.
         self.addresses = addresses
         self._parts = parts
+        #: The buffers, if all of them are on devices.
+        self.devices: list[DeviceBuffer] | None = None
         #: Keeps the memory in its place.
         self.keep = keep
 
@@ -283,7 +285,10 @@ def rows_of(range_: Any, count: int) -> Rows:
     addresses = [
         address or (address_of(keeper) if type(keeper) is memoryview else 0) for _, _, address, keeper in parts
     ]
-    return Rows(offset, length, addresses if all(addresses) else None, parts, parts)
+    made = Rows(offset, length, addresses if all(addresses) else None, parts, parts)
+    if not any(addresses):
+        made.devices = [cast(DeviceBuffer, keeper) for _, _, _, keeper in parts]
+    return made
 
 
 def check_rows_apart(rows: Sequence[Rows]) -> None:

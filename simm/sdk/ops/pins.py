@@ -219,6 +219,14 @@ class Pins:
                 for each in rows:
                     self._copy(each, addresses)
             return list(self.lengths)
+        if addresses is not None and all(each.devices is not None for each in rows):
+            try:
+                with self._in_use():
+                    self._copy_to_devices(rows, addresses)
+            except DeviceError as exc:
+                self._failed(exc)
+                return [None] * len(self.keys)
+            return list(self.lengths)
         return self.read_wants([(number, _row(rows, number)) for number in range(len(self.keys))])
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
@@ -228,6 +236,23 @@ class Pins:
         for target, source in zip(rows.addresses or (), addresses):
             if source:
                 copy(target, source + offset, length)
+
+    def _copy_to_devices(self, rows: Sequence[Rows], addresses: Sequence[int]) -> None:
+        """Do :meth:`_copy` into memory of devices: one chain for all, and one wait. Raises DeviceError."""
+        copies: list[DeviceCopy] = []
+        #: What a device knows an arena by.
+        pinned: dict[tuple[int, int], Any] = {}
+        for each in rows:
+            offset, length = each.offset, each.length
+            for buffer, source, holder in zip(each.devices or (), addresses, self._holders):
+                if source:
+                    assert isinstance(holder, ArenaPins)
+                    known = (buffer.device, id(holder))
+                    if known not in pinned:
+                        pinned[known] = buffer.pinned(holder.reader)
+                    copies.append((buffer, source + offset, length, pinned[known]))
+        if copies:
+            copies[0][0].copy_to_device(copies)
 
     def _check_end(self, end: int) -> None:
         for key, length in zip(self.keys, self.lengths):

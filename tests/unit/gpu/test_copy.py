@@ -167,6 +167,20 @@ def test_the_last_of_copies_to_one_place_wins(fake: FakeCuda, monkeypatch: pytes
     whole.close()
 
 
+def test_a_driver_that_refuses_copies_together(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes each alone, so nothing is lost, and is not asked again."""
+    arena, whole = registered(MIB)
+    arena.data[:] = noise(1, MIB)
+    fake.failing["cuMemcpyBatchAsync_v2"] = [1]
+    for _ in range(2):
+        spans = [span_of(fake, 0, 64) for _ in range(10)]
+        copy.to_device([(span, arena.data_address + 64 * at, 64, whole) for at, span in enumerate(spans)])
+        assert b"".join(fake.peek(span.address, 64) for span in spans) == arena.data[:640]
+    assert fake.calls.count("cuMemcpyBatchAsync_v2") == 1
+    assert [record.levelname for record in caplog.records if "one by one" in record.message] == ["WARNING"]
+    whole.close()
+
+
 def test_overlap_against_a_naive_model() -> None:
     rng = random.Random(5)
     seen = set()
@@ -186,8 +200,8 @@ def test_copies_that_do_not_begin_together_are_forgotten(fake: FakeCuda) -> None
     arena.data[:] = noise(1, MIB)
     spans = [span_of(fake, 0, 64, b"." * 64) for _ in range(10)]
     copies = [(span, arena.data_address + 64 * at, 64, whole) for at, span in enumerate(spans)]
-    fake.failing["cuMemcpyBatchAsync_v2"] = [2]
-    with pytest.raises(CudaError, match="cuMemcpyBatchAsync_v2: CUDA_ERROR_OUT_OF_MEMORY") as caught:
+    fake.fail_next("cuMemcpyHtoDAsync_v2", [2])
+    with pytest.raises(CudaError, match="cuMemcpyHtoDAsync_v2: CUDA_ERROR_OUT_OF_MEMORY") as caught:
         copy.to_device(copies)
     assert not isinstance(caught.value, UnfinishedCopy)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from simm.client import Client
+from simm.errors import UsageError
 from simm.gpu import copy
 from simm.ipc import session
 from tests.support.fake_cuda import FakeCuda
@@ -110,6 +111,33 @@ def test_a_layer_of_many_pinned_pages_is_one_wait(fake: FakeCuda, monkeypatch: p
             staged = fake.calls.count("cuEventSynchronize")  # for staging memory
             assert fake.calls.count("cuStreamSynchronize") == 1 and staged < 30
         assert [fake.peek(room, 4096) for room in rooms] == [noise(number, 8192)[4096:] for number in range(30)]
+
+
+def test_layers_into_devices_beside_misses_and_a_driver_that_fails(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeRdmaCluster(monkeypatch, size=64 * MIB) as cluster:
+        client = cluster.client("shm")
+        keys = [f"page {number}" for number in range(9)]
+        stored = [number for number in range(9) if number % 4]
+        assert all(client.put_many([keys[number] for number in stored], [noise(number, 8192) for number in stored]))
+        rooms = [[fake.alloc(number % 2, 4096) for number in range(9)] for _ in range(2)]
+        tensors = [[Tensor(room, 4096) for room in row] for row in rooms]
+        with client.pin(keys) as pins:
+            layers = [(0, 4096, tensors[0]), (5000, 192, tensors[1])]
+            fake.fail_next("cuMemcpyHtoDAsync_v2", [1])
+            assert pins.read(layers) == [None] * 9
+            assert client.stats()["outages"] == 1
+            fake.failing.clear()
+            assert pins.read(layers) == pins.lengths == [8192 if number in stored else None for number in range(9)]
+            with pytest.raises(UsageError, match="overlap"):
+                pins.read([(0, 8, tensors[0]), (8, 8, tensors[0])])
+            with pytest.raises(UsageError, match="ends at byte"):
+                pins.read([(5000, 4096, tensors[0])])
+        for number in range(9):
+            value = noise(number, 8192) if number in stored else bytes(8192)
+            assert fake.peek(rooms[0][number], 4096) == value[:4096]
+            assert fake.peek(rooms[1][number], 4096) == value[5000:5192] + bytes(3904)
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp", "rdma"])
