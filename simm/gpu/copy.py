@@ -287,6 +287,7 @@ class InFlightCopies:
             elif part:
                 transfer(target + done, source + done, part, stream.handle)
             else:
+                stream.begin_gathered()  # to the same memory, perhaps: the later copy must win
                 part = stream.stage(target + done, source + done, size - done, inward)
             done += part
 
@@ -342,7 +343,7 @@ class InFlightCopies:
 def to_device(copies: Iterable[DeviceCopy]) -> None:
     """Copy from host to GPU memory; done at the return, also by an exception. Raises CudaError, UnfinishedCopy.
 
-    Each copy begins when the iterable yields it.
+    Each copy begins when the iterable yields it, or with the next ones.
     """
     _carry_out(copies, inward=True)
 

@@ -167,6 +167,23 @@ def test_the_last_of_copies_to_one_place_wins(fake: FakeCuda, monkeypatch: pytes
     whole.close()
 
 
+@pytest.mark.parametrize("first", ["pinned", "staged"])
+def test_the_last_wins_whichever_way_it_takes(fake: FakeCuda, small_pieces: int, first: str) -> None:
+    """A value in the part of an arena that is registered, and one in the part that is not yet, to one buffer."""
+    arena = Arena(4 * small_pieces)
+    part = Pinned(cuda.load(), "arena", arena.data, arena.data_address, 0, piece=small_pieces)
+    part.register_some()
+    arena.data[:4096], arena.data[-4096:] = b"p" * 4096, b"s" * 4096
+    places = [arena.data_address, arena.data_address + 4 * small_pieces - 4096]
+    if first == "staged":
+        places.reverse()
+    span, other = span_of(fake, 0, 4096), span_of(fake, 0, 4096)
+    copy.to_device([(other, places[0], 4096, part), (span, places[0], 4096, part), (span, places[1], 4096, part)])
+    assert fake.peek(span.address, 4096) == (b"s" if first == "pinned" else b"p") * 4096
+    assert fake.peek(other.address, 4096) == (b"p" if first == "pinned" else b"s") * 4096
+    part.close()
+
+
 def test_a_driver_that_refuses_copies_together(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     """It takes each alone, so nothing is lost, and is not asked again."""
     arena, whole = registered(MIB)
