@@ -31,8 +31,10 @@ TURN: Final = 64
 #: Seconds without an answer after which a replay has failed, and of a whole replay.
 REPLAY_IDLE_S: Final = 2.0
 REPLAY_S: Final = 60.0
-#: Between two replays of which the first has failed.
+#: Between two questions for a replay of which the first has failed, and twice as long each time. A store's publisher,
+#: which needs a while for a snapshot, is always asked after the first of these.
 RETRY_S: Final = 1.0
+RETRY_MAX_S: Final = 60.0
 #: A peer that has been silent for so long is gone, ms; and how often it is asked for a sign.
 SILENT_MS: Final = 10_000
 ASK_MS: Final = 2000
@@ -75,7 +77,7 @@ class _Link:
             self.sub.subscribe(b"")
             self.sub.connect(registration.endpoint)
             undo.pop_all()
-        self._began = self._heard = 0.0
+        self._began = self._heard = self._ended = 0.0
         for each in (self.sub, self.monitor):
             poller.register(each, zmq.POLLIN)
 
@@ -116,7 +118,7 @@ class _Link:
                     return
             elif len(frames) == _FRAMES and len(frames[1]) == 8:
                 self.begin_replay(self.stream.message(int.from_bytes(frames[1], "big"), frames[2]))
-                if not self.stream.replaying:
+                if not self.stream.asking:
                     self.end_replay()
             else:
                 self.stream.counts["refused"] += 1
@@ -177,14 +179,21 @@ class _Link:
             self._poller.unregister(self.dealer)
             self.dealer.close(0)
             self.dealer = None
+            self._ended = time.monotonic()
 
     def tick(self, now: float) -> None:
-        """Give a replay up that takes too long."""
+        """Give a replay up that takes too long, or ask for it again."""
         if self.dealer is not None and (now - self._heard > REPLAY_IDLE_S or now - self._began > REPLAY_S):
             self.end_replay()
             self.stream.replay_failed()
-        elif self.dealer is None and now - self._began > RETRY_S:
+        elif self.dealer is None and now - self._ended > self._pause():
             self.begin_replay(self.stream.retry())
+
+    def _pause(self) -> float:
+        """Return for how long nothing is asked after a replay."""
+        if self.stream.source.registration.type == "simm":
+            return RETRY_S
+        return min(RETRY_S * 2.0 ** max(0, self.stream.failures - 1), RETRY_MAX_S)
 
 
 class Publishers:

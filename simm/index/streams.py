@@ -5,8 +5,18 @@ been a removal. So from then on nothing that is known of this publisher is count
 filled the hole. Without a replay, or if that has dropped the message too, all is forgotten. What is learned since then
 is true again, but not all that the publisher has (``Source.lost``), until it has cleared its cache or begun anew.
 
+A replay that gets no answer, or only a part of one, is asked for again (:meth:`Stream.retry`):
+
+- For a hole, ``HOLE_ASKS`` times in all, from the first message that is missing. Nothing counts meanwhile, and nothing
+  is forgotten. After that all is forgotten, and what comes counts. A publisher that has not answered the last question
+  is asked once.
+- Then for everything, up to ``ASKS_MAX`` questions without an answer. Such a question is *aside*: what comes meanwhile
+  counts, and is kept too. When the answer begins, all is forgotten for it, and what was kept follows it.
+- Once a publisher has said all that it keeps, it is not asked again, as it keeps the last messages only: one that it
+  has not then it never has again.
+
 Data servers' publishers answer a replay from any number on, if need be with all that there is, behind a message that
-clears (``publish/outlet.py``). So what was lost of them is asked for again until it comes (:meth:`Stream.retry`).
+clears (``publish/outlet.py``). So what was lost of them is asked for without an end.
 
 A number that was seen before, or a connection that broke, is taken for a new process, which has nothing in its cache.
 A message that cannot be read is lost too, and so is an event of which nobody can say what it removed.
@@ -29,6 +39,9 @@ log = logging.getLogger("simm.index.streams")
 #: Messages that wait for the end of a replay, and their bytes.
 PENDING_MAX: Final = 20_000
 PENDING_BYTES_MAX: Final = 4 * MESSAGE_BYTES_MAX
+#: Questions for a hole before all is forgotten, and questions in a row without a whole answer.
+HOLE_ASKS: Final = 4
+ASKS_MAX: Final = 16
 
 
 class Stream:
@@ -47,6 +60,14 @@ class Stream:
         #: Number of the last message that came by itself.
         self._live = -1
         self.replaying = False
+        #: A replay was asked for, whose answer has not begun, and what comes counts meanwhile.
+        self.aside = False
+        #: Replays that failed since the last whole answer.
+        self.failures = 0
+        #: The next failure has others after it before what was known is forgotten.
+        self._patient = False
+        #: Number of the message since which all is known.
+        self._since = 0
         self._connected = False
         #: All that the publisher has is known.
         self.complete = False
@@ -74,66 +95,117 @@ class Stream:
             self._anew()
         self._live = number
         if self.replaying:
-            self._pending.append((number, payload))
-            self._pending_bytes += len(payload)
-            if len(self._pending) > PENDING_MAX or self._pending_bytes > PENDING_BYTES_MAX:
-                self.replay_failed()
+            self._keep(number, payload)
             return None
         if self._replays and number > (self.next or 0):
             self.counts["gaps"] += self.next is not None
             start = self._replay(self.next or 0)
-            self._pending.append((number, payload))
+            self._keep(number, payload)
             return start
+        if self.aside:
+            self._keep(number, payload)
         self._take(number, payload)
         return None
 
+    @property
+    def asking(self) -> bool:
+        """True if an answer to a replay is awaited, or the next question."""
+        return self.replaying or self.aside
+
     def retry(self) -> int | None:
-        """Return the number from which a replay must begin, if what was lost can be had again."""
-        again = self.source.registration.type == "simm" and self._replays and self.source.lost
-        if not again or self.replaying or not self._connected:
+        """Return the number from which a replay must be asked for now, if one must. No question is open."""
+        if self.replaying:
+            return self.next
+        store = self.source.registration.type == "simm"
+        unanswered = self.failures and (store or self.failures < ASKS_MAX) and not self.complete
+        if not self._connected or not self._replays or not (unanswered or (store and self.source.lost)):
             return None
-        self.next = None  # the answer begins with what clears all
-        return self._replay(0)
+        self.aside = True
+        return 0
 
     def replayed(self, number: int, payload: bytes) -> None:
         """Take a message of the replay."""
+        if self.aside:
+            self.aside = False
+            engine = self.source.registration.type != "simm"
+            if engine and number and self.next is not None and number >= self._since:
+                self._answered()  # it has nothing that is not known
+                return
+            self._index.clear(self.source)
+            self.complete, self.next = False, None
+            self._patient = True
+            self.replaying = self.source.stale = True
         if self.replaying:
             self._take(number, payload)
 
     def replay_ended(self) -> None:
         """Note that the publisher has replayed all that it had."""
-        if self.replaying:
+        if self.asking:
             self.counts["replays"] += 1
-            self._settle()
+            self._answered()
 
     def replay_failed(self) -> None:
-        """Note that no answer came, or that too much came meanwhile."""
-        if self.replaying:
-            self.counts["failed replays"] += 1
-            if self.next is not None:
-                self._lose()
-                self.next = None
-            self._settle()
+        """Note that no answer came, or only a part of one."""
+        if not self.asking:
+            return
+        self._failed()
+        if self.aside or self.next is None or not self._patient or self.failures >= HOLE_ASKS:
+            self._give_up()
 
     # -- what follows ------------------------------------------------------------------------------------
 
     def _replay(self, start: int) -> int:
+        self._drop_kept()
+        self.aside, self._patient = False, not self.failures
         self.replaying = self.source.stale = True
         return start
 
+    def _keep(self, number: int, payload: bytes) -> None:
+        """Keep what came during a replay; give that up if it is too much."""
+        self._pending.append((number, payload))
+        self._pending_bytes += len(payload)
+        if len(self._pending) > PENDING_MAX or self._pending_bytes > PENDING_BYTES_MAX:
+            self._failed()
+            self._give_up()
+
+    def _drop_kept(self) -> list[tuple[int, bytes]]:
+        kept, self._pending, self._pending_bytes = self._pending, [], 0
+        return kept
+
+    def _failed(self) -> None:
+        self.counts["failed replays"] += 1
+        self.failures += 1
+        told = self.source.registration
+        if self.failures == ASKS_MAX and told.type != "simm":
+            log.warning("%r has answered none of %d replays: it is asked no more", told.instance, ASKS_MAX)
+
+    def _answered(self) -> None:
+        self.failures = 0
+        self._settle()
+
+    def _give_up(self) -> None:
+        """Go on without a replay."""
+        if self.replaying and self.next is not None:
+            self._lose()
+            self.next = None
+        self._settle()
+
     def _settle(self) -> None:
-        """Apply what came during the replay."""
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        self.replaying = self.source.stale = False
-        for number, payload in pending:
+        """Apply what came during the replay. What came beside one that has not begun is applied already."""
+        kept = self._drop_kept()
+        if not self.replaying:
+            kept.clear()
+        self.replaying = self.aside = self.source.stale = False
+        for number, payload in kept:
             self._take(number, payload)
 
     def _anew(self) -> None:
         """Begin with a publisher of which nothing is known."""
         self._lose()
         self.next, self._live = None, -1
-        self.replaying = self.source.stale = False
-        self._pending, self._pending_bytes = [], 0
+        self.replaying = self.aside = self.source.stale = False
+        self.failures = 0
+        self._drop_kept()
 
     def _lose(self) -> None:
         """Forget all, as it may be wrong."""
@@ -144,6 +216,7 @@ class Stream:
     def _take(self, number: int, payload: bytes) -> None:
         """Apply a message unless it was applied, and forget everything before it if one is missing."""
         if self.next is None:
+            self._since = number
             if number == 0:
                 self.complete, self.source.lost = True, False
         elif number < self.next:
@@ -151,6 +224,7 @@ class Stream:
         elif number > self.next:
             self.counts["gaps"] += not self.replaying
             self._lose()
+            self._since = number
         self.next = number + 1
         self.counts["messages"] += 1
         try:
@@ -158,6 +232,7 @@ class Stream:
         except BadEvent as exc:
             self._complain(str(exc))
             self._lose()
+            self._since = self.next
             return
         for why in batch.refused:
             self._complain(why)

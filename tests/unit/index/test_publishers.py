@@ -15,6 +15,7 @@ pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
 
 from simm.errors import UsageError  # noqa: E402
 from simm.index import publishers as publishers_module  # noqa: E402
+from simm.index import streams as streams_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.keys import request_keys  # noqa: E402
 from simm.index.publishers import Publishers, check_endpoint  # noqa: E402
@@ -155,6 +156,55 @@ def test_a_replay_without_an_answer_is_given_up(tmp_path: Path, monkeypatch: pyt
             return _has(publishers, 1) == 1
 
         wait_until(told, "messages without a replay", pause_s=0.1)
+    engine.close()
+
+
+def test_a_replay_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishers_module, "REPLAY_IDLE_S", 0.1)
+    monkeypatch.setattr(publishers_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(publishers_module, "RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(streams_module, "ASKS_MAX", 1 << 30)
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        engine.tell(stored(1, 2))
+        source = _register(publishers, engine)
+        engine.router.poll()
+        engine.router.recv_multipart()  # the first question: it does not answer
+        wait_until(lambda: (stream := publishers.stream(source)) and stream.counts["failed replays"], "giving up")
+
+        def told() -> bool:
+            engine.tell(stored(5))
+            return _has(publishers, 5) == 1
+
+        wait_until(told, "messages without a replay", pause_s=0.1)
+        assert _has(publishers, 1) == 0
+
+        def complete() -> bool:
+            engine.answer()
+            stream = publishers.stream(source)
+            return stream is not None and stream.complete and not source.stale
+
+        wait_until(complete, "the answer to a later question")
+        assert _has(publishers, 1, 2) == 2 and _has(publishers, 5) == 1 and not source.lost
+    engine.close()
+
+
+def test_a_replay_that_nobody_answers_is_asked_for_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishers_module, "REPLAY_IDLE_S", 0.05)
+    monkeypatch.setattr(publishers_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(publishers_module, "RETRY_MAX_S", 0.1)
+    monkeypatch.setattr(publishers_module, "_TICK_S", 0.05)
+    monkeypatch.setattr(streams_module, "ASKS_MAX", 4)
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine)
+        link = lambda: publishers._links.get(source)  # noqa: E731
+        wait_until(lambda: link() is not None and link().stream.failures == 4, "the last question")  # type: ignore[union-attr]
+        asked = 0
+        while engine.router.poll(500):  # none comes later
+            engine.router.recv_multipart()
+            asked += 1
+        assert asked == 4 and not link().stream.complete  # type: ignore[union-attr]
     engine.close()
 
 

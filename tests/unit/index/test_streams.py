@@ -101,11 +101,16 @@ def _drive(seed: int, replays: bool, steps: int = 160) -> tuple[int, int]:
             else:
                 while owed and rng.random() < 0.8:
                     stream.message(*owed.pop(0))  # what was sent before, and may be replayed too
-                for number, payload in list(engine.log):
-                    if number >= asked:
-                        stream.replayed(number, payload)
-                stream.replay_ended()
+                answers = [each for each in engine.log if each[0] >= asked]
+                whole = rng.random() < 0.8
+                for number, payload in answers if whole else answers[: rng.randrange(len(answers) + 1)]:
+                    stream.replayed(number, payload)
+                    while owed and rng.random() < 0.2:
+                        stream.message(*owed.pop(0))
+                _ = stream.replay_ended() if whole else stream.replay_failed()
             asked = None
+        elif chance < 0.35 and asked is None:
+            asked = stream.retry()
         else:
             message = engine.step()
             owed.append(message)
@@ -114,7 +119,7 @@ def _drive(seed: int, replays: bool, steps: int = 160) -> tuple[int, int]:
             while owed and rng.random() < 0.9:
                 begun = stream.message(*owed.pop(0))
                 asked = asked if begun is None else begun
-                if not stream.replaying:
+                if not stream.asking:
                     asked = None
         if owed or (engine.log and stream.next != engine.number):
             continue  # it cannot know yet
@@ -159,7 +164,8 @@ def test_a_hole_is_filled_by_a_replay_and_nothing_counts_until_then() -> None:
 
 
 def _fail(stream: Stream) -> None:
-    stream.replay_failed()
+    for _ in range(streams_module.HOLE_ASKS):
+        stream.replay_failed()
 
 
 def _replay_later(stream: Stream) -> None:
@@ -176,6 +182,90 @@ def test_a_hole_that_stays_forgets_everything(heal: Callable[[Stream], Any]) -> 
     assert stream.source.lost and not stream.complete and score(index, SPACE, KEYS[0]).stale == ["A"]
     _take(stream, (8, packed({"type": "AllBlocksCleared"}, stored(2))))
     assert stream.complete and not stream.source.lost and _claims(index) == [0, 0, 3, 0, 0, 0]
+
+
+def test_a_hole_is_asked_for_again_and_what_was_known_counts_then() -> None:
+    index, stream = _stream()
+    _take(stream, (0, packed(stored(0))), (1, packed(stored(2))), (4, packed(stored(1))))
+    stream.replay_failed()
+    assert stream.source.stale and _claims(index) == [0] * 6 and stream.retry() == 2
+    stream.replayed(2, packed(removed(0, 1)))
+    stream.replay_failed()  # in the middle
+    assert stream.source.stale and stream.retry() == 3
+    _take(stream, (5, packed(stored(3))))
+    for number in (3, 4):
+        stream.replayed(number, packed(stored(1)))
+    stream.replay_ended()
+    assert _claims(index) == [1, 3, 3, 3, 0, 0] and stream.complete and not stream.source.stale
+    assert not stream.source.lost and stream.failures == 0 and stream.retry() is None
+
+
+def test_after_a_hole_that_stayed_all_is_asked_for_aside() -> None:
+    index, stream = _stream()
+    stream.connected()
+    stream.replay_ended()
+    _take(stream, (0, packed(stored(0))), (2, packed(stored(1, 0, 1), stored(1, 1))))
+    _fail(stream)
+    assert _claims(index) == [0, 3, 0, 0, 0, 0] and stream.source.lost
+    assert stream.retry() == 0
+    _take(stream, (3, packed(stored(2))))
+    assert _claims(index) == [0, 3, 3, 0, 0, 0]  # what comes counts while the answer has not begun
+    stream.replayed(0, packed(stored(0)))
+    assert stream.source.stale and _claims(index) == [0] * 6
+    stream.replayed(1, packed(removed(0, 2)))
+    stream.replayed(2, packed(stored(1, 0, 1), stored(1, 1)))
+    stream.replay_ended()  # the answer was made before message 3
+    assert _claims(index) == [2, 3, 3, 0, 0, 0] and stream.complete and not stream.source.lost
+    assert stream.retry() is None
+    _take(stream, (4, packed(removed(1, 1))))  # no copy was counted twice
+    assert _claims(index) == [2, 1, 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_publisher_that_keeps_no_beginning_is_not_asked_again(first: int) -> None:
+    index, stream = _stream()
+    stream.connected()
+    stream.replay_failed()
+    _take(stream, (2, packed(stored(2))))
+    stream.replay_failed()
+    assert _claims(index)[2] == 3 and stream.retry() == 0
+    for number in range(first, 4):
+        stream.replayed(number, packed(stored(number)))
+    stream.replay_ended()
+    assert _claims(index) == [0, 3 if first == 1 else 0, 3, 3 if first == 1 else 0, 0, 0]
+    assert not stream.complete and stream.retry() is None
+
+
+def test_a_publisher_that_never_answers_is_asked_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    index, stream = _stream()
+    stream.connected()
+    stream.replay_failed()
+    _take(stream, (0, packed(stored(0))), (2, packed(stored(1))))
+    stream.replay_failed()  # it has not answered before: no other question while nothing counts
+    assert _claims(index) == [0, 3, 0, 0, 0, 0]
+    questions = 2
+    while stream.retry() == 0:
+        questions += 1
+        assert _claims(index) == [0, 3, 0, 0, 0, 0] and questions <= streams_module.ASKS_MAX
+        stream.replay_failed()
+    assert questions == streams_module.ASKS_MAX and len(caplog.records) == 1
+    assert stream.source.lost and not stream.complete and score(index, SPACE, KEYS[0]).stale == ["A"]
+    stream.disconnected()
+    assert stream.connected() == 0  # another process may answer
+
+
+def test_what_is_kept_aside_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "PENDING_MAX", 3)
+    index, stream = _stream()
+    stream.connected()
+    stream.replay_failed()
+    _take(stream, (1, packed(stored(1))))
+    stream.replay_failed()
+    assert stream.retry() == 0
+    _take(stream, *((number, packed(stored(number))) for number in range(2, 6)))
+    assert not stream.asking and stream.failures == 3
+    assert _claims(index) == [0, 3, 3, 3, 3, 3]
+    assert stream.retry() == 0
 
 
 def test_a_late_consumer_asks_from_the_beginning() -> None:
