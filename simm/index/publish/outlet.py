@@ -5,8 +5,10 @@ later publisher are higher, and a consumer sees the gap. The stream is a PUB soc
 messages, and sees the gap by the next number. While nothing happens an empty message goes out each second, so that a
 lost one is noticed.
 
-A replay is vLLM's: a DEALER asks a ROUTER for all messages from a number on, and the last answer has number -1. Other
-publishers keep the last messages only; who asks for an earlier one never learns what was in them. Here the answer is
+A replay is vLLM's: a DEALER asks a ROUTER for all messages from a number on, and the last answer has number -1. In
+vLLM's form each answer has the topic before its number, and the last an empty one, as of vLLM 0.32 and SGLang 0.5.23.
+In RFC 1527's form, in which nobody else has replays, answers have no topic, as of older vLLM. Other publishers keep the
+last messages only; who asks for an earlier one never learns what was in them. Here the answer is
 then a *snapshot*: messages that say that nothing is there, and then everything that is, at message S. They are numbered
 so that the last of them is S; behind it come the messages from S + 1 on. So a consumer that knows nothing of snapshots
 treats them right: its replay begins behind a gap, with a message that clears all. Where the first number would be one
@@ -77,7 +79,11 @@ class Outlet:
         self._everything = everything
         self._settled = settled
         self._topic = f"kv@{node}@simm".encode() if form == "vllm" else b""
-        self._before = zmtp.header(len(self._topic), zmtp.MORE) + self._topic + zmtp.header(8, zmtp.MORE)
+        number = zmtp.header(8, zmtp.MORE)
+        self._before = zmtp.header(len(self._topic), zmtp.MORE) + self._topic + number
+        # What a ROUTER puts before a number: an empty frame, and the topic.
+        topic, none = (self._before, zmtp.header(0, zmtp.MORE) + number) if form == "vllm" else (number, number)
+        self._answer_before, self._end_before = (zmtp.header(0, zmtp.MORE) + each for each in (topic, none))
         #: Number of the next message.
         self.number = time.time_ns() // 1000
         self._kept: deque[bytes] = deque()
@@ -200,7 +206,8 @@ class Outlet:
                 continue
             if part is None:
                 break
-            found += b"\x01\x00" + zmtp.header(8, zmtp.MORE) + part[0] + zmtp.header(len(part[1])), part[1]
+            before = self._end_before if part[0] == _END else self._answer_before
+            found += before + part[0] + zmtp.header(len(part[1])), part[1]
             size += len(part[1])
         return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
 from simm.errors import UsageError  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.publish import outlet as outlet_module  # noqa: E402
+from simm.index.publish import zmtp  # noqa: E402
 from simm.index.publish.claims import Delta  # noqa: E402
 from simm.index.publish.outlet import Outlet  # noqa: E402
 from simm.index.publishers import Publishers  # noqa: E402
@@ -255,6 +257,80 @@ def test_the_form_of_vllm(tmp_path: Path) -> None:
         removed = next(each for each in seen if each["type"] == "BlockRemoved")
         assert removed["block_hashes"] == [2] and removed["medium"] == "STORAGE"
         sub.close(0)
+    finally:
+        store.close()
+
+
+def _answer(path: str, start: int, turn: Callable[[], object]) -> bytes:
+    """Return all bytes behind the handshake that a ROUTER answers to a replay's question, up to the last answer."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.setblocking(False)
+        found = bytearray()
+
+        def has(count: int) -> bool:
+            turn()
+            with contextlib.suppress(BlockingIOError):
+                found.extend(sock.recv(1 << 20))
+            return len(found) >= count
+
+        # ZMQ's library wants the peer's greeting before all else.
+        sock.sendall(zmtp.GREETING)
+        wait_until(lambda: has(zmtp.GREETING_BYTES + 2), "the greeting, and READY's flags and length")
+        sock.sendall(zmtp.ready("DEALER"))
+        begin = zmtp.GREETING_BYTES + 2 + found[zmtp.GREETING_BYTES + 1]
+        wait_until(lambda: has(begin), "READY")
+        assert found[zmtp.GREETING_BYTES] == 4 and len(found) == begin
+        sock.sendall(zmtp.frames(b"", start.to_bytes(8, "big")))
+        end = b"\x01\x08" + b"\xff" * 8 + b"\x00\x00"
+        wait_until(lambda: has(begin) and found.endswith(end), "the last answer")
+        return bytes(found[begin:])
+
+
+@pytest.mark.parametrize("form", ["vllm", "rfc1527"])
+def test_a_replay_has_the_bytes_of_an_engines(tmp_path: Path, form: str) -> None:
+    """An engine's ROUTER, as of vLLM 0.32 and SGLang 0.5.23, or as of older ones without the topic."""
+    store = Store(tmp_path, form)
+    theirs = store.context.socket(zmq.ROUTER)
+    try:
+        store.change(True, *range(3))
+        store.change(True, *range(1 << 60, (1 << 60) + 100))  # a message whose length has 8 bytes
+        kept = list(store.outlet._kept)
+        assert len(kept) == 3 and len(kept[1]) < 256 < len(kept[2])
+        first = store.outlet.number - len(kept)
+        topic = [b"kv@host-7@simm"] if form == "vllm" else []
+        empty = [b""] if form == "vllm" else []
+        theirs.bind(f"ipc://{tmp_path}/theirs")
+
+        def serve() -> None:
+            if theirs.poll(1):
+                peer, _, start = theirs.recv_multipart()
+                for number, raw in enumerate(kept, first):
+                    if number >= int.from_bytes(start, "big"):
+                        theirs.send_multipart([peer, b"", *topic, number.to_bytes(8, "big"), raw])
+                theirs.send_multipart([peer, b"", *empty, b"\xff" * 8, b""])
+
+        for start in range(first, first + 3):
+            ours = _answer(store.at[1].removeprefix("ipc://"), start, lambda: store.loop.run_once(0.001))
+            assert ours == _answer(f"{tmp_path}/theirs", start, serve)
+        number = (first + 2).to_bytes(8, "big")
+        before = b"\x01\x0ekv@host-7@simm" if form == "vllm" else b""
+        assert ours.startswith(b"\x01\x00" + before + b"\x01\x08" + number + b"\x02")
+    finally:
+        theirs.close(0)
+        store.close()
+
+
+@pytest.mark.parametrize("form", ["vllm", "rfc1527"])
+def test_the_index_reads_replays_of_both_forms(tmp_path: Path, form: str) -> None:
+    store = Store(tmp_path, form)
+    try:
+        store.change(True, 1, 2, 3)
+        store.change(False, 2)
+        with indexes(store, 1) as (index,):
+            wait_until(lambda: (store.turn(), index.complete())[1], "what was there before")
+            assert index.stream is not None and index.stream.counts["replays"] == 1
+            assert index.stream.counts["refused"] == 0 and index.stream.counts["events"] >= 2
     finally:
         store.close()
 
