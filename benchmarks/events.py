@@ -107,8 +107,9 @@ def cost(rounds: int) -> None:
             client.put(f"key {number}", value)
             walls.append((time.perf_counter_ns() - began) / 1000)
     put = float(np.quantile(walls[5000:], QUANTILE))
+    pairs = float(np.median(np.subtract(ringed, plain)))
     print(f"store's part of a PUT: {low:.2f} us of processor time, with a ring {high:.2f}: {high - low:+.3f} us "
-          f"(p{100 * QUANTILE:.0f} of {rounds} turns)")  # fmt: skip
+          f"(p{100 * QUANTILE:.0f} of {rounds} turns), {pairs:+.3f} us (median of pairs)")  # fmt: skip
     print(f"a whole PUT of {VALUE} bytes by shm: {put:.1f} us (p{100 * QUANTILE:.0f}); the ring is "
           f"{100 * (high - low) / put:.1f} % of it")  # fmt: skip
 

@@ -72,7 +72,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arena.events.ring import REMOVED, EventRing
+from .arena.events.ring import DIGEST_FIELD, EventRing
 from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
 from .arena.layout import (
     ENTRY_EPOCH,
@@ -178,7 +178,7 @@ class Table:
             undo = whole[geometry.ledger_offset : geometry.ledger_offset + UNDO_BYTES]
         self._undo_words = undo.cast("Q")
         self._undo_image = undo[8 : 8 + SLOT_BYTES]
-        self._rows = rows
+        self._rows, self._digests = rows, rows[:, 1:3].view(DIGEST_FIELD)[:, 0]
         #: Where others are told what comes and goes (``arena/events/ring.py``); None: nobody is.
         self.events: EventRing | None = None
         self._pack_body = SLOT_BODY.pack_into
@@ -314,8 +314,8 @@ class Table:
             used[first] = mask | 1 << way
             self.entries += 1
         tags[slot] = tag  # of an overwritten slot too: its digest may be one that somebody else has put there
-        if self.events is not None:
-            self.events.put_by.append(slot)
+        if (told := self.events) is not None:
+            told.put_by.append(slot)
         return old, offset, slot
 
     def tell(self) -> None:
@@ -330,7 +330,7 @@ class Table:
         seq = words[at]
         start = slot * SLOT_BYTES + 8
         if self.events is not None:
-            self.events.append(REMOVED, 0, 0, bytes(self._slots[start : start + DIGEST_BYTES]))
+            self.events.removed_one(self._slots[start : start + DIGEST_BYTES])
         words[at] = seq | 1
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
         words[at] = self._high | (seq + 2) & SEQ_MASK
@@ -357,7 +357,7 @@ class Table:
         if self._offsets[at].tolist() != offsets:
             raise CorruptionError(f"slots {slots} name other chunks than their own")
         if self.events is not None:
-            self.events.removed(self._rows.take(at, axis=0))
+            self.events.removed(self._digests[at])
         seqs = self._seqs[at]
         self._seqs[at] = seqs | _ODD
         self._bodies[at] = _NO_BODY
@@ -568,7 +568,7 @@ class Table:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
-        del self._seqs, self._offsets, self._bodies, self._rows
+        del self._seqs, self._offsets, self._bodies, self._rows, self._digests
         for view in (self._words, self._slots, self._undo_words, self._undo_image, self._buf):
             view.release()
         del self._find

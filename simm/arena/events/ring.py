@@ -49,8 +49,9 @@ The ring
     c  HEAD := beyond the last one                   3  r = RESERVED; those below r - capacity are not believed
 
 Stores become visible in program order, and loads happen in it (x86-64, as ``simm.table`` has it). A record that was
-overwritten during the copy (2) was reserved before (b), so the load (3) sees that. RESERVED goes in steps, so that most
-records cost one store less.
+overwritten during the copy (2) was reserved before (b), so the load (3) sees that. RESERVED goes in steps. With each of
+them the writer stores the numbers of all records that it has reserved, and makes them removals without a digest. So a
+removal is its digest and HEAD. RESERVED never goes back, as a slow reader relies on it.
 
 A reader that was too slow has a *gap*: it looks at the table again. The writer knows of no reader, and never waits.
 
@@ -62,9 +63,9 @@ the table again.
 
 Costs
 -----
-A PUT appends a slot's number to a list; numpy makes the records of a heartbeat together. A single removal is one
-``pack_into``; evictions of a batch go together. Nothing is a system call: the pages are faulted in before. 32 bytes a
-record: 4 MiB are 131,072 events, a second of the fastest storm that was seen.
+A PUT appends a slot's number to a list; numpy makes the records of a heartbeat together. Evictions of a batch are one
+copy of their digests. Nothing is a system call: the pages are faulted in before. 32 bytes a record: 4 MiB are 131,072
+events, a second of the fastest storm that was seen. docs/performance.md has figures (``benchmarks/events.py``).
 
 Who may read and write it
 -------------------------
@@ -115,11 +116,14 @@ RING_BYTES_MIN: Final = HEADER_BYTES + EVENTS_BYTES_MIN
 assert EVENTS_BYTES_MIN >= 2 * LOOKBACK * RECORD_BYTES
 
 _NO_DIGEST: Final = bytes(16)
-_LENGTH: Final = np.uint64(0xFFFF_FFFF)
-_NAMESPACE: Final = np.uint64(0xFFFF)
-_HALF: Final = np.uint64(32)
-_STORED_WORD: Final = np.uint64(STORED << 48)
+assert array("L").itemsize == 8
 _REMOVED_WORD: Final = np.uint64(REMOVED << 48)
+#: A digest for numpy, which copies it as a whole.
+DIGEST_FIELD: Final = np.dtype("V16")
+_DIGESTS_AT: Final = HEADER_BYTES + 8
+#: In a slot: its length in words of four bytes, its namespace in words of two (``simm/arena/layout.py``).
+_LENGTH_AT: Final = 8
+_NAMESPACE_AT: Final = 22
 
 
 def capacity_of(size: int) -> int:
@@ -148,14 +152,20 @@ class EventRing:
         self._capacity = capacity
         self._mask = capacity - 1
         rows = np.frombuffer(buf, np.uint64, capacity * 4, HEADER_BYTES).reshape(-1, 4)
-        #: Columns of the records: numbers, digests, and what is behind them in one word.
+        records = np.frombuffer(buf, RECORD_FIELDS, capacity, HEADER_BYTES)
+        #: Columns of the records: numbers, digests by halves and whole, and what is behind them, whole and by fields.
         self._numbers, self._low, self._high, self._last = rows.T
+        self._digests = rows[:, 1:3].view(DIGEST_FIELD)[:, 0]
+        self._sizes, self._namespaces, self._operations = (records[each] for each in ("size", "namespace", "operation"))
         self._counts = np.arange(1, LOOKBACK + 1, dtype=np.uint64)
         self._pack = RECORD.pack_into
         self.head: int = words[_HEAD]
-        self._reserved: int = words[_RESERVED]
-        #: Slots of the table whose entries are to be told as stored.
-        self.put_by = array("q")
+        #: Records before this one have their numbers, and are removals.
+        self._ready: int = self.head
+        #: What a predecessor had reserved, as it may have stored something there.
+        self._reserved_before = min(words[_RESERVED], self.head + LOOKBACK)
+        #: Slots of the table whose entries are to be told as stored. "L", as an append of it costs half of one of "q".
+        self.put_by = array("L")
 
     def anew(self) -> None:
         """Tell readers to look at the table again. What was put by they find there."""
@@ -164,50 +174,70 @@ class EventRing:
     def append(self, operation: int, size: int = 0, namespace: int = 0, digest: bytes = _NO_DIGEST) -> None:
         """Append one record. O(1)."""
         head = self.head
-        if head >= self._reserved:
-            self._reserve(head + RESERVE)
+        if head >= self._ready:
+            self._reserve(1)
         at = HEADER_BYTES + (head & self._mask) * RECORD_BYTES
         self._pack(self._buf, at, head + 1, digest, size, namespace, operation, 0)
         self.head = self._words[_HEAD] = head + 1
 
-    def removed(self, images: NDArray[np.uint64]) -> None:
-        """Tell that these entries go: images of their slots, no more than ``LOOKBACK``. O(those), by numpy."""
-        if self.head & self._mask > self._capacity - len(images):
-            first = self._capacity - (self.head & self._mask)
-            self._append_many(images[:first], _REMOVED_WORD)
-            images = images[first:]
-        self._append_many(images, _REMOVED_WORD)
+    def removed_one(self, digest: memoryview) -> None:
+        """Tell that an entry goes. O(1)."""
+        head = self.head
+        if head >= self._ready:
+            self._reserve(1)
+        at = _DIGESTS_AT + (head & self._mask) * RECORD_BYTES
+        self._buf[at : at + 16] = digest
+        self.head = self._words[_HEAD] = head + 1
 
-    def _append_many(self, images: NDArray[np.uint64], last: NDArray[np.uint64] | np.uint64) -> None:
-        """Append records with these slots' digests, which fit before the ring's end, and these last words.
-
-        Columns one by one, into place: calls of numpy are the cost, and what it copies otherwise.
-        """
-        count, head = len(images), self.head
-        if head + count > self._reserved:
-            self._reserve(head + max(count, RESERVE))
+    def removed(self, digests: NDArray[np.void]) -> None:
+        """Tell that these entries go, no more than ``LOOKBACK``. O(those), by numpy."""
+        head, count = self.head, len(digests)
+        if head + count > self._ready:
+            self._reserve(count)
         at = head & self._mask
         end = at + count
-        np.add(self._counts[:count], head, out=self._numbers[at:end])
-        self._low[at:end] = images[:, 1]
-        self._high[at:end] = images[:, 2]
-        self._last[at:end] = last
+        if end <= self._capacity:
+            self._digests[at:end] = digests
+        else:
+            first = self._capacity - at
+            self._digests[at:], self._digests[: count - first] = digests[:first], digests[first:]
         self.head = self._words[_HEAD] = head + count
 
-    def _reserve(self, end: int) -> None:
-        self._reserved = self._words[_RESERVED] = end
+    def _reserve(self, count: int) -> None:
+        """Make the next ``count`` records ready, ``LOOKBACK`` at most, and ``RESERVE`` at least."""
+        start, end = self._ready, self.head + max(count, RESERVE)
+        self._words[_RESERVED] = max(end, self._reserved_before)
+        while start < end:
+            at = start & self._mask
+            some = min(end - start, self._capacity - at)
+            np.add(self._counts[:some], start, out=self._numbers[at : at + some])
+            self._last[at : at + some] = _REMOVED_WORD
+            start += some
+        self._ready = end
 
     def tell(self, rows: NDArray[np.uint64]) -> None:
         """Tell the entries that were put by, from the slots as they are now, rows of eight words each. O(those)."""
-        slots, self.put_by = np.frombuffer(self.put_by, np.int64), array("q")
+        if not self.put_by:
+            return
+        slots, self.put_by = np.frombuffer(self.put_by, np.int64), array("L")
         while len(slots):
-            count = min(len(slots), LOOKBACK, self._capacity - (self.head & self._mask))
+            head = self.head
+            at = head & self._mask
+            count = min(len(slots), LOOKBACK, self._capacity - at)
             images = rows.take(slots[:count], axis=0)
-            if not images[:, 3].all():
-                images = images[images[:, 3] != 0]
-            last = images[:, 4] & _LENGTH | (images[:, 5] >> _HALF & _NAMESPACE) << _HALF | _STORED_WORD
-            self._append_many(images, last)
             slots = slots[count:]
+            if np.count_nonzero(images[:, 3]) < count:
+                images = images[images[:, 3] != 0]
+                count = len(images)
+            if head + count > self._ready:
+                self._reserve(count)
+            end = at + count
+            self._low[at:end] = images[:, 1]
+            self._high[at:end] = images[:, 2]
+            self._sizes[at:end] = images.view(np.uint32)[:, _LENGTH_AT]
+            self._namespaces[at:end] = images.view(np.uint16)[:, _NAMESPACE_AT]
+            self._operations[at:end] = STORED
+            self.head = self._words[_HEAD] = head + count
 
     def stats(self) -> dict[str, int]:
         """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""
@@ -217,6 +247,7 @@ class EventRing:
     def release(self) -> None:
         """Drop every view of the memory."""
         del self._numbers, self._low, self._high, self._last
+        del self._digests, self._sizes, self._namespaces, self._operations
         self._words.release()
         self._buf.release()
 

@@ -11,6 +11,7 @@ from simm.arena.events.follow import Follower
 from simm.arena.events.listing import ENTRY_FIELDS
 from simm.arena.events.ring import (
     ANEW,
+    DIGEST_FIELD,
     HEADER_BYTES,
     LOOKBACK,
     RECORD_BYTES,
@@ -46,14 +47,17 @@ def test_what_is_read_is_what_was_told() -> None:
     told: list[tuple[int, int]] = []
     at = seen = 0
     while len(told) < 3 * CAPACITY:
-        kind = rng.randrange(3)
+        kind = rng.randrange(4)
         count = rng.choice([1, 30, 3000])
         numbers = [rng.randrange(1, 1 << 62) for _ in range(count)]
         if kind == 0:
             ring.append(SHARD, 5)
             told.append((SHARD, 0))
         elif kind == 1:
-            ring.removed(images(numbers))
+            ring.removed_one(memoryview(numbers[0].to_bytes(8, "little") * 2))
+            told.append((REMOVED, numbers[0]))
+        elif kind == 2:
+            ring.removed(images(numbers)[:, 1:3].copy().view(DIGEST_FIELD)[:, 0])
             told += [(REMOVED, number) for number in numbers]
         else:
             table = images(numbers)
@@ -69,6 +73,9 @@ def test_what_is_read_is_what_was_told() -> None:
             assert [(int(row["operation"]), int(row["low"])) for row in got.records] == told[at : got.next]
             stored = got.records[got.records["operation"] == STORED]
             assert (stored["size"] == 100).all() and (stored["namespace"] == 7).all()
+            removed = got.records[got.records["operation"] == REMOVED]
+            assert not removed["size"].any() and not removed["namespace"].any()
+            assert (got.records["low"] == got.records["high"]).all()
             seen += len(got.records)
             at = got.next
     assert seen > 2 * CAPACITY
@@ -114,6 +121,29 @@ def test_a_successor_goes_on_where_its_predecessor_died() -> None:
     ring.anew()
     got = reader.read(0)
     assert got.records["operation"].tolist() == [REMOVED, ANEW] and digest_in(got.records[0]) == b"a" * 16
+
+
+def test_a_successor_does_not_believe_what_its_predecessor_made_ready() -> None:
+    """Records behind the end may be of any kind, and what was reserved for them stays so for slow readers."""
+    memory = new_ring()
+    ring, reader = EventRing(memory), RingReader(memory)
+    ring.put_by.extend(range(1000))
+    ring.tell(images(list(range(1, 1001))))
+    words = memory[:HEADER_BYTES].cast("Q")
+    words[3] -= 900  # it died before the end of its last telling
+    reserved = words[4]
+    ring = EventRing(memory)
+    ring.anew()
+    assert words[4] == reserved
+    ring.removed_one(memoryview(b"a" * 16))
+    ring.removed(images([7, 8])[:, 1:3].copy().view(DIGEST_FIELD)[:, 0])
+    got = reader.read(100)
+    assert not got.gap and got.records["operation"].tolist() == [ANEW, REMOVED, REMOVED, REMOVED]
+    assert got.records["size"].tolist() == got.records["namespace"].tolist() == [0] * 4
+    assert digest_in(got.records[1]) == b"a" * 16 and got.records["low"].tolist()[2:] == [7, 8]
+    words[4] = (1 << 64) - 1  # somebody else's number
+    EventRing(memory).anew()
+    assert words[4] <= words[3] + LOOKBACK
 
 
 @pytest.mark.parametrize(("word", "value"), [(0, 0), (0, 1), (1, 99), (2, CAPACITY * 2), (2, 0)])
