@@ -26,6 +26,7 @@ from ..wire.hello import token_fits
 from .grpc_library import grpc
 from .protobuf import answer, question
 from .service import BODY_BYTES_MAX, Service
+from .sources import NO_INSTANCES
 
 log = logging.getLogger("simm.index.rpcs")
 
@@ -36,7 +37,6 @@ CALLS_MAX: Final = 16
 #: Of these so many may have sent no message yet.
 WAITING_MAX: Final = 8
 _CLOSE_S: Final = 2.0
-_NO_PODS: Final = ("pool:", "node:")
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX), ("grpc.max_send_message_length", BODY_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.max_metadata_size", 8 << 10),
@@ -88,7 +88,7 @@ class Rpcs:
                 raise UsageError("the call has no message")
             found = self._service.score(question(raw))["scores"]
             return answer(
-                (each["pod"], each["score"]) for each in found if not each["pod"].startswith(_NO_PODS)
+                (each["pod"], each["score"]) for each in found if not each["pod"].startswith(NO_INSTANCES)
             )  # fmt: skip
         except UsageError as exc:
             fault, text = grpc.StatusCode.INVALID_ARGUMENT, str(exc)

@@ -429,7 +429,7 @@ def _text(body: Body, *names: str) -> str:
 def _instance(path: str, tail: str) -> str:
     """Return the server that a path names; "" for others, and for a name that no server can have."""
     inside = path.startswith(_INSTANCES + "/") and path.endswith(tail)
-    name = unquote(path[len(_INSTANCES) + 1 : len(path) - len(tail)]) if inside else ""
+    name = unquote(path[len(_INSTANCES) + 1 : len(path) - len(tail)]).strip() if inside else ""
     return name if len(name) <= TEXT_MAX else ""
 
 

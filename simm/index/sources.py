@@ -25,6 +25,8 @@ STORES: Final = ("mooncake", "simm")
 #: What LMCache's multi-process servers tell over HTTP: of themselves, and of what they share. Nobody registers these.
 LMCACHE_SERVER: Final = "lmcache-server"
 LMCACHE_SHARED: Final = "lmcache-shared"
+#: How scores name pools and their hosts: no instance has such a name.
+NO_INSTANCES: Final = ("pool:", "node:")
 #: A publisher's wrong messages that are logged, by their number: the 1st, the 10th, the 100th...
 LOGGED: Final = frozenset(10**power for power in range(18))
 #: What a group of a hybrid model's cache must keep for a prefix to be restorable from it.
@@ -80,6 +82,8 @@ class Registration:
             raise UsageError(f"type {self.type!r}: there are {', '.join(ENGINES + STORES)}")
         if not self.instance or not (self.model or self.hashed):
             raise UsageError("a publisher has an instance_id and a modelname")
+        if self.instance.startswith(NO_INSTANCES):
+            raise UsageError(f"instance_id {self.instance!r:.80}: names of pools and nodes begin so")
 
     @property
     def name(self) -> tuple[str, str, int | None]:

@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...schemes.encodings import BLOCK_TOKENS_MAX
 from ..events import TEXT_MAX, BadEvent
 from ..libraries import msgspec
+from ..sources import NO_INSTANCES
 
 BATCHES_MAX: Final = 4096
 #: Of a body. One has 150 bytes at least, so no server sends more in a body that is taken.
@@ -97,12 +98,18 @@ _FAILURES: Final = (msgspec.MsgspecError, RecursionError, UnicodeError, ValueErr
 
 
 def batches(body: bytes) -> list[Batch]:
-    """Return the batches of a body. Their keys are not decoded yet. O(bytes). Raises UsageError."""
+    """Return the batches of a body. Their keys are not decoded yet. O(bytes). Raises UsageError.
+
+    A sender's name has no blanks around it, as in a registration.
+    """
     found, left = [], ENTRIES_MAX
     try:
         for each in _body.decode(body).batches:
             raw = bytes(each)
             head = _head.decode(raw)
+            head.instance_id = head.instance_id.strip()
+            if not head.instance_id or head.instance_id.startswith(NO_INSTANCES):
+                raise ValueError(f"no server has the instance_id {head.instance_id!r:.80}")
             left -= len(head.entries)
             if left < 0:
                 raise ValueError(f"more than {ENTRIES_MAX} keys")

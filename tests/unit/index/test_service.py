@@ -112,7 +112,8 @@ def test_publishers_are_registered_and_listed() -> None:
             ("7", 0, 0), ("7", 1, 0)
         ]  # fmt: skip
         for wrong in ({"endpoint": "tcp://*:1"}, {"type": "other"}, {"block_size": 1 << 19}, {"dp_rank": -1},
-                      {"lease_s": -1}, {"instance_id": ""}, {"modelname": ""}, {"storage_removals": 1}):  # fmt: skip
+                      {"lease_s": -1}, {"instance_id": ""}, {"modelname": ""}, {"storage_removals": 1},
+                      {"instance_id": "pool:main"}, {"instance_id": "node:h"}):  # fmt: skip
             assert _post(service, "/register", {**body, **wrong})[0] == 400, wrong
         gone = _post(service, "/unregister", {"instance_id": 7, "tenant_id": "t"})
         assert gone[1]["removed_instances"] == ["7|t|0", "7|t|1"] and service.workers() == []

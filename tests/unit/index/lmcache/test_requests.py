@@ -75,6 +75,19 @@ def test_the_life_of_a_server() -> None:
     assert gone is not None and gone.status == 200 and service.workers() == []
 
 
+def test_blanks_around_a_name_are_no_part_of_it() -> None:
+    service = _service()
+    assert _post(service, "/instances", {"instance_id": " pod ", "ip": "h", "http_port": 1})[1]["instance_id"] == "pod"
+    sent = body(batch(" pod", 1, "store", STORED[:2]), batch("pod ", 2, "store", STORED[2:]))
+    assert _post(service, "/events", sent) == (200, {"applied": 2, "duplicates": 0, "stale": 0})
+    (worker,) = service.workers()
+    assert (worker["instance_id"], worker["blocks"], worker["complete"]) == ("pod", 3, True)
+    for verb, path in (("PUT", "/instances/pod%20/heartbeat"), ("DELETE", "/instances/%20pod")):
+        page = service.verbs[verb](path)
+        assert page is not None and page.status == 200
+    assert service.workers() == []
+
+
 def test_others_cannot_register_in_its_place() -> None:
     publishers = Publishers(Blocks())
     try:
@@ -93,7 +106,7 @@ def test_others_cannot_register_in_its_place() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"ip": ""}, {"ip": None}, {"ip": "h" * 1000}, {"http_port": 0}, {"http_port": "80"}, {"http_port": True},
-     {"instance_id": 5}, {"instance_id": "a" * 1000}],
+     {"instance_id": 5}, {"instance_id": "a" * 1000}, {"instance_id": " pool:lmcache:fs:1"}, {"instance_id": "node:h"}],
 )  # fmt: skip
 def test_wrong_registrations(wrong: dict[str, Any]) -> None:
     status, found = _post(_service(), "/instances", {"instance_id": "a", "ip": "h", "http_port": 1, **wrong})
@@ -102,7 +115,8 @@ def test_wrong_registrations(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"instance_id": ""}, {"instance_id": "a" * 1000}, {"incarnation": -1}, {"incarnation": 1 << 70}, {"seq": 0},
+    [{"instance_id": ""}, {"instance_id": "a" * 1000}, {"instance_id": "  "}, {"instance_id": " pool:lmcache:fs:1"},
+     {"instance_id": "node:h"}, {"incarnation": -1}, {"incarnation": 1 << 70}, {"seq": 0},
      {"seq": 1.5}, {"seq": "1"}, {"tier": 5}, {"tier": "l" * 100}, {"backend": "b" * 100}, {"event_type": None},
      {"event_type": "s" * 100}, {"shared": 1}, {"entries": {}}, {"entries": [[]] * ((1 << 16) + 1)}],
 )  # fmt: skip
