@@ -16,11 +16,12 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
-from .errors import SimmError, TransportError, UsageError
+from .errors import SimmError, UsageError
 from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
 
 if TYPE_CHECKING:
@@ -49,26 +50,16 @@ def _settings(command: str, arguments: argparse.Namespace) -> Settings:
 # --- values -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _client(settings: Settings) -> Iterator[Client]:
-    from .client import Client
-    from .tools.connect import client_arguments, manager_client
+def _client(settings: Settings) -> AbstractContextManager[Client]:
+    from .tools.connect import reached_client
 
-    manager_client(settings).close()
-    with Client(**client_arguments(settings)) as client:
-        yield client
+    return reached_client(settings)
 
 
 def _require_reached(client: Client) -> None:
-    """Raise TransportError if a negative result came from a server that cannot be reached."""
-    workers = client.stats()["workers"]
-    if not workers:
-        raise TransportError("no data server has joined this cluster: start one with `simm dataserver`")
-    for each in workers:
-        if each["path"] == "down" and each["reason"] != "not connected yet":
-            raise TransportError(
-                f"data server {each['node']}/{each['worker']} cannot be reached: {each['reason']}; see `simm status`"
-            )
+    from .tools.connect import require_reached
+
+    require_reached(client)
 
 
 def _put(argv: Sequence[str], prog: str) -> int:

@@ -3,6 +3,9 @@
 The cluster's process writes it to ``local-HOST-PORT.token`` in the runtime folder, by its manager's address, with mode
 0600, and holds a lock on the file while it lives. A client of that address without a token of its own takes it from
 there. A file without a lock is of a process that was killed: another server may have the port by now.
+
+A comment before the token names the folder with the sockets of the cluster's data server, which is one of its own. So
+``simm ctl`` and ``simm top`` look there without being told.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Final
 
 from .parsers import Address
 
-_BYTES_MAX: Final = 4096
+_BYTES_MAX: Final = 8192
+_FOLDER: Final = "# sockets "
 #: Addresses by which a client on this host reaches a listener on all of them.
 _LOOPBACK: Final = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -33,9 +37,12 @@ def token_path(folder: Path, manager: Address) -> Path:
 
 
 class PublishedToken:
-    """A token in the runtime folder until :meth:`close`. Raises OSError, also if a live process has one there."""
+    """A token in the runtime folder until :meth:`close`. Raises OSError, also if a live process has one there.
 
-    def __init__(self, folder: Path, manager: Address, token: str) -> None:
+    ``sockets``: the runtime folder of the cluster's own data server.
+    """
+
+    def __init__(self, folder: Path, manager: Address, token: str, sockets: Path | None = None) -> None:
         self.path = token_path(folder, manager)
         for left in folder.glob("local-*.token"):  # by processes that were killed
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -45,7 +52,8 @@ class PublishedToken:
         self._fd = os.open(self.path, flags, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, line_of(token).encode())
+            named = f"{_FOLDER}{sockets}\n" if sockets is not None and "\n" not in str(sockets) else ""
+            os.write(self._fd, f"{named}{line_of(token)}".encode())
         except BaseException:
             self.close()
             raise
@@ -63,18 +71,28 @@ class PublishedToken:
 
 def find(folder: Path, managers: Iterable[Address]) -> str:
     """Return the token of this user's local cluster at one of the addresses; empty if there is none."""
+    return (_published(folder, managers).split() or [""])[-1]
+
+
+def find_sockets(folder: Path, managers: Iterable[Address]) -> Path | None:
+    """Return the folder with the sockets of this user's local cluster at one of the addresses; None without one."""
+    line = _published(folder, managers).partition("\n")[0]
+    return Path(line.removeprefix(_FOLDER)) if line.startswith(_FOLDER) else None
+
+
+def _published(folder: Path, managers: Iterable[Address]) -> str:
+    """Return what this user's local cluster at one of the addresses has published; empty if there is none."""
     for manager in managers:
         if not Address(_LOOPBACK.get(manager.host, manager.host), manager.port).loopback:
             continue
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            token = _take(token_path(folder, manager))
-            if token:
-                return token
+            if text := _take(token_path(folder, manager)):
+                return text
     return ""
 
 
 def _take(path: Path) -> str | None:
-    """Return the token in a file of this user; None if no process has it locked. Raises OSError."""
+    """Return what is in a file of this user; None if no process has it locked. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         about = os.fstat(fd)
@@ -84,6 +102,6 @@ def _take(path: Path) -> str | None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
-        return (os.read(fd, _BYTES_MAX).decode().split() or [""])[-1]
+        return os.read(fd, _BYTES_MAX).decode()
     finally:
         os.close(fd)

@@ -45,6 +45,7 @@ _LOOK_S: Final = 1.0
 _FOLDER: Final = "simm-local-"
 _LOCK: Final = "owner.lock"
 _TOKEN: Final = "token"
+_SOCKETS: Final = "run"
 
 
 def child_environment() -> dict[str, str]:
@@ -100,7 +101,7 @@ class LocalCluster:
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
-                "--runtime-dir", os.path.join(self.folder, "run"), *arguments,
+                "--runtime-dir", os.path.join(self.folder, _SOCKETS), *arguments,
             )  # fmt: skip
             self._publish_token(runtime_dir)
         except OSError as exc:
@@ -136,13 +137,17 @@ class LocalCluster:
                 file.write(line_of(self.token))
 
     def _publish_token(self, folder: Path | None) -> None:
-        """Put the token where clients look for it. Where that cannot be, they need SIMM_TOKEN_FILE."""
-        folders = [folder] if folder is not None else []
+        """Put the token where clients look for it. Where that cannot be, they need SIMM_TOKEN_FILE.
+
+        Also beside the data server's sockets, for commands that are told of that folder.
+        """
+        sockets = Path(self.folder, _SOCKETS)
+        folders = [sockets] if folder is None else [sockets, folder]
         with contextlib.suppress(ConfigError):
             folders.append(load("client").runtime_dir)
         for each in dict.fromkeys(folders) if self.token else ():
             with contextlib.suppress(ConfigError, OSError):
-                made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token)
+                made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token, sockets)
                 self._undo.callback(made.close)
 
     def _start(self, module: str, *arguments: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.client_options import ClientOptions
-from ..config.local_token import find
+from ..config.local_token import find, find_sockets
 from ..config.logs import set_up_logging
 from ..config.parsers import Address
 from ..config.settings import Settings, load_command
@@ -17,6 +19,9 @@ from ..errors import TransportError, UsageError
 from ..net.channel import Refused
 from ..sdk.manager_link import ManagerClient
 
+if TYPE_CHECKING:
+    from ..client import Client
+
 
 def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
     """Return a command's settings after setting up logging, which shows errors only by default."""
@@ -25,6 +30,12 @@ def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
         settings = replace(settings, log_level="error")
     set_up_logging(settings, command)
     return settings
+
+
+def on_host(settings: Settings) -> Settings:
+    """Return the settings with the runtime folder of the data server at hand: that of ``simm local``, if that runs."""
+    found = find_sockets(settings.runtime_dir, settings.manager)
+    return settings if found is None else replace(settings, runtime_dir=found)
 
 
 def token_of(settings: Settings) -> str:
@@ -63,3 +74,25 @@ def manager_client(settings: Settings) -> ManagerClient:
     except TransportError as exc:
         raise TransportError(f"{exc}, or name it with --manager or SIMM_MANAGER") from exc
     return link
+
+
+@contextlib.contextmanager
+def reached_client(settings: Settings) -> Iterator[Client]:
+    """Yield a client for a command. Raises TransportError at once without a manager."""
+    from ..client import Client
+
+    manager_client(settings).close()
+    with Client(**client_arguments(settings)) as client:
+        yield client
+
+
+def require_reached(client: Client) -> None:
+    """Raise TransportError if a negative result came from a server that cannot be reached."""
+    workers = client.stats()["workers"]
+    if not workers:
+        raise TransportError("no data server has joined this cluster: start one with `simm dataserver`")
+    for each in workers:
+        if each["path"] == "down" and each["reason"] != "not connected yet":
+            raise TransportError(
+                f"data server {each['node']}/{each['worker']} cannot be reached: {each['reason']}; see `simm status`"
+            )

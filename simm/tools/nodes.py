@@ -94,8 +94,8 @@ def moves_text(found: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def cluster_table(found: dict[str, Any]) -> str:
-    """Return the cluster's status as text, for people."""
+def cluster_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return what there is to say of the cluster as a whole, for people."""
     moved = f", {found['shards_without_owner']:,} without an owner" if found["shards_without_owner"] else ""
     lines = [f"cluster {found['cluster']}, epoch {found['epoch']}, {found['shards']:,} shards{moved}"]
     own = found["manager"]
@@ -103,8 +103,13 @@ def cluster_table(found: dict[str, Any]) -> str:
         lines.append(f"led by the manager at {own['leader']}, term {own['term']}")
     if found["rebuilding"]:
         lines.append("the manager has lost its state and is collecting the map from the servers")
+    return [*lines, *filter(None, [moves_text(found)])]
+
+
+def cluster_table(found: dict[str, Any]) -> str:
+    """Return the cluster's status as text, for people."""
     moves = moves_text(found)
-    lines += [moves, ""] if moves else [""]
+    lines = [*cluster_lines(found), ""]
     heads = ["SERVER", "STATE", "NUMA", "ADDRESS", "USED", "OF", "ENTRIES", "PUTS", "EVICTED", "SHARDS", "PATH"]
     rows = [heads[:-1] + (["IN", "OUT"] if moves else []) + heads[-1:]]
     notes = []

@@ -244,6 +244,47 @@ def test_the_cluster_with_a_manager_and_without(cluster: Cluster) -> None:
     start_manager(cluster)
 
 
+def test_upstreams_commands_by_their_names(cluster: Cluster) -> None:
+    there = ("--manager", cluster.manager)
+    running(cluster)
+    code, text = ctl(cluster, "cluster", "status", *there)
+    assert code == 0 and "16,384 shards" in text and f"{cluster.name}  running" in text
+    found = json.loads(ctl(cluster, "cluster", "status", *there, "--json")[1])
+    assert found["epoch"] > 0 and found["nodes"][0]["node"] == cluster.name and not found["trouble"]
+    (row,) = json.loads(ctl(cluster, "server", "status", cluster.name, *there, "--json")[1])
+    assert (row["server"], row["worker"], row["state"], row["shards"]) == (cluster.name, 0, "running", 16384)
+    assert ctl(cluster, "server", "status", "nobody", *there)[0] == 2
+    assert ctl(cluster, "server", *there)[0] == 2 and ctl(cluster, "cluster", *there)[0] == 2
+
+    flags = json.loads(ctl(cluster, "gflag", "list", "--json")[1])
+    assert flags == json.loads(ctl(cluster, "settings", "list", "--json")[1])
+    (flag,) = json.loads(ctl(cluster, "gflag", "set", "move_mib_s", "700", "--json")[1])
+    assert flag["value"] == "700" and "700" in ctl(cluster, "gflag", "get", "move_mib_s")[1]
+
+    # The only server cannot be emptied: the manager refuses, by name and by address.
+    for server in (cluster.name, row["address"]):
+        assert ctl(cluster, "node", "set", server, "DEAD", *there)[0] == 1
+    code, text = ctl(cluster, "node", "set", row["address"], "1", *there)
+    assert code == 0 and f"{cluster.name}: takes its share" in text
+    for bad in (("set", "127.0.0.1:1", "1"), ("set", cluster.name, "2"), ("set", cluster.name), ("list", "x")):
+        assert ctl(cluster, "node", *bad, *there)[0] == 2
+
+    with Client(cluster.manager) as client:
+        assert client.put("kv-key", b"\x00its bytes")
+    assert ctl(cluster, "kv", "exist", "kv-key", *there) == (0, "kv-key: stored\n")
+    line = [sys.executable, "-m", "simm", "ctl", "kv", "get", "kv-key", *there]
+    assert subprocess.run(line, capture_output=True, check=True).stdout == b"\x00its bytes"
+    assert ctl(cluster, "kv", "del", "kv-key", *there)[0] == 0
+    assert ctl(cluster, "kv", "exist", "kv-key", *there) == (1, "kv-key: not stored\n")
+    assert ctl(cluster, "kv", "put", "kv-key", *there)[0] == 2
+
+    cluster.kill("manager")
+    for what in ("cluster", "server"):
+        code, text = ctl(cluster, what, "status", *there)
+        assert code == 1 and cluster.name in text and "no manager answers" in text and "serving" in text
+    start_manager(cluster)
+
+
 def test_top_shows_the_cluster_with_a_manager_and_without(cluster: Cluster) -> None:
     def top() -> str:
         out, root = io.StringIO(), logging.getLogger("simm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -54,6 +55,26 @@ def test_a_local_cluster_is_gone_after_its_block() -> None:
     assert not segments() and not local_files()
     with pytest.raises(UsageError, match="closed"):
         client.get("k")
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_commands_find_the_servers_of_a_local_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Its sockets are in a folder of its own. Commands look there by the manager's address, or told of that folder."""
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    with LocalCluster(memory="16M") as cluster:
+        line = ["--manager", cluster.manager]
+        if told:
+            line += ["--runtime-dir", os.path.join(cluster.folder, "run")]
+        command = [sys.executable, "-m", "simm"]
+        run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
+        for what in ("workers", "settings"):
+            done = run([*command, "ctl", what, *line])
+            assert done.returncode == 0 and cluster.name in done.stdout, done.stderr
+        done = run([*command, "top", "--count", "1", *line])
+        assert done.returncode == 0 and f"{cluster.name}  running" in done.stdout, "the manager's status"
+        assert "! " not in done.stdout, "nothing is missing"
 
 
 def test_a_local_cluster_goes_when_its_block_raises() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +11,7 @@ from ...arena.layout import HEADER_BYTES
 from ...cluster.shard_map import ShardMap
 from ...config.settings import Settings
 from ...constants import NO_OWNER, SHARD_COUNT
-from ...errors import TransportError, UsageError
+from ...errors import TransportError, UsageError, printable
 from ...wire.messages import MapGet, MapReply
 from ...wire.shard_set import FROZEN, MOVING
 from .. import nodes
@@ -27,10 +27,21 @@ def node_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple
     Without a manager the servers of this host are shown.
     """
     try:
-        with manager_client(settings) as link:
-            found = link.status()
+        found = status(settings)
     except TransportError as exc:
         return _local_nodes(asked(), str(exc)), str(exc)
+    return rows_of(found), ""
+
+
+def status(settings: Settings) -> dict[str, Any]:
+    """Return what the manager knows of the cluster. Raises TransportError."""
+    with manager_client(settings) as link:
+        found: dict[str, Any] = link.status()
+    return found
+
+
+def rows_of(found: Mapping[str, Any]) -> list[Row]:
+    """Return a row for each data server in a manager's status."""
     rows = []
     for node in found["nodes"]:
         sums = {key: sum(worker[key] for worker in node["workers"]) for key in _SUMS}
@@ -38,7 +49,39 @@ def node_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple
             "node": node["name"], "state": nodes.state_text(node), "workers": len(node["workers"]), **sums,
             "silent_s": node["silent_s"], "address": node["workers"][0]["address"] if node["workers"] else "",
         })  # fmt: skip
-    return rows, ""
+    return rows
+
+
+def server_rows(
+    settings: Settings, server: str, asked: Callable[[], Sequence[Asked]]
+) -> tuple[list[Row], str]:  # fmt: skip
+    """Return a row for each worker of the data servers, or of one, and why the manager does not tell of them.
+
+    Without a manager those of this host are shown. Raises UsageError if there is no such server.
+    """
+    try:
+        found, trouble = status(settings)["nodes"], ""
+    except TransportError as exc:
+        rows, trouble = _local_workers(asked(), str(exc)), str(exc)
+    else:
+        rows = [
+            {"server": node["name"], "worker": worker["worker"], "state": nodes.state_text(node),
+             "numa_node": worker["numa_node"], "silent_s": node["silent_s"],
+             **{key: worker[key] for key in _SUMS}, "address": worker["address"]}
+            for node in found for worker in node["workers"]
+        ]  # fmt: skip
+    rows = [row for row in rows if server in ("", row["server"])]
+    if server and not rows:
+        raise UsageError(f"there is no data server {printable(repr(server))}: see `simm ctl node list`")
+    return rows, trouble
+
+
+def _local_workers(asked: Sequence[Asked], why: str) -> list[Row]:
+    rows = []
+    for each in asked:
+        (row,) = _local_nodes([each], why)
+        rows.append({**row, "server": each.server, "worker": each.worker, "numa_node": None})
+    return rows
 
 
 _SUMS: Final = ("shards", "moving_in", "moving_out", "used_bytes", "capacity_bytes", "entries", "puts", "evictions")

@@ -12,11 +12,11 @@ from typing import Any, Final
 from ...config.client_options import ClientOptions
 from ...config.parsers import node_name, parse_bytes, parse_duration
 from ...config.settings import Settings, add_arguments
-from ...errors import UsageError, printable
-from ..connect import command_settings, manager_client, token_of
+from ...errors import TransportError, UsageError, printable
+from ..connect import command_settings, manager_client, on_host, token_of
 from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
-from ..nodes import bytes_text, request, room_text, wait_drained
-from . import cluster, entries, grow, tuning, why
+from ..nodes import bytes_text, cluster_lines, request, room_text, wait_drained
+from . import cluster, entries, grow, tuning, upstream, why
 from .tables import TABLES, Row, kept_text, namespace_rows, rates_text, table, worker_rows
 from .workers import Asked, ask_all, require_one
 
@@ -29,15 +29,16 @@ _ABOUT = (
     "--older, --larger, --most, --dry-run; '*' is all. settings [list | get NAME | set NAME VALUE]: of this host's "
     "data servers, with --of of one anywhere, with --of '*' of all, with --of-manager of the manager; until the next "
     "start. grow --memory SIZE [--numa N]: add memory to this host's data server while it serves, with --of to one "
-    "anywhere. node list|summary|drain NAME|resume NAME and shard list: of the cluster, or of this host if no manager "
-    "answers. why [NAMESPACE]: why clients find few values, or none. Counts are those of clients on this host since "
-    "the worker began. Exit 1 if a worker or the manager does not answer, or if why has found a cause; 2 if nothing "
-    "can be shown, or for wrong usage."
+    "anywhere. cluster status, server status [NAME], node list|summary|drain NAME|resume NAME and shard list: of the "
+    "cluster, or of this host if no manager answers. gflag, node set and kv are upstream's names for settings, node "
+    "drain and resume, and for exists, get and delete of a key. why [NAMESPACE]: why clients find few values, "
+    "or none. Counts are those of clients on this host since the worker began. Exit 1 if a worker or the manager does "
+    "not answer, or if why has found a cause; 2 if nothing can be shown, or for wrong usage."
 )
 #: What is shown or done -> how many words may follow.
 _SUBJECTS: Final = {
     "workers": 0, "clients": 0, "sessions": 0, "namespaces": 2, "slabs": 0, "keys": 2, "evict": 1, "settings": 3,
-    "grow": 0, "node": 2, "shard": 1, "why": 1,
+    "grow": 0, "cluster": 1, "server": 2, "node": 3, "shard": 1, "why": 1, "gflag": 3, "kv": 2,
 }  # fmt: skip
 #: Rows, their text, and whether all is well.
 Shown = tuple[Any, str, bool]
@@ -70,10 +71,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     every_s = parse_duration(arguments.watch, "s") if arguments.watch is not None else 0.0
     if arguments.watch is not None and every_s < 0.1:
         raise UsageError("--watch is 0.1s at least")
-    settings = command_settings("client", arguments)
+    settings = on_host(command_settings("client", arguments))
+    upstream.translate(settings, arguments)
     act = _ACTIONS.get((arguments.what, arguments.words[0] if arguments.words else ""))
-    if act is None and arguments.what == "evict":
-        act = _evict
+    if act is None:
+        act = {"evict": _evict, "kv": _kv}.get(arguments.what)
     if act is not None:
         if every_s:
             raise UsageError("--watch only looks: it goes with what changes nothing")
@@ -93,6 +95,13 @@ def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
         return rows, table(what, rows), True
     if what == "node":
         return _nodes(settings, words, asked)
+    if what == "cluster":
+        return _cluster(settings, words, asked)
+    if what == "server":
+        if words[:1] != ["status"]:
+            raise UsageError("server takes status, or status NAME")
+        rows, trouble = cluster.server_rows(settings, (*words[1:], arguments.server)[0], asked)
+        return rows, _noted(table(what, rows), trouble), not trouble
     if what == "shard":
         if words != ["list"]:
             raise UsageError("shard takes list")
@@ -115,6 +124,21 @@ def _nodes(settings: Settings, words: Sequence[str], asked: Callable[[], list[As
         f"shards: {found['shards']:,}, {found['moving_in']:,} of them moving in"
     )
     return found, _noted(text, trouble), not trouble
+
+
+def _cluster(settings: Settings, words: Sequence[str], asked: Callable[[], list[Asked]]) -> Shown:
+    """Return the cluster as a whole and its data servers; those of this host if no manager answers."""
+    if list(words) != ["status"]:
+        raise UsageError("cluster takes status")
+    try:
+        found = cluster.status(settings)
+    except TransportError:
+        rows, trouble = cluster.node_rows(settings, asked)
+        return {"trouble": trouble, "nodes": rows}, _noted(table("node", rows), trouble), not trouble
+    rows = cluster.rows_of(found)
+    text = "\n".join([*cluster_lines(found), "", table("node", rows)])
+    whole = not found["shards_without_owner"] and not found["rebuilding"]
+    return {**found, "trouble": "", "nodes": rows}, text, whole
 
 
 def _noted(text: str, trouble: str) -> str:
@@ -159,6 +183,10 @@ def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     _print(rows, table("evict", rows), as_json=arguments.json)
     return EXIT_NO if any(row["reason"] for row in rows) else EXIT_OK
+
+
+def _kv(settings: Settings, arguments: argparse.Namespace) -> int:
+    return upstream.values(settings, arguments.words)
 
 
 def _flush(settings: Settings, arguments: argparse.Namespace) -> int:

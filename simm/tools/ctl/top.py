@@ -27,7 +27,7 @@ from ...errors import TransportError, UsageError, printable
 from ...ipc.counts import BUCKETS
 from ...ipc.tally import quantile_s
 from ...sdk.manager_link import ManagerClient
-from ..connect import command_settings, manager_client
+from ..connect import command_settings, manager_client, on_host
 from ..console import EXIT_OK, Parser
 from ..nodes import bytes_text, columns, state_text
 from .tables import Row, client_rows, ratio, totals_of, worker_rows
@@ -86,7 +86,7 @@ class Sight:
         """Return what there is now. It takes the time of the slowest worker to answer, 3 s at most."""
         trouble = []
         try:
-            asked = ask_all(self._settings.runtime_dir, self._server)
+            asked = ask_all(on_host(self._settings).runtime_dir, self._server, self._settings.server_uid)
         except UsageError as exc:
             asked = []
             trouble.append(str(exc))

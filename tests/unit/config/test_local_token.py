@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simm.config.client_options import ClientOptions
-from simm.config.local_token import PublishedToken, find, token_path
+from simm.config.local_token import PublishedToken, find, find_sockets, token_path
 from simm.config.parsers import Address
 
 TOKEN = "a-token-of-sixteen-bytes-or-more"
@@ -30,6 +30,19 @@ def test_it_is_found_while_it_is_published(tmp_path: Path, monkeypatch: pytest.M
     made.close()
     made.close()
     assert find(tmp_path, [HERE]) == "" and not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_its_sockets_is_found_with_it(tmp_path: Path) -> None:
+    sockets = tmp_path / "a folder" / "run"
+    made = PublishedToken(tmp_path, HERE, TOKEN, sockets)
+    assert find(tmp_path, [HERE]) == TOKEN and find_sockets(tmp_path, [HERE]) == sockets
+    assert find_sockets(tmp_path, [Address("127.0.0.1", 30002)]) is None
+    made.close()
+    assert find_sockets(tmp_path, [HERE]) is None
+    for folder in (None, Path("two\nlines")):  # as an older cluster, or what no line can hold
+        made = PublishedToken(tmp_path, HERE, TOKEN, folder)
+        assert find(tmp_path, [HERE]) == TOKEN and find_sockets(tmp_path, [HERE]) is None
+        made.close()
 
 
 def test_a_listener_on_all_addresses_is_found_on_loopback(tmp_path: Path) -> None:

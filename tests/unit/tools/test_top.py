@@ -50,6 +50,20 @@ def look(at: float, status: Any = None, trouble: tuple[str, ...] = (), **words: 
     return made
 
 
+def test_it_believes_the_users_that_the_settings_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def nobody(*arguments: Any) -> list[Asked]:
+        seen.append(arguments)
+        return []
+
+    monkeypatch.setattr(top, "ask_all", nobody)
+    monkeypatch.setattr(top.Sight, "_status", lambda _: {})
+    settings: Any = SimpleNamespace(runtime_dir=tmp_path, manager=(), server_uid=(4711,))
+    top.Sight(settings, "host").look()
+    assert seen == [(tmp_path, "host", (4711,))]
+
+
 def test_rates_are_those_between_two_looks() -> None:
     before, now = look(10.0, HITS=100, PUTS=10), look(12.0, HITS=300, ABSENT=100, HIT_BYTES=4096, PUTS=30)
     text = "\n".join(view(now, before, [50.0, 150.0], 200, 50))
