@@ -5,7 +5,8 @@ A span is a *complete event* of Chrome's trace event format, which ui.perfetto.d
     {"name": "get", "cat": "simm", "ph": "X", "ts": 81.5, "dur": 12.25, "pid": 4711, "tid": 4712,
      "args": {"trace_id": "32 digits", "span_id": "16 digits", "parent_id": "16 digits", "keys": 1, ...}}
 
-``ts`` and ``dur`` are microseconds of the host's monotonic clock. A server's spans lie on a track of their own. Files
+``ts`` and ``dur`` are microseconds of the host's monotonic clock. A server's spans lie on a track of their own. So do
+those that go on beside each other while their thread does something else, as transfers by RDMA (``lane``). Files
 come from other processes, perhaps of another version: each event is checked, and one that is none is counted and left
 out.
 """
@@ -27,6 +28,9 @@ ARGUMENTS_MAX: Final = 16
 NUMBER_MAX: Final = 1 << 64
 #: Added to the pid of a server on another host: no host has such pids.
 REMOTE_PIDS: Final = 10_000_000
+#: Added to the thread's id for each lane: Linux has no such ids, and with LANES_MAX of them one fits 31 bits.
+LANE_TIDS: Final = 1 << 22
+LANES_MAX: Final = 500
 _IDS: Final = {"trace_id": 32, "span_id": 16}
 _PARENT: Final = 16
 _HEX: Final = re.compile(r"[0-9a-f]+")
@@ -53,7 +57,12 @@ def events_of(operation: Operation, pid: int) -> Iterator[Event]:
         where, thread = pid, operation.tid
         if each.pid:
             where = thread = each.pid + (REMOTE_PIDS if each.remote else 0)
-        more = {"of": operation.name, "server": True} if each.pid else {"of": operation.name}
+        more: dict[str, Any] = {"of": operation.name, "server": True} if each.pid else {"of": operation.name}
+        if each.lane:
+            more["lane"] = lane = min(each.lane, LANES_MAX)
+            thread += lane * LANE_TIDS
+        if each.size:
+            more["bytes"] = each.size
         if "path" in about:
             more["path"] = about["path"]
         yield event(each.name, each.began, each.ended, where, thread, (each.span_id, each.parent), more)
@@ -125,6 +134,11 @@ def document(events: Iterable[Event], processes: Mapping[int, str] | None = None
     heads = [
         {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": f"{name} {pid % REMOTE_PIDS}"}}
         for pid, name in sorted(names.items())
+    ]
+    lanes = {(event["pid"], event["tid"]): event["args"]["lane"] for event in found if "lane" in event["args"]}
+    heads += [
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": f"in flight {lane}"}}
+        for (pid, tid), lane in sorted(lanes.items())
     ]
     return {"traceEvents": [*heads, *found], "displayTimeUnit": "ns", "otherData": {"clock": "CLOCK_MONOTONIC"}}
 

@@ -50,13 +50,17 @@ class Segment(NamedTuple):
     pid: int = 0
     #: Of a server on another host, so that its pid is none of this host.
     remote: bool = False
+    #: What goes on while its thread does something else, beside others of its kind; 0 for what the thread does itself.
+    lane: int = 0
+    #: Bytes that it moved; 0 if it moved none, or is not asked.
+    size: int = 0
 
 
 class Operation:
     """One call of a client, while it runs and until it is written. One thread at a time adds segments."""
 
-    __slots__ = ("_ids", "about", "began", "ended", "kept", "left_out", "name", "parent", "segments", "span_id", "tid",
-                 "trace_id")  # fmt: skip
+    __slots__ = ("_ids", "_lanes", "about", "began", "ended", "kept", "left_out", "name", "parent", "segments",
+                 "span_id", "tid", "trace_id")  # fmt: skip
 
     def __init__(self, name: str, trace_id: bytes, parent: bytes, *, kept: bool) -> None:
         self.name = name
@@ -71,6 +75,7 @@ class Operation:
         self.about: dict[str, Any] = {}
         self.tid = threading.get_native_id()
         self._ids = int.from_bytes(self.span_id, "little")
+        self._lanes = 0
         self.began = self.ended = _NS()
 
     def by(self, path: str) -> None:
@@ -83,12 +88,26 @@ class Operation:
         self._ids = (self._ids + 1) & 0xFFFF_FFFF_FFFF_FFFF or 1
         return self._ids.to_bytes(8, "little")
 
-    def segment(self, name: str, began: int, ended: int, *, parent: bytes = b"", span_id: bytes = b"") -> None:
+    def take_lane(self) -> int:
+        """Return the first lane that nothing goes on in, to be given to :meth:`free_lane`. Lanes begin with 1."""
+        lane = (~self._lanes & self._lanes + 1).bit_length()
+        self._lanes |= 1 << lane - 1
+        return lane
+
+    def free_lane(self, lane: int) -> None:
+        """Let others have a lane."""
+        self._lanes &= ~(1 << lane - 1)
+
+    def segment(
+        self, name: str, began: int, ended: int, *, parent: bytes = b"", span_id: bytes = b"", lane: int = 0,
+        size: int = 0,
+    ) -> None:  # fmt: skip
         """Add a stretch of the client. O(1)."""
         if len(self.segments) >= SEGMENTS_MAX:
             self.left_out += 1
             return
-        self.segments.append(Segment(name, began, ended, span_id or self.new_id(), parent or self.span_id))
+        ids = span_id or self.new_id(), parent or self.span_id
+        self.segments.append(Segment(name, began, ended, *ids, lane=lane, size=size))
 
     def of_server(
         self, pid: int, spans: Sequence[tuple[str, int, int]], within: tuple[int, int], parent: bytes, *, remote: bool

@@ -355,12 +355,16 @@ class NearReads(RemoteReads):
     near: Near
 
     def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
-        left = self.near.look(positions, batch)
+        left = self._look(positions, batch)
         if not left:
             return Unresolved()
         unresolved = yield from super().read(target, left, batch)
         self.near.note(left, batch)
         return unresolved
+
+    def _look(self, positions: Sequence[int], batch: Batch) -> Sequence[int]:
+        """Read copies here; return the positions of the values that have none."""
+        return self.near.look(positions, batch)
 
 
 class NearGets(Gets):
@@ -370,7 +374,8 @@ class NearGets(Gets):
 
     def __init__(self, options: ClientOptions, routes: Routes, copier: Copier, *arguments: Any) -> None:
         super().__init__(routes, copier, *arguments)
-        self.near = Near(routes, copier, options, self.counters, self._near_copy)
+        # By its name at each call: while the client traces it is another one.
+        self.near = Near(routes, copier, options, self.counters, lambda *arguments: self._near_copy(*arguments))
         remote = self._remote
         assert isinstance(remote, NearReads)
         remote.near = self.near
@@ -393,8 +398,11 @@ class NearPuts(Puts):
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
         """Drop entries as :meth:`Puts.delete`, and then their copies. A copy that is not reached is no outage."""
         statuses = super().delete(digests, sizes)
-        self.near.delete(digests, sizes)
+        self._delete_near(digests, sizes)
         return statuses
+
+    def _delete_near(self, digests: Sequence[bytes], sizes: Sequence[int] | None) -> None:
+        self.near.delete(digests, sizes)
 
 
 def _has(target: Target | None, near: bytes) -> bool:

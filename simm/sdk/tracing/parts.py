@@ -19,7 +19,7 @@ from ..reads import Gets
 from ..remote_reads import RemoteReads
 from ..tcp import TcpPath
 from ..writes import Puts
-from .stand_ins import AskedTarget, RdmaTarget, TimedChannel, TimedReader, TimedSession, TimedTarget
+from .stand_ins import AskedTarget, TimedChannel, TimedReader, TimedSession, TimedTarget
 
 if TYPE_CHECKING:
     from ...arena.reader import ArenaReader, Located
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...ipc.steps import Steps
     from ...net.channel import Channel
     from ..batch import Answer, Batch, PutBatch, Sink, View
+    from ..rdma_pool import RdmaPath
     from ..tcp import Got, Want
     from ..worker_path import Target
 
@@ -57,11 +58,11 @@ class TracedGets(Gets):
         return super().read(stand_in, digest, sink)
 
     def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
-        return _noted("elsewhere", super()._one_moved, _real(target), counts, digest, sink)  # type: ignore[no-any-return]
+        return noted("elsewhere", super()._one_moved, _real(target), counts, digest, sink)  # type: ignore[no-any-return]
 
     def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View:
         read = functools.partial(super()._pinned, copied=copied)
-        return _noted("pin", read, _real(target), digest)  # type: ignore[no-any-return]
+        return noted("pin", read, _real(target), digest)  # type: ignore[no-any-return]
 
     def copy_out(self, reader: ArenaReader, found: Located, sink: memoryview | Span) -> None:
         """Copy out of the real arena: a device keeps what it knows of one by the reader."""
@@ -73,7 +74,7 @@ class TracedGets(Gets):
         operation = CURRENT.get()
         sinks = batch.sinks
         if operation is None or not sinks or type(sinks[positions[0]]) not in HOST_TYPES:
-            return _noted("copy", super()._read_in, target, reader, positions, batch, slots)  # type: ignore[no-any-return]
+            return noted("copy", super()._read_in, target, reader, positions, batch, slots)  # type: ignore[no-any-return]
         operation.by("shm")
         stand_in: Any = TimedReader(reader, operation)
         return super()._read_in(target, stand_in, positions, batch, slots)
@@ -81,7 +82,7 @@ class TracedGets(Gets):
     def _exist_in(
         self, target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, slots: Any
     ) -> Unresolved:
-        return _noted("locate", super()._exist_in, target, reader, positions, batch, slots)  # type: ignore[no-any-return]
+        return noted("locate", super()._exist_in, target, reader, positions, batch, slots)  # type: ignore[no-any-return]
 
 
 class TracedRemoteReads(RemoteReads):
@@ -89,27 +90,22 @@ class TracedRemoteReads(RemoteReads):
 
     def _read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
         operation = CURRENT.get()
-        if operation is None:
-            return (yield from super()._read(target, positions, batch))
-        traced_tcp(target)
-        operation.by(target.path)
-        if target.path != "rdma":
-            return (yield from super()._read(target, positions, batch))
-        began = _ns()
-        try:
-            return (yield from super()._read(target, positions, batch))
-        finally:
-            operation.segment("rdma", began, _ns())
+        if operation is not None:
+            traced_tcp(target)
+            operation.by(target.path)
+        return (yield from super()._read(target, positions, batch))
 
-    def exist(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:
-        """Find out whether keys are stored, with the segment of RDMA."""
+    def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> Steps[tuple[list[int], float]]:
         operation = CURRENT.get()
-        if operation is None or target.path != "rdma":
-            return (yield from super().exist(target, positions, batch))
+        if operation is None:
+            return (yield from super()._by_rdma(rdma, positions, batch))
+        from .transfers import TimedPath  # a path by RDMA has loaded what that needs
+
         operation.by("rdma")
+        stand_in: Any = TimedPath(rdma, operation)
         began = _ns()
         try:
-            return (yield from super().exist(target, positions, batch))
+            return (yield from super()._by_rdma(stand_in, positions, batch))
         finally:
             operation.segment("rdma", began, _ns())
 
@@ -150,6 +146,8 @@ class TracedPuts(Puts):
         operation.by(target.path)
         if target.path != "rdma":
             return (yield from super()._put_remote(target, positions, batch, spare))
+        from .transfers import RdmaTarget  # likewise
+
         stand_in: Any = RdmaTarget(target, operation)
         began = _ns()
         try:
@@ -161,7 +159,7 @@ class TracedPuts(Puts):
         self, digests: Sequence[bytes], statuses: list[int], act: Any, began: float, asked: dict[int, Target | None],
         patience: Patience,
     ) -> None:  # fmt: skip
-        _noted("redirect", super()._redirect, digests, statuses, act, began, asked, patience)
+        noted("redirect", super()._redirect, digests, statuses, act, began, asked, patience)
 
 
 class TracedShmPut(ShmPut):
@@ -183,23 +181,23 @@ class TracedShmPut(ShmPut):
     def _fill(
         self, session: WorkerSession, grant: GrantTuple, source: memoryview | Span, length: int, after: int = 0
     ) -> tuple[int, int]:
-        return _noted("copy", super()._fill, _real(session), grant, source, length, after)  # type: ignore[no-any-return]
+        return noted("copy", super()._fill, _real(session), grant, source, length, after)  # type: ignore[no-any-return]
 
     def _fill_run(
         self, session: WorkerSession, grants: Sequence[GrantTuple], run: Sequence[memoryview | Span], length: int
     ) -> Sequence[tuple[int, int]]:
-        return _noted("copy", super()._fill_run, _real(session), grants, run, length)  # type: ignore[no-any-return]
+        return noted("copy", super()._fill_run, _real(session), grants, run, length)  # type: ignore[no-any-return]
 
     def _fill_planned(
         self, session: WorkerSession, digests: Sequence[bytes], planned: Any, entries: Any, mine: list[int], after: int
     ) -> None:
-        _noted("copy", super()._fill_planned, _real(session), digests, planned, entries, mine, after)
+        noted("copy", super()._fill_planned, _real(session), digests, planned, entries, mine, after)
 
     def _fill_group(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span], group: Any,
         size: int,
     ) -> list[tuple[bytes, int, int, int, int, int]]:  # fmt: skip
-        filled = _noted("copy", super()._fill_group, _real(session), digests, sources, group, size)
+        filled = noted("copy", super()._fill_group, _real(session), digests, sources, group, size)
         return filled  # type: ignore[no-any-return]
 
 
@@ -236,7 +234,7 @@ class TracedTcpPath(TcpPath):
         return TimedChannel(channel, operation, asks=welcome is not None and bool(welcome.paths & PathBit.TRACE))
 
 
-def _noted(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+def noted(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
     """Carry out a call, and note it as a segment of this thread's operation."""
     operation = CURRENT.get()
     if operation is None:

@@ -20,9 +20,7 @@ from ...wire.trace_messages import Timed, Traced, answer_in, named, traced
 
 _ns: Final = time.monotonic_ns
 #: Requests whose server is asked what they took.
-_ASKED: Final = frozenset((M.Commit, M.Grant, M.Delete, M.DeleteSized))
-#: What the time until an endpoint's answer is called.
-_SEGMENTS: Final[dict[type, str]] = {M.Commit: "commit", M.Grant: "grant", M.Delete: "delete", M.DeleteSized: "delete"}
+ASKED: Final = frozenset((M.Commit, M.Grant, M.Delete, M.DeleteSized))
 #: And those to a stream, by opcode.
 _ASKED_OF_STREAMS: Final = frozenset(
     OPCODES[each]
@@ -139,7 +137,7 @@ class TimedSession(StandIn):
             self._operation.segment("grant", began, _ns(), span_id=span)
 
     def _wrapped(self, msg: Any) -> Any:
-        if not self._asks or type(msg) not in _ASKED:
+        if not self._asks or type(msg) not in ASKED:
             return msg
         return traced(self._operation.trace_id, msg)
 
@@ -219,101 +217,6 @@ class AskedTarget(StandIn):
     def __init__(self, real: Any, session: TimedSession) -> None:
         super().__init__(real)
         self.session = session
-
-
-class RdmaTarget(StandIn):
-    """A worker that is written to by RDMA, with a path whose endpoint is timed."""
-
-    __slots__ = ("rdma",)
-
-    def __init__(self, real: Any, operation: Operation) -> None:
-        super().__init__(real)
-        self.rdma = real.rdma and TimedPath(real.rdma, operation)
-
-
-class TimedPath(StandIn):
-    """A path by RDMA. Its connections have timed endpoints from the moment they are acquired until they are back."""
-
-    __slots__ = ("_operation",)
-
-    def __init__(self, real: Any, operation: Operation) -> None:
-        super().__init__(real)
-        self._operation = operation
-
-    def acquired(self, until: float) -> Any:
-        """Acquire a connection, in steps."""
-        connection = yield from self.real.acquired(until)
-        connection.channel = TimedEndpoint(connection.channel, self._operation, asks=connection.tells)
-        return connection
-
-    def release(self, connection: Any) -> None:
-        """Take a connection back."""
-        connection.channel = connection.channel.real
-        self.real.release(connection)
-
-    def lost(self, connection: Any, reason: str) -> None:
-        """Close a connection after a failure."""
-        connection.channel = connection.channel.real
-        self.real.lost(connection, reason)
-
-
-class TimedEndpoint(StandIn):
-    """A connection to an endpoint, which is asked what commits and grants took it."""
-
-    __slots__ = ("_asks", "_operation", "_sent")
-
-    def __init__(self, real: Any, operation: Operation, *, asks: bool) -> None:
-        super().__init__(real)
-        self._operation = operation
-        self._asks = asks
-        #: Requests whose answers have not been taken: when each was sent, and its segment, by number.
-        self._sent: dict[int, tuple[int, str]] = {}
-
-    def submit(self, msg: Any) -> int:
-        """Send a request."""
-        began, wrapped = _ns(), self._wrapped(msg)
-        number = int(self.real.submit(wrapped))
-        if type(msg) in _ASKED:
-            self._sent[number] = began, _SEGMENTS[type(msg)]
-        return number
-
-    def call(self, msg: Any) -> Any:
-        """Make one exchange."""
-        if type(msg) not in _ASKED:
-            return self.real.call(msg)
-        began = _ns()
-        return self._taken(self.real.call(self._wrapped(msg)), began, _SEGMENTS[type(msg)])
-
-    def result(self, frame: Any) -> Any:
-        """Return the message of a reply."""
-        began, name = self._sent.pop(frame.request_id, (0, ""))
-        answer = self.real.result(frame)
-        return self._taken(answer, began, name) if name else answer
-
-    def _wrapped(self, msg: Any) -> Any:
-        return traced(self._operation.trace_id, msg) if self._asks and type(msg) in _ASKED else msg
-
-    @property
-    def until(self) -> float:
-        """When the exchange must be over. A caller that turns to several servers extends it."""
-        until: float = self.real.until
-        return until
-
-    @until.setter
-    def until(self, until: float) -> None:
-        self.real.until = until
-
-    def _taken(self, answer: Any, began: int, name: str) -> Any:
-        """Note a request that has been answered, and what the endpoint says of it."""
-        now, span = _ns(), self._operation.new_id()
-        self._operation.segment(name, began, now, span_id=span)
-        if type(answer) is not Timed:
-            return answer
-        self._operation.of_server(answer.pid, named(answer.spans), (began, now), span, remote=True)
-        try:
-            return answer_in(answer)
-        except RemoteProtocolError as exc:
-            self.real.fail(str(exc))
 
 
 class TimedChannel(StandIn):

@@ -41,10 +41,10 @@ _DONE: Final[dict[str, Callable[[Any], bool]]] = {
     "true": bool, "length": lambda got: int(got) > 0, "status": lambda status: int(status) == 0,
 }  # fmt: skip
 #: What a part of a client becomes while it traces.
-_PARTS: Final[dict[type, type]] = {
+PARTS: Final[dict[type, type]] = {
     Gets: TracedGets, Puts: TracedPuts, ShmPut: TracedShmPut, RemoteReads: TracedRemoteReads,
 }  # fmt: skip
-_PLAIN: Final = {traced: plain for plain, traced in _PARTS.items()}
+_PLAIN: Final = {traced: plain for plain, traced in PARTS.items()}
 
 
 def _describe(client: Any, operation: Operation, first: Any, result: Any, done: Callable[[Any], bool]) -> None:
@@ -116,14 +116,25 @@ def traced_class(plain: type) -> type:
 
 def _parts_of(client: Any) -> Sequence[Any]:
     gets = client._gets
-    return [gets, gets._remote, client._puts, client._shm]
+    found = [gets, gets._remote, client._puts, client._shm]
+    near = getattr(client, "_near", None)
+    if near is None:
+        return found
+    from . import near as of_near  # few clients have near copies
+
+    if not of_near.PARTS.items() <= PARTS.items():
+        PARTS.update(of_near.PARTS)
+        _PLAIN.update((traced, plain) for plain, traced in of_near.PARTS.items())
+    return [*found, *of_near.parts_of(near)]
 
 
 def switch_on(client: Any, decision: Decision) -> None:
     """Let a client trace from its next call on, or trace otherwise than it does."""
     client._decision = decision
+    if getattr(client, "_near", None) is not None:
+        client._near._decision = decision
     for part in _parts_of(client):
-        if (traced := _PARTS.get(type(part))) is not None:
+        if (traced := PARTS.get(type(part))) is not None:
             part.__class__ = traced
     if not traces(client):
         client.__class__ = traced_class(type(client))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from simm.client import Client
 from simm.errors import TransportError
 from simm.net.channel import Channel
+from simm.rdma.api import FabricError
 from simm.rpc import OPCODES
 from simm.sdk import rdma_connection
 from simm.tracing import spool
@@ -62,11 +64,12 @@ def test_a_put_has_the_segments_of_its_endpoint(cluster: FakeRdmaCluster, tmp_pa
     assert client.exists("one") and client.delete("one") and not client.exists("one")
     assert not client.counters["rdma_fallbacks"], "all of it by RDMA"
     events = recorded(client)
-    assert names(events, "put", server=False) == {"rdma", "grant", "commit"}
+    assert names(events, "put", server=False) == {"rdma", "grant", "write", "commit"}
     assert names(events, "put", server=True) == {"decode", "place", "publish"}
-    assert names(events, "get", server=False) == {"rdma"} and not names(events, "get", server=True), "it asks nobody"
+    assert names(events, "get", server=False) == {"rdma", "lookup", "fetch"}
+    assert not names(events, "get", server=True), "it asks nobody"
     assert names(events, "delete", server=True) == {"decode", "delete"}, "by TCP"
-    assert names(events, "exists", server=False) == {"rdma"}
+    assert names(events, "exists", server=False) == {"rdma", "lookup"}
     paths = {event["name"]: event["args"].get("path") for event in events if event["args"].get("op")}
     assert paths == {"put": "rdma", "get": "rdma", "exists": "rdma", "delete": "tcp"}
     by_id = {event["args"]["span_id"]: event for event in events}
@@ -75,6 +78,53 @@ def test_a_put_has_the_segments_of_its_endpoint(cluster: FakeRdmaCluster, tmp_pa
             parent = by_id[event["args"]["parent_id"]]
             assert parent["ts"] <= event["ts"] and event["ts"] + event["dur"] <= parent["ts"] + parent["dur"] + 1e-6
     assert len(channels(client)) and all(type(channel) is Channel for channel in channels(client))
+
+
+def links(client: Client) -> list[Any]:
+    path = path_of(client, 0)
+    leave_alone(path)
+    return [link for connection in path._idle for link in connection.links]
+
+
+def test_each_transfer_of_a_batch_is_a_segment_in_a_lane_of_its_own(cluster: FakeRdmaCluster, tmp_path: Path) -> None:
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    client.trace(1.0)
+    large = bytes(1 << 20)
+    keys = [f"large {number}" for number in range(6)]
+    assert client.put_many(keys, [large] * len(keys)) == [True] * len(keys)
+    assert all(type(link) is rdma_connection.PairedLink for link in links(client)), "plain between two calls"
+    assert client.get_many(keys) == [large] * len(keys) and not client.counters["rdma_fallbacks"]
+    events = recorded(client)
+    for of, name in (("put", "write"), ("get", "fetch")):
+        transfers = [event for event in events if event["args"].get("of") == of and event["name"] == name]
+        assert len(transfers) > 1 and sum(event["args"]["bytes"] for event in transfers) >= len(keys) << 20
+        assert all(event["args"]["lane"] > 0 for event in transfers)
+    # Spans of one track either enclose each other or are apart, else Perfetto cannot show them.
+    tracks: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        if "lane" in event["args"]:
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert tracks
+    for spans in tracks.values():
+        spans.sort()
+        assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
+
+
+def test_what_is_in_flight_when_a_link_breaks_is_noted(
+    cluster: FakeRdmaCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    assert client.put("k", VALUE) and client.get("k") == VALUE
+    client.trace(1.0)
+    for link in links(client):
+
+        def fail(*_: Any) -> None:
+            raise FabricError("the cable is out")
+
+        monkeypatch.setattr(link.qp, "wait", fail)
+    assert client.get("k") == VALUE, "by TCP"
+    assert client.counters["rdma_fallbacks"]
+    assert {"fetch", "rdma", "receive"} <= names(recorded(client), "get", server=False)
 
 
 def test_an_endpoint_of_an_older_version_is_not_asked(
@@ -89,7 +139,8 @@ def test_an_endpoint_of_an_older_version_is_not_asked(
     assert client.put_many(KEYS, [VALUE] * len(KEYS)) == [True] * len(KEYS)
     assert not client.counters["rdma_fallbacks"]
     events = recorded(client)
-    assert names(events, "put", server=False) == {"rdma", "grant", "commit"} and not names(events, "put", server=True)
+    assert names(events, "put", server=False) == {"rdma", "grant", "write", "commit"}
+    assert not names(events, "put", server=True)
 
 
 def test_a_connection_that_is_lost_in_a_traced_put_is_closed(cluster: FakeRdmaCluster, tmp_path: Path) -> None:

@@ -527,6 +527,6 @@ def test_a_stand_in_takes_nothing_that_its_original_would_miss(client: Client) -
 
 
 def test_the_class_of_a_tracing_path_is_given_back(client: Client) -> None:
-    for plain, traced in switch._PARTS.items():
+    for plain, traced in switch.PARTS.items():
         assert issubclass(traced, plain) and traced.__dictoffset__ == plain.__dictoffset__
     assert issubclass(parts.TracedTcpPath, TcpPath)

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simm.tracing.perfetto import LINE_BYTES_MAX, REMOTE_PIDS, document, events_of, fault_of, read_lines, spans_in
+from simm.tracing.perfetto import (
+    LANE_TIDS,
+    LANES_MAX,
+    LINE_BYTES_MAX,
+    REMOTE_PIDS,
+    document,
+    events_of,
+    fault_of,
+    read_lines,
+    spans_in,
+)
 from simm.tracing.spans import Operation
 from simm.tracing.summary import quantile, summarize, table
 
@@ -37,6 +47,22 @@ def test_the_events_of_an_operation() -> None:
     assert place["args"]["parent_id"] == far["args"]["parent_id"] == commit["args"]["span_id"]
     assert place["pid"] == 99 and far["pid"] == 99 + REMOTE_PIDS
     assert len({event["args"]["span_id"] for event in events}) == 5
+
+
+def test_what_is_in_flight_beside_each_other_has_tracks_of_its_own() -> None:
+    one = operation()
+    lanes = [one.take_lane(), one.take_lane(), one.take_lane()]
+    assert lanes == [1, 2, 3]
+    one.free_lane(2)
+    assert one.take_lane() == 2 and one.take_lane() == 4
+    for lane in (1, 2, 10 * LANES_MAX):
+        one.segment("fetch", 1_100_000, 1_200_000, lane=lane, size=4096)
+    one.tid = LANE_TIDS - 1
+    events = list(events_of(one, 42))[-3:]
+    assert [fault_of(event) for event in events] == [""] * 3 and events[0]["args"]["bytes"] == 4096
+    assert [event["tid"] // LANE_TIDS for event in events] == [1, 2, LANES_MAX]
+    heads = [event for event in document(events)["traceEvents"] if event["name"] == "thread_name"]
+    assert [event["args"]["name"] for event in heads] == ["in flight 1", "in flight 2", f"in flight {LANES_MAX}"]
 
 
 def test_the_document_names_its_processes_and_orders_its_events() -> None:

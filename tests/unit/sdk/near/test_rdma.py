@@ -9,7 +9,9 @@ import pytest
 
 from simm.sdk.near.copies import Near, NearPuts
 from simm.sdk.reads import Gets
+from simm.sdk.tracing import switch
 from simm.sdk.writes import Puts
+from simm.tracing.spans import Decision, Recorder
 from tests.support.fake_rdma_cluster import FakeRdmaCluster
 from tests.support.several_hosts import HostClient, separate
 from tests.support.waiting import wait_until
@@ -166,3 +168,39 @@ def test_without_the_second_question_they_stay(cluster: FakeRdmaCluster, monkeyp
     monkeypatch.setattr(Gets, "stored_many", lambda _, digests, *__: [True] * len(digests))
     with pytest.raises(AssertionError):
         test_what_is_deleted_while_it_is_copied_leaves_no_copy(cluster, monkeypatch)
+
+
+def test_a_trace_has_the_copies_that_are_read_made_and_dropped(cluster: FakeRdmaCluster) -> None:
+    client = on_host(cluster, 0)
+    keys = far_keys(client)
+    assert client.put_many(keys, values()) == [True] * COUNT
+    near = near_of(client)
+    plain = [type(part) for part in (client._gets, client._puts, near, near._put)]
+    switch.switch_on(client, Decision(1.0, recorder := Recorder()))
+    try:
+        assert client.prefetch(keys) == COUNT
+        copied(client, COUNT)
+        assert client.get_many(keys) == values() and client.counters["near_hits"] == COUNT
+        assert all(client.delete_many(keys[:2])) and client.get(keys[0]) is None
+    finally:
+        switch.switch_off(client)
+    assert [type(part) for part in (client._gets, client._puts, near, near._put)] == plain
+    # The thread that copies ends its operation after what the counters tell.
+    ended = recorder.take()
+
+    def told() -> bool:
+        ended.extend(recorder.take())
+        return sum(each.about["keys"] for each in ended if each.name == "promote") >= COUNT
+
+    wait_until(told, "all copies")
+
+    def segments(name: str) -> set[str]:
+        return {segment.name for each in ended if each.name == name for segment in each.segments if not segment.pid}
+
+    assert {"rdma", "lookup", "fetch", "copy", "commit"} <= segments("promote")
+    assert {"near", "locate", "copy", "confirm"} <= segments("get") and "near" in segments("delete")
+    promoted = [each.about for each in ended if each.name == "promote"]
+    assert sum(about["keys"] for about in promoted) == sum(about["done"] for about in promoted) == COUNT
+    (whole,) = (each for each in ended if each.name == "get" and each.about["keys"] == COUNT)
+    assert whole.about["path"] == "shm" and whole.about["done"] == COUNT
+    assert client.get_many(keys[2:]) == values()[2:] and not recorder.take(), "without traces nothing is noted"
