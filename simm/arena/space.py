@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simm.arena.coldest import NEVER, Coldest, Windows, coarse
+from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
@@ -68,9 +69,6 @@ TRIED_MAX: Final = 64
 _WEIGHTS: Final = (*(size >> ALIGN_SHIFT for size in CHUNK_SIZES), 0)
 
 _NOTHING_HELD: Final = frozenset[int]().__contains__
-
-#: Reasons of evictions: the keys of Space.evictions.
-OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR = "own", "reassigned", "window", "last_resort", "near"
 
 
 class Space:
@@ -129,7 +127,10 @@ class Space:
         self._is_used: Callable[[int], bool] | None = None
         self._heeded: tuple[Callable[[int], bool], Callable[[int], None]] | None = None
         #: Entries evicted so far, by reason.
-        self.evictions = {OWN: 0, REASSIGNED: 0, WINDOW: 0, LAST_RESORT: 0, NEAR: 0}
+        self.victims = Victims()
+        self.evictions = self.victims.by_reason
+        #: Returns the bytes of the largest free piece that is in no slab.
+        self.largest_free: Callable[[], int] = lambda: sum(span.size for span in self._allocator.largest_free(1))
 
     # ---- a chunk's life
 
@@ -185,12 +186,12 @@ class Space:
         if not slots:
             return
         found = [chunks[slot] for slot in slots]
+        self.victims.many(slots, CHUNK_SIZES[group])
         self._evict_many(slots, found)
         self._allocator.disown(found, slots)
         for slot in slots:
             chunks[slot] = -1
         offsets += found
-        self.evictions[OWN] += len(slots)
 
     def publish(self, offset: int, slot: int) -> None:
         """Assign the granted chunk at ``offset`` to ``slot``, which has none. O(1)."""
@@ -444,7 +445,7 @@ class Space:
         return self._offsets[slot] in self._holds or (self._is_used is not None and self._is_used(slot))
 
     def _evict_slot(self, slot: int, reason: str = NEAR) -> None:
-        self.evictions[reason] += 1
+        self.victims.one(slot, reason, self._allocator.chunk_bytes(self._offsets[slot]))
         self._evicting = True
         self._evict(slot)
         self._evicting = False

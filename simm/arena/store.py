@@ -88,6 +88,7 @@ class Store:
         keys = self.table.key_words()
         evict = self._drop_entry, keys, self._drop_entries
         self.space = Space(geometry.data_bytes, geometry.slots, self.visited, policy, *evict, shares)
+        self.space.victims.age_ms = lambda slot: self.now_ms - self.table.stored(slot)
         self.stale = StaleEntries(self.ledger.namespaces, self.table, self.space, self._drop_entry)
         self.sessions = SessionTable(
             geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
@@ -587,12 +588,12 @@ class Store:
         return {
             "entries": self.table.entries, "slots": self.geometry.slots, "data_bytes": self.geometry.data_bytes,
             "free_bytes": self.space.free_bytes, **self.sessions.stats(), "puts": self.puts,
-            "overwrites": self.overwrites, "deletes": self.deletes, "evictions": dict(self.space.evictions),
+            "overwrites": self.overwrites, "deletes": self.deletes, **self.space.victims.stats(),
             "set_evictions": self.set_evictions, **self.groups.stats(), "stale_drops": self.stale.dropped,
             "cluster": self.cluster, "epochs": self.ledger.namespaces.epochs(),
             "put_failures": {**self.commit_failures, STALE_GRANT: self.stale_commits, NO_ROOM: self.sessions.refused},
             "stale_commits": self.stale_commits, **self.shard_words.stats(), "copies": self.copies,
-            "incarnation": self.incarnation, "policy": self.space.policy_name,
+            "incarnation": self.incarnation, "policy": self.space.policy_name, "room": self.space.largest_free(),
             "quotas": self.quotas.stats() if self.quotas is not None else {},
             "kept": self.keeping.stats(self.ledger.names), "near": self.near.counts,
             **(NO_STATS if self.table.events is None else self.table.events.stats()),

@@ -51,6 +51,8 @@ class Loop:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.peers: set[Peer] = set()
         self.protocol_errors = 0
+        #: Requests refused as their peer has not proven a token, or may not.
+        self.unauthorized = 0
         self.handler_errors = 0
         #: Input of this turn may have waited longer than LAG_S: the process was stopped, or busy.
         self.lagged = False

@@ -61,6 +61,7 @@ class PeerLoop(Protocol):
     now: float
     selector: selectors.BaseSelector
     protocol_errors: int
+    unauthorized: int
     handler_errors: int
     lagged: bool
     queued_bytes: int
@@ -200,6 +201,7 @@ class Peer:
         if status != M.Status.UNAUTHORIZED:
             self.send_error(request_id, status, text)
             return
+        self.loop.unauthorized += 1
         self.loop.noise(logging.WARNING, "refusing %s: %s", self.address, text)
         self.send_error(request_id, status, text)
         self.close("unauthorized")

@@ -20,7 +20,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -278,6 +278,26 @@ class Supervised(Service):
         return child
 
 
+class Failures:
+    """What processes of one kind, one after the other, have refused or failed at, by their STATS."""
+
+    NAMES: Final = ("protocol_errors", "handler_errors", "unauthorized")
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(self.NAMES, 0)
+        self._newest: Mapping[str, Any] = {}
+
+    def take(self, stats: Mapping[str, Any]) -> None:
+        """Take note of a process's STATS."""
+        if stats.get("pid") != self._newest.get("pid"):
+            self._before = self.totals()
+        self._newest = stats
+
+    def totals(self) -> dict[str, int]:
+        """Return the sums, by name."""
+        return {name: count + self._newest.get(name, 0) for name, count in self._before.items()}
+
+
 class StreamProcess(Supervised):
     """A stream process of a worker, which reports whether it reaches the worker."""
 
@@ -288,11 +308,13 @@ class StreamProcess(Supervised):
         self._worker_down_s = 0.0
         #: What it has counted, with its predecessors.
         self.counted = Continued()
+        self.failures = Failures()
 
     def _on_stats(self, msg: Any, _request_id: int) -> None:
         if isinstance(msg, M.StatsReply):
             stats = json.loads(msg.json)
             self._worker_down_s = stats["worker_down_s"]
+            self.failures.take(stats)
             self.counted.take(stats["pid"], stats["counted"])
 
     def is_cut_off(self) -> bool:
@@ -397,6 +419,11 @@ class WorkerSlot:
             tcp.add(stream.counted.totals().as_json())
         found = {"shm": self.counted.totals(), "tcp": tcp}
         return found if endpoint is None else {**found, "rdma": endpoint}
+
+    def failures(self, endpoint: Mapping[str, int]) -> dict[str, int]:
+        """Return what its streams and its endpoint have refused or failed at, as `Failures` has it."""
+        found = [endpoint, *(stream.failures.totals() for stream in self.streams)]
+        return {name: sum(each.get(name, 0) for each in found) for name in Failures.NAMES}
 
     def words(self) -> bytes:
         """Return a copy of the worker's shard words."""

@@ -528,6 +528,7 @@ class Endpoint(Service):
             "opens_failed": self.devices.opens_failed,
             "protocol_errors": self.loop.protocol_errors,
             "handler_errors": self.loop.handler_errors,
+            "unauthorized": self.loop.unauthorized,
             **self.counts,
         }
 

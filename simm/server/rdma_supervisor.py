@@ -26,7 +26,7 @@ from ..net.loop import Loop
 from ..net.process import Child, end_children
 from ..rdma import ports
 from ..wire import messages as M
-from .children import OOM_WORKER, STATS_ID, Children, Supervised, WorkerSlot
+from .children import OOM_WORKER, STATS_ID, Children, Failures, Supervised, WorkerSlot
 from .options import DataServerOptions
 from .rdma_endpoint import run_endpoint
 
@@ -54,6 +54,7 @@ class EndpointState:
         self.number = number
         self.listener = listener
         self.stats: dict[str, Any] = {}
+        self.failures = Failures()
         self.counted = Continued()
         self.pause_s = AGAIN_S[0]
         self.restarts = 0
@@ -147,6 +148,7 @@ class Endpoints:
         if not isinstance(msg, M.StatsReply):
             return
         endpoint.stats = json.loads(msg.json)
+        endpoint.failures.take(endpoint.stats)
         endpoint.counted.take(endpoint.stats["pid"], endpoint.stats["counted"])
         if endpoint.stats["ready"]:
             endpoint.was_ready = True
@@ -196,6 +198,11 @@ class Endpoints:
         """Return what has been counted at a worker's endpoint and its predecessors; None if it has none."""
         endpoint = self.by_worker.get(number)
         return endpoint.counted.totals() if endpoint is not None else None
+
+    def failures(self, number: int) -> dict[str, int]:
+        """Return what a worker's endpoint has refused or failed at, with its predecessors; nothing without one."""
+        endpoint = self.by_worker.get(number)
+        return endpoint.failures.totals() if endpoint is not None else {}
 
     def deaths(self, number: int) -> dict[str, int]:
         """Return how many endpoint processes of a worker died, by what they did; nothing if there is none."""

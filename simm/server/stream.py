@@ -571,6 +571,7 @@ class Stream(Service):
             "fetched_bytes": self.fetched_bytes, "stored_bytes": self.stored_bytes, "torn": self.torn,
             "listed": self.listed, "leased": leases.keys, "leased_bytes": leases.bytes, "stalled": loop.stalled,
             "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
+            "unauthorized": loop.unauthorized,
         }  # fmt: skip
 
 

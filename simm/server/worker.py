@@ -306,6 +306,7 @@ class Worker(Service):
 
     def _hello(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.Hello) -> bytes:
         def refuse(status: int, text: str) -> bytes:
+            self.loop.unauthorized += status == Status.UNAUTHORIZED
             return reply(M.Error(text[: M.TEXT_MAX]), request_id, status)
 
         if state.session is not None:
@@ -477,6 +478,7 @@ class Worker(Service):
             "mended": self._mender.mended, "ring_requests": rings.requests, "polled_idle_s": rings.idle_s,
             "namespaces": len(names), "namespaces_freed": self.sweeper.freed, "connections": len(loop.peers),
             "protocol_errors": loop.protocol_errors, "handler_errors": loop.handler_errors,
+            "unauthorized": loop.unauthorized,
             "counted": self.tally.stats(),
         }  # fmt: skip
 

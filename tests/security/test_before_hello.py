@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from simm.net.admission import HELLO_BYTES_MAX, LINES_MAX, LINES_S
-from simm.net.channel import Channel, greet
+from simm.net.channel import Channel, Refused, greet
 from simm.rpc import CODECS, FRAMING_VERSION, HEADER, MAGIC, Connection, Frame, decode
 from simm.wire import messages as M
 from simm.wire.hello import FOR_MANAGERS, NOT_A_MANAGER, client_hello
@@ -20,6 +20,7 @@ from simm.wire.messages import Role, Status
 from tests.support.manager_process import WAIT_S, Process
 from tests.support.token_servers import KINDS, serving
 from tests.support.tokens import old_tokens
+from tests.support.waiting import wait_until
 from tests.support.wire_samples import TYPES
 
 TOKEN = "the-token-of-this-test"
@@ -107,6 +108,18 @@ def test_no_server_looks_into_a_body(kind: str) -> None:
                     assert decode(frame).text == said, "not what is wrong with the body"
         assert bystander.call(M.Ping(7)) == M.Pong(7)
         assert server.loop.handler_errors == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refused_token_is_counted(kind: str) -> None:
+    with serving(kind, old_tokens(TOKEN)) as server:
+        for count in (1, 2):
+            with contextlib.closing(Channel.tcp(*server.address, WAIT_S)) as channel, pytest.raises(Refused):
+                greet(channel, server.service, client_hello(Role.CLIENT), "")
+            wait_until(lambda count=count: server.loop.unauthorized == count, "it is counted")  # type: ignore[misc]
+        with contextlib.closing(Channel.tcp(*server.address, WAIT_S)) as channel:
+            greet(channel, server.service, client_hello(Role.CLIENT), TOKEN)
+        assert server.loop.unauthorized == 2
 
 
 @pytest.mark.quick

@@ -25,6 +25,7 @@ LABELS: Final = {
     "state": "of a data server",
     "reason": "of an eviction or a miss, why there is no RDMA, or why an event does not count",
     "cause": "of a failed put or keep", "class": "how a value is kept: soft or hard, or near for a near copy",
+    "chunk": "bytes of a chunk, or large",
     "endpoint": "an engine or store whose events are read", "tenant": "the tenant it is registered for",
     "rank": "its data-parallel rank", "kind": "what came of it", "request": "an HTTP request's path",
     "form": "of published events: rfc1527 or vllm", "socket": "of those: stream or replay",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import simm
+from simm.arena.events.victims import Victims
 from simm.config.settings import SETTINGS, Settings
 from simm.control import pages
 from simm.index import figures
@@ -117,7 +118,8 @@ def test_a_data_server_shows_what_it_declares() -> None:
     quotas = {"a": {"used_bytes": 1, "quota_bytes": 2}}
     kept = {"bytes": {"a": {"hard": 1}}, "failures": {"over_quota": 1}}
     stats = {
-        "evictions": {"own": 1}, "put_failures": {"no_room": 1}, "quotas": quotas, "kept": kept, "near": {"made": 1},
+        **Victims().stats(), "evictions_by_chunk": {"4096": 1}, "put_failures": {"no_room": 1}, "quotas": quotas,
+        "kept": kept, "near": {"made": 1},
     }  # fmt: skip
     rdma = dict.fromkeys(_RDMA, 0) | {"ready": True, "reason": ""}
     totals = Totals()

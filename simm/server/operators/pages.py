@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ...arena.events.victims import AGE_BUCKETS, age_bound_s
 from ...cluster.assignment import Member
 from ...config.tokens import Token, namespaces_of
 from ...ipc.counts import BUCKETS, Word, bound_s
@@ -41,6 +42,11 @@ _WORKER: Final = {
     "free_bytes": _worker(
         "simm_free_bytes", "gauge", "Bytes in free chunks. A cache is full in normal operation: it evicts then."
     ),
+    "room": _worker(
+        "simm_largest_free_bytes", "gauge",
+        "Largest piece of free memory outside of slabs, bytes. Far less than simm_free_bytes: it is in pieces, and "
+        "larger values evict others.",
+    ),
     "granted_bytes": _worker("simm_granted_bytes", "gauge", "Bytes handed to clients and not yet committed."),
     "grants": _worker("simm_grants", "gauge", "Chunks handed to clients and not yet committed."),
     "pins": _worker("simm_pins", "gauge", "Values pinned by clients. A number that only grows: views are not closed."),
@@ -68,7 +74,14 @@ _WORKER: Final = {
         "simm_requests_total", "counter",
         "Requests handled. GETs by shared memory and by RDMA involve no process of the server, and are not counted.",
     ),
-    "protocol_errors": _worker("simm_protocol_errors_total", "counter", "Connections closed for malformed input."),
+    "protocol_errors": _worker(
+        "simm_protocol_errors_total", "counter",
+        "Connections closed for malformed input, by the worker, its streams and its endpoint.",
+    ),
+    "unauthorized": _worker(
+        "simm_unauthorized_total", "counter",
+        "Connections that these refused: with another token, without one, or of a user who may not.",
+    ),
     "handler_errors": _worker("simm_handler_errors_total", "counter", "Requests that failed by an error in SiMM."),
     "events": _worker(
         "simm_events_total", "counter", "Events that the worker has written to its ring: what came and what went."
@@ -90,6 +103,18 @@ _EVICTIONS: Final = _worker(
     "free; group: another one of its group was evicted or deleted; near: a near copy, which goes first.",
     "reason",
 )  # fmt: skip
+_EVICTED_CHUNKS: Final = _worker(
+    "simm_evictions_for_room_total", "counter",
+    "Entries evicted to make room, by the size of their chunks in bytes, large for those above slabs; less than "
+    "simm_evictions_total by set_full and group.",
+    "chunk",
+)  # fmt: skip
+_EVICTION_AGE: Final = _worker(
+    "simm_eviction_age_seconds", "histogram",
+    "How long entries evicted to make room had been stored: a sample of them. Shorter than the time after which a "
+    "prompt comes back: more memory would give more hits.",
+)  # fmt: skip
+_AGE_BOUNDS: Final = tuple(map(age_bound_s, range(AGE_BUCKETS)))
 _PUT_FAILURES: Final = _worker(
     "simm_put_failures_total", "counter",
     "Parts of puts that the worker refused; clients try most of it again. Cause no_room: a request for grants brought "
@@ -231,8 +256,8 @@ _PRIVATE: Final = _worker(
 
 #: All metrics of a data server, in their order.
 METRICS: Final = (
-    _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _PUT_FAILURES, _KEPT, _KEEP_MAX, _KEEP_NAMESPACE_MAX,
-    _KEEP_FAILURES, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
+    _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _EVICTED_CHUNKS, _EVICTION_AGE, _PUT_FAILURES, _KEPT,
+    _KEEP_MAX, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
     _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
     _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
 )  # fmt: skip
@@ -260,6 +285,8 @@ class Row:
     usage: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
     #: By path, what clients or the worker's processes have counted.
     counted: Mapping[str, Totals] = field(default_factory=dict)
+    #: What its stream processes and its endpoint have refused or failed at, as keys of STATS.
+    failures: Mapping[str, int] = field(default_factory=dict)
     #: Its namespaces may be named. Not if tokens are bound to some: who reads the page may be a tenant.
     names_all: bool = True
 
@@ -322,6 +349,7 @@ class DataServerPages:
             row.restarts = {**slot.deaths, **self._endpoints.deaths(slot.number)}
             row.usage = usage_of(self._processes(slot))
             row.counted = slot.counts(self._endpoints.counted(slot.number))
+            row.failures = slot.failures(self._endpoints.failures(slot.number))
             row.names_all = not namespaces_of(self._tokens)
             rows.append(row)
         joined, member = self._membership.joined, self._member
@@ -427,10 +455,14 @@ def metrics(
 def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     stats = row.stats
     for key, metric in _WORKER.items():
-        samples.add(metric, stats.get(key, 0), *who)
+        samples.add(metric, stats.get(key, 0) + row.failures.get(key, 0), *who)
     others = {"set_full": stats.get("set_evictions", 0), "group": stats.get("group_evictions", 0)}
     for reason, count in {**stats.get("evictions", {}), **others}.items():
         samples.add(_EVICTIONS, count, *who, reason)
+    for chunk, count in stats.get("evictions_by_chunk", {}).items():
+        samples.add(_EVICTED_CHUNKS, count, *who, chunk)
+    if ages := stats.get("eviction_ages"):
+        samples.add_histogram(_EVICTION_AGE, ages[0] / 1000, ages[1:], _AGE_BOUNDS, *who)
     for cause, count in stats.get("put_failures", {}).items():
         samples.add(_PUT_FAILURES, count, *who, cause)
     kept = stats.get("kept", {})

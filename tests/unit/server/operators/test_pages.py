@@ -14,6 +14,7 @@ import pytest
 from simm.ipc.counts import Word
 from simm.ipc.tally import Totals
 from simm.net.loop import Loop
+from simm.server.children import Failures, WorkerSlot
 from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
 
 
@@ -85,6 +86,22 @@ def test_a_page_names_no_namespace_to_tenants(server: Any, bound: bool) -> None:
             if line.startswith("simm_hits_total{")}  # fmt: skip
     assert hits == ({"open": "1", "(others)": "5"} if bound else {"open": "1", "secret-a": "2", "secret-b": "3"})
     assert ("secret" in text) == (not bound), "the control"
+
+
+def test_what_streams_and_endpoints_refuse_is_in_the_workers_metrics() -> None:
+    streams = [SimpleNamespace(failures=Failures()) for _ in range(2)]
+    first, second = (stream.failures for stream in streams)
+    first.take({"pid": 1, "protocol_errors": 3, "unauthorized": 5})
+    first.take({"pid": 1, "protocol_errors": 4, "unauthorized": 5})
+    first.take({"pid": 2, "protocol_errors": 1})  # its successor: what was counted stays
+    second.take({"pid": 3, "handler_errors": 7, "unauthorized": 1})
+    slot: Any = SimpleNamespace(streams=streams)
+    found = WorkerSlot.failures(slot, {"unauthorized": 10})
+    assert found == {"protocol_errors": 5, "handler_errors": 7, "unauthorized": 16}
+    row = Row(0, 0, {"unauthorized": 100, "protocol_errors": 0}, failures=found)
+    text = metrics("a", [row], joined=True, fenced=False, epoch=1).text()
+    for name, count in (("unauthorized", 116), ("protocol_errors", 5), ("handler_errors", 7)):
+        assert f'simm_{name}_total{{server="a",worker="0",numa="0"}} {count}\n' in text
 
 
 def test_what_processes_of_one_kind_use_is_added() -> None:

@@ -1,0 +1,211 @@
+"""What counting costs a call: the same client with the lines that count, and without them, in one process.
+
+    python benchmarks/counting.py                     # a minute; --seconds 300, --size 65536
+
+Two builds in two processes differ by some percent whatever their code does, as their memory lies elsewhere. So here one
+client changes its class between bursts, as one does that begins to trace. The classes are made from SiMM's own sources:
+``as it is`` from what they say, ``without`` from that less each statement that counts (:func:`without_counts`), and
+``again`` once more from what they say. What ``again`` differs by is what the method cannot tell apart.
+
+A figure is the processor time of the calling thread for a call, in a burst of ``CALLS``. Bursts of all three follow
+each other in an order that changes, and each burst gives a ratio to that of ``as it is`` in the same round. The table
+has the least of all bursts, and the median of the ratios with its quartiles. The worker adds the counts up meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import random
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+CALLS: Final = 60
+#: Calls before a burst.
+WARM: Final = 60
+BATCH: Final = 32
+#: The modules of the calls that are measured, and the parts of a client whose classes are in them.
+MODULES: Final = {
+    "simm.sdk.reads": ("Gets", "_gets"), "simm.sdk.writes": ("Puts", "_puts"), "simm.client": ("Client", ""),
+}  # fmt: skip
+_WORDS: Final = ("counts",)
+_CALLS: Final = ("observe", "count_puts", "count_moved")
+_FLAGS: Final = ("SAMPLE_MASK", "SAMPLE_BATCHES", "due")
+
+
+class _Remover(ast.NodeTransformer):
+    """Takes out statements that count. ``removed``: how many."""
+
+    def __init__(self) -> None:
+        self.removed = 0
+
+    def _is_count(self, target: ast.expr) -> bool:
+        """Return whether something is a word of ``counts``, or of an object's."""
+        if not isinstance(target, ast.Subscript):
+            return False
+        holder = target.value
+        return (holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")) in _WORDS
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | None:
+        if any(self._is_count(target) for target in node.targets):
+            self.removed += 1
+            return None
+        target, value = node.targets[0], node.value
+        if isinstance(value, ast.Attribute) and value.attr in _WORDS:
+            self.removed += 1
+            return None
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            kept = [
+                pair for pair in zip(target.elts, value.elts)
+                if not (isinstance(pair[1], ast.Attribute) and pair[1].attr in _WORDS)
+            ]  # fmt: skip
+            if len(kept) == 1:
+                self.removed += 1
+                return ast.copy_location(ast.Assign([kept[0][0]], kept[0][1]), node)
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt | None:
+        if self._is_count(node.target):
+            self.removed += 1
+            return None
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id in _CALLS:
+            self.removed += 1
+            return None
+        return node
+
+    def visit_If(self, node: ast.If) -> Any:
+        names = {getattr(each, "id", getattr(each, "attr", "")) for each in ast.walk(node.test)}
+        if names.intersection(_FLAGS):
+            self.removed += 1
+            return None
+        return self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if getattr(node, "body", None) == []:
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+        return node
+
+
+def without_counts(tree: ast.Module) -> int:
+    """Take each statement that counts out of a module; return how many."""
+    remover = _Remover()
+    remover.visit(tree)
+    ast.fix_missing_locations(tree)
+    return remover.removed
+
+
+def classes(change: Callable[[ast.Module], int]) -> tuple[dict[str, type], int]:
+    """Return the classes of a client and its parts, made anew from their changed sources, and what ``change`` returns.
+    """
+    made: dict[str, type] = {}
+    total = 0
+    for name, (kind, part) in MODULES.items():
+        real = importlib.import_module(name)
+        tree = ast.parse(Path(str(real.__file__)).read_text())
+        total += change(tree)
+        module = types.ModuleType(name)
+        module.__dict__.update(__file__=real.__file__, __package__=real.__package__)
+        # dataclasses and others look a class's module up by its name.
+        sys.modules[name] = module
+        try:
+            exec(compile(tree, str(real.__file__), "exec"), module.__dict__)
+        finally:
+            sys.modules[name] = real
+        made[part] = module.__dict__[kind]
+    return made, total
+
+
+def operations(client: Any, size: int) -> dict[str, Callable[[], Any]]:
+    """Return the calls that are measured."""
+    value, sink = bytes(size), bytearray(size)
+    keys = [f"k{number}" for number in range(BATCH)]
+    sinks, values = [bytearray(size) for _ in keys], [value] * BATCH
+    if not all(client.put_many(keys, values)):
+        raise SystemExit("counting: the cluster takes no values")
+    return {
+        "get_into": lambda: client.get_into("k0", sink),
+        "put": lambda: client.put("k0", value),
+        "exists": lambda: client.exists("k0"),
+        f"get_into_many of {BATCH}": lambda: client.get_into_many(keys, sinks),
+        f"put_many of {BATCH}": lambda: client.put_many(keys, values),
+    }
+
+
+def burst(call: Callable[[], Any], calls: int) -> float:
+    """Return the processor time of a call, ns, after others that warm up: the interpreter adapts to the class."""
+    for _ in range(calls * WARM // CALLS):
+        call()
+    began = time.thread_time_ns()
+    for _ in range(calls):
+        call()
+    return (time.thread_time_ns() - began) / calls
+
+
+def measure(client: Any, variants: dict[str, dict[str, type]], size: int, seconds: float, only: str) -> list[str]:
+    """Return the table's lines."""
+    calls = {name: call for name, call in operations(client, size).items() if not only or name in only.split(",")}
+    if not calls:
+        raise SystemExit(f"counting: there is no call of these: {only}")
+    taken: dict[tuple[str, str], list[float]] = {(call, name): [] for call in calls for name in variants}
+    until, rounds = time.monotonic() + seconds, 0
+    while rounds < 3 or time.monotonic() < until:
+        rounds += 1
+        for call in calls:
+            for name in random.sample(list(variants), len(variants)):
+                for part, kind in variants[name].items():
+                    (getattr(client, part) if part else client).__class__ = kind
+                count = 4 if "many" in call else CALLS
+                taken[call, name].append(burst(calls[call], count))
+    lines = [f"{size:,} bytes, {rounds} bursts each, processor time of the caller",
+             f"{'':22}{'':12}{'least ns':>10}{'less, ns':>10}{'ratio of medians of pairs':>30}"]  # fmt: skip
+    for call in calls:
+        base = taken[call, next(iter(variants))]
+        for name in variants:
+            mine = taken[call, name]
+            low, middle, high = statistics.quantiles([each / whole for each, whole in zip(mine, base)], n=4)
+            less = f"{min(base) - min(mine):10,.0f}" if mine is not base else " " * 10
+            quartiles = f"{middle:14.4f} ({low:.4f} to {high:.4f})" if mine is not base else ""
+            lines.append(f"{call:22}{name:12}{min(mine):10,.0f}{less}{quartiles:>34}")
+    return lines
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="to measure for; three rounds at least")
+    parser.add_argument("--size", type=int, default=4096, help="bytes of a value")
+    parser.add_argument("--only", default="", help="these calls, with commas between them, as get_into,put")
+    arguments = parser.parse_args()
+    from simm.client import Client
+
+    plain, _ = classes(lambda _: 0)
+    again, _ = classes(lambda _: 0)
+    without, removed = classes(without_counts)
+    if not removed:
+        raise SystemExit("counting: nothing counts in these sources")
+    with Client.local("256M", path="shm") as client:
+        if not client.wait_ready():
+            raise SystemExit("counting: the cluster does not come up")
+        own = {part: type(getattr(client, part) if part else client) for part in plain}
+        variants = {"as it is": plain, "again": again, "without": without}
+        try:
+            lines = measure(client, variants, arguments.size, arguments.seconds, arguments.only)
+        finally:
+            for part, kind in own.items():
+                (getattr(client, part) if part else client).__class__ = kind
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
