@@ -12,7 +12,7 @@ ones too, in the same run.
 begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
 ``simm events`` is a process of its own, the index a thread of this one.
 
-Needs the extra ``simm[index]`` for the restarts. Leaves nothing behind.
+Needs the extra ``simm-store[index]`` for the restarts. Leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/index.py [--blocks 200000] [--pods 8]
 
-Needs the extra ``simm[index]``. Times of ingest are processor time, so a busy machine changes them little; questions
+Needs the extra ``index``. Times of ingest are processor time, so a busy machine changes them little; questions
 are wall time of a client in this process. Nothing is written.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/routing.py [--pods 8] [--loads 0.3,0.5,0.7,0.8] [--charts docs]
 
-Needs the extra ``simm[index]``. Four loads of 8 pods take two minutes on a quiet processor, two loads of 200 pods with
+Needs the extra ``index``. Four loads of 8 pods take two minutes on a quiet processor, two loads of 200 pods with
 ``--requests 12000`` half an hour. The first third of the requests fills the caches and is not counted.
 
 The pods

@@ -1,4 +1,4 @@
-"""The library of the extra ``simm[grpc]``. Nothing else in SiMM imports it."""
+"""The library of the extra ``simm-store[grpc]``. Nothing else in SiMM imports it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from ..errors import UsageError
 try:
     import grpc
 except ImportError as missing:
-    raise UsageError("--grpc needs grpcio, which is not installed: pip install simm[index,grpc]") from missing
+    raise UsageError("--grpc needs grpcio, which is not installed: pip install simm-store[index,grpc]") from missing
 
 __all__ = ["grpc"]

@@ -1,4 +1,4 @@
-"""The libraries of the extra ``simm[index]``. Nothing else in SiMM imports them."""
+"""The libraries of the extra ``simm-store[index]``. Nothing else in SiMM imports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ try:
     import zmq
 except ImportError as missing:
     raise UsageError(
-        f"the event index needs {missing.name}, which is not installed: pip install simm[index]"
+        f"the event index needs {missing.name}, which is not installed: pip install simm-store[index]"
     ) from missing
 
 __all__ = ["msgspec", "xxhash", "zmq"]

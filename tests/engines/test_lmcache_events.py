@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from tests.engines.engine_processes import DRIVER_S, HERE, ROOT, Engine, tail
 from tests.support.child import child_environment

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm import Client  # noqa: E402
 from simm.arena.hashing import Hasher  # noqa: E402

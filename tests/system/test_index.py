@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm import Client  # noqa: E402
 from simm.schemes import registry  # noqa: E402
@@ -35,7 +35,7 @@ def _ask(at: str, path: str, body: Any = None) -> Any:
 
 
 def test_a_router_asks_by_grpc(tmp_path: Path) -> None:
-    grpc = pytest.importorskip("grpc", reason="the extra simm[grpc] is not installed")
+    grpc = pytest.importorskip("grpc", reason="the extra simm-store[grpc] is not installed")
     pytest.importorskip("google.protobuf", reason="no protobuf")
     request, response = messages()
     context = zmq.Context()

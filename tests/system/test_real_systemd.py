@@ -62,7 +62,7 @@ def box(nothing_is_left: Path) -> Iterator[SystemdBox]:
 def test_the_units_of_the_index_run_confined_as_they_are(box: SystemdBox) -> None:
     """``simm events`` finds the data server's ring, and ``simm index`` learns of a value by it."""
     for name in ("msgspec", "zmq", "xxhash"):
-        pytest.importorskip(name, reason="the extra simm[index] is not installed")
+        pytest.importorskip(name, reason="the extra simm-store[index] is not installed")
     publishers = [{"endpoint": "tcp://127.0.0.1:5567", "replay_endpoint": "tcp://127.0.0.1:5568", "type": "simm",
                    "modelname": "m", "instance_id": "store", "pool": "p"}]  # fmt: skip
     box.write("/etc/simm/manager.env", MANAGER_ENV)

@@ -1,4 +1,4 @@
-"""The library of the extra ``simm[lmcache]``, which hashes as LMCache's servers do. Nothing else in SiMM imports it."""
+"""The library of the extra ``lmcache``, which hashes as LMCache's servers do. Nothing else in SiMM imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ try:
     import blake3
 except ImportError as missing:
     raise UsageError(
-        "LMCache's default hash needs blake3, which is not installed: pip install simm[index,lmcache]"
+        "LMCache's default hash needs blake3, which is not installed: pip install simm-store[index,lmcache]"
     ) from missing
 
 __all__ = ["blake3"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
-pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 import xxhash  # noqa: E402
 

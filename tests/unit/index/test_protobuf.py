@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
-pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import UsageError
 from simm.index import protobuf

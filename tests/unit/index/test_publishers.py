@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import UsageError  # noqa: E402
 from simm.index import publishers as publishers_module  # noqa: E402

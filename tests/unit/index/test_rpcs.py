@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
-pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-grpc = pytest.importorskip("grpc", reason="the extra simm[grpc] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+grpc = pytest.importorskip("grpc", reason="the extra simm-store[grpc] is not installed")
 pytest.importorskip("google.protobuf", reason="no protobuf")
 
 from simm.config.parsers import Address  # noqa: E402

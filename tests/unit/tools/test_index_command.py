@@ -58,9 +58,9 @@ def test_publishers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-    pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-    pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+    pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+    pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+    pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
     assert main(["index", *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and len(error.splitlines()) == 1
@@ -70,18 +70,20 @@ def test_a_wrong_flag_is_one_sentence(arguments: list[str], sentence: str, capsy
 def test_without_the_extra_there_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import simm.cli; sys.exit(simm.cli.main(['index']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "pip install simm[index]" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and "pip install simm-store[index]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_without_the_other_extra_there_is_one_sentence() -> None:
     code = "import sys; sys.modules['grpc'] = None; import simm.cli; "
     code += "sys.exit(simm.cli.main(['index', '--grpc', '127.0.0.1:0']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "pip install simm[index,grpc]" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and "pip install simm-store[index,grpc]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+    pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
     path = tmp_path / "publishers.json"
     for text, sentence in (("{", "no JSON"), ('{"a": 1}', "JSON list")):
         path.write_text(text)

@@ -14,8 +14,8 @@ import pytest
 
 import simm
 
-pytest.importorskip("xxhash", reason="needs simm[index]")
-pytest.importorskip("msgspec", reason="needs simm[index]")
+pytest.importorskip("xxhash", reason="needs simm-store[index]")
+pytest.importorskip("msgspec", reason="needs simm-store[index]")
 
 ROOT = Path(simm.__file__).parents[1]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.arena.events.ring import RING_BYTES_MIN
 from simm.index.publish.host import LOOK_S, Host

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-msgspec = pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
+msgspec = pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import UsageError  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import UsageError  # noqa: E402
 from simm.index.publish import outlet as outlet_module  # noqa: E402

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
-pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
-zmq = pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
+pytest.importorskip("msgspec", reason="the extra simm-store[index] is not installed")
+pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
+zmq = pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.index.publish import zmtp  # noqa: E402
 from simm.index.publish.zmtp import BadPeer, Decoder, Pong, Subscription, command, frames, header  # noqa: E402
