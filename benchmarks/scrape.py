@@ -110,7 +110,9 @@ def main() -> int:
             keys = [f"k{number}" for number in range(arguments.entries)]
             for start in range(0, len(keys), BATCH):
                 part = keys[start : start + BATCH]
-                client.put_many(part, [VALUE] * len(part))
+                while part:  # on a busy machine some may have to be tried again
+                    stored = client.put_many(part, [VALUE] * len(part))
+                    part = [key for key, done in zip(part, stored) if not done]
         path = str(Path(cluster.folder, "run", f"{cluster.name}.0.sock"))
         each = -(-arguments.clients // PROCESSES)
         processes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import simm
 from simm.arena.events.victims import Victims
+from simm.cli import COMMANDS
 from simm.config.settings import SETTINGS, Settings
 from simm.control import pages
 from simm.index import figures
@@ -25,6 +27,7 @@ from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.net.metrics import CERTIFICATE
 from simm.server.operators.pages import _RDMA, _WORKER, METRICS, Row, metrics
+from simm.tools.ctl.command import _SUBJECTS
 from tests.support import metrics_page
 from tests.support.endpoint_thread import EndpointThread
 from tests.support.fake_fabric import FakeNetwork
@@ -33,6 +36,33 @@ from tests.support.worker_thread import WorkerThread
 DOCS = Path(simm.__file__).parents[1] / "docs"
 OPERATIONS = (DOCS / "operations.md").read_text()
 README = (DOCS.parent / "README.md").read_text()
+
+
+# --- questions --------------------------------------------------------------------------------
+
+
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """Return the cells of the table whose first line is ``head``, without that and the rule below it."""
+    lines = page.partition(f"{head}\n")[2].splitlines()[1:]
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_each_question_of_an_operator_has_an_answer() -> None:
+    """A metric, a command and a page here, beside what other systems have; and what is named is there."""
+    ours = rows_of(OPERATIONS, "| question | metric | command | page |")
+    others = rows_of((DOCS / "questions.md").read_text(), "| question | Redis | memcached | etcd | Mooncake |")
+    assert len(ours) > 15 and [row[0] for row in ours] == [row[0] for row in others]
+    assert [row for row in ours if len(row) != 4 or not all(row)] == []
+    assert [row for row in others if len(row) != 5 or not all(row)] == []
+    metrics_page_text = (DOCS / "metrics.md").read_text()
+    for question, metric, command, _ in ours:
+        named = re.findall(r"`(simm_[a-z_]+)`", metric)
+        assert named and all(f"| `{name}` |" in metrics_page_text for name in named), question
+        for words in re.findall(r"`simm ([a-z -]+)", command):
+            assert words.split()[0] in COMMANDS, f"{question} simm {words}"
+            if words.startswith("ctl ") and words.split()[1] != "why":
+                assert words.split()[1] in _SUBJECTS, f"{question} simm {words}"
 
 
 # --- settings ---------------------------------------------------------------------------------
