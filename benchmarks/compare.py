@@ -13,6 +13,9 @@ With ``--least`` the bursts are a tenth as long, and the least of each side is t
 nothing disturbs it. A busy machine repeats that to 2 % where its medians differ by half. It says nothing of calls that
 wait for another process.
 
+With ``--processor`` the result is the calling thread's processor time, for calls that wait for nobody: what others do
+on the machine weighs less then.
+
 It uses nothing but the public client, so it runs with any two versions that have ``Client.local``. The cache is full
 all the time, and puts store new keys, as content hashes are: so each put also evicts. Reads are of the newest keys.
 """
@@ -35,6 +38,8 @@ MEMORY_BYTES: Final = 256 << 20
 #: Newest keys of each size that are read.
 RECENT: Final = {4096: 1024, 64 << 10: 256, 1 << 20: 32}
 BATCH: Final = 32
+#: Keys of one question about many: those of a long prompt, of which half are stored.
+ASKED: Final = 512
 #: Name, value size in bytes, and calls in one burst.
 BURSTS: Final = (
     ("put", 4096, 200),
@@ -43,6 +48,7 @@ BURSTS: Final = (
     ("put_many", 4096, 12),
     ("get_into_many", 4096, 20),
     ("exists_many", 4096, 60),
+    ("exists_512", 4096, 20),
     ("view", 4096, 60),
     ("put", 64 << 10, 100),
     ("get_into", 64 << 10, 200),
@@ -71,6 +77,12 @@ def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
         with client.view(recent[number % len(recent)]) as found:
             found.data[0]
 
+    never = [f"never {number}" for number in range(ASKED // 2)]
+
+    def asked(number: int) -> list[str]:
+        start = number * BATCH % (len(recent) - len(never)) if len(recent) > len(never) else 0
+        return recent[start : start + len(never)] + never
+
     return {
         "put": lambda _: client.put(fresh(), value),
         "get_into": lambda number: client.get_into(recent[number % len(recent)], targets[0]),
@@ -78,6 +90,7 @@ def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
         "put_many": lambda _: client.put_many([fresh() for _ in range(BATCH)], [value] * BATCH),
         "get_into_many": lambda number: client.get_into_many(known(number), targets),
         "exists_many": lambda number: client.exists_many(known(number)),
+        "exists_512": lambda number: client.exists_many(asked(number)),
         "view": view,
     }
 
@@ -96,17 +109,18 @@ def serve() -> int:
         print("ready", flush=True)
         number = 0
         for line in sys.stdin:
-            name, size, count = json.loads(line)
+            name, size, count, processor = json.loads(line)
+            clock = time.thread_time if processor else time.perf_counter
             call = calls[size][name]
             if not name.startswith("put"):  # what is read must be there: other sizes have evicted it
                 for each in range(RECENT[size]):
                     calls[size]["put"](each)
             for warm in range(number, number + count // 10 + 1):  # another process has had the caches
                 call(warm)
-            began = time.perf_counter()
+            began = clock()
             for each in range(number, number + count):
                 call(each)
-            print(time.perf_counter() - began, flush=True)
+            print(clock() - began, flush=True)
             number += count
     return 0
 
@@ -114,7 +128,8 @@ def serve() -> int:
 class Side:
     """One checkout at work."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, processor: bool) -> None:
+        self.processor = processor
         self.process = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env={**os.environ, "PYTHONPATH": os.path.abspath(folder)}, cwd=folder,
@@ -129,7 +144,7 @@ class Side:
     def burst(self, name: str, size: int, count: int) -> float:
         """Return the seconds that so many calls took."""
         assert self.process.stdin is not None
-        print(json.dumps([name, size, count]), file=self.process.stdin, flush=True)
+        print(json.dumps([name, size, count, self.processor]), file=self.process.stdin, flush=True)
         return float(self._line())
 
     def end(self) -> None:
@@ -145,12 +160,13 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=200, help="bursts of each operation in each (default: 200)")
     parser.add_argument("--only", default="", help="these operations, with commas between them")
     parser.add_argument("--least", action="store_true", help="short bursts, and the least of each side")
+    parser.add_argument("--processor", action="store_true", help="processor time of the calling thread")
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error("--pairs: at least 2, as quartiles are of several")
     sides: list[Side] = []
     try:
-        sides = [Side(options.before), Side(options.after)]
+        sides = [Side(options.before, options.processor), Side(options.after, options.processor)]
         print(f"{'operation':<16}{'value':>9}{'before us':>12}{'after us':>12}{'after/before':>14}   quartiles")
         for name, size, count in BURSTS:
             if options.only and name not in options.only.split(","):

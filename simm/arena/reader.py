@@ -25,7 +25,7 @@ from ..host.processes import boottime_ns
 from ..host.users import NOT_TRUSTED, trusts
 from ..shm import AttachedSegment, data_name
 from ..wire.shard_set import FROZEN
-from .hashing import SHARD_BITS, SHARD_MASK, find_slots, split, words_of
+from .hashing import SHARD_BITS, SHARD_MASK, find_slots, low_words, split, words_of
 from .layout import (
     ENTRY_BOUND,
     ENTRY_CRC,
@@ -195,6 +195,7 @@ class ArenaReader:
             self._meta, dtype=np.uint64, count=geometry.slots * SLOT_WORDS, offset=self._slots_offset
         )
         self._np_rows = self._np_slots.reshape(-1, SLOT_WORDS)
+        self._np_lows = low_words(self._np_slots)
         self._np_shards: NDArray[np.uint64] = np.frombuffer(self._meta, np.uint64, SHARD_COUNT, HEADER_BYTES)
         self._np_visited = np.frombuffer(self.visited, np.uint8)
         self._np_names: NDArray[np.uint64] = np.frombuffer(
@@ -442,7 +443,8 @@ class ArenaReader:
     def candidates(self, digests: Sequence[bytes]) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
         """Return the words of a batch's digests, two each, and its slots, -1 for misses; unchecked."""
         keys = words_of(digests)
-        return keys, find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), keys[:, 0], keys[:, 1])
+        low, high = keys[:, 0], keys[:, 1]
+        return keys, find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), low, high, self._np_lows)
 
     def slots_of_many(self, digests: Sequence[bytes]) -> list[int]:
         """Return the slots of a batch, -1 for misses: unchecked."""
@@ -508,12 +510,11 @@ class ArenaReader:
     def contain(self, digests: Sequence[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         """Do :meth:`contains` for a batch by column; return with it the words of the digests' shards. O(digests)."""
         keys, slots = self.candidates(digests)
-        low = keys[:, 0]
-        words = self._np_shards.take((low & np.uint64(SHARD_MASK)).astype(np.intp))
+        words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False
-        self._np_visited[slots[hits]] = 1
+        self._np_visited[slots.compress(hits)] = 1
         return hits, words
 
     def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:

@@ -225,11 +225,13 @@ class Batch:
     Without ``sinks`` the batch only asks whether the keys are stored. The result is then 1 for a stored key.
     """
 
-    __slots__ = ("digests", "patience", "results", "sinks")
+    __slots__ = ("digests", "patience", "plain", "results", "sinks")
 
     def __init__(
         self, digests: Sequence[bytes], sinks: Sequence[Sink] | None, patience: Patience | None = None
     ) -> None:
+        #: The results are True and False alone: all of a batch without sinks were found or missed in an arena.
+        self.plain = False
         self.digests = digests
         self.sinks = sinks
         self.results: list[Any] = [MISS] * len(digests)

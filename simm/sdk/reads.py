@@ -500,7 +500,7 @@ class Gets(ShmGet):
         batch = Batch(digests, None, patience)
         if len(digests) < VECTOR_KEYS or not self._owners.find(batch, self._settle):
             self._owners.read(batch, self._exist_in, self._remote.exist, self._settle)
-        return [got == 1 for got in batch.results]
+        return batch.results if batch.plain else [got == 1 for got in batch.results]
 
     def _exist_in(
         self, _target: Target, reader: ArenaReader, positions: Sequence[int], batch: Batch, _: NDArray[np.intp] | None

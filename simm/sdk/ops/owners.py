@@ -166,7 +166,7 @@ class Owners:
             return False
         which = np.searchsorted(np.array(numbers, np.uint16), owners)
         hits, words = Arenas(readers, which).contain(keys)
-        batch.results[:] = hits.tolist()
+        batch.results = hits.tolist()
         open_ = np.flatnonzero(~hits & (words - np.uint64(1) >= np.uint64(PLAIN_BELOW - 1)))
         if open_.size:
             lefts = [Unresolved() for _ in targets]
@@ -175,6 +175,8 @@ class Owners:
             for target, left in zip(targets, lefts):
                 if left:
                     settle(target, left, batch)
+        else:
+            batch.plain = True
         return True
 
     # -- results ------------------------------------------------------------------------------------
@@ -244,31 +246,39 @@ class Owners:
 def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, observed: bool) -> Unresolved:
     """Find out which keys one arena has, and count them. ``observed``: note how long that takes, too."""
     unresolved = Unresolved()
-    digests, results = batch.digests, batch.results
-    wanted = digests if len(positions) == len(digests) else [digests[position] for position in positions]
+    digests = batch.digests
+    whole = len(positions) == len(digests)
+    wanted = digests if whole else [digests[position] for position in positions]
     began = time.perf_counter_ns() if observed else 0
+    open_: list[tuple[int, int]] = []
     if len(wanted) < EACH_KEYS:
         hits = reader.contains_many(wanted)
-        open_ = [] if all(hits) else [(at, reader.shard_word(wanted[at])) for at, hit in enumerate(hits) if not hit]
+        found = hits.count(True)
+        if found < len(hits):
+            open_ = [(at, reader.shard_word(wanted[at])) for at, hit in enumerate(hits) if not hit]
     else:
         there, words = reader.contain(wanted)
         hits = there.tolist()
-        places = np.flatnonzero(~there & (words - np.uint64(1) >= np.uint64(PLAIN_BELOW - 1)))  # 0 - 1 wraps
-        open_ = list(zip(places.tolist(), words[places].tolist()))
+        found = int(np.count_nonzero(there))
+        moving = words - np.uint64(1) >= np.uint64(PLAIN_BELOW - 1)  # 0 - 1 wraps
+        if moving.tobytes().count(1):  # faster than numpy's any
+            places = np.flatnonzero(~there & moving)
+            open_ = list(zip(places.tolist(), words[places].tolist()))
     counts = reader.counts
     if observed:
         observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
-    found, absent = hits.count(True), hits.count(False)
+    absent = len(hits) - found  # no call while counting
     counts[FOUND] += found
     counts[NOT_FOUND] += absent
-    if len(positions) == len(results):
-        results[:] = hits
+    if whole:
+        batch.results = hits
     else:
         for position, hit in zip(positions, hits):
-            results[position] = hit
+            batch.results[position] = hit
     for at, word in open_:
         if not 0 < word < PLAIN_BELOW:
             unresolved.by_word(positions[at], word)
+    batch.plain = whole and not unresolved
     return unresolved
 
 

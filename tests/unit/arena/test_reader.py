@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from simm.arena.hashing import Hasher, sets_of
+from simm.arena.hashing import SHARD_BITS, Hasher, sets_of
 from simm.arena.layout import ENTRY_BOUND, SLOT_WORDS, Word
 from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled, words_of
 from simm.arena.store import Store
@@ -82,6 +82,25 @@ def test_a_batch_finds_what_single_calls_find(arena: tuple[Store, ArenaReader], 
         for digest, hit in zip(batch, there):
             word = words[int.from_bytes(digest[:2], "little") & len(words) - 1]
             assert hit == (digest in inside and 0 < word < FROZEN)
+
+
+def test_a_batch_finds_digests_whose_two_sets_would_be_one(arena: tuple[Store, ArenaReader]) -> None:
+    """The second set is the next one then. So many share a set here that half of them lie in it."""
+    store, reader = arena
+    sets = store.table.geometry.sets
+    for shard in range(len(store.shards)):
+        store.shards[shard] = 1
+    first = sets - 1  # the next one is the table's first
+    digests = []
+    for number in range(12):
+        low = (number * sets + first) << SHARD_BITS | number
+        digests.append(low.to_bytes(8, "little") + (number * sets + first).to_bytes(8, "little"))
+    for number, digest in enumerate(digests):
+        assert sets_of(digest, sets) == (first, 0)
+        assert put(store.table, digest, store.geometry.data_offset + 4096 * number)
+    others = [digest_of(f"other {number}") for number in range(500)]
+    slots, there = agree(reader, digests + others)
+    assert there == [True] * 12 + [False] * 500 and {slot // 8 for slot in slots[:12]} == {first, 0}
 
 
 def lengths(reader: ArenaReader, digests: list[bytes]) -> list[int]:

@@ -1,0 +1,73 @@
+"""What a batch of questions finds in one arena: the same as few keys at a time, also while shards move."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from simm.arena.hashing import Hasher
+from simm.arena.reader import EACH_KEYS, ArenaReader
+from simm.arena.store import Store
+from simm.ipc.counts import FOUND, NOT_FOUND
+from simm.sdk.batch import Batch
+from simm.sdk.ops.owners import exist_in
+from simm.wire.shard_set import FROZEN
+from tests.support.store_world import new_segment, remove_segment
+
+digest_of = Hasher("exist")
+#: Positions that are left, by why.
+Left = tuple[list[tuple[int, bool]], list[tuple[int, int, bool]], list[int]]
+
+
+@pytest.fixture
+def arena() -> Iterator[tuple[Store, ArenaReader]]:
+    segment = new_segment(16 << 20, 1024)
+    store = Store.create(segment.mm, slots=1024)
+    store.open()
+    reader = ArenaReader(segment.name)
+    try:
+        yield store, reader
+    finally:
+        del reader
+        store.release()
+        remove_segment(segment)
+
+
+def asked(reader: ArenaReader, digests: Sequence[bytes], each: int) -> tuple[list[bool], Left, list[int]]:
+    """Ask for so many keys at a time; return what was found, what is left, and what was counted."""
+    batch = Batch(digests, None)
+    left: Left = [], [], []
+    before = [reader.counts[FOUND], reader.counts[NOT_FOUND]]
+    for start in range(0, len(digests), each):
+        found = exist_in(reader, range(start, min(start + each, len(digests))), batch, observed=False)
+        left[0].extend(found.ask_owner)
+        left[1].extend(found.at_previous_owner)
+        left[2].extend(found.not_owner)
+    assert batch.plain == (each >= len(digests) and not any(left))
+    assert not batch.plain or all(type(got) is bool for got in batch.results)
+    counted = [reader.counts[word] - past for word, past in zip((FOUND, NOT_FOUND), before)]
+    return [got == 1 for got in batch.results], left, counted
+
+
+@pytest.mark.parametrize(
+    "words", [(5,), (5, 5, 0), (5, FROZEN | 7), (5, FROZEN - 1), (0, 1, 5, FROZEN - 1, FROZEN, FROZEN | 7)]
+)
+@pytest.mark.parametrize("count", [EACH_KEYS, 500])
+def test_a_batch_answers_as_few_keys_at_a_time(
+    arena: tuple[Store, ArenaReader], words: Sequence[int], count: int
+) -> None:
+    store, reader = arena
+    rng = random.Random(f"{words} {count}")
+    for shard in range(len(store.shards)):
+        store.shards[shard] = rng.choice(words)
+    digests = [digest_of(f"{number}") for number in range(count)]
+    for number, digest in enumerate(digests):
+        if number % 2:
+            store.table.publish(digest, store.geometry.data_offset + 4096 * number, 100, 0, 4096, 0, 0, 1)
+    few, many = asked(reader, digests, EACH_KEYS - 1), asked(reader, digests, count)
+    assert many == few
+    assert sum(few[2]) == count and (words == (5,)) == (not any(few[1]))
+    if words == (5,):
+        assert few[0] == [bool(number % 2) for number in range(count)]
