@@ -70,10 +70,11 @@ KEEP_HARD = 2
 NEAR = 3
 NEAR_S = 300
 KEEP_S_MAX = 30 * 24 * 3600
-#: What hard kept entries may take of a worker's data, percent: in all, and those of one namespace.
-KEEP_SHARES = (50, 25)
+#: Shares of a worker's data, percent: of all hard kept entries, of those of one namespace, of near copies.
+KEEP_SHARES = (50, 25, 10)
 #: More is not allowed to be given them: others find no room then.
 KEEP_SHARE_MAX = 90
+NEAR_SHARE_MAX = 50
 #: Bit beside the class: the entry may be the manifest of a value in parts, as its parts are kept by the same request.
 KEEP_PARTS = 0x80
 

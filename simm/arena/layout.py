@@ -100,10 +100,12 @@ class Word:
     GENERATION: Final = 18
     #: NUMA node + 1 of an arena that was added to a running server; 0 for others.
     GROWN: Final = 19
+    #: One more than what near copies may take of the data, percent; 0: the worker does not say.
+    NEAR_SHARE: Final = 20
 
 
 #: Header words in use.
-HEADER_WORDS: Final = Word.GROWN + 1
+HEADER_WORDS: Final = Word.NEAR_SHARE + 1
 
 
 class State:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import COUNT_WORDS, SET_BYTES, SHARD_COUNT, SLOT_BYTES
+from ..constants import COUNT_WORDS, KEEP_SHARES, SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from ..errors import SegmentError
 from ..host.pages import populate_read
 from ..host.processes import boottime_ns
@@ -220,6 +220,12 @@ class ArenaReader:
         """Return the STATE word."""
         word: int = self.words[Word.STATE]
         return word
+
+    @property
+    def near_max(self) -> int:
+        """Return how many bytes near copies may take."""
+        said: int = self.words[Word.NEAR_SHARE]
+        return self.geometry.data_bytes * (said - 1 if said else KEEP_SHARES[2]) // 100
 
     @property
     def of_cluster(self) -> bool:

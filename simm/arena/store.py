@@ -99,7 +99,7 @@ class Store:
         self.keeping = Keeping(self.space.kept, self.table, self.shard_words, self.ledger.namespaces)
         self.near = NearCopies(
             self.keeping, self.table, self.commit, partial(self._refuse, cause=OVER_QUOTA, status=Status.OVER_QUOTA),
-            self._apply_entries, self._drop_entry, self.space.evictions,
+            self._apply_entries, self._drop_entry, self.space.evictions, (self._kept, self.header),
         )  # fmt: skip
         self._lost = LostEntries(self.shard_words, self.table, self._drop_entry)
         readable = self.ledger.namespaces.readable

@@ -43,6 +43,7 @@ from ..constants import (
     DEFAULT_POLICY,
     KEEP_SHARE_MAX,
     KEEP_SHARES,
+    NEAR_SHARE_MAX,
     POLICY_NAMES,
     SHARD_COUNT,
 )
@@ -196,6 +197,10 @@ class Settings:
     keep_namespace_share: int = _setting(
         q.integer(0, KEEP_SHARE_MAX), "what hard kept values of one namespace may take of a worker's memory, percent",
         SERVER, default=KEEP_SHARES[1], metavar="PERCENT",
+    )
+    near_share: int = _setting(
+        q.integer(0, NEAR_SHARE_MAX), "what near copies may take of a worker's memory, percent; 0: nothing", SERVER,
+        default=KEEP_SHARES[2], metavar="PERCENT",
     )
     poll_us: int = _setting(
         q.duration_in("us", 0, 1_000_000), "how long a worker polls its commit rings after its last work; 0: never",

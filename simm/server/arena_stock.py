@@ -92,6 +92,7 @@ class ArenaStock:
         vault.header[Word.GROWN] = self.nodes[number] + 1 if number >= len(self.options.nodes) else 0
         with memoryview(arena.mm)[:HEADER_BYTES].cast("Q") as words:
             words[Word.GROWN] = vault.header[Word.GROWN]
+        store.near.say(shares[2])
         if ring is not None:
             attach(ring, store.table, store.shard_words, store.ledger.namespaces)
         return store

@@ -36,7 +36,7 @@ class DataServerOptions:
     managers: list[tuple[str, int]] = field(default_factory=list)
     policy: str = DEFAULT_POLICY
     #: What hard kept values may take of a worker's data, percent: in all, and those of one namespace.
-    keep_shares: tuple[int, int] = KEEP_SHARES
+    keep_shares: tuple[int, int, int] = KEEP_SHARES
     poll_us: int = 50
     streams: int = 1
     #: Slots of each worker's table, or the bytes of a value that it is made for; 0 for the default. Not both.
@@ -123,7 +123,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         listen_port=port,
         managers=[(address.host, address.port) for address in settings.manager],
         policy=settings.policy,
-        keep_shares=(settings.keep_share, settings.keep_namespace_share),
+        keep_shares=(settings.keep_share, settings.keep_namespace_share, settings.near_share),
         poll_us=settings.poll_us,
         streams=settings.streams,
         slots=settings.slots,

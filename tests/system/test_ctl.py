@@ -166,7 +166,9 @@ def test_settings_change_in_all_processes_and_stay_over_a_restart_of_the_worker(
         return str(row["value"])
 
     names = {row["name"] for row in json.loads(ctl(cluster, "settings", "--json")[1])}
-    assert names == {"log_level", "poll_us", "move_mib_s", "slow_ms", "policy", "keep_share", "keep_namespace_share"}
+    assert names == {
+        "log_level", "poll_us", "move_mib_s", "slow_ms", "policy", "keep_share", "keep_namespace_share", "near_share"
+    }  # fmt: skip
     assert ctl(cluster, "settings", "set", "poll_us", "77")[0] == 0 and value("poll_us") == "77"
     wait_until(lambda: rows(cluster, "workers")[0].get("poll_us") == 77, "the worker has it")
     assert ctl(cluster, "settings", "set", "log_level", "debug")[0] == 0

@@ -61,6 +61,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--epoch-lease-ms": ("5000",),
     "--moves-at-once": ("16384",),
     "--name": ("{name}-named",),
+    "--near-share": ("0", "50"),
     "--numa": ("all",),
     "--policy": ("fifo", "sieve"),
     "--poll-us": ("0", "1ms"),

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from simm.sdk.writes import Puts
 from tests.support.fleet import Fleet
 from tests.support.processes import new_folder
 from tests.support.several_hosts import HostClient, separate
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 VALUE = np.arange(20_000, dtype=np.uint8)
 
@@ -190,6 +192,35 @@ def test_values_of_all_sizes(make: Make) -> None:
     dropped = client.counters["near_dropped"]
     wait_until(lambda: client.counters["near_dropped"] > dropped, "it is dropped")
     assert len(client.get(too_large) or b"") == 20 << 20
+
+
+def test_an_operator_changes_the_share_while_a_server_runs(make: Make, fleet: Fleet) -> None:
+    """With 0 nothing is fetched to be copied, and ``prefetch`` says so."""
+    server = fleet.servers[0]
+
+    def share(percent: str) -> None:
+        runtime_dir = fleet.run_folder_seen_from_here(server)
+        command = [sys.executable, "-m", "simm", "ctl", "settings", "set", "near_share", percent]
+        where = ["--server", server.name, "--runtime-dir", runtime_dir]
+        subprocess.run([*command, *where], check=True, capture_output=True, timeout=WAIT_S)
+
+    client = make(0)
+    keys = put_far(client)
+    near = near_of(client)
+    try:
+        share("0")
+        wait_until(lambda: near._shards() and near._largest() == 0, "the client sees it")
+        for _ in range(3):
+            assert right(client, keys)
+        assert len(near._promotion) == 0 and client.prefetch(keys) == 0 and not near._plain.counters["hits"]
+        assert client.counters["near_dropped"] == len(keys) and client.counters["near_hits"] == 0
+        assert server.worker_stats()["kept"]["near_max"] == 0
+    finally:
+        share("10")
+    wait_until(near._largest, "the client sees it")
+    assert client.prefetch(keys) == len(keys)
+    copied(client, 2 * len(keys))
+    assert right(client, keys) and client.counters["near_hits"] == len(keys)
 
 
 def test_a_value_that_is_too_large_is_fetched_once_for_each_get(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,13 +178,13 @@ class Keeping:
         self._table.set_marks(slot, self._table.marks(slot) & ~KEPT_MASK | word)
 
     def stats(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return kept bytes by namespace and class, the bounds of hard ones, and failures by cause. O(namespaces)."""
+        """Return kept bytes by namespace and class, their bounds, and failures by cause. O(namespaces)."""
         found: dict[str, dict[str, int]] = {}
         for (namespace, how), count in self.kept.bytes.items():
             sizes = found.setdefault(names.get(namespace, ""), dict.fromkeys(_NAMES.values(), 0))
             sizes[_SHOWN[how]] = sizes.get(_SHOWN[how], 0) + count
         kept = self.kept
         return {
-            "bytes": found, "hard_max": kept.hard_max, "namespace_max": kept.namespace_max, "entries": len(kept),
-            "softened": kept.softened, "failures": self.failures,
+            "bytes": found, "hard_max": kept.hard_max, "namespace_max": kept.namespace_max, "near_max": kept.near_max,
+            "entries": len(kept), "softened": kept.softened, "failures": self.failures,
         }  # fmt: skip

@@ -33,15 +33,13 @@ NEAR: Final = NEAR_CLASS
 #: By class: in which order entries go that lie in one full set. What is hard kept does not.
 HARD_RANK: Final = 3
 RANKS: Final = (1, 2, HARD_RANK, 0)
-#: What hard kept entries may take of the region, percent: in all, and those of one namespace.
-Shares = tuple[int, int]
+#: What may be taken of the region, percent: by hard kept entries in all, by those of one namespace, by near copies.
+Shares = tuple[int, int, int]
 #: Bits of the time in a slot's word; the class is above them. 2^30 s are 34 years since the host's start.
 UNTIL_BITS: Final = 30
 UNTIL_MASK: Final = (1 << UNTIL_BITS) - 1
 #: The lower half of a slot's marks.
 KEPT_MASK: Final = (1 << 32) - 1
-#: Near copies are at most 1 / NEAR_SHARE of the data.
-NEAR_SHARE: Final = 10
 #: Near copies that one allocation evicts at most: of large values several make room for one.
 NEAR_EVICTED_MAX: Final = 8
 #: Allocations in a row that pass copies by.
@@ -81,7 +79,7 @@ class KeptEntries:
         allocator, policy, offsets: the region's; the last is the offset of each slot's chunk, -1 without one.
         in_use: tells whether a slot's entry may not be evicted, as its chunk is in use.
         changed: called when something may be evicted that could not be before.
-        shares: bounds of what is hard kept.
+        shares: bounds of what is hard kept, and of near copies.
     """
 
     def __init__(
@@ -93,14 +91,13 @@ class KeptEntries:
         self._policy = policy
         self._offsets = offsets
         self._changed = changed
-        self.hard_max = self.namespace_max = self.hard_bytes = 0
+        self.hard_max = self.namespace_max = self.near_max = self.hard_bytes = 0
         self.bound_by(shares)
         #: By slot. Others look into it, at every put: a call would cost more than the look.
         self.entries: dict[int, KeptEntry] = {}
         self._due: list[tuple[int, int]] = []
         #: Bytes by (namespace, class).
         self.bytes: dict[tuple[int, int], int] = {}
-        self.near_max: Final = allocator.size // NEAR_SHARE
         self.near_bytes = 0
         #: By group: the number of near copies in each that has some.
         self.near: dict[int, int] = {}
@@ -117,8 +114,9 @@ class KeptEntries:
         self.outdated: Callable[[int, int], bool] = lambda _slot, _how: False
 
     def bound_by(self, shares: Shares) -> None:
-        """Take other bounds of what is hard kept. What is beyond them stays kept until its time; more is refused."""
-        self.hard_max, self.namespace_max = (self._allocator.size * share // 100 for share in shares)
+        """Take other bounds. What is beyond them stays until its time, or until copies go first; more is refused."""
+        size = self._allocator.size
+        self.hard_max, self.namespace_max, self.near_max = (size * share // 100 for share in shares)
         #: What was hard kept then, which may be more.
         self.hard_before = self.hard_bytes
 

@@ -3,11 +3,12 @@
 A copy is an ordinary entry: readers find and check it as any other, `advance` ends it, a dead namespace takes it along.
 Three things are its own (`simm.sdk.near.promotion` says what copies are for):
 
-* *Room.* All copies take a tenth of the arena's data at most: a new one evicts the oldest of them. An allocation takes
-  the place of a copy of its size class before it evicts anything else. What was just put is spared for a while; a copy
-  never is. The chunk of a copy is granted like any other, before anybody knows what for. In a full arena it would be
-  that of the copy before, and there would only ever be one. So a copy that is made while there are evictions lets one
-  later allocation pass the copies by: each copy costs the arena one other value, and each value that is put one copy.
+* *Room.* All copies take a share of the arena's data at most (``--near-share``): a new one evicts the oldest of them.
+  Clients read in the header how much that is, and fetch nothing that finds no room. An allocation takes the place of a
+  copy of its size class before it evicts anything else. What was just put is spared for a while; a copy never is. The
+  chunk of a copy is granted like any other, before anybody knows what for. In a full arena it would be that of the copy
+  before, and there would only ever be one. So a copy that is made while there are evictions lets one later allocation
+  pass the copies by: each copy costs the arena one other value, and each value that is put one copy.
 * *Time.* It is dropped after ``NEAR_S``, used or not. So a reader that was not told of a delete, or of a value that
   changed although that was ruled out, is wrong for no longer.
 * *Place.* It does not move with its shard.
@@ -22,7 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ...wire.messages import Status
-from .kept import NEAR
+from ..layout import Word
+from .kept import NEAR, Shares
 
 if TYPE_CHECKING:
     from ...table import Table
@@ -45,12 +47,13 @@ class NearCopies:
         commit: publishes values. refuse: spends a grant whose value finds no room, and returns the status.
         settle: does the bookkeeping that commits have deferred. drop: drops the entry of a slot.
         evictions: the space's, by reason.
+        headers: the words of the arena's headers, the one that is believed and the one that clients see.
     """
 
     def __init__(
         self, keeping: Keeping, table: Table, commit: Callable[[Session, Sequence[Entry]], list[int]],
         refuse: Callable[[Session, Grant], int], settle: Callable[[], None], drop: Callable[[int], None],
-        evictions: Mapping[str, int],
+        evictions: Mapping[str, int], headers: Sequence[memoryview],
     ) -> None:  # fmt: skip
         self._keeping: Final = keeping
         self._table: Final = table
@@ -59,10 +62,21 @@ class NearCopies:
         self._settle: Final = settle
         self._drop: Final = drop
         self._evictions: Final = evictions
+        self._headers: Final = headers
         self._evicted = 0
         #: What became of copies: made; refused, as there was no room; evicted for another copy; and expired.
         self.counts = dict.fromkeys(("made", "refused", "replaced", "expired"), 0)
         keeping.drop_near = self._expire
+
+    def say(self, share: int) -> None:
+        """Tell clients what copies may take of the data, percent."""
+        for words in self._headers:
+            words[Word.NEAR_SHARE] = share + 1
+
+    def bound_by(self, shares: Shares) -> None:
+        """Take other bounds of what is kept, and of copies. Those beyond them go when there is need, or in time."""
+        self._keeping.kept.bound_by(shares)
+        self.say(shares[2])
 
     def commit(self, session: Session, entry: Entry, grant: Grant) -> int:
         """Publish a copy in the chunk of a grant, and spend it; return the status. O(log kept) for each evicted one."""

@@ -12,6 +12,7 @@ workers. A client without one copies nothing, and says so once.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ...arena.marks.kept import NEAR_SHARE
 from ...arena.marks.near import COMMIT_NEAR
 from ...cluster.lookup import Unresolved
 from ...errors import PeerError, SimmError
@@ -57,6 +57,8 @@ LINGER_S: Final = 1.0
 LOOK_S: Final = 0.5
 
 _NOWHERE: Final[tuple[int, ...]] = ()
+#: As long as no arena here says what it takes.
+_ANY: Final = sys.maxsize
 
 
 class NearPut(ShmPut):
@@ -95,8 +97,8 @@ class Near:
         #: The map by which shards were found, those of the node that is here, and until when nobody looks again.
         self._here: tuple[RouteTable | None, Sequence[int], float] = (None, _NOWHERE, 0.0)
         self._nodes: tuple[RouteTable | None, list[Sequence[int]]] = (None, [])
-        #: The largest value that any arena here would take a copy of.
-        self._largest = 0
+        #: The workers here.
+        self._hosts: Sequence[Target] = ()
         self._said = False
         self._begin()
         fork.in_child(self._begin)
@@ -130,8 +132,7 @@ class Near:
         if not node and any(each.fresh for each in table.by_position):
             router.connect_ahead()  # no operation has asked for the servers on this host yet
         shards = _shards_of(table, node) if node else _NOWHERE
-        readers = [each.reader for each in table.by_position if each.reader is not None and each.info.node == node]
-        self._largest = max((each.geometry.data_bytes // NEAR_SHARE for each in readers), default=0)
+        self._hosts = [each for each in table.by_position if each.info.node == node]
         self._here = table, shards, time.monotonic() + LOOK_S
         return shards
 
@@ -198,13 +199,14 @@ class Near:
             return
         digests, results = batch.digests, batch.results
         with self._lock:
-            hits = [digests[each] for each in positions if is_hit(results[each]) and self._takes(results[each])]
+            most = self._largest()
+            hits = [digests[each] for each in positions if is_hit(results[each]) and _chunk_of(results[each]) <= most]
             if any([self._promotion.hit(digest) for digest in hits]):  # noqa: C419 -- each of them is noted
                 self._wake()
 
-    def _takes(self, got: Answer) -> bool:
-        """Return whether an arena here takes a copy of a value that was read, or of which ranges were."""
-        return chunk_bytes_for(len(got) if isinstance(got, bytes) else int(got)) <= self._largest
+    def _largest(self) -> int:
+        """Return the bytes of the largest chunk of which an arena here takes a copy: an operator may change that."""
+        return max((reader.near_max for each in self._hosts if (reader := each.reader) is not None), default=_ANY)
 
     # -- copies wanted ------------------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class Near:
         if not self._shards() and self._is_settled():
             self._say_once()
             return [DROPPED] * len(digests)
+        takes = self._largest() > 0
         results = []
         with self._lock:
             for digest in digests:
@@ -221,7 +224,7 @@ class Near:
                 if owner is not None and owner.reader is not None:
                     results.append(HERE)
                 else:
-                    results.append(WAITS if self._promotion.add(digest) else DROPPED)
+                    results.append(WAITS if takes and self._promotion.add(digest) else DROPPED)
             if WAITS in results:
                 self._wake()
         dropped = results.count(DROPPED)
@@ -403,6 +406,11 @@ class NearPuts(Puts):
 
     def _delete_near(self, digests: Sequence[bytes], sizes: Sequence[int] | None) -> None:
         self.near.delete(digests, sizes)
+
+
+def _chunk_of(got: Answer) -> int:
+    """Return the bytes of the chunk of a value that was read, or of which ranges were."""
+    return chunk_bytes_for(len(got) if isinstance(got, bytes) else int(got))
 
 
 def _has(target: Target | None, near: bytes) -> bool:

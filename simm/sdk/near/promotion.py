@@ -29,7 +29,8 @@ What can go wrong
   stored. ``exists``, pins and prefixes ask the owner alone.
 * *The epoch advances in between.* The copy has the epoch in its digest with which the original was read, so the worker
   refuses it, or its readers do.
-* *Copies push out values.* They take a tenth of an arena at most, and go before all other values of their size class.
+* *Copies push out values.* They take a share of an arena at most (``--near-share``, a tenth), and go before all other
+  values of their size class.
 * *Scans.* One read of each of a million keys must copy nothing. The second hit within the window decides, and the
   window is a table of ``WINDOW`` places, in sets of ``WAYS`` as in a processor's cache. A digest falls into one set,
   and pushes out the oldest there. It cannot grow. With one place in each set, two keys that are read in turns and share

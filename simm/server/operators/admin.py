@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from ...arena.marks.kept import Shares
 from ...arena.space import Space
 from ...config.live import LiveSettings, level_now, set_level
 from ...config.logs import reopen_logs
@@ -109,7 +110,7 @@ def open_admin(
     live = LiveSettings({
         "log_level": level_now(), "poll_us": options.poll_us, "move_mib_s": options.move_bytes_per_s >> 20,
         "slow_ms": options.slow_ms, "policy": options.policy, "keep_share": options.keep_shares[0],
-        "keep_namespace_share": options.keep_shares[1],
+        "keep_namespace_share": options.keep_shares[1], "near_share": options.keep_shares[2],
     })  # fmt: skip
 
     live.follow("log_level", set_level)
@@ -139,18 +140,18 @@ def follow_settings(live: LiveSettings, worker: Worker) -> None:
         worker.rings.set_poll_us(value)
 
     def shares(_value: int) -> None:
-        worker.store.space.kept.bound_by(keep_shares(live))
+        worker.store.near.bound_by(keep_shares(live))
 
     live.follow("poll_us", poll_us)
     live.follow("policy", PolicyChange(worker.store.space, worker.loop).take)
-    live.follow("keep_share", shares)
-    live.follow("keep_namespace_share", shares)
+    for name in ("keep_share", "keep_namespace_share", "near_share"):
+        live.follow(name, shares)
     live.follow("slow_ms", slow.watch_worker(worker))
 
 
-def keep_shares(live: LiveSettings) -> tuple[int, int]:
-    """Return what hard kept values may take of a worker's data now, percent: in all, and those of one namespace."""
-    return live["keep_share"], live["keep_namespace_share"]
+def keep_shares(live: LiveSettings) -> Shares:
+    """Return what hard kept values and near copies may take of a worker's data now."""
+    return live["keep_share"], live["keep_namespace_share"], live["near_share"]
 
 
 class PolicyChange:

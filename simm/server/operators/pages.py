@@ -191,6 +191,7 @@ _KEEP_MAX: Final = _worker("simm_keep_max_bytes", "gauge", "Bytes that may be ha
 _KEEP_NAMESPACE_MAX: Final = _worker(
     "simm_keep_namespace_max_bytes", "gauge", "Bytes of one namespace that may be hard kept: --keep-namespace-share."
 )
+_NEAR_MAX: Final = _worker("simm_near_max_bytes", "gauge", "Bytes that near copies may take: --near-share.")
 _NEAR: Final = _worker(
     "simm_near_copies_total", "counter",
     "Near copies: made; refused, as there was no room; replaced by another one; expired.", "kind",
@@ -257,7 +258,7 @@ _PRIVATE: Final = _worker(
 #: All metrics of a data server, in their order.
 METRICS: Final = (
     _JOINED, _FENCED, _EPOCH, *_WORKER.values(), _EVICTIONS, _EVICTED_CHUNKS, _EVICTION_AGE, _PUT_FAILURES, _KEPT,
-    _KEEP_MAX, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
+    _KEEP_MAX, _KEEP_NAMESPACE_MAX, _KEEP_FAILURES, _NEAR_MAX, _NEAR, *_QUOTAS.values(), *_MOVES.values(),
     _RDMA_READY, *_RDMA.values(), _OPERATIONS, _HITS, _MISSES, _OP_BYTES, _PUTS_FAILED, *_READS.values(), _SECONDS,
     _DISBELIEVED, _SILENT, _CUT_OFF, _CORRUPTIONS, _RESTARTS, _CPU, _RESIDENT, _PRIVATE, *OF_PROCESSES,
 )  # fmt: skip
@@ -470,6 +471,7 @@ def _add_row(samples: Samples, row: Row, who: tuple[str, int, int]) -> None:
     for (namespace, kind), size in _kept_by(kept.get("bytes", {}), shown).items():
         samples.add(_KEPT, size, *who, namespace, kind)
     samples.add(_KEEP_MAX, kept.get("hard_max", 0), *who)
+    samples.add(_NEAR_MAX, kept.get("near_max", 0), *who)
     samples.add(_KEEP_NAMESPACE_MAX, kept.get("namespace_max", 0), *who)
     for cause, count in kept.get("failures", {}).items():
         samples.add(_KEEP_FAILURES, count, *who, cause)

@@ -241,6 +241,7 @@ def test_toml_without_tomllib_names_the_way_out(tmp_path: Path, monkeypatch: pyt
         ({"memory": "lots"}, {}, r"memory \(from --memory\).*8G"),
         ({}, {"SIMM_WARM": "perhaps"}, r"warm \(from environment SIMM_WARM\).*true nor false"),
         ({"policy": "seive"}, {}, "did you mean 'sieve'"),
+        ({"near_share": "51"}, {}, r"near_share \(from --near-share\).*from 0 to 50"),
         ({"keep_share": "91"}, {}, r"keep_share \(from --keep-share\).*from 0 to 90"),
         ({}, {"SIMM_KEEP_NAMESPACE_SHARE": "half"}, "SIMM_KEEP_NAMESPACE_SHARE.*from 0 to 90"),
         ({"streams": "-1"}, {}, "from 0 to 256"),

@@ -396,7 +396,7 @@ def test_a_table_for_values_of_a_size(shm_dir: Path) -> None:
     for value in (0, 1000, 4096, 1 << 20):
         options = DataServerOptions("gpu", "", [0], memory=64 * MIB, value_bytes=value)
         arena = ArenaStock(options, 99).new(options.memory, [0], lambda *_: True)[0]
-        store = ArenaStock(options, 99).store_in(0, arena, Vault(), "lru", (50, 25))
+        store = ArenaStock(options, 99).store_in(0, arena, Vault(), "lru", (50, 25, 10))
         by_size[value] = store.geometry.slots
         store.release()
         arena.unlink()

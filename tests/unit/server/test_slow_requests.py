@@ -18,7 +18,8 @@ from tests.support.fake_cluster import ALL, FakeCluster
 
 #: What a data server can change while it runs (``simm/dataserver.py``).
 LIVE = {
-    "log_level": "info", "poll_us": 50, "slow_ms": 0, "policy": "lru", "keep_share": 25, "keep_namespace_share": 12
+    "log_level": "info", "poll_us": 50, "slow_ms": 0, "policy": "lru", "keep_share": 25, "keep_namespace_share": 12,
+    "near_share": 10,
 }  # fmt: skip
 
 

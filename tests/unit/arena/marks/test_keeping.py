@@ -360,8 +360,8 @@ def test_a_successor_with_smaller_shares_keeps_the_rest_softly(segment: OwnedAre
     assert world.store.keep(digests, HARD, 100, 0) == [Status.OK] * 20
     data = world.geometry.data_bytes
     for shares, hard in (((90, 25), 20), ((90, 2), data * 2 // 100 // 61_440), ((1, 90), data // 100 // 61_440)):
-        world.store = Store.recover(segment.mm, segment.name, shares=shares)
+        world.store = Store.recover(segment.mm, segment.name, shares=(*shares, 10))
         kept = [entry.how for _, entry in world.store.space.kept.items()]
         assert len(kept) == 20 and kept.count(HARD) == hard, shares
-    world.store = Store.recover(segment.mm, segment.name, shares=(0, 90))
+    world.store = Store.recover(segment.mm, segment.name, shares=(0, 90, 10))
     assert [entry.how for _, entry in world.store.space.kept.items()] == [SOFT] * 20

@@ -216,7 +216,7 @@ def test_what_is_beyond_a_share_that_was_cut_stays_until_its_time_and_grows_no_m
     for at, slot in enumerate(slots[:50]):
         owner.keep(slot, HARD, 10 + at, at % 2)
     before = kept.hard_bytes
-    kept.bound_by((20, 10))
+    kept.bound_by((20, 10, 10))
     assert kept.hard_bytes == before > kept.hard_max
     owner.compare()
     check(owner.space)
@@ -229,7 +229,7 @@ def test_what_is_beyond_a_share_that_was_cut_stays_until_its_time_and_grows_no_m
         owner.compare()
         check(owner.space)
     assert kept.keep(slots[0], HARD, 200, 0)
-    kept.bound_by((50, 25))
+    kept.bound_by((50, 25, 10))
     check(owner.space)
 
 
@@ -240,7 +240,7 @@ def test_what_grows_beyond_a_share_that_was_cut_is_seen(monkeypatch: pytest.Monk
     kept, slots = owner.space.kept, [owner.publish(owner.space_for(65_536)) for _ in range(60)]
     for at, slot in enumerate(slots[:50]):
         owner.keep(slot, HARD, 100, at % 2)
-    kept.bound_by((20, 10))
+    kept.bound_by((20, 10, 10))
     if looked:
         kept.end(slots[0])
         check(owner.space)

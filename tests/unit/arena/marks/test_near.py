@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from simm.arena.hashing import TAG_AT, shard_of
-from simm.arena.marks.kept import NEAR, NEAR_SHARE, KeptEntries, unpack
+from simm.arena.marks.kept import NEAR, KeptEntries, unpack
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.queues import Policy
 from simm.arena.reader import ArenaReader
@@ -62,12 +62,42 @@ def test_they_take_a_tenth_and_a_new_one_replaces_the_oldest(segment: OwnedArena
     world = World(segment, slots=1024)
     kept = world.store.space.kept
     most = kept.near_max // chunk_bytes_for(size)
-    assert kept.near_max == world.geometry.data_bytes // NEAR_SHARE and most > 2
+    assert kept.near_max == world.geometry.data_bytes // 10 and most > 2
     digests = copies(world, 3 * most, size)
     assert there(world, digests) == there(world, digests[-most:]) == most
     assert kept.near_max - chunk_bytes_for(size) < kept.near_bytes <= kept.near_max
     assert world.store.near.counts == {"made": 3 * most, "refused": 0, "replaced": 2 * most, "expired": 0}
     assert world.store.stats()["kept"]["bytes"]["world"]["near"] == kept.near_bytes
+    world.check()
+
+
+def test_the_share_changes_and_readers_are_told(segment: OwnedArena) -> None:
+    world = World(segment, slots=1024)
+    kept, near, size = world.store.space.kept, world.store.near, world.geometry.data_bytes
+    reader = ArenaReader(segment.name)
+    assert reader.near_max == kept.near_max == size // 10, "a worker that does not say has the default"
+    digests = copies(world, kept.near_max // chunk_bytes_for(SIZE))
+    for share in (50, 1, 0):
+        near.bound_by((40, 20, share))
+        assert reader.near_max == kept.near_max == size * share // 100
+        assert (kept.hard_max, kept.namespace_max) == (size * 40 // 100, size * 20 // 100)
+        assert there(world, digests) == len(digests), "what is there stays until there is need"
+    assert copy(world, world.join(), A) == Status.OVER_QUOTA and there(world, [A]) == 0
+    near.bound_by((40, 20, 50))
+    assert copy(world, world.join(), A) == Status.OK and there(world, [A, *digests]) == len(digests) + 1
+    world.check()
+
+
+def test_a_smaller_share_holds_from_the_next_copy_on(segment: OwnedArena) -> None:
+    world = World(segment, slots=1024)
+    chunk = chunk_bytes_for(SIZE)
+    digests = copies(world, world.store.space.kept.near_max // chunk)
+    half = 100 * (len(digests) // 2) * chunk // world.geometry.data_bytes
+    world.store.near.bound_by((50, 25, half))
+    assert copy(world, world.join(), A) == Status.OK
+    most = world.store.space.kept.near_max
+    assert most - chunk < world.store.space.kept.near_bytes <= most, "the oldest have gone"
+    assert there(world, [A]) == 1 and there(world, digests) == most // chunk - 1
     world.check()
 
 
