@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ...constants import KEEP_SOFT
 from ...errors import Code, UsageError
 from ...wire.status import Status
 from ..batch import awaitable
@@ -25,14 +26,28 @@ class Keeps(StorePart):
 
         0: it is kept. KEY_NOT_FOUND: it is not stored. PUT_FAILED: the namespace keeps too much. See docs/keep.md.
         """
-        results = [int(Code.INVALID_ARGUMENT)] * len(keys)
         try:
             number, seconds = class_of(how), seconds_of(ttl_s)
+        except UsageError as exc:
+            self._refuse(len(keys), "%s", exc)
+            return [int(Code.INVALID_ARGUMENT)] * len(keys)
+        return self._keep(keys, number, seconds)
+
+    def munkeep(self, keys: Sequence[str]) -> list[int]:
+        """End the keeping of values, which may be evicted as any other then; return codes.
+
+        0: it is stored, and not kept. KEY_NOT_FOUND: it is not stored.
+        """
+        return self._keep(keys, KEEP_SOFT, 0)
+
+    def _keep(self, keys: Sequence[str], how: int, seconds: int) -> list[int]:
+        results = [int(Code.INVALID_ARGUMENT)] * len(keys)
+        try:
             client, digests, _, positions = self._checked(keys)
             if client is None:
                 return results
-            statuses = client.keep_digests(digests, number, seconds)
-        except UsageError as exc:  # a wrong time or class, or another thread has just closed the client
+            statuses = client.keep_digests(digests, how, seconds)
+        except UsageError as exc:  # another thread has just closed the client
             self._refuse(len(keys), "%s", exc)
             return results
         for position, status in zip(range(len(keys)) if positions is None else positions, statuses):
@@ -40,3 +55,4 @@ class Keeps(StorePart):
         return results
 
     mkeep_async = awaitable(mkeep)
+    munkeep_async = awaitable(munkeep)
