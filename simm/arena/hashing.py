@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,6 +42,9 @@ _SLOT_WORDS: Final = SLOT_BYTES // 8
 _SET_WORDS: Final = SET_BYTES // 8
 #: Positions in a set of the low words of its slots' digests.
 _LOW_WORDS: Final = np.arange(1, _SET_WORDS, _SLOT_WORDS, dtype=np.intp)
+
+#: From this many keys on, numpy puts the shards of their tags into their digests faster than a loop.
+TAG_KEYS: Final = 16
 
 #: Where the epoch begins in a digest that has one.
 TAG_AT: Final = 12
@@ -104,8 +108,32 @@ class Hasher:
             state.update(raw)
             digests.append(state.digest())
         if "{" in "".join(keys):  # less than looking at each
+            if len(keys) >= TAG_KEYS:
+                return self._tag_all(keys, digests)
             return [digest if "{" not in key else self._tagged(key, digest) for key, digest in zip(keys, digests)]
         return digests
+
+    def _tag_all(self, keys: Sequence[str], digests: list[bytes]) -> list[bytes]:
+        """Do :meth:`_tagged` for many keys, and hash each tag once: the keys of a group have the same."""
+        copy = self._copy
+        known: dict[str, bytes] = {}
+        owners = []
+        for digest, (_, _, rest) in zip(digests, map(str.partition, keys, repeat("{"))):
+            tag, brace, _ = rest.partition("}")
+            if not (tag and brace):
+                owners.append(digest)
+                continue
+            own = known.get(tag)
+            if own is None:
+                state = copy()
+                state.update(tag.encode())
+                own = known[tag] = state.digest()
+            owners.append(own)
+        words = words_of(digests).copy()
+        low = words[:, 0]
+        low ^= (low ^ words_of(owners)[:, 0]) & np.uint64(SHARD_MASK)
+        raw = words.tobytes()
+        return [raw[start : start + DIGEST_BYTES] for start in range(0, len(raw), DIGEST_BYTES)]
 
 
 class EpochHasher(Hasher):

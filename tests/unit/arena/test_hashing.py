@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simm.arena.hashing import EpochHasher, Hasher, check_namespace, hash_tag, sets_of, sets_of_words, shard_of, split
+from simm.arena.hashing import (
+    TAG_KEYS,
+    EpochHasher,
+    Hasher,
+    check_namespace,
+    hash_tag,
+    sets_of,
+    sets_of_words,
+    shard_of,
+    split,
+)
 from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
 from simm.errors import UsageError
 from tests.support.dose import dosed
@@ -66,6 +76,16 @@ def test_a_hash_tag_names_the_shard(key: str, tag: str) -> None:
         assert split(digest(key))[0] >> 14 == split(plain)[0] >> 14  # and all else is the key's own
         assert digest(key)[8:12] == plain[8:12]
         assert digest.many(["k", key, "k{"]) == [digest("k"), digest(key), digest("k{")]
+
+
+@settings(max_examples=dosed(100, quick=25))
+@given(st.lists(st.from_regex(r"[ab{}é]{1,7}", fullmatch=True), min_size=1, max_size=3 * TAG_KEYS), st.booleans())
+def test_many_keys_with_braces_have_the_digests_of_each(keys: list[str], epoch: bool) -> None:
+    """Whatever braces are in which of them, and however many there are."""
+    digest = EpochHasher("x", 7) if epoch else Hasher("x")
+    for batch in (keys, keys * TAG_KEYS):
+        assert digest.many(batch) == [digest(key) for key in batch]
+        assert all(type(each) is bytes for each in digest.many(batch))
 
 
 def test_keys_of_one_tag_lie_in_all_sets() -> None:
