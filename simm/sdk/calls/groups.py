@@ -83,7 +83,7 @@ class GroupCalls:
         sizes = list(map(len, groups))
         if not all(sizes):
             raise UsageError("a group has at least 1 key; one is empty")
-        return _all_of(sizes, self.exists_digests(self._hasher.many([*chain.from_iterable(groups)]))) if sizes else []
+        return _all_of(sizes, self.exists_digests(self._hasher.many([*chain.from_iterable(groups)])))
 
     put_group_async = awaitable(put_group)
     put_groups_async = awaitable(put_groups)

@@ -73,6 +73,7 @@ class QuestionCalls:
 
     def load_ms_digests(self, digests: Sequence[bytes]) -> float:
         """Do :meth:`load_ms` for digests."""
+        self._routes.check_open()
         if self._counters["large"]:
             digests = self._large.with_parts(digests)
         return self._load_times.ms(digests)

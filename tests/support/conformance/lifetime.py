@@ -38,6 +38,12 @@ def a_closed_client_says_so(world: World) -> None:
         lambda: client.get_into_many(["a"], [bytearray(8)]), lambda: client.exists_many(["a", "b"]),
         lambda: client.delete_many(["a", "b"]), lambda: client.exists_many([]), lambda: client.put_many([], []),
         lambda: client.owned(client.digest("k")), lambda: asyncio.run(client.get_async("k")),
+        lambda: client.get_ranges("k", [(0, 1, bytearray(8))]), lambda: client.put_gather("k", [b"v", b"v"]),
+        lambda: client.get_ranges_many([], []), lambda: client.put_gather_many([], []),
+        lambda: client.pin(["k"]), lambda: client.pin([]), lambda: client.advance(), lambda: client.prefix(["k"]),
+        lambda: client.put("k", b"v", ttl=1), lambda: client.keep(["k"], 1), lambda: client.unkeep([]),
+        lambda: client.put_group(["{k}"], [b"v"]), lambda: client.exists_groups([["k"]]),
+        lambda: client.exists_groups([]), lambda: client.load_ms(["k"]), lambda: client.load_ms([]),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(UsageError, match="closed"):
