@@ -1,9 +1,11 @@
-"""A storm of what engines ask beyond put and get, all at once, while the worker is killed.
+"""A storm of what engines ask beyond put and get, all at once, while workers are killed.
 
 Each of some threads has a namespace of its own, two clients by different paths, and its own numbers for what it puts
-(``tests.support.values``). In random order it puts, overwrites and deletes pages, groups of two and kept values, and
-reads them by the other client: whole, in ranges, pinned, and after it has advanced the epoch. The arena is half of
-what their keys would take, so living values are evicted, not only those of earlier epochs. What is counted:
+(``tests.support.values``). In random order it puts, overwrites and deletes pages, groups of two, kept values and values
+in parts, and reads them by the other client: whole, in ranges, pinned, and after it has advanced the epoch. There are
+two data servers, each of which stands for a host: a third client is on one of them, and reads and prefetches values
+that never change by near copies. The arenas are half of what all keys would take, so living values are evicted, not
+only those of earlier epochs. What is counted:
 
 * ``wrong``: bytes that are of no one put, a range of another put than the rest, a pinned value that has changed, a
   count that the key has never had, or one of before an ``advance`` that has returned.
@@ -14,19 +16,27 @@ what their keys would take, so living values are evicted, not only those of earl
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Final
 
+import pytest
+
 from simm.client import Client
 from simm.errors import SimmError, UsageError
-from simm.sdk.local_cluster import LocalCluster
+from tests.support.fleet import Fleet, Server
+from tests.support.processes import new_folder
+from tests.support.several_hosts import HostClient, separate
+from tests.support.small_limits import small_limits
 from tests.support.values import count_in, value_of
 from tests.support.waiting import wait_until
-from tests.system.stress.stress import BACK_S, Server
+from tests.system.stress.stress import BACK_S
 
 KIB: Final = 1 << 10
 SIZES: Final = (4 * KIB, 20 * KIB, 64 * KIB, 200 * KIB)
@@ -34,6 +44,14 @@ HEAD: Final = 32
 KEPT: Final = 6
 KEYS: Final = 150
 GROUPS: Final = 120
+#: Keys of values in parts, their sizes, and from which size on a value is in parts here.
+LARGE: Final = 5
+LARGE_SIZES: Final = (300 * KIB, 500 * KIB)
+LARGE_FROM: Final = 256 * KIB
+#: Of the values that never change, those that are read.
+ONCE: Final = 40
+#: Missed heartbeats, a second each, until a server counts as dead: its values would be lost for good reason.
+DEAD_AFTER: Final = 120
 
 
 class Engine:
@@ -42,12 +60,16 @@ class Engine:
     #: A kept value that is not read for so long is lost, seconds.
     back_s = BACK_S
 
-    def __init__(self, manager: str, token: str, number: int, seed: int, paths: tuple[str, str]) -> None:
+    def __init__(self, manager: str, home: str, number: int, seed: int, paths: tuple[str, str]) -> None:
         self.number = number
         self._draw = random.Random(seed * 1000 + number)
+        namespace = f"engine-{number}"
         self._writer, self._reader = (
-            Client(manager, token=token, namespace=f"engine-{number}", path=path, deadline_s=3.0) for path in paths
+            Client(manager, namespace=namespace, path=path, deadline_s=3.0) for path in paths
         )
+        self._far = HostClient(home, manager, namespace=namespace, near_copies=True, deadline_s=3.0)
+        #: Keys of values that never change, the newest last.
+        self._once: deque[str] = deque(maxlen=ONCE)
         self.counts: Counter[str] = Counter()
         self.errors: list[BaseException] = []
         #: By key the last number that may be stored, and the least that may be read since the last advance.
@@ -60,11 +82,12 @@ class Engine:
     def run(self) -> None:
         """Do operations in random order until ``stop``."""
         try:
-            if not (self._writer.wait_ready(BACK_S) and self._reader.wait_ready(BACK_S)):
+            if not all(client.wait_ready(BACK_S) for client in (self._writer, self._reader, self._far)):
                 raise AssertionError("the cluster is not ready")
             calls = (
                 (self.put, 8), (self.get, 8), (self.ranges, 4), (self.pin, 3), (self.put_group, 5), (self.get_group, 4),
-                (self.keep, 2), (self.look_at_kept, 3), (self.gather, 2), (self.delete, 1),
+                (self.keep, 2), (self.look_at_kept, 3), (self.gather, 2), (self.delete, 1), (self.put_large, 1),
+                (self.get_large, 2), (self.put_once, 3), (self.get_once, 6), (self.prefetch, 1), (self.ask, 2),
             )  # fmt: skip
             kinds, weights = zip(*calls)
             while not self.stop.is_set():
@@ -73,13 +96,15 @@ class Engine:
                 call = self._draw.choices(kinds, weights)[0]
                 call()
                 self.counts[call.__name__] += 1
+                self.counts["near hits"] = self._far.counters["near_hits"]
+                self.counts["in parts"] = self._writer.counters["large"]
         except BaseException as exc:
             self.errors.append(exc)
 
     def close(self) -> None:
-        """Close both clients."""
-        self._writer.close()
-        self._reader.close()
+        """Close all clients."""
+        for client in (self._writer, self._reader, self._far):
+            client.close()
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -186,6 +211,51 @@ class Engine:
                     break
                 time.sleep(0.01)
 
+    def put_large(self) -> None:
+        key = f"large {self._draw.randrange(LARGE)}"
+        self.counts["large stored"] += self._writer.put(key, self._new(key, self._draw.choice(LARGE_SIZES)))
+
+    def get_large(self) -> None:
+        """Read a value in parts: as a whole, in ranges, or pinned."""
+        key = f"large {self._draw.randrange(LARGE)}"
+        how = self._draw.randrange(3)
+        if how == 0:
+            hit = self._check(key, self._reader.get(key))
+        else:
+            length = self._draw.choice(LARGE_SIZES)
+            head, rest = bytearray(HEAD), bytearray(length - HEAD)
+            ranges = [(0, HEAD, head), (HEAD, length - HEAD, rest)]
+            try:
+                if how == 1:
+                    got = self._reader.get_ranges(key, ranges)
+                else:
+                    with self._reader.pin([key]) as pins:
+                        got = pins.get_ranges(0, ranges)
+            except UsageError:  # it is the shorter one
+                return
+            hit = got == length and self._check(key, bytes(head + rest))
+        self.counts["large hits"] += hit
+
+    def put_once(self) -> None:
+        """Put a value under a key that never gets another one, as near copies want."""
+        key = f"once {self._next}"
+        if self._writer.put(key, self._new(key, self._size())):
+            self._once.append(key)
+
+    def get_once(self) -> None:
+        if self._once:
+            key = self._draw.choice(self._once)
+            self._check(key, self._far.get(key))
+
+    def prefetch(self) -> None:
+        self._far.prefetch([*self._once])
+
+    def ask(self) -> None:
+        """Ask for many keys. No answer is wrong: what is stored changes meanwhile."""
+        keys = [*(f"page {number}" for number in range(KEYS)), *self._once]
+        assert len(self._reader.exists_many(keys)) == len(keys)
+        assert self._reader.load_ms(keys) >= 0.0
+
     def advance(self) -> None:
         before = self._next
         self._kept.clear()
@@ -212,22 +282,42 @@ def _has_all(engines: Sequence[Engine], needs: Sequence[str]) -> bool:
     return any(each.errors for each in engines) or all(any(each.counts[name] for each in engines) for name in needs)
 
 
+def kill(server: Server) -> None:
+    """Kill the worker of a data server, and wait for its successor."""
+    pid = server.worker_pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: server.succeeded(pid), "the worker has a successor")
+
+
 def storm(
-    seconds: float, kills: int, *, seed: int, engines: int = 4, memory: str = "24M", kind: type[Engine] = Engine,
+    seconds: float, kills: int, *, seed: int, engines: int = 4, memory: str = "16M", kind: type[Engine] = Engine,
     needs: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Run a storm; return what was counted, over all engines. It goes on until all that it ``needs`` was counted."""
+    """Run a storm; return what was counted, over all engines. It goes on until all that it ``needs`` was counted.
+
+    ``memory``: of each of two servers.
+    """
     paths = (("shm", "tcp"), ("tcp", "shm"), ("shm", "shm"), ("tcp", "tcp"))
-    with LocalCluster(memory=memory) as cluster:
-        server = Server(cluster)
-        made = [kind(cluster.manager, cluster.token, each, seed, paths[each % 4]) for each in range(engines)]
+    dead_after = ("--dead-after", str(DEAD_AFTER))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        small_limits(LARGE_FROM, LARGE_FROM // 4),
+        Fleet(new_folder(), 2, memory=memory, manager_arguments=dead_after) as fleet,
+        contextlib.ExitStack() as stack,
+    ):
+        separate(patch)
+        made: list[Engine] = []
+        for number in range(engines):
+            home = fleet.servers[number % 2].name
+            made.append(kind(fleet.manager.address, home, number, seed, paths[number % 4]))
+            stack.callback(made[-1].close)
         threads = [threading.Thread(target=engine.run, name=f"engine-{engine.number}") for engine in made]
         try:
             for thread in threads:
                 thread.start()
-            for _ in range(kills):
+            for number in range(kills):
                 time.sleep(seconds / (kills + 1))
-                server.kill()
+                kill(fleet.servers[number % 2])
             time.sleep(seconds / (kills + 1))
             wait_until(lambda: _has_all(made, needs), lambda: f"not all of {needs}: {[each.counts for each in made]}")
         finally:
@@ -236,16 +326,12 @@ def storm(
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-        try:
-            total: Counter[str] = Counter()
-            for engine in made:
-                if engine.errors:
-                    raise engine.errors[0]
-                total += engine.counts
-                orphaned, there = engine.groups_left()
-                total["orphaned"] += orphaned
-                total["grouped"] += there
-        finally:
-            for engine in made:
-                engine.close()
+        total: Counter[str] = Counter()
+        for engine in made:
+            if engine.errors:
+                raise engine.errors[0]
+            total += engine.counts
+            orphaned, there = engine.groups_left()
+            total["orphaned"] += orphaned
+            total["grouped"] += there
         return dict(total)

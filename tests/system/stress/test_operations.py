@@ -1,4 +1,4 @@
-"""A storm of ranges, pins, groups, kept values and epochs while the worker is killed, and its controls."""
+"""A storm of all operations at once while workers are killed, and its controls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.system.stress.operations import Engine, storm
 #: Of the bytes of groups, those of which the other member may be missing at the end.
 ORPHANED_MAX = 0.01
 #: What each storm does at least once, however slow the machine is.
-NEEDS = ("hits", "advanced", "pin", "ranges", "gather", "groups stored", "look_at_kept")
+NEEDS = (
+    "hits", "advanced", "pin", "ranges", "gather", "groups stored", "look_at_kept", "large stored", "large hits",
+    "in parts", "near hits", "prefetch", "ask",
+)  # fmt: skip
 
 
 def assert_right(counts: dict[str, Any]) -> None:
@@ -59,7 +62,7 @@ class Ungrouped(Engine):
 
 def test_control_members_without_a_group_are_orphaned() -> None:
     for seconds in (6.0, 30.0, 120.0):  # until something is evicted, which takes longer on a busy machine
-        counts = storm(seconds, 0, seed=5, memory="16M", kind=Ungrouped)
+        counts = storm(seconds, 0, seed=5, memory="12M", kind=Ungrouped)
         if counts.get("orphaned", 0) > ORPHANED_MAX * counts["grouped"]:
             return
     raise AssertionError(counts)
