@@ -23,8 +23,9 @@ What can go wrong
 * *The original is deleted.* A delete of a client with near copies goes to the owner first, and then to all nodes under
   the digests of their copies. A copy that is being made meanwhile was read before the delete, and may be stored after
   it. So whoever stores a copy then asks the owner once more, and drops the copy if the original has gone. What is left
-  is a node that cannot be reached, or whose copies lie where an older map put them: their copies end after ``NEAR_S``.
-  A delete by a client without near copies leaves copies alone.
+  is a node that cannot be reached, or whose copies lie where an older map put them, and a client that dies between its
+  copy and that question: these copies end after ``NEAR_S``. ``tests/models/near.py`` searches all orders of this. A
+  delete by a client without near copies leaves copies alone.
 * *The original is evicted.* A copy may outlive it, and a get then hits although ``exists`` says that the key is not
   stored. ``exists``, pins and prefixes ask the owner alone.
 * *The epoch advances in between.* The copy has the epoch in its digest with which the original was read, so the worker
