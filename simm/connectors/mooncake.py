@@ -13,9 +13,11 @@ Differences
 * **Keys** lie in SiMM's namespace (SIMM_NAMESPACE) and in Mooncake's tenant. ``remove_all`` reaches no further: it
   makes all that was stored there before unreadable, for all clients, in one put. It returns 0, not a number of objects.
 * **A put of an existing key** returns 0 and stores nothing, as there; ``upsert`` replaces. A value has 1 to 67,088,384
-  bytes; another size is -600.
-* **An outage** is a miss to reads, and RPC_FAIL (-900) to puts. No call raises. Before ``setup``, where Mooncake would
-  crash, calls return -600.
+  bytes. A larger one has no room (-200), as one that is larger than Mooncake's segments; an empty one is -600.
+* **An outage** is a miss to reads, and RPC_FAIL (-900) to puts, and so is a failure inside SiMM. No call raises. Before
+  ``setup``, where Mooncake would crash, calls return -600.
+* **A call that has returned** uses its memory no more, whatever it returned. vLLM's encoder cache ends its engine after
+  other codes of a put, as Mooncake may still read the memory then.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from ..client import Client, NoValue, WrongSize, source_of
 from ..constants import VALUE_BYTES_MAX
 from ..errors import ConfigError, SimmError, UsageError
 from ..host.buffers import Pieces, Ranges, Span
+from ..sdk.batch import LargeValue
 from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
 from .keyspace import Keyspace, short_key
@@ -79,11 +82,14 @@ class _Held:
 
 
 def _guarded(
-    instead: Callable[..., _T],
+    instead: Callable[..., _T], failed: Callable[..., _T] | None = None
 ) -> Callable[
     [Callable[Concatenate[MooncakeDistributedStore, _P], _T]], Callable[Concatenate[MooncakeDistributedStore, _P], _T]
 ]:
-    """Make a method return ``instead(its arguments)`` where it would raise: before setup, for a wrong argument."""
+    """Make a method return ``instead(its arguments)`` where it would raise: before setup, for a wrong argument.
+
+    For any other failure it returns what ``failed`` makes of them, if there is one.
+    """
 
     def decorate(
         method: Callable[Concatenate[MooncakeDistributedStore, _P], _T],
@@ -92,11 +98,14 @@ def _guarded(
         def run(store: MooncakeDistributedStore, /, *arguments: _P.args, **named: _P.kwargs) -> _T:
             try:
                 return method(store, *arguments, **named)
+            except (UsageError, ConfigError) as exc:
+                log.warning("%s: %s", method.__name__, exc)
+                return instead(*arguments, **named)
             except SimmError as exc:
                 log.warning("%s: %s", method.__name__, exc)
             except Exception:
                 log.exception("%s failed", method.__name__)
-            return instead(*arguments, **named)
+            return (failed or instead)(*arguments, **named)
 
         return run
 
@@ -109,6 +118,14 @@ def _invalid(*_: Any, **__: Any) -> int:
 
 def _all_invalid(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
     return [INVALID_PARAMS] * len(keys)
+
+
+def _unreached(*_: Any, **__: Any) -> int:
+    return RPC_FAIL
+
+
+def _all_unreached(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
+    return [RPC_FAIL] * len(keys)
 
 
 class MooncakeDistributedStore:
@@ -217,7 +234,10 @@ class MooncakeDistributedStore:
             span = self._registered.pop(buffer_ptr, None)
         if span is None:
             return INVALID_PARAMS
-        client.deregister(span)
+        try:
+            client.deregister(span)
+        except Exception:  # no call uses it any more, all the same
+            log.exception("unregister_buffer failed")
         return OK
 
     def _memory(self, address: int, size: int) -> Span:
@@ -229,29 +249,29 @@ class MooncakeDistributedStore:
 
     # -- put ------------------------------------------------------------------------------------------
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def put(self, key: str, value: Any, config: Any = None) -> int:
         """Store bytes unless the key exists."""
         return self._put([key], [lambda: source_of(value)])[0]
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def put_parts(self, key: str, *parts: Any, config: Any = None) -> int:
         """Store the bytes of several buffers as one object unless the key exists."""
         return self._put([key], [lambda: pieces_of(parts)])[0]
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
         """:meth:`put` several; return 0, or the first code that is not."""
         _same_length(keys, values)
         codes = self._put(keys, [functools.partial(source_of, each) for each in values])
         return next((code for code in codes if code != OK), OK)
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def put_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
         """Store memory by address unless the key exists."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
-    @_guarded(_all_invalid)
+    @_guarded(_all_invalid, _all_unreached)
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: Any = None
     ) -> list[int]:
@@ -259,7 +279,7 @@ class MooncakeDistributedStore:
         _same_length(keys, buffer_ptrs, sizes)
         return self._put(keys, [functools.partial(self._memory, *each) for each in zip(buffer_ptrs, sizes)])
 
-    @_guarded(_all_invalid)
+    @_guarded(_all_invalid, _all_unreached)
     def batch_put_from_multi_buffers(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
         config: Any = None,
@@ -268,7 +288,7 @@ class MooncakeDistributedStore:
         _same_length(keys, all_buffer_ptrs, all_sizes)
         return self._put(keys, [functools.partial(self._pieces, *each) for each in zip(all_buffer_ptrs, all_sizes)])
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
         """Store bytes, replacing an old value atomically."""
         return self._put([key], [lambda: source_of(value)], replace=True)[0]
@@ -291,8 +311,13 @@ class MooncakeDistributedStore:
             try:
                 if key:
                     made = source()
-                    if 0 < len(made) <= VALUE_BYTES_MAX:
+                    if len(made) > VALUE_BYTES_MAX:
+                        raise LargeValue(f"a value has 1 to {VALUE_BYTES_MAX} bytes, this one {len(made)}", made)
+                    if len(made) > 0:
                         todo.append((at, space.digests(generation, [key])[0], made))
+            except LargeValue as exc:
+                log.warning("put: %s", exc)
+                codes[at] = NO_AVAILABLE_HANDLE
             except UsageError as exc:
                 log.warning("put: %s", exc)
         there = [False] * len(todo)
@@ -475,12 +500,12 @@ class MooncakeDistributedStore:
         """Return a copy in memory for each key that is stored."""
         return {key: [ReplicaDescriptor()] for key, there in zip(keys, self.batch_is_exist(keys)) if there == 1}
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def remove(self, key: str, force: bool = False) -> int:
         """Drop an object; return 0, -704 if it is not stored, -900 if its server cannot be reached."""
         return self.batch_remove([key])[0]
 
-    @_guarded(_all_invalid)
+    @_guarded(_all_invalid, _all_unreached)
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """:meth:`remove` several."""
         client, space = self._ready()
@@ -491,7 +516,7 @@ class MooncakeDistributedStore:
         codes: dict[int, int] = {Status.OK: OK, Status.NOT_FOUND: OBJECT_NOT_FOUND}
         return [codes.get(status, RPC_FAIL) for status in statuses]
 
-    @_guarded(_invalid)
+    @_guarded(_invalid, _unreached)
     def remove_all(self, force: bool = False) -> int:
         """Make all that was stored in this namespace and tenant unreadable; return 0, or -900 if others do not know."""
         return OK if self._ready()[1].flush() else RPC_FAIL

@@ -220,10 +220,13 @@ def test_sessions_release_what_they_pinned(store: MooncakeDistributedStore, memo
 
 
 def test_a_value_that_is_too_large_fails_alone(store: MooncakeDistributedStore, memory: Any) -> None:
+    """There is no room for it: vLLM's encoder cache goes on after this code, and ends its engine after -600."""
     address = ctypes.addressof(memory)
     sizes = [100, VALUE_BYTES_MAX + 1, -1, 100]
-    assert store.batch_put_from(["a", "b", "c", "d"], [address, address, address, 0], sizes) == [0, -600, -600, -600]
+    assert store.batch_put_from(["a", "b", "c", "d"], [address, address, address, 0], sizes) == [0, -200, -600, -600]
     assert store.batch_is_exist(["a", "b", "c", "d"]) == [1, 0, 0, 0]
+    assert store.batch_put_from_multi_buffers(["b"], [[address] * 2], [[24, VALUE_BYTES_MAX]]) == [-200]
+    assert store.put("b", bytes(VALUE_BYTES_MAX + 1)) == -200 and store.is_exist("b") == 0
 
 
 def calls(store: MooncakeDistributedStore, at: int) -> dict[str, Any]:
@@ -249,6 +252,10 @@ OUTAGE = {
     "multi_get": [-704], "session": [-704], "is_exist": 0, "ranges": [-600], "end": 0, "batch_is_exist": [0],
     "desc": {}, "remove": -900, "remove_all": -900,
 }  # fmt: skip
+
+
+#: Those that change what is stored. After an error of any kind they say that no server was reached.
+CHANGES = ("put", "put_parts", "put_batch", "put_from", "batch_put_from", "multi", "upsert", "remove", "remove_all")
 
 
 def test_an_outage_is_a_miss_or_a_code(store: MooncakeDistributedStore, shared: FakeStore, memory: Any) -> None:
@@ -278,8 +285,24 @@ def test_an_error_of_any_kind_is_a_code(store: MooncakeDistributedStore, shared:
         raise ZeroDivisionError(operation)
 
     shared.latency = broken
-    for code in calls(store, ctypes.addressof(memory)).values():
-        assert code in (-600, [-600], -1, [-1], b"", [b""], {}, 0), code
+    found = calls(store, ctypes.addressof(memory))
+    for code in found.values():
+        assert code in (-600, [-600], -900, [-900], -1, [-1], b"", [b""], {}, 0), code
+    assert {name: found[name] for name in CHANGES} == {name: OUTAGE[name] for name in CHANGES}
+
+
+def test_a_registration_that_cannot_be_ended_is_ended(
+    store: MooncakeDistributedStore, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call uses it any more. vLLM's encoder cache ends its engine after another code."""
+
+    def broken(_: Any) -> None:
+        raise OSError("a fault of the test")
+
+    address = ctypes.addressof(memory)
+    assert store.register_buffer(address, SIZE) == 0
+    monkeypatch.setattr(store._client, "deregister", broken)
+    assert store.unregister_buffer(address) == 0 and not store._registered
 
 
 def test_setup_takes_mooncakes_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
