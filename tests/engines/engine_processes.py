@@ -145,19 +145,19 @@ class Engine:
 
     def run(
         self, address: str, seed: int, steps: Sequence[dict[str, Any]], *, driver: str = "sglang_driver.py",
-        as_expected: bool = True, module: str = "",
+        as_expected: bool = True, module: str = "", installed: Path = ROOT, **environment: str,
     ) -> DriverRun:  # fmt: skip
         """One driver process over ``steps``. RuntimeError if it brings no report, with what it said.
 
         ``as_expected``: on a machine as SGLang's own backend expects one, see :attr:`launcher`. ``module``: one of
-        SiMM's that runs commands, and runs the driver then.
+        SiMM's that runs commands, and runs the driver then. ``installed``: where the driver finds SiMM.
         """
         config = self.folder / "simm-config.json"
         config.write_text(json.dumps({"manager_address": address}))
         request = {"manager": address, "seed": seed, "steps": list(steps)}
         done = self._run(
-            driver, request, (ROOT, HERE / "shim", self.shipped_test_path()), module, as_expected,
-            SGLANG_HICACHE_SIMM_CONFIG_PATH=str(config),
+            driver, request, (installed, ROOT, HERE / "shim", self.shipped_test_path()), module, as_expected,
+            SGLANG_HICACHE_SIMM_CONFIG_PATH=str(config), **environment,
         )  # fmt: skip
         lines = done.stdout.splitlines()
         try:
@@ -184,9 +184,9 @@ class Engine:
 
     def run_vllm(self, **request: Any) -> dict[str, Any]:
         """The report of vllm_whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
-        environment = {**VLLM, **request.pop("environment", {})}
+        environment, module = {**VLLM, **request.pop("environment", {})}, request.pop("module", "")
         done = self._run(
-            "vllm_whole_driver.py", {"folder": str(self.folder), **request}, (ROOT, HERE / "shim"), "", False,
+            "vllm_whole_driver.py", {"folder": str(self.folder), **request}, (ROOT, HERE / "shim"), module, False,
             **environment,
         )  # fmt: skip
         try:

@@ -32,10 +32,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model(folder: Path, kind: str, seed: int) -> str:
-    """Return the folder of a model with random weights, made once: large ones, so that attention decides."""
-    where = folder / f"{kind}-{seed}"
-    if (where / "config.json").exists():
+def model(folder: Path, kind: str, seed: int, name: str = "") -> str:
+    """Return the folder of a model with random weights, made once: large ones, so that attention decides.
+
+    One with a ``name`` has the folder of that name, whatever was there before.
+    """
+    where = folder / (name or f"{kind}-{seed}")
+    if not name and (where / "config.json").exists():
         return str(where)
     import torch
     import transformers
@@ -64,6 +67,34 @@ def prompts() -> list[list[int]]:
     return [[dice.randrange(1, VOCABULARY) for _ in range(length)] for length in PROMPTS]
 
 
+class Event:
+    """What a connector waits for on a GPU. Whatever this CPU was told to compute is computed."""
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def stand_in() -> None:
+    """Replace what keeps other connectors from running on a CPU.
+
+    vLLM's connector for Mooncake makes an event of CUDA's in each step. And vLLM's CPU build asks every object of every
+    module for a dict of attributes: llvmlite, which LMCache imports, has some whose ``__dict__`` is none.
+    """
+    import torch
+    from vllm.triton_utils import dispatcher
+
+    def attributes(value: Any) -> dict[str, Any]:
+        found = vars(value)
+        return found if hasattr(found, "get") else {}
+
+    dispatcher.vars = attributes
+    torch.cuda.Event = Event
+
+
 class Run:
     """An engine, and what its connector has done."""
 
@@ -74,15 +105,17 @@ class Run:
         from simm.tools.engine import VLLM_CONNECTOR
 
         options: dict[str, Any] = {}
-        simm = request["simm"]
+        simm, transfer = request["simm"], request.get("transfer")
+        if transfer is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**transfer)
         if simm is not None:
             options["kv_transfer_config"] = KVTransferConfig(
                 **VLLM_CONNECTOR, kv_connector_extra_config=simm,
             )  # fmt: skip
             options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.llm = LLM(
-            model(Path(request["folder"]), request["model"], request["weights"]),
-            enable_prefix_caching=simm is not None, **OPTIONS, **options, **request.get("engine", {}),
+            model(Path(request["folder"]), request["model"], request["weights"], request.get("name", "")),
+            enable_prefix_caching=bool(options), **OPTIONS, **options, **request.get("engine", {}),
         )  # fmt: skip
         self.scheduler: Any = None
         self.events: list[Any] = []
@@ -145,8 +178,23 @@ class Run:
         return len(self.digests)
 
     def forget(self, everywhere: bool = False) -> bool:
-        """Reset vLLM's own cache, or the connector's too."""
-        return bool(self.llm.llm_engine.engine_core.reset_prefix_cache(False, everywhere))
+        """Reset vLLM's own cache, or the connector's too; return whether it could.
+
+        It cannot while a connector has blocks of requests that have ended. Of these it hears in the engine's steps.
+        """
+        from vllm import SamplingParams
+
+        engine, until = self.llm.llm_engine, time.monotonic() + STORED_S
+        one = SamplingParams(max_tokens=1, detokenize=False)
+        while not engine.engine_core.reset_prefix_cache(False, everywhere):
+            if time.monotonic() > until:
+                return False
+            # An engine without requests takes one step more. Later ones need a request, which ends in one step more.
+            if engine.engine_core.engine_core.scheduler.has_requests():
+                engine.step()
+            else:
+                self.llm.generate([{"prompt_token_ids": [1]}], one, use_tqdm=False)
+        return True
 
     def corrupt(self) -> int:
         """Change a bit in each element of the values that were stored; return how many there were."""
@@ -246,8 +294,11 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.path += request.get("packages", ())
     import vllm
 
+    if request.get("transfer"):
+        stand_in()
     run = Run(request)
     results, took = [], []
     for step in request["steps"]:
