@@ -15,7 +15,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import psutil
 import pytest
@@ -25,9 +25,6 @@ from tests.support import dose, examples, faults, report, schedule, time_limit
 from tests.support.child import STOP_S
 from tests.support.processes import HERE, Cluster, new_folder
 from tests.support.waiting import wait_until
-
-#: What ``scripts/test`` runs without ``--full``: of these folders a dose, and elsewhere the tests marked ``quick``.
-_QUICK: Final = ("tests/unit/", "tests/models/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
     time_limit.register(config)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The quick run imports no file of which it has nothing."""
+    if not dose.is_quick(config.option.markexpr) or not collection_path.match("test_*.py"):
+        return None
+    return None if dose.has_quick(collection_path, config.rootpath) else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Nor does it make items of the sets of parameters that it leaves out."""
+    yield
+    dose.prune(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``full`` whatever the quick run leaves out, and choose by doses of faults, before ``-m`` selects.
@@ -47,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     asked = faults.chosen()
     for item in items:
-        if not item.nodeid.startswith(_QUICK) and item.get_closest_marker("quick") is None:
+        if not item.nodeid.startswith(dose.QUICK) and item.get_closest_marker("quick") is None:
             item.add_marker("full")
         marks = _doses(item)
         if marks and asked is None and faults.amount(marks, asked) is None:
@@ -67,7 +78,8 @@ def _doses(item: Any) -> list[faults.Dosed]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the test modules once, not in each process."""
+    """Compile the test modules once, not in each process, and collect without the garbage collector."""
+    gc.disable()
     schedule.import_in_turn(session.config)
 
 
@@ -78,6 +90,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,9 @@
 
 There are three. A function with many sets of parameters keeps a few of them (``left_out``), or those that it names
 itself (``dose``). A test that takes more than a second or two has fewer steps, seeds or states (``dosed``).
+
+What the quick run leaves out costs it little: it makes no item of these sets of parameters (``prune``), and reads no
+file that has no test of it (``has_quick``).
 """
 
 from __future__ import annotations
@@ -9,10 +12,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pytest
 
+#: The quick run has a dose of these folders, and elsewhere the tests marked ``quick``.
+QUICK: Final = ("tests/unit/", "tests/models/")
 #: Sets of parameters of one test in the quick run at most. More of them find little that these do not.
 QUICK_SETS: Final = 6
 #: The same in the folders whose tests compute: they replay each store of an operation, or run clusters in threads.
@@ -79,3 +85,34 @@ def left_out(tests: Iterable[str]) -> set[str]:
 def most(test: str) -> int:
     """Return how many sets of parameters of a test the quick run has at most."""
     return COSTLY_SETS if test.startswith(COSTLY) else QUICK_SETS
+
+
+def has_quick(file: Path, root: Path) -> bool:
+    """Return False for a test file of which the quick run has nothing. Such a file need not be imported.
+
+    Args:
+        file: its absolute path.
+        root: the repository.
+    """
+    return file.relative_to(root).as_posix().startswith(QUICK) or "mark.quick" in file.read_text()
+
+
+def prune(metafunc: Any) -> None:
+    """Take from a test function, before items are made of them, the sets of parameters that the quick run leaves out.
+
+    One set stays at least, which is left out later: without any, pytest would make an item without parameters. To make
+    an item takes longer than most tests, and each process of pytest-xdist makes all.
+
+    Args:
+        metafunc: what pytest hands to ``pytest_generate_tests``, after all have parametrized it.
+    """
+    calls = getattr(metafunc, "_calls", [])
+    if not _quick or len(calls) < 2:
+        return
+    test = metafunc.definition.nodeid
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    ids = {f"{test}[{call.id}]": marks | {mark.name for mark in call.marks} for call in calls}
+    stay = {name for name, has in ids.items() if not has & {"full", "slow"}}
+    unmarked = {name for name in stay if "quick" not in ids[name]}
+    stay -= left_out(name for name in ids if name in unmarked) if test.startswith(QUICK) else unmarked
+    calls[:] = [call for call in calls if f"{test}[{call.id}]" in stay] or calls[:1]

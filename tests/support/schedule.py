@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import pytest
 
+from tests.support import dose
+
 FAULTS: Final = "faults"
 SERVERS: Final = "servers"
 ENGINES: Final = "engines"
@@ -126,7 +128,8 @@ def import_in_turn(config: Any) -> None:
     here = getattr(config, "workerinput", None)
     if here is None or here["workercount"] < 2:
         return
-    names = list(_modules(config.rootpath, map(file_of, config.args)))
+    quick = dose.is_quick(config.option.markexpr)
+    names = list(_modules(config.rootpath, map(file_of, config.args), quick=quick))
     first = len(names) * int(here["workerid"].removeprefix("gw")) // here["workercount"]
     for name in names[first:] + names[:first]:
         # A module that cannot be imported, or skips itself, is collected all the same, and reported then.
@@ -134,8 +137,9 @@ def import_in_turn(config: Any) -> None:
             importlib.import_module(name)
 
 
-def _modules(root: Path, paths: Iterable[str]) -> Iterator[str]:
+def _modules(root: Path, paths: Iterable[str], *, quick: bool) -> Iterator[str]:
     for path in map(Path, paths):
         for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
             with contextlib.suppress(ValueError):
-                yield ".".join(file.resolve().relative_to(root).with_suffix("").parts)
+                if not quick or dose.has_quick(file.resolve(), root):
+                    yield ".".join(file.resolve().relative_to(root).with_suffix("").parts)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.support import dose as dose_module
-from tests.support.dose import COSTLY, COSTLY_SETS, QUICK_SETS, choose, dose, dosed, is_quick, left_out, most
+from tests.support.dose import COSTLY, COSTLY_SETS, QUICK_SETS, choose, dose, dosed, is_quick, left_out, most, prune
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,15 +55,57 @@ def test_a_dose_is_spread() -> None:
     assert given[-1].values == (3, 4) and given[-1].id == "last"
 
 
-# --- lengths ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def chosen() -> Iterator[None]:
     """Put back what this run has."""
     before = dose_module._quick
     yield
     dose_module._quick = before
+
+
+# --- what costs nothing ---------------------------------------------------------------------------
+
+
+def pruned(test: str, sets: dict[str, list[str]], marks: Any = ()) -> list[str]:
+    """Return which of its sets of parameters, given with their marks, a test function has left."""
+    calls = [SimpleNamespace(id=name, marks=[SimpleNamespace(name=each) for each in has]) for name, has in sets.items()]
+    definition = SimpleNamespace(nodeid=test, iter_markers=lambda: iter([SimpleNamespace(name=each) for each in marks]))
+    prune(SimpleNamespace(definition=definition, _calls=calls))
+    return [call.id for call in calls]
+
+
+@pytest.mark.usefixtures("chosen")
+def test_no_items_are_made_of_what_is_left_out() -> None:
+    choose("not full")
+    unit, system = "tests/unit/arena/test_a.py::test_a", "tests/system/test_b.py::test_b"
+    many: dict[str, list[str]] = {str(number): [] for number in range(10)}
+    some = {"a": ["full"], "b": [], "c": ["quick"], "d": ["slow"], "e": ["quick", "full"]}
+    out = left_out(f"{unit}[{name}]" for name in many)
+    assert pruned(unit, many) == [name for name in many if f"{unit}[{name}]" not in out]
+    assert pruned(unit, some) == ["b", "c"] and pruned(system, some) == ["c"]
+    assert pruned(system, many, ["quick"]) == list(many), "a test that is quick is so with all its sets"
+    for test, marks in ((system, ()), (unit, ("full",)), (unit, ("slow",))):
+        assert pruned(test, many, marks) == ["0"], "one stays, for -m to leave out"
+    assert pruned(system, {"a": []}) == ["a"] and pruned(unit, {}) == []
+    choose("")
+    assert pruned(unit, many) == list(many) and pruned(system, some) == list(some)
+
+
+@pytest.mark.parametrize("path", ["unit/test_a.py", "models/test_a.py", "system/test_quick.py", "system/helper.py"])
+def test_files_with_a_quick_test_are_read(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "tests" / path
+    file.parent.mkdir(parents=True)
+    file.write_text("@pytest.mark.quick\ndef test_x(): pass\n" if "quick" in path else "def test_x(): pass\n")
+    for selected in ("not slow and not full", "not slow"):
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=selected), rootpath=tmp_path)
+        assert conftest.pytest_ignore_collect(file, config) is None
+        other = file.parent.parent / "security" / "test_other.py"
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("def test_x(): pass\n")
+        assert bool(conftest.pytest_ignore_collect(other, config)) is ("full" in selected)
+
+
+# --- lengths ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("chosen")
@@ -101,22 +146,22 @@ sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", sy
 """
 
 
-def collected(selected: str, file: str) -> tuple[str, set[str]]:
-    """Return the length of a run of a file, and the tests that it has."""
+def collected(selected: str, file: str) -> tuple[str, int, set[str]]:
+    """Return the length of a run of a file, how many items pytest makes for it, and the tests that it has."""
     said = subprocess.run(
         [sys.executable, "-c", PROGRAM, selected, file], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    found = re.search(r"LENGTH (\w+)", said)
+    found = re.search(r"LENGTH (\w+) (\d+)", said)
     assert found, said
-    return found[1], {line for line in said.splitlines() if line.startswith(f"{file}::")}
+    return found[1], int(found[2]), {line for line in said.splitlines() if line.startswith(f"{file}::")}
 
 
 def test_runs_of_pytest() -> None:
     """The dose is chosen before a test module is imported, and all that the quick run drops is in the full run."""
     file = "tests/unit/arena/test_crash_points.py"
-    quick, few = collected("not slow and not full", file)
-    whole, all_of_them = collected("not slow", file)
+    quick, made, few = collected("not slow and not full", file)
+    whole, made_for_all, all_of_them = collected("not slow", file)
     assert (quick, whole) == ("quick", "whole")
-    assert few < all_of_them
+    assert few < all_of_them and len(few) <= made < made_for_all
     assert {test.partition("[")[0] for test in few} == {test.partition("[")[0] for test in all_of_them}
     assert len([test for test in few if "::test_death_at_every_point[" in test]) == COSTLY_SETS

@@ -94,7 +94,8 @@ def test_a_process_imports_from_its_own_place_on(monkeypatch: pytest.MonkeyPatch
             raise ImportError
 
     monkeypatch.setattr(schedule.importlib, "import_module", load)
-    config = SimpleNamespace(rootpath=tmp_path, args=[str(tmp_path / "tests")], workerinput=None)
+    option = SimpleNamespace(markexpr="not slow")
+    config = SimpleNamespace(rootpath=tmp_path, args=[str(tmp_path / "tests")], workerinput=None, option=option)
     schedule.import_in_turn(config)
     assert names == [], "one process compiles what it collects"
     config.workerinput = {"workerid": "gw1", "workercount": 4}
@@ -104,3 +105,10 @@ def test_a_process_imports_from_its_own_place_on(monkeypatch: pytest.MonkeyPatch
     config.args = [f"{folder}/test_5.py::test_x", f"{folder}/test_6.py"]
     schedule.import_in_turn(config)
     assert "".join(names) == "56"
+    names.clear()
+    folder.rename(tmp_path / "tests" / "system")
+    (tmp_path / "tests" / "system" / "test_6.py").write_text("@pytest.mark.quick")
+    config.args = [str(tmp_path / "tests")]
+    option.markexpr = "not slow and not full"
+    schedule.import_in_turn(config)
+    assert "".join(names) == "6", "the quick run imports what it has"
