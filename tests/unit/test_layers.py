@@ -67,6 +67,8 @@ BANNED: Final = frozenset(
     ("pickle", "cPickle", "marshal", "shelve", "yaml", "dill", "cloudpickle", "joblib", "torch")
 )  # fmt: skip
 BANNED_CALLS: Final = frozenset(("eval", "exec", "compile", "__import__"))
+#: What a text has that has one of them, or the name of CUDA's library. Only such a one is searched.
+LOOKS_LIKE_CALLS: Final = re.compile(rf"(?<![\w.])({'|'.join(sorted(BANNED_CALLS))})\b|libcuda")
 RUNTIME: Final = frozenset(("numpy", "psutil"))
 #: What an engine loads imports that engine, and nothing else does.
 ENGINES: Final = {
@@ -206,6 +208,8 @@ def _calls(module: str, text: str) -> list[str]:
     found = []
     strings = False
     loads = False
+    if not LOOKS_LIKE_CALLS.search(text):
+        return []
     for node in ast.walk(parse(text)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")

@@ -22,6 +22,8 @@ SERVERS: Final = frozenset((
 ))  # fmt: skip
 FIXTURES: Final = frozenset(("cluster", "make_cluster", "make_fleet", "fleet", "real_fleet"))
 
+TAKES: Final = re.compile(rf"\bdef\s+test_\w+\s*\([^)]*\b({'|'.join(sorted(FIXTURES))})\b")
+
 
 def modules() -> list[Path]:
     """Return all Python files of tests/, by path from there."""
@@ -39,12 +41,27 @@ def imported(text: str) -> Iterator[str]:
 
 
 def imports_tests(text: str) -> bool:
-    """Return True if a module imports a test module, or something out of one."""
+    """Return True if a module imports a test module, or something out of one.
+
+    Only a text that may do so is parsed, as the parser takes seconds for all of tests/.
+    """
+    if not re.search(r"\btests[\w.]*\.test_|\bfrom\s+tests[\w.]*\s+import\s[^()\n]*(\([^)]*)?\btest_", joined(text)):
+        return False
     return any(re.search(r"^tests(\.\w+)*\.test_\w+", name) for name in imported(text))
 
 
+def joined(text: str) -> str:
+    """Return a text without comments, in which each line goes on after a backslash at its end."""
+    return re.sub(r"#[^\n]*", "", text.replace("\\\n", " "))
+
+
 def starts_servers(text: str) -> list[str]:
-    """Return what starts servers in a unit test: imported names and fixtures of other modules."""
+    """Return what starts servers in a unit test: imported names and fixtures of other modules.
+
+    Only a text with a word of each is parsed.
+    """
+    if not any(name.rpartition(".")[0] in text for name in SERVERS) and not TAKES.search(text):
+        return []
     found = sorted(SERVERS & set(imported(text)))
     functions = [node for node in statements(text) if isinstance(node, ast.FunctionDef)]
     fixtures = FIXTURES - {function.name for function in functions}
@@ -98,9 +115,14 @@ def test_paths_in_the_documentation_are_there() -> None:
         ("from tests.unit.arena import test_slab", True, []),
         ("import tests.models.test_slot", True, []),
         ("def f():\n    from tests.unit.test_rpc import sample", True, []),
+        ("from tests.models import large, \\\n    test_slot", True, []),
+        ("from tests.models import (\n    large,  # (1)\n    test_slot,\n)", True, []),
+        ("from tests.support import child\n\n\ndef test_x(): pass", False, []),
         ("from tests.support.processes import wait_until", False, []),
         ("from tests.support.processes import Cluster", False, ["tests.support.processes.Cluster"]),
         ("def test_x(make_cluster): pass", False, ["make_cluster"]),
+        ("from simm.testing import (\n    LocalCluster as L,\n)", False, ["simm.testing.LocalCluster"]),
+        ("def test_x(\n    seed: int, fleet: Fleet\n): pass", False, ["fleet"]),
         ("def helper(cluster): pass", False, []),
     ],
 )

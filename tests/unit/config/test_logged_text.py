@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,9 @@ ELSEWHERE: Final = frozenset((
 
 
 def logged(text: str) -> Iterator[ast.expr]:
-    """Yield the arguments of all calls that log above DEBUG."""
+    """Yield the arguments of all calls that log above DEBUG. Only a text with such a method is parsed."""
+    if not re.search(rf"\.\s*({'|'.join(sorted(METHODS))})\s*\(", text):
+        return
     for node in ast.walk(parse(text)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in METHODS:
             continue

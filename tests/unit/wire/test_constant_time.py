@@ -15,9 +15,12 @@ from typing import Final
 import pytest
 
 import simm
+from tests.support.sources import parse
 
 PACKAGE: Final = Path(simm.__file__).parent
 SECRET: Final = re.compile(r"(^|_)(secret|secrets|proof|proofs|token|tokens|password|given|mac)(_|$)")
+#: The same in a text: a part of a word.
+NAMED: Final = re.compile(r"(?<![^\W_])(secret|secrets|proof|proofs|token|tokens|password|given|mac)(?![^\W_])")
 #: Calls whose result tells nothing of the argument's bytes.
 TELLS_NOTHING: Final = frozenset(("len", "isinstance", "type", "bool"))
 #: Methods that end at the first byte that differs.
@@ -85,9 +88,17 @@ def is_length(node: ast.expr) -> bool:
 
 
 def hasty(text: str) -> Iterator[str]:
-    """Yield each comparison of a secret that may end at its first byte that differs."""
-    for function in ast.walk(ast.parse(text)):
+    """Yield each comparison of a secret that may end at its first byte that differs.
+
+    A function without a name of a secret has none: all that is tainted is so from such a name on.
+    """
+    if not NAMED.search(text):
+        return
+    lines = text.splitlines()
+    for function in ast.walk(parse(text)):
         if isinstance(function, ast.FunctionDef):
+            if not NAMED.search("\n".join(lines[function.lineno - 1 : function.end_lineno])):
+                continue
             tainted = tainted_in(function)
             for node in ast.walk(function):
                 if any(is_secret(each, tainted) for each in compared(node)):
