@@ -119,7 +119,8 @@ class Node:
     def __init__(self, number: int, *, size: int = 16 << 20) -> None:
         self.number = number
         self.name = f"node{number}"
-        self.worker = WorkerThread(size)
+        # Each test gives it its shards; to take all away again takes a tenth of a second.
+        self.worker = WorkerThread(size, all_shards=False)
         self.stream = StreamThread(self.worker.path)
         self.dead = False
 
@@ -165,7 +166,7 @@ class FakeCluster:
         self.cluster = cluster
         self.manager = FakeManager()
         self.nodes = [Node(number, size=size) for number in range(nodes)]
-        self.epoch = 10  # workers come up with a map of their own, of epoch 1
+        self.epoch = 10  # a worker that is started anew may have a map of its own, of epoch 1
         self.owners = array("H", [NO_OWNER]) * SHARD_COUNT
         self.since = array("Q", bytes(8 * SHARD_COUNT))
         self.previous: dict[int, int] = {}

@@ -40,8 +40,7 @@ VALUE = os.urandom(300_000)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[FakeCluster]:
     with FakeCluster(2) as running:
-        running.own({0: ALL[::2], 1: ALL[1::2]})
-        running.publish()
+        running.settled({0: ALL[::2], 1: ALL[1::2]})
         yield running
 
 
