@@ -148,19 +148,25 @@ def _policy(policy: Policy) -> None:
         sentinel = slots + queue
         node = sentinel
         found = 0
+        # Without demand(): its text would be made for each entry and queue, which takes longer than to look at it.
         while (behind := policy._next[node]) != sentinel:
-            mine = behind < slots and policy._queue[behind] == queue
-            demand(mine, f"queue {queue} leads to node {behind}")
-            demand(policy._prev[behind] == node, f"links around slot {behind} disagree")
-            demand(policy._stamp[behind] <= policy.clock, f"slot {behind} comes from the future")
+            if behind >= slots or policy._queue[behind] != queue:
+                raise CorruptionError(f"queue {queue} leads to node {behind}")
+            if policy._prev[behind] != node:
+                raise CorruptionError(f"links around slot {behind} disagree")
+            if policy._stamp[behind] > policy.clock:
+                raise CorruptionError(f"slot {behind} comes from the future")
             found += 1
-            demand(found <= size, f"queue {queue} has more than its {size} entries")
+            if found > size:
+                raise CorruptionError(f"queue {queue} has more than its {size} entries")
             node = behind
-        demand(policy._prev[sentinel] == node, f"the oldest entry of queue {queue} is not its last")
-        demand(found == size, f"queue {queue} has {found} entries, not {size}")
+        if policy._prev[sentinel] != node:
+            raise CorruptionError(f"the oldest entry of queue {queue} is not its last")
+        if found != size:
+            raise CorruptionError(f"queue {queue} has {found} entries, not {size}")
         hand = policy._hands[queue]
-        mine = hand == sentinel or (hand < slots and policy._queue[hand] == queue)
-        demand(mine, f"the hand of queue {queue} is elsewhere")
+        if hand != sentinel and (hand >= slots or policy._queue[hand] != queue):
+            raise CorruptionError(f"the hand of queue {queue} is elsewhere")
         members += found
     demand(members == slots - policy._queue.count(_NOWHERE), "slots that claim a queue and are in none")
 
@@ -233,11 +239,12 @@ def _space(space: Space) -> None:
     for offset, slot, group in chunks:
         if slot != NO_SLOT:
             published += 1
-            agreed = slot < len(offsets) and offsets[slot] == offset
-            demand(agreed, f"chunk at {offset} and slot {slot} disagree")
-            groups = {0: group, SOFT: SOFT_GROUPS + group, HARD: HARD_GROUP, NEAR: NEAR_GROUPS + group}
-            group = groups[space.kept.how(slot)]
-            demand(policy.group_of(slot) == group, f"slot {slot} is in the wrong group")
+            if slot >= len(offsets) or offsets[slot] != offset:
+                raise CorruptionError(f"chunk at {offset} and slot {slot} disagree")
+            if how := space.kept.how(slot):
+                group = {SOFT: SOFT_GROUPS + group, HARD: HARD_GROUP, NEAR: NEAR_GROUPS + group}[how]
+            if policy.group_of(slot) != group:
+                raise CorruptionError(f"slot {slot} is in the wrong group")
     known = len(offsets) - offsets.count(-1)
     demand(published == known, f"{known} slots have a chunk, but {published} chunks a slot")
     queued = sum(len(list(policy.slots(group))) for group in range(KEPT_GROUPS))
@@ -259,7 +266,13 @@ def _table(table: Table) -> None:
     words = table._words
     live = 0
     seen: set[bytes] = set()
-    for slot in range(table.geometry.slots):
+    # All that is to be said of an empty slot is looked at by numpy; the loop has the others, and those that are wrong.
+    rows = np.frombuffer(words, np.uint64)[: table.geometry.slots * SLOT_WORDS].reshape(-1, SLOT_WORDS)
+    taken = (np.array(table._used, np.uint8)[:, None] >> np.arange(WAYS) & 1).astype(bool).reshape(-1)
+    well = (rows[:, 0] & np.uint64(1) == 0) & (rows[:, 0] >> np.uint64(SEQ_BITS) <= np.uint64(table.incarnation))
+    well &= ~rows[:, 1:4].any(axis=1)
+    del rows  # or an error would keep the memory from being closed
+    for slot in np.flatnonzero(taken | ~well).tolist():
         at = slot * SLOT_WORDS
         seq = words[at]
         used = table._used[slot // WAYS] >> slot % WAYS & 1

@@ -461,10 +461,11 @@ class World:
         return bool(self.mine[shard >> 3] >> (shard & 7) & 1)
 
     def count_evicted(self) -> int:
-        """Return the number of entries that the store has evicted."""
-        stats = self.store.stats()
-        near = stats["near"]
-        return sum(stats["evictions"].values()) + int(stats["set_evictions"]) + near["replaced"] + near["expired"]
+        """Return the number of entries that the store has evicted, as its ``stats`` say, which take long to make."""
+        store = self.store
+        store.apply_pending()
+        near = store.near.counts
+        return sum(store.space.evictions.values()) + store.set_evictions + near["replaced"] + near["expired"]
 
     def forget_evicted(self, before: int, *, exact: bool = True) -> None:
         """Remove evicted entries from the model: exactly as many as the store has counted.
