@@ -8,7 +8,6 @@ import pytest
 
 from tests.models.explorer import Found, explore_states
 from tests.models.marks import BUGS, MarksModel, State, broken
-from tests.support.dose import dose
 
 
 def search(title: str, model: MarksModel) -> Found[State]:
@@ -25,7 +24,8 @@ def search(title: str, model: MarksModel) -> Found[State]:
         {"keeps": 0, "puts": 1, "evictions": 0, "deaths": 0},
         # The longest by far; the others have its deaths, its puts and its keeping one by one.
         pytest.param({"keeps": 1, "groups": 0, "deletes": 0, "puts": 1, "evictions": 0}, marks=pytest.mark.full),
-        {"keeps": 1, "deletes": 0, "deaths": 0, "ticks": 0},
+        pytest.param({"keeps": 1, "deletes": 0, "deaths": 0, "ticks": 0}, marks=pytest.mark.full),
+        {"keeps": 1, "groups": 0, "deletes": 0, "deaths": 0, "ticks": 0},
         pytest.param({"keeps": 2, "groups": 0, "deletes": 0, "evictions": 0}, marks=pytest.mark.full),
         pytest.param({"keeps": 1, "groups": 0, "puts": 1, "deaths": 0}, marks=pytest.mark.full),
         pytest.param({"keeps": 1, "groups": 0, "puts": 1}, marks=pytest.mark.slow),
@@ -38,7 +38,13 @@ def test_what_is_kept_and_what_is_a_group_stays_so(options: dict[str, Any]) -> N
     assert found.states > 500
 
 
-@pytest.mark.parametrize("name", dose(list(BUGS), quick=5))
+#: Found among 20 to 50 states. The others take some hundreds, or a thousand.
+SOON = ("unheld", "private", "replaced", "half_marked", "orphans_stay", "early_finish")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.quick if name in SOON else pytest.mark.full) for name in BUGS]
+)
 def test_an_injected_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = broken(name, monkeypatch)
     found = search(f"{name}: {BUGS[name]}", model)

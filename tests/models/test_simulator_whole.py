@@ -37,7 +37,7 @@ def fail(seed: int, **options: Any) -> None:
 # --- groups ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", dose(range(8), 2))
+@pytest.mark.parametrize("seed", dose(range(8), quick=1))
 def test_groups_are_whole(seed: int) -> None:
     report = run_scenario(seed, **GROUPS)
     assert not report.failure, report.failure
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_half_of_a_failed_group_is_found(monkeypatch: pytes
 # --- values in parts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", dose(range(8), 2))
+@pytest.mark.parametrize("seed", dose(range(8), quick=1))
 def test_values_in_parts_are_whole_and_of_one_version(seed: int) -> None:
     report = run_scenario(seed, **LARGE)
     assert not report.failure, report.failure

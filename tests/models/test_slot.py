@@ -68,6 +68,7 @@ def test_what_is_alike_hides_nothing(name: str) -> None:
     assert len(reduced.trace) == len(whole.trace)
 
 
+@pytest.mark.full
 def test_without_what_is_alike() -> None:
     """Search one reader without reductions: the same answer from 577,586 states as from 154,538."""
     found = search("1 reader, unreduced", SlotModel(readers=1, closes=False, shard=False).model())
@@ -114,13 +115,18 @@ def search_moves(title: str, model: shard_move.MoveModel) -> Found[shard_move.St
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"epochs": 3}, marks=pytest.mark.full), {"epochs": 4, "losses": False}]
+    "options",
+    [
+        pytest.param({"epochs": 3}, marks=pytest.mark.full),
+        pytest.param({"epochs": 4, "losses": False}, marks=pytest.mark.full),
+        {"epochs": 3, "losses": False},
+    ],
 )
 def test_a_shard_moves(options: dict[str, int]) -> None:
     """Search the real shard words under every order of events."""
     found = search_moves(str(options), shard_move.MoveModel(**options))  # type: ignore[arg-type]
     assert found.complete and not found.trace
-    assert found.states > 10_000
+    assert found.states > 9_000
 
 
 @pytest.mark.parametrize(

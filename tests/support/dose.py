@@ -20,7 +20,7 @@ import pytest
 #: The quick run has a dose of these folders, and elsewhere the tests marked ``quick``.
 QUICK: Final = ("tests/unit/", "tests/models/")
 #: Sets of parameters of one test in the quick run at most. More of them find little that these do not.
-QUICK_SETS: Final = 6
+QUICK_SETS: Final = 4
 #: The same in the folders whose tests compute: they replay each store of an operation, or run clusters in threads.
 COSTLY_SETS: Final = 2
 COSTLY: Final = (

@@ -25,6 +25,7 @@ from simm.slab import (
     class_of,
 )
 from tests.support.consistency import check
+from tests.support.dose import dose, dosed
 
 MIB = 1 << 20
 
@@ -122,7 +123,7 @@ def _any_size(rng: random.Random) -> int:
     return rng.randint(SLAB_CHUNK_BYTES_MAX, 3 * MIB)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", dose(range(6), quick=2))
 def test_every_answer_equals_that_of_a_reference_model(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice((8 * MIB, 15 * MIB + 5 * PAGE_BYTES, 24 * MIB))
@@ -160,7 +161,7 @@ def test_every_answer_equals_that_of_a_reference_model(seed: int) -> None:
     assert allocator.alloc(size) == 0, "an empty region has room for one value of its size"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", dose(range(4), quick=2))
 def test_recovery_in_any_order_gives_the_same_region_back(seed: int) -> None:
     rng = random.Random(seed)
     before = Allocator(24 * MIB)
@@ -420,10 +421,11 @@ def test_a_chunk_costs_four_bytes_and_a_large_value_little() -> None:
     Allocator(SLAB_BYTES).alloc(4096)  # what is made once only
     tracemalloc.start()
     try:
-        allocator = Allocator(256 * MIB)
+        half = dosed(128, quick=64) * MIB
+        allocator = Allocator(2 * half)
         start = tracemalloc.get_traced_memory()[0]
         count = 0
-        while allocator.used_bytes < 128 * MIB:
+        while allocator.used_bytes < half:
             allocator.alloc(4096)
             count += 1
         small = (tracemalloc.get_traced_memory()[0] - start) / count
@@ -434,7 +436,7 @@ def test_a_chunk_costs_four_bytes_and_a_large_value_little() -> None:
         large = (tracemalloc.get_traced_memory()[0] - start) / large_count
     finally:
         tracemalloc.stop()
-    assert count == 32_768 and large_count > 900
+    assert count == half // 4096 and large_count > dosed(900, quick=400)
     assert small < 6
     assert large < 400
     assert sys.getsizeof(allocator._extents._by_size) < 10_000

@@ -128,7 +128,7 @@ def some_map(rng: random.Random, epoch: int) -> tuple[int, bytes, bytes]:
     return epoch, since.tobytes(), roles.astype(np.uint8).tobytes()
 
 
-@pytest.mark.parametrize("seed", dose(range(4), quick=2))
+@pytest.mark.parametrize("seed", dose(range(4), quick=1))
 def test_slices_come_to_what_one_turn_comes_to(
     segments: list[OwnedArena], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

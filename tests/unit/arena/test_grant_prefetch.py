@@ -42,7 +42,7 @@ def put(store: Store, session: Session, key: str, grant: int, length: int = 4096
 # -- many at once ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", dose(range(6), quick=2))
+@pytest.mark.parametrize("seed", dose(range(6), quick=1))
 def test_alloc_many_is_alloc_many_times(seed: int) -> None:
     rng = random.Random(seed)
     one, many = Allocator(8 * SLAB_BYTES), Allocator(8 * SLAB_BYTES)

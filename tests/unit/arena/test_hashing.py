@@ -45,7 +45,7 @@ def test_vectors_never_change() -> None:
 KEYS = st.text(min_size=1, max_size=80) | st.from_regex(r"[a{}]{1,9}", fullmatch=True)
 
 
-@settings(max_examples=dosed(100, quick=25))
+@settings(max_examples=dosed(100, quick=12))
 @given(KEYS, st.text(min_size=1, max_size=16))
 def test_a_digest_is_blake2b_with_the_namespace_as_person(key: str, namespace: str) -> None:
     try:

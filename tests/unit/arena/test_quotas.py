@@ -19,6 +19,7 @@ from simm.constants import SHARD_COUNT
 from simm.slab import chunk_bytes_for
 from simm.wire.messages import BOUND, NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import bitmap_of
+from tests.support.dose import dose
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, digest_of, new_segment, owned, remove_segment
 
@@ -98,7 +99,7 @@ def churn(store: Store, seed: int) -> None:
     assert store.stats()["evictions"] and any(store.stats()["evictions"].values())
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", dose(range(2), quick=1))
 def test_what_is_counted_is_what_the_slots_hold(store: Store, seed: int) -> None:
     store.set_quotas({"a": 900_000, "b": 2_000_000})
     churn(store, seed)

@@ -27,7 +27,7 @@ from tests.support.trace_replay import Tape
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("seed", dose(range(16), quick=2))
+@pytest.mark.parametrize("seed", dose(range(16), quick=1))
 def test_nothing_superseded_is_ever_read(segments: list[OwnedArena], seed: int) -> None:
     play(segments, seed)
 
@@ -284,7 +284,7 @@ def test_death_at_every_point_of_a_change_of_cluster(segments: list[OwnedArena],
     assert world.store.header[Word.CLUSTER] == 99 and table.lookup(X) < 0 and table.entries == 0
     check(world.store)
     seen = set()
-    step = max(1, len(tape.frames) // dosed(150, quick=30))
+    step = max(1, len(tape.frames) // dosed(150, quick=12))
     for frame in [*tape.frames[::step], tape.frames[-1]]:
         tape.show(frame)
         cluster = memoryview(segments[0].mm)[:HEADER_BYTES].cast("Q")[Word.CLUSTER]

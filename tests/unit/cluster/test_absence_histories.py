@@ -331,7 +331,7 @@ class History:
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("seed", dose(SEEDS, quick=2))
+@pytest.mark.parametrize("seed", dose(SEEDS, quick=1))
 def test_history(seed: int) -> None:
     seen = History(seed).run(dosed(40, quick=20))
     assert seen["values there"] and seen["puts"]

@@ -17,6 +17,7 @@ from simm.errors import CorruptionError, RemoteProtocolError, UsageError
 from simm.wire import messages as M
 from simm.wire.messages import MapReply, ShardRole, WorkerInfo
 from simm.wire.shard_set import BITMAP_BYTES, MOVING, bitmap_of, shards_in
+from tests.support.dose import dose
 
 NAME, INSTANCE = "n", 77
 
@@ -113,7 +114,7 @@ def check(member: Member) -> None:
                 raise CorruptionError(f"worker {worker} has shard {shard} since {since[shard]}")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", dose(range(4), quick=1))
 def test_as_the_reference_model_says(seed: int) -> None:
     rng = random.Random(f"member {seed}")
     member, reference = Member(NAME, INSTANCE, [0, 1]), ReferenceModel()

@@ -23,7 +23,7 @@ from simm.wire.messages import (
 )
 from simm.wire.shard_set import bitmap_of
 from tests.models.explorer import first_failure
-from tests.support.dose import dose
+from tests.support.dose import dose, dosed
 from tests.support.machine import GIB, SEEDS, answer, join, states
 from tests.support.shards import shards_held
 
@@ -245,7 +245,7 @@ def test_storm_against_the_reference_model(seed: int) -> None:
     codes: dict[tuple[str, int], int] = {}
     before = Picture(cluster, codes)
     seen = set()
-    for _ in range(220):
+    for _ in range(dosed(220, quick=120)):
         now += rng.choice([0.0, 0.25, 0.5, 0.5])
         name = rng.choice(names)
         event = rng.choice([

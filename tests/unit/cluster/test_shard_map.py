@@ -15,6 +15,7 @@ from simm.constants import NO_OWNER, SHARD_COUNT
 from simm.errors import RemoteProtocolError
 from simm.rpc import Connection, decode, encode
 from simm.wire import messages as M
+from tests.support.dose import dose
 
 WORKERS = [M.WorkerInfo(0, 0, 1, 7 + number, 1 << 30, f"n{number}", "/w.sock", "10.0.0.1", 5) for number in range(3)]
 #: What decoding may take at its worst: a map's tables some times over, whatever the bytes say.
@@ -123,7 +124,7 @@ def made_of(data: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", dose(range(4), quick=1))
 def test_cut_and_corrupted_bytes_never_do_anything_else(seed: int) -> None:
     rng = random.Random(seed)
     whole = encode(some_map(seed)._replace(owners=owners_of(lambda shard: shard % 3), previous=[(1, 2), (2, 0)]), 1)

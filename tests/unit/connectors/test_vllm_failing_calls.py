@@ -11,6 +11,7 @@ import pytest
 from simm.client import Client
 from simm.connectors.vllm_plan import Block, Load, Plan
 from simm.testing import FakeClient, FakeStore
+from tests.support.dose import dose
 from tests.support.faulty_client import FAULTS, Faulty
 from tests.support.pace import Pace
 from tests.support.silent_servers import Silent
@@ -44,9 +45,10 @@ def outputs(client: Any, armed: Callable[[], None], form: dict[str, Any]) -> boo
 
 @pytest.mark.fault("F30", ci="each call of the client", whole="each call of the client")
 @pytest.mark.parametrize(
-    ("form", "how"), [(form, how) for form in FORMS for how in (FAULTS if form is not FORMS[2] else FAULTS[:1])],
+    ("form", "how"),
+    dose([(form, how) for form in FORMS for how in (FAULTS if form is not FORMS[2] else FAULTS[:1])], quick=3),
     ids=lambda each: each if isinstance(each, str) else IDS[FORMS.index(each)],
-)  # fmt: skip
+)
 def test_each_call_may_fail(form: dict[str, Any], how: str) -> None:
     """The output is that of a run without a cache, also of the engine that comes next."""
     for at in range(80):

@@ -23,6 +23,7 @@ from simm.index.events import BadEvent, decode  # noqa: E402
 from simm.index.keys import chain, request_keys, token_bytes  # noqa: E402
 from simm.index.scores import WEIGHTS, Scores, score  # noqa: E402
 from simm.index.sources import Registration, Source, Space  # noqa: E402
+from tests.support.dose import dose  # noqa: E402
 
 DOCS = Path(__file__).parents[3] / "docs"
 SIZE = 4
@@ -171,7 +172,7 @@ class Model:
         return count
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_dicts_say_the_same(seed: int) -> None:
     rng = random.Random(seed)
     index = Blocks()

@@ -19,6 +19,7 @@ from simm.index.keys import request_keys  # noqa: E402
 from simm.index.scores import score  # noqa: E402
 from simm.index.sources import Registration, Space  # noqa: E402
 from simm.index.streams import Stream  # noqa: E402
+from tests.support.dose import dose  # noqa: E402
 
 SPACE = Space("m", "", "default", "", 1)
 PROMPTS = [[1000 * number, 1000 * number + 1, 1000 * number + 2] for number in range(6)]
@@ -132,7 +133,7 @@ def _drive(seed: int, replays: bool, steps: int = 160) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("replays", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_nothing_is_claimed_that_is_not_so(seed: int, replays: bool) -> None:
     false, complete = _drive(seed, replays)
     assert false == 0 and complete > 5

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from simm.index.table import BUCKET, EMPTY, GONE, Table
+from tests.support.dose import dose
 
 
 def _table(alive: set[int] | None = None) -> Table:
@@ -73,7 +74,7 @@ def test_a_dict_finds_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 7])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", dose(range(4), quick=2))
 def test_new_entries_of_few_homes_share_no_slot(monkeypatch: pytest.MonkeyPatch, seed: int, buckets: int) -> None:
     """Their homes are the last buckets and the first one: a search that goes on at the first meets those that wait."""
     rng = np.random.default_rng(seed)

@@ -19,6 +19,7 @@ from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.dose import dose
 from tests.support.worker_thread import WorkerThread
 
 MIB = 1 << 20
@@ -53,7 +54,7 @@ def source_of(number: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_values_of_mixed_sizes_are_stored_and_read(seed: int, together: bool) -> None:
     rng = random.Random(seed)
     with WorkerThread(192 * MIB) as worker:

@@ -29,6 +29,7 @@ from simm.sdk.routing import RetryPolicy, Router
 from simm.sdk.worker_path import Target
 from simm.wire.messages import Status
 from tests.support.cluster_clients import KEYS, WAIT_S, full, published, value_of
+from tests.support.dose import dose
 from tests.support.fake_cluster import ALL, FakeCluster, FakeManager
 from tests.support.waiting import wait_until
 
@@ -379,7 +380,7 @@ _locate = ArenaReader.locate
 _word = ArenaReader.shard_word
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", dose(range(2), quick=1))
 def test_moves_to_and_fro_under_load_never_show_an_older_value(cluster: FakeCluster, seed: int) -> None:
     """Each key has one writer, and readers by both paths. No reader sees an older value, and no put fails."""
     rng = random.Random(seed)

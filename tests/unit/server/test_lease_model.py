@@ -20,7 +20,7 @@ from simm.slab import chunk_bytes_for
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.consistency import check
-from tests.support.dose import dosed
+from tests.support.dose import dose, dosed
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import StreamThread, WorkerThread
 
@@ -235,7 +235,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             each.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", dose(range(4), quick=1))
 def test_random_operations(make: Any, seed: int) -> None:
     model = make(seed)
     for turn in range(dosed(500, quick=200)):

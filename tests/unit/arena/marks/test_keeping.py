@@ -54,9 +54,10 @@ def test_a_fifth_survives_a_scan_and_a_death_in_the_middle_of_it(segment: OwnedA
     room = world.geometry.data_bytes // 65_536
     digests = put_some(world, room // 5)
     assert world.store.keep(digests, how, 100, 1000) == [Status.OK] * len(digests)
-    for turn in range(dosed(10, quick=7)):
+    dies, turns = dosed((5, 10), quick=(1, 3))
+    for turn in range(turns):
         put_some(world, room, f"scan {turn}")
-        if turn == 5:
+        if turn == dies:
             world.die()
             world.store.keeping.begin(1001)
     assert world.store.exists(digests) == [Status.OK] * len(digests)

@@ -19,6 +19,7 @@ from simm.index.lmcache.hashes import name_of, namers
 from simm.index.lmcache.servers import LEASE_S, SETTLED, Servers
 from simm.index.scores import Scores, score
 from simm.index.sources import Registration, Space
+from tests.support.dose import dose
 from tests.support.lmcache_server import HASHES, PROMPTS, SIZE, WORLDS, Model, Part, batch, body, entry, key
 
 (NAMER,) = namers("sha256_cbor")
@@ -164,14 +165,14 @@ def _drive(seed: int, trouble: float = 1.0, steps: int = 400) -> World:
 
 
 @pytest.mark.parametrize("trouble", [1.0, 0.1])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", dose(range(3), quick=1))
 def test_nothing_is_claimed_that_is_not_so(seed: int, trouble: float) -> None:
     world = _drive(seed, trouble)
     assert world.false == 0 and world.exact > 50
 
 
 def test_what_is_shared_is_found_too() -> None:
-    assert sum(_drive(seed, 0.1).pooled for seed in range(3)) > 0
+    assert any(_drive(seed, 0.1).pooled for seed in range(3))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,8 @@ def test_mutation_what_the_model_finds(
     owner: Any, name: str, broken: Any, trouble: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
-    assert any(_drive(seed, trouble).false for seed in (3, 0, 1, 2, 4, 5, 6, 7, 8))
+    # The last ones find those that most do not.
+    assert any(_drive(seed, trouble).false for seed in (8, 7, 6, 5, 4, 3, 2, 1, 0))
 
 
 # -- one thing at a time -------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def random_step(rng: random.Random) -> Step:
     return step_of(records, whole)
 
 
-@pytest.mark.parametrize("seed", dose(range(20), quick=5))
+@pytest.mark.parametrize("seed", dose(range(20), quick=2))
 def test_what_is_published_adds_up(seed: int) -> None:
     rng = random.Random(seed)
     claims = Claims(lambda owner, number: f"n{number}")
