@@ -62,8 +62,7 @@ def pinned(client: Client, keys: list[str], length: int) -> Pins:
     return found
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param("shm", marks=pytest.mark.quick), "tcp"])
 def test_old_values_are_gone_on_every_client(own: Cluster, path: str) -> None:
     keys = [f"key {number}" for number in range(100)]
     with connected(own, path) as one, connected(own, "tcp") as other, connected(own, path, "other") as apart:

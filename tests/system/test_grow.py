@@ -347,7 +347,6 @@ def test_a_start_without_warm_drops_what_was_added(make_fleet: Callable[..., Fle
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_what_is_refused_changes_nothing(make_fleet: Callable[..., Fleet]) -> None:
     fleet = make_fleet()
     server = fleet.servers[0]

@@ -31,7 +31,7 @@ def assert_well(figures: Figures, kills: int) -> None:
 @pytest.mark.fault("F01", ci=5)
 @pytest.mark.quick
 def test_storm(amount: int) -> None:
-    kills, seconds = dosed((amount, 7), quick=(2, 3))
+    kills, seconds = dosed((amount, 7), quick=(1, 2))
     figures = in_time(kills, seconds=seconds, seed=3, writers=3, readers=4, memory="64M")
     assert_well(figures, kills)
 
