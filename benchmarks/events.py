@@ -1,6 +1,6 @@
 """Measure events: what the ring costs a PUT, and how long an index takes to be complete again.
 
-    python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60
+    python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60, --burst 3000
     python benchmarks/events.py cost | parts | restart
 
 *Cost*: two stores in this process, one with a ring and one without, in turns of some thousand PUTs each: commits in
@@ -39,7 +39,6 @@ from simm.sdk.local_cluster import LocalCluster
 from simm.wire.messages import ShardRole
 
 VALUE: Final = 4096
-TURN: Final = 3000
 GRANTS: Final = 32
 #: Of turns and of calls: on a busy machine the higher ones tell of others.
 QUANTILE: Final = 0.1
@@ -80,21 +79,22 @@ class Side:
         self.arena.close()
 
 
-def cost(rounds: int) -> None:
-    """Print what the ring costs."""
+def cost(rounds: int, burst: int) -> None:
+    """Print what the ring costs, by so many PUTs at a time."""
     rng = np.random.default_rng(1)
 
     def digests() -> list[bytes]:
-        raw = rng.bytes(16 * TURN)
+        raw = rng.bytes(16 * burst)
         return [raw[at : at + 16] for at in range(0, len(raw), 16)]
 
     sides = [Side(0, False), Side(1, True)]
     plain, ringed = [], []
     try:
-        for number in range(rounds + 8):
+        warm = max(8, 24_000 // burst)
+        for number in range(rounds + warm):
             for side in sides if number % 2 else sides[::-1]:
                 took = side.turn(digests())
-                if number >= 8:  # the arenas are full by then
+                if number >= warm:  # the arenas are full by then
                     (ringed if side is sides[1] else plain).append(took)
     finally:
         for side in sides:
@@ -222,9 +222,10 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "parts", "restart"])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--burst", type=int, default=3000)
     arguments = parser.parse_args()
     if arguments.what in ("all", "cost"):
-        cost(arguments.rounds)
+        cost(arguments.rounds, arguments.burst)
     if arguments.what in ("all", "parts"):
         parts(arguments.blocks)
     if arguments.what in ("all", "restart"):

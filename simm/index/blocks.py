@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
-from .sources import DENSE, MEDIA, STORAGE, TIERS, U64, UNKNOWN, Expected, Holder, Parked, Registration, Source, Space
+from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table
+from .tiers import BITS, MOST
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
@@ -43,15 +44,14 @@ EXPECTED_BLOCKS_MAX: Final = 1 << 18
 BLOCKS_MAX: Final = 1 << 24
 DEAD_MAX: Final = 4096
 
-#: A count for each tier: 4 bits. More are not counted, so that the block is forgotten early rather than late.
-_BITS: Final = 4
-_MOST: Final = 15
 #: From so many blocks on, an event is applied by numpy.
 _VECTOR: Final = 24
 #: By how much the table of blocks grows while they are stores' above all.
 _GROWTH: Final = 1.6
 #: Searches that a question does at once, at most.
 _PROBES: Final = 1 << 17
+#: Of all holders together, in a question's first search.
+_FIRST_PROBES: Final = 256
 
 
 class Blocks:
@@ -422,8 +422,8 @@ class Blocks:
 
     def _hold(self, source: Source, holder: Holder, keys: Sequence[int], tier: int, copies: bool) -> None:
         """Count blocks. ``copies``: one that is there already has another copy now; otherwise it is told once more."""
-        table, shift = self._held, _BITS * tier
-        most = _MOST if copies else 1
+        table, shift = self._held, BITS * tier
+        most = MOST if copies else 1
         self.added += len(keys)
         # A store's snapshot has all its blocks, and nothing in the other table: this one may grow in larger steps.
         table.reserve(len(keys), _GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
@@ -437,7 +437,7 @@ class Blocks:
                     holder.blocks += 1
                     source.blocks += 1
                 now = int(counts[slot])
-                if (now >> shift & _MOST) < most:
+                if (now >> shift & MOST) < most:
                     counts[slot] = now + (1 << shift)
             return
         slots, new = table.find_or_add(mine, np.full(len(mine), holder.id, np.uint32))
@@ -445,7 +445,7 @@ class Blocks:
         holder.blocks += added
         source.blocks += added
         before = counts[slots]
-        more = (before >> np.uint32(shift) & np.uint32(_MOST)) < most
+        more = (before >> np.uint32(shift) & np.uint32(MOST)) < most
         counts[slots] = before + (more.astype(np.uint32) << np.uint32(shift))
 
     def _known(self, source: Source, names: Sequence[int], lane: int, tier: int) -> None:
@@ -470,9 +470,9 @@ class Blocks:
         held = self._held.find_one(int(columns["key"][slot]), number)
         if held >= 0:
             self.removed += 1
-            counts, shift = self._held.columns["counts"], _BITS * tier
+            counts, shift = self._held.columns["counts"], BITS * tier
             now = int(counts[held])
-            if now >> shift & _MOST:
+            if now >> shift & MOST:
                 now -= 1 << shift
                 counts[held] = now
             if now:
@@ -498,10 +498,10 @@ class Blocks:
 
     def _lower(self, source: Source, slots: Slots, tier: int) -> Slots:
         """Take one copy away of each block, all different. Return the slots of those that have none left, now empty."""
-        counts, shift = self._held.columns["counts"], np.uint32(_BITS * tier)
+        counts, shift = self._held.columns["counts"], np.uint32(BITS * tier)
         self.removed += len(slots)
         now = counts[slots]
-        there = (now >> shift & np.uint32(_MOST)) > 0
+        there = (now >> shift & np.uint32(MOST)) > 0
         now = now - (there.astype(np.uint32) << shift)
         counts[slots] = now
         gone: Slots = slots[now == 0]
@@ -528,7 +528,7 @@ class Blocks:
         """Return for each holder of a space, but for stale sources, its counts of the prompt's leading blocks.
 
         They end where the prefix does: of an engine's rank and group at the first block that it has not, of a store at
-        the first that none of its hosts has. 0 is a block that the holder has not; for others see :func:`tiers_of`.
+        the first that none of its hosts has. 0 is a block that the holder has not; for others see ``tiers``.
 
         O(blocks of the prefixes x holders). A holder without the first block costs one search.
         """
@@ -540,10 +540,11 @@ class Blocks:
             mine = np.array(keys, np.uint64)
             found: list[list[NDArray[np.uint32]]] = [[] for _ in holders]
             active = np.arange(len(holders))
-            start, step = 0, 1
+            # Few holders are asked for several blocks at once: a search costs as much for a hundred as for ten.
+            start, step = 0, max(1, min(16, _FIRST_PROBES // max(1, len(active))))
             while len(active) and start < len(mine):
                 part = mine[start : start + step]
-                slots = self._held.find(np.tile(part, len(active)), np.repeat(ids[active], len(part)))
+                slots = self._held.find(np.concatenate([part] * len(active)), np.repeat(ids[active], len(part)))
                 counts = np.where(slots >= 0, self._held.columns["counts"][slots], np.uint32(0))
                 counts = counts.reshape(len(active), len(part))
                 there = np.zeros((len(units), len(part)), np.bool_)
@@ -589,10 +590,3 @@ def _all_different(keys: U64) -> bool:
     """Return whether no key comes twice. O(keys log keys)."""
     inorder = np.sort(keys)
     return bool((inorder[1:] != inorder[:-1]).all())
-
-
-def tiers_of(counts: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """Return for each block and tier whether the block is there: blocks x tiers."""
-    shifts = np.arange(len(TIERS), dtype=np.uint32) * np.uint32(_BITS)
-    found: NDArray[np.bool_] = (counts[:, None] >> shifts & np.uint32(_MOST)) > 0
-    return found

@@ -58,6 +58,12 @@ def chain(
     digest, pack = _xxh3, _PAIR.pack
     found: list[int] = []
     key = parent
+    if not extras:  # the same, as fast as it goes: a question is made of this
+        for at in range(0, len(tokens) - step + 1, step):
+            local = digest(tokens[at : at + step], seed)
+            key = local if key is None else digest(pack(key, local), seed)
+            found.append(key)
+        return found
     for number, at in enumerate(range(0, len(tokens) - step + 1, step)):
         extra = extras[number] if number < len(extras) else b""
         local = digest(bytes(tokens[at : at + step]) + extra if extra else tokens[at : at + step], seed)

@@ -21,8 +21,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Blocks, tiers_of
+from .blocks import Blocks
 from .sources import TIERS, Holder, Registration, Source, Space
+from .tiers import alike, tiers_of
 
 #: Of llm-d for gpu and cpu, of Dynamo for disk and shared storage. ``expected``: of what a router has just sent there.
 WEIGHTS: Final[Mapping[str, float]] = {
@@ -73,6 +74,19 @@ class Match:
         self.score = max(self.score, _sum(mine))
 
 
+    def add_alike(self, rank: int, blocks: int, tiers: int, weights: Sequence[float]) -> None:
+        """Do :meth:`add` for blocks that are all in the same tiers, a bit each."""
+        best = 0.0
+        for tier, name in enumerate(TIERS):
+            if tiers >> tier & 1:
+                self.tiers[name] = max(self.tiers[name], blocks)
+                best = max(best, weights[tier])
+        self.blocks = max(self.blocks, blocks)
+        self.ranks[rank] = max(self.ranks.get(rank, 0), blocks)
+        self.weights.append(np.full(blocks, best))
+        self.score = max(self.score, best * blocks)
+
+
 def _sum(weights: NDArray[np.float64]) -> float:
     return float(weights[: _run(weights > 0)].sum())
 
@@ -114,22 +128,28 @@ def score(
         now: the monotonic time, seconds, for what is expected.
     """
     now = time.monotonic() if now is None else now
-    vector = np.array([weights.get(name, 0.0) for name in TIERS])
+    of_tiers = [weights.get(name, 0.0) for name in TIERS]
+    vector = np.array(of_tiers)
     with index.lock:
         found = _found(index, space, keys, names)
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.array(keys, np.uint64), now) for each in sources if each.expected}
+    alikes = alike([counts for _, counts in found])
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
-    ranks: dict[tuple[Source, int], list[_Bits]] = {}
-    for holder, counts in found:
+    ranks: dict[tuple[Source, int], list[tuple[NDArray[np.uint32], int | None]]] = {}
+    for (holder, counts), same in zip(found, alikes):
         registration = holder.source.registration
-        bits = tiers_of(counts)
         if registration.store:
-            pools.setdefault(registration.pool or registration.instance, []).append((holder, bits))
+            pools.setdefault(registration.pool or registration.instance, []).append((holder, tiers_of(counts)))
         elif endpoints is None or registration.instance in endpoints:
-            ranks.setdefault((holder.source, holder.rank), []).append(bits)
-    for (source, rank), groups in ranks.items():
+            ranks.setdefault((holder.source, holder.rank), []).append((counts, same))
+    for (source, rank), mine in ranks.items():
+        (counts, same), *others = mine
+        if same is not None and not others and not told.get(source):
+            _match(matches, source.registration.instance, space).add_alike(rank, len(counts), same, of_tiers)
+            continue
+        groups = [tiers_of(each) for each, _ in mine]
         length = min(map(len, groups))
         # Each group has to have the block, whatever its tier: the worst of them counts.
         least = groups[0][:length]
@@ -149,8 +169,8 @@ def score(
         together = np.logical_or.reduce([bits for _, bits in holders])
         match = _match(matches, f"pool:{pool}", space)
         match.add(0, together, vector)
-        for mine in match.weights:
-            shared[: len(mine)] = np.maximum(shared[: len(mine)], mine)
+        for each in match.weights:
+            shared[: len(each)] = np.maximum(shared[: len(each)], each)
         for holder, bits in holders:
             if holder.node:
                 _match(matches, f"node:{holder.node}", space).add(0, bits[: _run(np.asarray(bits.any(axis=1)))], vector)
@@ -176,8 +196,9 @@ def _answer(
 ) -> Scores:  # fmt: skip
     names = {each.registration.instance for each in sources if not each.registration.store}
     with_pool = {}
+    any_shared = bool(shared.any())
     for name in sorted(names):
-        if not shared.any():
+        if not any_shared:
             with_pool[name] = matches[name].score if name in matches else 0.0
             continue
         mine = matches[name].weights if name in matches else [np.zeros(0)]

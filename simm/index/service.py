@@ -6,7 +6,6 @@ Bodies are JSON, at most ``BODY_BYTES_MAX``, and every field is checked. A calle
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
 from ..schemes.encodings import check_block
 from . import figures
-from .blocks import Blocks, tiers_of
+from .blocks import Blocks
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
 from .keys import chain, token_bytes
 from .libraries import msgspec
@@ -28,6 +27,7 @@ from .publishers import Publishers
 from .scores import WEIGHTS, Match, Scores, score
 from .sources import TIERS, Registration, Source, Space
 from .streams import Stream
+from .tiers import tiers_of
 
 BODY_BYTES_MAX: Final = 8 << 20
 #: Blocks of all holders that a dump has.
@@ -412,7 +412,7 @@ def asking(client: Any, *, every_s: float = 30.0) -> Shared:
 
 
 def _json(value: Any, status: int = 200) -> Page:
-    return Page(json.dumps(value) + "\n", JSON, status)
+    return Page(msgspec.json.encode(value).decode() + "\n", JSON, status)
 
 
 def _text(body: Body, *names: str) -> str:

@@ -88,7 +88,9 @@ class Table:
         """Return the home bucket of each. Multiplications wrap, as they should."""
         mixed = (keys ^ np.uint64(self._seed)) * np.uint64(self._first)
         mixed ^= mixed >> _HALF
-        mixed = (mixed + owners.astype(np.uint64) * np.uint64(self._second)) * np.uint64(self._third)
+        mixed += owners.astype(np.uint64) * np.uint64(self._second)
+        mixed ^= mixed >> _HALF  # else a key's homes of consecutive owners have one distance, which may be next to 0
+        mixed *= np.uint64(self._third)
         homes: Slots = ((mixed >> _HALF) * np.uint64(self._buckets) >> _HALF).astype(np.int64)
         return homes
 
@@ -96,7 +98,8 @@ class Table:
         """Do :meth:`_homes` for one."""
         mixed = (key ^ self._seed) * self._first & _MASK
         mixed ^= mixed >> 32
-        mixed = (mixed + owner * self._second) * self._third & _MASK
+        mixed = mixed + owner * self._second & _MASK
+        mixed = (mixed ^ mixed >> 32) * self._third & _MASK
         return (mixed >> 32) * self._buckets >> 32
 
     # -- one entry ---------------------------------------------------------------------------------------
@@ -153,10 +156,14 @@ class Table:
             alike = lanes > 0
             hit = alike & (self.owners[slots] == owners)
             found[pending] = np.where(hit, slots, -1)
+            open_ = np.flatnonzero(~hit)
+            if not open_.size:
+                break
             # Others of the key may be in the bucket beside one of another owner, or of none.
-            for at in np.flatnonzero(alike & ~hit).tolist():
+            other = alike[open_]
+            for at in open_[other].tolist():
                 found[pending[at]] = self.find_one(int(keys[at]), int(owners[at]))
-            open_ = np.flatnonzero(~alike)
+            open_ = open_[~other]
             open_ = open_[_bits(tables[1].take(buckets[open_], axis=0) == EMPTY) == 0]
             if not open_.size:
                 break

@@ -131,3 +131,14 @@ def test_mutation_a_slot_that_always_becomes_empty_again(monkeypatch: pytest.Mon
         remove(table, first) if broken else table.remove(first)
         assert (GONE in table.owners) is not broken
         assert (table.find(keys[1:], owners[1:]) < 0).any() == broken
+
+
+def test_a_keys_homes_are_apart_whatever_the_random_numbers_are() -> None:
+    """Many endpoints have a prompt's blocks. With these numbers the owner would not count but for the last shift."""
+    table = Table({}, lambda owners: np.ones(len(owners), np.bool_), buckets=1024)
+    table._second = pow(table._third, -1, 1 << 64)
+    owners = np.arange(1, 65, dtype=np.uint32)
+    for key in (1, 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1):
+        homes = table._homes(np.full(64, key, np.uint64), owners).tolist()
+        assert homes == [table._home(key, owner) for owner in owners.tolist()]
+        assert len(set(homes)) > 40
