@@ -255,7 +255,7 @@ class Publishers:
     def _do(self, what: Callable[[], None]) -> None:
         """Let the thread do something."""
         self._todo.put(what)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it will wake anyway, or has ended already
             self._wake.send(b"\0")
 
     # -- the thread --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,18 @@ def test_a_lease_ends(tmp_path: Path) -> None:
         source = _register(publishers, engine, lease_s=0.2)
         wait_until(lambda: source.registration.name not in publishers.index.sources, "the end of the lease")
     engine.close()
+
+
+def test_a_thread_that_ends_before_it_is_woken() -> None:
+    publishers = Publishers(Blocks())
+
+    class Todo(queue.SimpleQueue[Any]):
+        def put(self, *_: Any, **__: Any) -> None:
+            publishers._thread.join()
+
+    publishers._todo = Todo()
+    publishers.close()
+    assert not publishers._thread.is_alive()
 
 
 @pytest.mark.parametrize("text", ["", "tcp://*:1", "tcp://h", "inproc://x", "http://h:1", "ipc://x", "tcp://h:1 " * 99])
