@@ -26,6 +26,7 @@ from simm.index.keys import request_keys
 from simm.index.libraries import msgspec
 from simm.index.publish.claims import Delta
 from simm.index.publish.messages import snapshot
+from simm.index.publishers import TURN
 from simm.index.scores import score
 from simm.index.service import BODY_BYTES_MAX, Service
 from simm.index.sources import Registration, Source, Space
@@ -56,9 +57,10 @@ def ingest(blocks: int, per_event: int) -> tuple[float, float]:
     source = index.register(Registration("a", "m", block_size=SIZE))
     told = messages(blocks, per_event, random.Random(1))
     began = time.process_time()
-    for payload in told:
+    for number, payload in enumerate(told):
         batch = decode(payload)
-        index.apply(source, batch.events, batch.rank)
+        index.apply(source, batch.events, batch.rank, more=number % TURN != 0)  # as what has queued is read
+    index.flush()
     return index.entries / (time.process_time() - began), index.nbytes / index.entries
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
-from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Parked, Registration, Source, Space
+from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table
 from .tiers import BITS, MOST
 
@@ -46,6 +45,8 @@ DEAD_MAX: Final = 4096
 
 #: From so many blocks on, an event is applied by numpy.
 _VECTOR: Final = 24
+#: Blocks that wait for more, at most about.
+_GATHERED: Final = 4096
 #: By how much the table of blocks grows while they are stores' above all.
 _GROWTH: Final = 1.6
 #: Searches that a question does at once, at most.
@@ -74,7 +75,7 @@ class Blocks:
         self._holders: dict[int, Holder] = {}
         self._aliases = Table({"key": np.uint64, "holder": np.uint32}, self._alive)
         self._held = Table({"counts": np.uint32}, self._alive)
-        self._late: _Late | None = None
+        self._late: Late | None = None
 
     # -- sources -----------------------------------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class Blocks:
     def clear(self, source: Source, tenant: str | None = None) -> None:
         """Forget what a source holds, of one tenant or of all. O(holders)."""
         with self.lock:
+            self._flush()
             if source.lanes:
                 tenant = None  # aliases are of all tenants
             for key, holder in list(source.holders.items()):
@@ -200,26 +202,42 @@ class Blocks:
 
     # -- events ------------------------------------------------------------------------------------------
 
-    def apply(self, source: Source, events: Sequence[Event], rank: int | None = None) -> None:
-        """Apply the events of a message. O(blocks)."""
+    def apply(self, source: Source, events: Sequence[Event], rank: int | None = None, *, more: bool = False) -> None:
+        """Apply the events of a message. O(blocks).
+
+        ``more``: others follow at once, and what is stored may go into the tables with theirs, at :meth:`flush`. Who
+        asks before that sees no difference, but in counts of blocks.
+        """
         with self.lock:
-            of = source.registration.rank
-            self._late = None  # of a call that has failed
-            for event in events:
-                if not isinstance(event, Stored) or event.tokens is None:
-                    self._flush()
-                told = event.where.rank if event.where.rank is not None else rank
-                mine = of if of is not None else told or 0
-                try:
-                    if isinstance(event, Stored):
-                        self._stored(source, event, mine)
-                    elif isinstance(event, Removed):
-                        self._removed(source, event, mine)
-                    else:
-                        self._cleared(source, event)
-                except _Ignored as why:
-                    source.ignored[str(why)] += 1
+            try:
+                self._apply(source, events, rank)
+            except BaseException:
+                self._late = None
+                raise
+            if not more or (self._late is not None and self._late.count >= _GATHERED):
+                self._flush()
+
+    def flush(self) -> None:
+        """Put into the tables what waits for more."""
+        with self.lock:
             self._flush()
+
+    def _apply(self, source: Source, events: Sequence[Event], rank: int | None) -> None:
+        of = source.registration.rank
+        for event in events:
+            if not isinstance(event, Stored) or event.tokens is None:
+                self._flush()
+            told = event.where.rank if event.where.rank is not None else rank
+            mine = of if of is not None else told or 0
+            try:
+                if isinstance(event, Stored):
+                    self._stored(source, event, mine)
+                elif isinstance(event, Removed):
+                    self._removed(source, event, mine)
+                else:
+                    self._cleared(source, event)
+            except _Ignored as why:
+                source.ignored[str(why)] += 1
 
     def _cleared(self, source: Source, event: Cleared) -> None:
         self.clear(source, event.where.tenant if source.registration.store else None)
@@ -316,7 +334,7 @@ class Blocks:
         self, source: Source, holder: Holder, lane: int, tier: int, names: Sequence[int], keys: Sequence[int],
         copies: bool,
     ) -> None:  # fmt: skip
-        """Add blocks, together with those of the message's other events that are alike: numpy wants many at once."""
+        """Add blocks, together with those of other events that are alike: numpy wants many at once."""
         late = self._late
         if late is not None and (
             (late.holder, late.lane, late.tier, late.copies) != (holder, lane, tier, copies)
@@ -326,7 +344,7 @@ class Blocks:
             self._flush()
             late = None
         if late is None:
-            late = self._late = _Late(source, holder, lane, tier, copies, {})
+            late = self._late = Late(source, holder, lane, tier, copies, {})
         late.names.update(zip(names, keys))
         if len(late.names) != late.count + len(names):  # within one event
             for name in names:
@@ -521,6 +539,7 @@ class Blocks:
     def held_by(self, holder: Holder, most: int) -> tuple[U64, NDArray[np.uint32]]:
         """Return the keys and counts of a holder's blocks, at most so many. O(slots)."""
         with self.lock:
+            self._flush()
             slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
             return self._held.keys[slots], self._held.columns["counts"][slots]
 
@@ -533,6 +552,7 @@ class Blocks:
         O(blocks of the prefixes x holders). A holder without the first block costs one search.
         """
         with self.lock:
+            self._flush()
             holders = [each for each in self.spaces.get(space, {}).values() if not each.source.stale]
             units: dict[str | int, int] = {}
             unit = np.array([units.setdefault(_unit(each), len(units)) for each in holders], np.int64)
@@ -567,19 +587,6 @@ def _unit(holder: Holder) -> str | int:
     """Return what has a prefix together: hosts of one pool do, an engine's ranks and groups do not."""
     told = holder.source.registration
     return (told.pool or told.instance) if told.store else holder.id
-
-
-@dataclass(eq=False)
-class _Late:
-    """Blocks of one message that are not in the tables yet: what the engine calls them, and their keys."""
-
-    source: Source
-    holder: Holder
-    lane: int
-    tier: int
-    copies: bool
-    names: dict[int, int]
-    count: int = 0
 
 
 class _Ignored(Exception):

@@ -303,13 +303,17 @@ class Publishers:
             self._woken.close()
 
     def _read(self, link: _Link, sock: Any) -> None:
+        link.stream.more = True
         try:
             link.read(sock)
+            self.index.flush()
         except Exception:
             # One publisher must not end the others. What is known of it may be wrong now.
             log.exception("a message of %r", link.stream.source.registration.instance)
             link.end_replay()
             link.stream.disconnected()
+        finally:
+            link.stream.more = False
 
     def _tick(self, now: float) -> None:
         for link in self._links.values():

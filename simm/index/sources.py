@@ -166,3 +166,16 @@ class Source:
         """Count an event that waits no more."""
         self.waiting -= len(parked.event.hashes)
         self.waiting_bytes -= parked.nbytes
+
+
+@dataclass(eq=False)
+class Late:
+    """Blocks that are not in the tables yet: what the engine calls them, and their keys."""
+
+    source: Source
+    holder: Holder
+    lane: int
+    tier: int
+    copies: bool
+    names: dict[int, int]
+    count: int = 0

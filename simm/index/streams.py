@@ -71,6 +71,8 @@ class Stream:
         self._connected = False
         #: All that the publisher has is known.
         self.complete = False
+        #: Other messages follow at once, and then a ``Blocks.flush``.
+        self.more = False
         self.counts: Counter[str] = Counter()
         self._pending: list[tuple[int, bytes]] = []
         self._pending_bytes = 0
@@ -239,7 +241,7 @@ class Stream:
         if batch.doubtful:
             self._lose()
         self.counts["events"] += len(batch.events)
-        self._index.apply(self.source, batch.events, batch.rank)
+        self._index.apply(self.source, batch.events, batch.rank, more=self.more)
         told = self.source.registration
         if any(isinstance(each, Cleared) for each in batch.events) and (not told.store or told.type == "simm"):
             self.complete, self.source.lost = True, False

@@ -44,9 +44,9 @@ def removed(hashes: Sequence[Any], **more: Any) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), **more}
 
 
-def apply(index: Blocks, source: Source, *events: Any) -> list[str]:
+def apply(index: Blocks, source: Source, *events: Any, more: bool = False) -> list[str]:
     batch = decode(message(*events))
-    index.apply(source, batch.events, batch.rank)
+    index.apply(source, batch.events, batch.rank, more=more)
     return batch.refused
 
 
@@ -172,8 +172,9 @@ class Model:
         return count
 
 
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("seed", dose(range(3), quick=1))
-def test_dicts_say_the_same(seed: int) -> None:
+def test_dicts_say_the_same(seed: int, more: bool) -> None:
     rng = random.Random(seed)
     index = Blocks()
     sources = [engine(index, name) for name in "AB"]
@@ -206,8 +207,10 @@ def test_dicts_say_the_same(seed: int) -> None:
         if rng.random() < 0.5:
             continue  # several events in one message
         for source, events in zip(sources, waiting):
-            assert apply(index, source, *events) == []
+            assert apply(index, source, *events, more=more) == []
             events.clear()
+        if more and rng.random() < 0.5:
+            continue  # several messages before a question
         if rng.random() < 0.1:
             index.sweep()
         for tokens in rng.sample(prompts, 3):
@@ -220,6 +223,39 @@ def test_dicts_say_the_same(seed: int) -> None:
         apply(index, source, *events)
         assert source.blocks == len({block for (block, _), count in model.copies.items() if count})
         assert source.blocks == sum(each.blocks for each in source.holders.values())
+
+
+def test_what_waits_for_more_is_bounded_and_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Blocks()
+    source, prompts = engine(index), [prompt(1, seed) for seed in range(4)]
+    for number, tokens in enumerate(prompts[:2]):
+        apply(index, source, stored([number], tokens), more=True)
+    assert source.blocks == 0 and asked(index, prompts[1]).matches["A"].blocks == 1 and source.blocks == 2
+    apply(index, source, stored([2], prompts[2]), more=True)
+    assert source.blocks == 2
+    index.flush()
+    assert source.blocks == 3
+    apply(index, source, stored([3], prompts[3]), more=True)
+    index.clear(source)
+    index.flush()
+    assert source.blocks == 0 and asked(index, prompts[3]).matches == {}, "what waited is forgotten too"
+    monkeypatch.setattr(blocks_module, "_GATHERED", 2)
+    apply(index, source, stored([0], prompts[0]), more=True)
+    assert source.blocks == 0
+    apply(index, source, stored([1], prompts[1]), more=True)
+    assert source.blocks == 2
+
+
+def test_what_waited_for_a_message_that_fails_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Blocks()
+    source, tokens = engine(index), prompt(2)
+    apply(index, source, stored([11], tokens[:SIZE]), more=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "_stored", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            apply(index, source, stored([12], tokens[SIZE:], 11), more=True)
+    index.flush()
+    assert source.blocks == 0
 
 
 # -- what is counted -----------------------------------------------------------------------------------
