@@ -452,11 +452,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = dosed(3, quick=1)
     assert simulate.main(["--seeds", f"0:{seeds}", "--jobs", "1"]) == 0
     assert f"{seeds} scenario" in capsys.readouterr().out
-    assert simulate.main(["--replay", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "manager starts" in out and "nothing wrong" in out and "trace" in out
-    assert simulate.main(["--replay", "2", "-v", "--faults", "none"]) == 0
-    assert "put" in capsys.readouterr().out
+    for faults in dosed(([], ["--faults", "none"]), quick=(["--faults", "none"],)):
+        assert simulate.main(["--replay", "2", "-v", *faults]) == 0
+        out = capsys.readouterr().out
+        assert "manager starts" in out and "nothing wrong" in out and "trace" in out and "put" in out
     nodes, clients, hours = dosed(("80", "500", "0.02"), quick=("20", "100", "0.01"))
     arguments = ["--nodes", nodes, "--clients", clients, "--hours", hours, "--seed", "3", "--fault-s", "10"]
     assert simulate.main(arguments) == 0

@@ -236,7 +236,7 @@ SCENES: list[Scene] = [
 
 
 @pytest.mark.fault("F02", ci="each store of a tape", whole="each store of a tape")
-@pytest.mark.parametrize("scene", dose(SCENES, quick=8), ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", dose(SCENES, quick=10), ids=lambda scene: scene.__name__)
 def test_death_at_every_point(segment: OwnedArena, scene: Scene) -> None:
     assert die_everywhere(segment, scene) >= 2
 
