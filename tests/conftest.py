@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,26 @@ def _doses(item: Any) -> list[faults.Dosed]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the test modules once, not in each process, and collect without the garbage collector."""
+    """Compile the test modules once, not in each process."""
+    with _all_stays():
+        schedule.import_in_turn(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector. The process that only hands out tests has it at once again."""
+    with _all_stays():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _all_stays() -> Iterator[None]:
+    """Make modules and items, all of which stay: nothing of it is garbage to look for."""
     gc.disable()
-    schedule.import_in_turn(session.config)
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -90,7 +107,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
