@@ -33,7 +33,7 @@ from tests.support import fake_queue_pair
 from tests.support.consistency import check
 from tests.support.endpoint_thread import EndpointThread, connection
 from tests.support.fake_fabric import FakeNetwork, FakeQueuePair
-from tests.support.fake_rdma_cluster import FakeRdmaCluster, brief_rdma, path_of, until_rdma
+from tests.support.fake_rdma_cluster import FakeRdmaCluster, brief_rdma, leave_alone, path_of, until_rdma
 from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
@@ -294,7 +294,8 @@ def test_no_descriptors_left(monkeypatch: pytest.MonkeyPatch) -> None:
         client = cluster.rdma(deadline_s=1.0)
         assert client.put("k", b"value")
         path = path_of(client)
-        connection = path.acquire(time.monotonic() + 5)
+        leave_alone(path)
+        taken = [path.acquire(time.monotonic() + WAIT_S) for _ in range(path._connections)]
         with monkeypatch.context() as patch:
 
             def none(*_arguments: object, **_more: object) -> None:
@@ -308,7 +309,8 @@ def test_no_descriptors_left(monkeypatch: pytest.MonkeyPatch) -> None:
                 target.tcp._drop_idle()
             assert client.get("k") is None
             assert not client.put("k", b"value")
-        path.release(connection)
+        for connection in taken:
+            path.release(connection)
         until_rdma(client)
         path = path_of(client)
         connection = path.acquire(time.monotonic() + 5)
