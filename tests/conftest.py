@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from simm.config import engine_flags
-from tests.support import dose, examples, faults, report, schedule, time_limit
+from tests.support import dose, examples, faults, report, schedule, sources, time_limit
 from tests.support.child import STOP_S
 from tests.support.processes import HERE, Cluster, new_folder
 from tests.support.waiting import wait_until
@@ -113,6 +113,12 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist (``-n 4``): files go to processes by their kind."""
     return schedule.scheduler(config, log)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Syntax trees end with the file whose tests have parsed them."""
+    if nextitem is None or nextitem.path != item.path:
+        sources.forget()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -32,6 +32,12 @@ def statements(text: str) -> list[ast.stmt]:
     return found
 
 
+def forget() -> None:
+    """Give up what was parsed: a million nodes, which the garbage collector would look at in each pass."""
+    parse.cache_clear()
+    statements.cache_clear()
+
+
 def sources() -> dict[str, str]:
     """Return module -> text, by dotted name below ``simm``; a package goes by its own name, ``simm`` itself by ""."""
     found = {}
