@@ -212,6 +212,17 @@ def room_text(found: Mapping[str, Any], name: str) -> str:
     )
 
 
+def load_text(found: Mapping[str, Any], size: int) -> str:
+    """Return a sentence on what values of so many bytes, put into a cluster in use, will evict there."""
+    workers = [worker for node in found["nodes"] if node["state"] in _RUNNING for worker in node["workers"]]
+    room = sum(max(0, worker["capacity_bytes"] - worker["used_bytes"]) for worker in workers)
+    entries = sum(worker["entries"] for worker in workers)
+    put = f"up to {bytes_text(size)} will be put, and {bytes_text(room)} are free there"
+    if size <= room or not entries:
+        return f"{put}: it should evict nothing"
+    return f"{put}: about {bytes_text(size - room)} of the {entries:,} values there will be evicted"
+
+
 def evictions_beside(found: Mapping[str, Any], name: str) -> int:
     """Return the number of values that all servers but this one have evicted so far."""
     return sum(worker["evictions"] for each in found["nodes"] if each["name"] != name for worker in each["workers"])

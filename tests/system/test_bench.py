@@ -223,6 +223,7 @@ def test_on_a_running_cluster_nothing_of_it_stays(cluster: Any, tmp_path: Path) 
     )  # fmt: skip
     out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
+    assert f"{cluster.manager} is a cluster in use: up to 1M will be put" in out
     assert "<= 10 us" in out and json.loads(report.read_text())["results"][0]["op"] == "put"
     assert cluster.worker_stats()["entries"] == before
 

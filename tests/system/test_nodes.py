@@ -219,6 +219,17 @@ def test_a_terminal_has_one_line() -> None:
     assert lines[4].rstrip() == "a: drained, 1M copied in 0.8 s; it may be stopped" and text.count("\n") == 1
 
 
+def test_a_load_says_before_what_it_will_evict() -> None:
+    def text(size: int, entries: int = 5, state: str = "running") -> str:
+        worker = {"capacity_bytes": 3 << 20, "used_bytes": 2 << 20, "entries": entries}
+        return nodes.load_text({"nodes": [{"state": state, "workers": [worker, worker]}]}, size)
+
+    assert text(2 << 20).endswith("2M are free there: it should evict nothing")
+    assert text(5 << 20).endswith("about 3M of the 10 values there will be evicted")
+    assert text(5 << 20, entries=0).endswith("it should evict nothing"), "there is nothing to lose"
+    assert text(1 << 20, state="dead").endswith("0 are free there: it should evict nothing")
+
+
 def test_what_a_drain_evicts_is_said_before_and_counted_after() -> None:
     assert nodes.room_text(step(9), "a") == ""
     text = nodes.room_text(step(9, room=1 << 19), "a")

@@ -44,6 +44,7 @@ from ...errors import UsageError
 from ...sdk.local_cluster import LocalCluster
 from ..connect import client_arguments, command_settings, manager_client
 from ..console import end_cleanly_on_signals, guarded
+from ..nodes import load_text
 from . import model
 from .measure import Bench
 from .plan import Plan, parser_for, plan_from
@@ -95,7 +96,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.tools.be
                     progress("starting a cluster")
                     cluster = stack.enter_context(LocalCluster(memory=plan.memory))
                 else:
-                    manager_client(settings).close()
+                    with manager_client(settings) as link:
+                        lost = load_text(link.status(), plan.working_set)
+                    if not number:  # before anything is put
+                        say(f"{client['manager']} is a cluster in use: {lost}")
                 load = stack.enter_context(LoadProcesses(part, reach(client, settings, cluster)))
                 if not number:
                     for line in _about(plan, settings, "+".join(load.paths), client["manager"]):
