@@ -1,15 +1,16 @@
 """What counting costs a call: the same client with the lines that count, and without them, in one process.
 
-    python benchmarks/counting.py                     # a minute; --seconds 300, --size 65536
+    python benchmarks/counting.py                     # two minutes; --seconds 300, --size 65536, --only get_into,put
 
 Two builds in two processes differ by some percent whatever their code does, as their memory lies elsewhere. So here one
 client changes its class between bursts, as one does that begins to trace. The classes are made from SiMM's own sources:
-``as it is`` from what they say, ``without`` from that less each statement that counts (:func:`without_counts`), and
-``again`` once more from what they say. What ``again`` differs by is what the method cannot tell apart.
+``as it is`` from what they say, and ``without`` from that less each statement that counts (:func:`without_counts`).
+Where a class lies in memory makes a difference too. So ``BUILDS`` classes are made of each kind.
 
-A figure is the processor time of the calling thread for a call, in a burst of ``CALLS``. Bursts of all three follow
-each other in an order that changes, and each burst gives a ratio to that of ``as it is`` in the same round. The table
-has the least of all bursts, and the median of the ratios with its quartiles. The worker adds the counts up meanwhile.
+A figure is the processor time of the calling thread for a call, in a burst of ``CALLS``; bursts of all classes follow
+each other in an order that changes. What a class takes is the least of its bursts. What a kind takes is the mean of
+its classes. ``spread`` is that mean of one half of the classes of ``as it is`` less that of the other half: what the
+method cannot tell apart. The worker adds the counts up meanwhile.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from typing import Any, Final
 CALLS: Final = 60
 #: Calls before a burst.
 WARM: Final = 60
+BUILDS: Final = 8
 BATCH: Final = 32
 #: The modules of the calls that are measured, and the parts of a client whose classes are in them.
 MODULES: Final = {
     "simm.sdk.reads": ("Gets", "_gets"), "simm.sdk.writes": ("Puts", "_puts"), "simm.client": ("Client", ""),
 }  # fmt: skip
-_WORDS: Final = ("counts",)
+#: What is stored to counts; and the names of what is only needed for that.
+_WORDS: Final = ("counts", "words")
+_HOLDERS: Final = ("counts", "singles")
 _CALLS: Final = ("observe", "count_puts", "count_moved")
 _FLAGS: Final = ("SAMPLE_MASK", "SAMPLE_BATCHES", "due")
 
@@ -57,13 +61,13 @@ class _Remover(ast.NodeTransformer):
             self.removed += 1
             return None
         target, value = node.targets[0], node.value
-        if isinstance(value, ast.Attribute) and value.attr in _WORDS:
+        if isinstance(value, ast.Attribute) and (value.attr in _HOLDERS or ast.unparse(value) == "singles.words"):
             self.removed += 1
             return None
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             kept = [
                 pair for pair in zip(target.elts, value.elts)
-                if not (isinstance(pair[1], ast.Attribute) and pair[1].attr in _WORDS)
+                if not (isinstance(pair[1], ast.Attribute) and pair[1].attr in _HOLDERS)
             ]  # fmt: skip
             if len(kept) == 1:
                 self.removed += 1
@@ -152,55 +156,57 @@ def burst(call: Callable[[], Any], calls: int) -> float:
     return (time.thread_time_ns() - began) / calls
 
 
-def measure(client: Any, variants: dict[str, dict[str, type]], size: int, seconds: float, only: str) -> list[str]:
+def measure(client: Any, kinds: dict[str, list[dict[str, type]]], size: int, seconds: float, only: str) -> list[str]:
     """Return the table's lines."""
     calls = {name: call for name, call in operations(client, size).items() if not only or name in only.split(",")}
     if not calls:
         raise SystemExit(f"counting: there is no call of these: {only}")
-    taken: dict[tuple[str, str], list[float]] = {(call, name): [] for call in calls for name in variants}
+    builds = [(kind, number) for kind, made in kinds.items() for number in range(len(made))]
+    least: dict[tuple[str, str, int], float] = {(call, *build): float("inf") for call in calls for build in builds}
     until, rounds = time.monotonic() + seconds, 0
     while rounds < 3 or time.monotonic() < until:
         rounds += 1
         for call in calls:
-            for name in random.sample(list(variants), len(variants)):
-                for part, kind in variants[name].items():
-                    (getattr(client, part) if part else client).__class__ = kind
-                count = 4 if "many" in call else CALLS
-                taken[call, name].append(burst(calls[call], count))
-    lines = [f"{size:,} bytes, {rounds} bursts each, processor time of the caller",
-             f"{'':22}{'':12}{'least ns':>10}{'less, ns':>10}{'ratio of medians of pairs':>30}"]  # fmt: skip
+            for kind, number in random.sample(builds, len(builds)):
+                for part, made in kinds[kind][number].items():
+                    (getattr(client, part) if part else client).__class__ = made
+                took = burst(calls[call], 4 if "many" in call else CALLS)
+                least[call, kind, number] = min(least[call, kind, number], took)
+    lines = [f"{size:,} bytes, {rounds} bursts of each class, processor ns of a call",
+             f"{'':22}{'as it is':>10}{'without':>10}{'counting':>10}{'of it':>8}{'spread':>8}"]  # fmt: skip
     for call in calls:
-        base = taken[call, next(iter(variants))]
-        for name in variants:
-            mine = taken[call, name]
-            low, middle, high = statistics.quantiles([each / whole for each, whole in zip(mine, base)], n=4)
-            less = f"{min(base) - min(mine):10,.0f}" if mine is not base else " " * 10
-            quartiles = f"{middle:14.4f} ({low:.4f} to {high:.4f})" if mine is not base else ""
-            lines.append(f"{call:22}{name:12}{min(mine):10,.0f}{less}{quartiles:>34}")
+        counted, plain = ([least[call, kind, number] for number in range(BUILDS)] for kind in kinds)
+        cost = statistics.mean(counted) - statistics.mean(plain)
+        halves = statistics.mean(counted[::2]) - statistics.mean(counted[1::2])
+        lines.append(
+            f"{call:22}{statistics.mean(counted):10,.0f}{statistics.mean(plain):10,.0f}{cost:10,.0f}"
+            f"{cost / statistics.mean(counted):8.1%}{abs(halves):8,.0f}"
+        )
     return lines
 
 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="to measure for; three rounds at least")
+    parser.add_argument("--seconds", type=float, default=120.0, help="to measure for; three rounds at least")
     parser.add_argument("--size", type=int, default=4096, help="bytes of a value")
     parser.add_argument("--only", default="", help="these calls, with commas between them, as get_into,put")
     arguments = parser.parse_args()
     from simm.client import Client
 
-    plain, _ = classes(lambda _: 0)
-    again, _ = classes(lambda _: 0)
-    without, removed = classes(without_counts)
-    if not removed:
-        raise SystemExit("counting: nothing counts in these sources")
+    kinds: dict[str, list[dict[str, type]]] = {"as it is": [], "without": []}
+    for _ in range(BUILDS):
+        kinds["as it is"].append(classes(lambda _: 0)[0])
+        without, removed = classes(without_counts)
+        kinds["without"].append(without)
+        if not removed:
+            raise SystemExit("counting: nothing counts in these sources")
     with Client.local("256M", path="shm") as client:
         if not client.wait_ready():
             raise SystemExit("counting: the cluster does not come up")
-        own = {part: type(getattr(client, part) if part else client) for part in plain}
-        variants = {"as it is": plain, "again": again, "without": without}
+        own = {part: type(getattr(client, part) if part else client) for _, part in MODULES.values()}
         try:
-            lines = measure(client, variants, arguments.size, arguments.seconds, arguments.only)
+            lines = measure(client, kinds, arguments.size, arguments.seconds, arguments.only)
         finally:
             for part, kind in own.items():
                 (getattr(client, part) if part else client).__class__ = kind
@@ -208,4 +214,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of this checkout, whatever is installed
     main()

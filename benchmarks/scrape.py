@@ -153,4 +153,5 @@ def _figures(port: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of this checkout, whatever is installed
     sys.exit(hold() if sys.argv[1:2] == ["--hold"] else main())

@@ -50,6 +50,8 @@ RANGES_MAX = 4096
 GROUP_KEYS_MAX = 64
 #: Words in which a client counts what it does (ipc/counts.py): a commit ring's header page has so many to spare.
 COUNT_WORDS = 448
+# Of these, those of single gets: how many were hits, and their bytes.
+COUNT_HITS, COUNT_HIT_BYTES = 0, 20
 
 assert SLAB_BYTES % HUGE_PAGE_BYTES == 0 and HUGE_PAGE_BYTES % PAGE_BYTES == 0
 assert SLAB_CHUNK_BYTES_MAX % PAGE_BYTES == 0

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import COUNT_WORDS, KEEP_SHARES, SET_BYTES, SHARD_COUNT, SLOT_BYTES
+from ..constants import COUNT_HIT_BYTES, COUNT_HITS, COUNT_WORDS, KEEP_SHARES, SET_BYTES, SHARD_COUNT, SLOT_BYTES
 from ..errors import SegmentError
 from ..host.pages import populate_read
 from ..host.processes import boottime_ns
@@ -125,6 +125,21 @@ class Unsettled(Exception):
     """An entry changed at every attempt, its slot stays odd, or it names no place in the data: ask the worker."""
 
 
+class Singles:
+    """The counts of a reader's user, and beside them the sums of what only its single gets count.
+
+    Store a sum into its word before it is kept here, in one statement: a thread that does the same meanwhile may undo
+    one count, but never store less than is there, which the worker would not believe (``ipc/counts.py``).
+    """
+
+    __slots__ = ("bytes", "hits", "words")
+
+    def __init__(self, words: memoryview) -> None:
+        self.words = words
+        self.hits: int = words[COUNT_HITS]
+        self.bytes: int = words[COUNT_HIT_BYTES]
+
+
 class ArenaReader:
     """An arena's table, read-only, and its data and visited bytes.
 
@@ -137,6 +152,10 @@ class ArenaReader:
 
     #: Returns CLOCK_BOOTTIME in ns, by which leases end.
     clock: Callable[[], int] = staticmethod(boottime_ns)
+
+    #: Where its user counts what it does (``ipc/counts.py``), see :meth:`count_in`.
+    counts: memoryview
+    singles: Singles
 
     def __init__(
         self, name: str, *, cluster: int = 0, data_fd: int | None = None, trusted: Container[int] = ()
@@ -187,8 +206,7 @@ class ArenaReader:
         self._sets = geometry.sets
         #: The id of its user's namespace, and the NUMA node of its memory; -1 if it has none, or it is not known.
         self.namespace = self.node = -1
-        #: Where its user counts what it does (``ipc/counts.py``).
-        self.counts = memoryview(bytearray(COUNT_WORDS * 8)).cast("Q")
+        self.count_in(memoryview(bytearray(COUNT_WORDS * 8)).cast("Q"))
         self.data_address = ctypes.addressof(ctypes.c_char.from_buffer(data))
         #: All words of all slots, for batches.
         self._np_slots: NDArray[np.uint64] = np.frombuffer(
@@ -343,6 +361,10 @@ class ArenaReader:
         """Return the word of the digest's shard: see ``arena/shard_words.py``."""
         word: int = self.words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
         return word
+
+    def count_in(self, words: memoryview) -> None:
+        """Let its user count in these words from now on."""
+        self.counts, self.singles = words, Singles(words)
 
     def namespace_of(self, slot: int) -> int:
         """Return the namespace id in a slot. It is the entry's if its seq is the same before and after."""

@@ -13,7 +13,9 @@ Words that are not named here are 0; so are those of a client that counts nothin
 
 **What it costs.** A get stores two words, for the hit and its bytes, and reads no clock. One get and one put in
 SAMPLE is timed: two readings of the clock would cost 3 % of a 4 KiB get. Of batches that are got or looked for in an
-arena one in SAMPLE_BATCHES is timed, and each that is put.
+arena one in SAMPLE_BATCHES is timed, and each that is put. To read a word of shared memory, add to it and store it
+takes three times as long as the store alone. So the two words of a single get are its alone, and their sums are kept
+beside them (``arena/reader.py``, ``Singles``). ``benchmarks/counting.py`` measures it all.
 
 **Trust.** The client can store anything, at any time. The worker (``tally.py``) reads words, never an index or a
 length. It believes a session whose words only grow, by at most what a process could do in that time:
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..constants import COUNT_WORDS
+from ..constants import COUNT_HIT_BYTES, COUNT_HITS, COUNT_WORDS
 
 #: Of so many gets of one key, and puts of one, one is timed. A power of two.
 SAMPLE: Final = 64
@@ -49,8 +51,8 @@ assert BUCKETS + 1 <= STRIDE and USED <= COUNT_WORDS
 class Word:
     """Words of the counters."""
 
-    #: Values got by single gets; bytes of all values got.
-    HITS: Final = 0
+    #: Values got by single gets; bytes of values got in other ways.
+    HITS: Final = COUNT_HITS
     HIT_BYTES: Final = 1
     #: Keys that were not stored, or not any more.
     ABSENT: Final = 2
@@ -79,11 +81,14 @@ class Word:
     VIEWS: Final = 18
     #: Keys whose server did not answer.
     UNREACHABLE: Final = 19
+    #: Bytes of values got by single gets, which are not in HIT_BYTES.
+    SINGLE_BYTES: Final = COUNT_HIT_BYTES
 
 
 #: By name, as each operation counts in them.
 HITS: Final = Word.HITS
 HIT_BYTES: Final = Word.HIT_BYTES
+SINGLE_BYTES: Final = Word.SINGLE_BYTES
 ABSENT: Final = Word.ABSENT
 FOUND: Final = Word.FOUND
 NOT_FOUND: Final = Word.NOT_FOUND

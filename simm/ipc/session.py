@@ -173,7 +173,8 @@ class WorkerSession:
         finally:
             os.close(fd)
         self.ring = ring
-        self.counts = self.reader.counts = ring.counts
+        self.counts = ring.counts
+        self.reader.count_in(self.counts)
 
     def _on_push(self, msg: Any) -> None:
         if isinstance(msg, M.Recall):
@@ -181,7 +182,8 @@ class WorkerSession:
 
     def read_by(self, reader: ArenaReader) -> None:
         """Read by one that maps the same files, and unmap this session's. Call it before the session is used."""
-        reader.counts, reader.namespace = self.counts, self.reader.namespace
+        reader.count_in(self.counts)
+        reader.namespace = self.reader.namespace
         self.reader = reader
 
     # -- exchanges; with ``_locked`` in the name the caller holds the lock --------------------
@@ -558,7 +560,8 @@ class WorkerSession:
                 if got:
                     self.ring = None  # unmapped with its last user: wake() reads it without the lock
                     # A view may keep the arena, and need not keep the ring as well.
-                    self.counts = self.reader.counts = memoryview(bytearray(self.counts)).cast("Q")
+                    self.counts = memoryview(bytearray(self.counts)).cast("Q")
+                    self.reader.count_in(self.counts)
             finally:
                 if got:
                     self.lock.release()

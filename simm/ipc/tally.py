@@ -53,7 +53,7 @@ NAMESPACES_MAX: Final = 512
 #: No namespace has this name.
 OTHERS: Final = "(others)"
 #: Bytes and ns, not operations.
-_AMOUNTS: Final = (Word.HIT_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
+_AMOUNTS: Final = (Word.HIT_BYTES, Word.SINGLE_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
 _LIMITS: Final = np.full(USED, float(COUNTS_A_SECOND))
 _LIMITS[list(_AMOUNTS)] = float(AMOUNT_A_SECOND)
 
@@ -447,7 +447,7 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
     return {
         "hits": hits,
         "misses": {reason: counts[word] for reason, word in MISSES.items()},
-        "bytes_read": counts[Word.HIT_BYTES],
+        "bytes_read": counts[Word.HIT_BYTES] + counts[Word.SINGLE_BYTES],
         "puts": counts[Word.PUTS] + counts[Word.BATCH_PUTS],
         "put_failures": counts[Word.PUT_FAILURES],
         "bytes_put": counts[Word.PUT_BYTES],

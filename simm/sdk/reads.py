@@ -31,6 +31,7 @@ from ..ipc.counts import (
     HITS,
     SAMPLE_BATCHES,
     SAMPLE_MASK,
+    SINGLE_BYTES,
     Word,
     observe,
 )
@@ -96,7 +97,7 @@ class Gets(ShmGet):
                 return self._first(target, digest, sink)
             return self._one(self._remote_now, target, digest, sink)
         kind = type(sink)
-        counts = reader.counts
+        singles = reader.singles
         for _ in EACH_ATTEMPT:
             try:
                 found = reader.locate(digest)
@@ -104,9 +105,9 @@ class Gets(ShmGet):
                 break
             if found is None:
                 if 0 < reader.shard_word(digest) < PLAIN_BELOW:
-                    counts[ABSENT] += 1
+                    singles.words[ABSENT] += 1
                     return MISS
-                return self._one_moved(target, counts, digest, sink)
+                return self._one_moved(target, singles.words, digest, sink)
             slot, seq, offset, size, _, flags = found
             got: Answer = size
             odd = flags not in self.plain
@@ -120,7 +121,7 @@ class Gets(ShmGet):
                 sink.size if kind is Span else len(sink)  # type: ignore[union-attr]
             ) and not fits(size, sink):
                 if reader.confirm(digest, slot, seq):
-                    counts[Word.WRONG_SIZE] += 1
+                    singles.words[Word.WRONG_SIZE] += 1
                     return misfit(size, sink)
                 break  # it is changing: read it from a pin
             # The most frequent cases of copy_out(), without the call.
@@ -134,19 +135,20 @@ class Gets(ShmGet):
             if reader.confirm(digest, slot, seq):
                 reader.visited[slot] = 1
                 if odd and not self.sound(reader, found, got, sink):
-                    counts[Word.UNSOUND] += 1
+                    singles.words[Word.UNSOUND] += 1
                     return MISS
-                hits = counts[HITS] = counts[HITS] + 1
-                counts[HIT_BYTES] += size
+                words = singles.words
+                words[HITS] = hits = singles.hits = singles.hits + 1
+                words[SINGLE_BYTES] = singles.bytes = singles.bytes + size
                 if not hits & SAMPLE_MASK:
                     self.due = True
                 return got
             self.counters["retries"] += 1
-            counts[Word.RETRIES] += 1
+            singles.words[Word.RETRIES] += 1
             if not 0 < reader.shard_word(digest) < _FROZEN:
-                return self._one_moved(target, counts, digest, sink)
+                return self._one_moved(target, singles.words, digest, sink)
         self.counters["fallbacks"] += 1
-        counts[Word.PINNED] += 1
+        singles.words[Word.PINNED] += 1
         return self._out_of(self._pinned(target, digest, copied=self.checksum), sink)
 
     def read_ranges(self, target: Target | None, digest: bytes, ranges: Ranges) -> Answer:
@@ -165,9 +167,9 @@ class Gets(ShmGet):
                 scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
                 if reader.confirm(digest, found.slot, found.seq):
                     reader.visited[found.slot] = 1
-                    counts = reader.counts
-                    counts[HITS] += 1
-                    counts[HIT_BYTES] += ranges.total
+                    singles = reader.singles
+                    singles.words[HITS] = singles.hits = singles.hits + 1
+                    singles.words[SINGLE_BYTES] = singles.bytes = singles.bytes + ranges.total
                     return found.length
                 self.counters["retries"] += 1
                 reader.counts[Word.RETRIES] += 1

@@ -13,10 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from simm.arena.reader import Singles
 from simm.cluster import lookup
 from simm.cluster.lookup import ASK_OWNER, HOPS, Unresolved
 from simm.errors import TransportError
-from simm.ipc.counts import USED
+from simm.ipc.counts import new_words
 from simm.ipc.patience import Patience
 from simm.sdk.batch import MISS
 from simm.sdk.reads import Gets
@@ -131,7 +132,8 @@ def by_the_client(case: Case) -> Outcome:
         def __init__(self, name: str) -> None:
             self.name = name
             self.data_offset = 0
-            self.counts = [0] * USED
+            self.counts = new_words()
+            self.singles = Singles(self.counts)
 
         def locate(self, _digest: bytes) -> Any:
             there = self.name in case.there and (self.name != "N" or did.asked)

@@ -10,8 +10,10 @@ import weakref
 from collections.abc import Iterator
 from itertools import count as numbers
 
+import numpy as np
 import pytest
 
+from simm.arena.reader import Singles
 from simm.constants import COUNT_WORDS
 from simm.ipc.commit_ring import Ring
 from simm.ipc.counts import BUCKETS, COUNTERS, GET, PUT, STRIDE, TIMED, USED, Word, bound_s, new_words, observe
@@ -27,6 +29,7 @@ from simm.ipc.tally import (
     Tallies,
     Tally,
     Totals,
+    counters_summary,
     quantile_s,
     summary,
 )
@@ -392,10 +395,13 @@ def calls_while_counting(text: str) -> list[str]:
     between is undone. Return such statements; without a call there is no switch of threads in one."""
     found = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
-            name = ast.unparse(node.target.value).rpartition(".")[2].lstrip("_")
+        if not isinstance(node, ast.AugAssign | ast.Assign):
+            continue
+        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+        if isinstance(target, ast.Subscript):
+            name = ast.unparse(target.value).rpartition(".")[2].lstrip("_")
             called = any(isinstance(each, ast.Call | ast.ListComp | ast.GeneratorExp) for each in ast.walk(node.value))
-            if called and name in ("counts", "counters"):
+            if called and name in ("counts", "counters", "words"):
                 found.append(ast.unparse(node))
     return found
 
@@ -407,3 +413,15 @@ def test_issue_a_client_calls_nothing_while_it_counts() -> None:
     paths += [path for name in ("sdk", "testing") for path in (package / name).rglob("*.py")]
     assert {str(path): found for path in paths if (found := calls_while_counting(path.read_text()))} == {}
     assert len(calls_while_counting("counts[A] += len(source)\nself._counters['b'] += n\nx[1] += f()")) == 1
+    assert len(calls_while_counting("words[A] = self.hits = f()\nwords[A] = self.hits = self.hits + 1")) == 1
+
+
+def test_single_gets_count_on_from_what_is_there() -> None:
+    """When a session gets its ring, and when it ends, a reader counts in other words."""
+    words = new_words()
+    words[Word.HITS], words[Word.SINGLE_BYTES], words[Word.HIT_BYTES] = 5, 700, 1000
+    singles = Singles(words)
+    assert (singles.hits, singles.bytes) == (5, 700) and singles.words is words
+    totals = Totals()
+    totals.add_words("a", np.frombuffer(words[:USED], np.uint64))
+    assert counters_summary(totals.counters("a"))["bytes_read"] == 1700
