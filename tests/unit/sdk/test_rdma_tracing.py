@@ -110,6 +110,22 @@ def test_each_transfer_of_a_batch_is_a_segment_in_a_lane_of_its_own(cluster: Fak
         assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
 
 
+def test_large_values_and_ranges_are_read_and_written_as_without_a_trace(
+    cluster: FakeRdmaCluster, tmp_path: Path
+) -> None:
+    client = cluster.rdma(trace_dir=str(tmp_path / "trace"))
+    client.trace(1.0)
+    large = bytes(range(256)) * (5 << 12)  # more than a staging block
+    assert client.put("large", large) and client.get("large") == large
+    half = bytearray(1 << 20)
+    assert client.get_ranges("large", [(256, len(half), half)]) and half == large[256 : 256 + len(half)]
+    assert client.get("nowhere") is None and not client.counters["rdma_fallbacks"]
+    events = recorded(client)
+    assert {"write", "commit"} <= names(events, "put", server=False)
+    assert {"lookup", "fetch"} <= names(events, "get", server=False)
+    assert all(type(link) is rdma_connection.PairedLink for link in links(client))
+
+
 def test_what_is_in_flight_when_a_link_breaks_is_noted(
     cluster: FakeRdmaCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
