@@ -103,6 +103,7 @@ class Samples:
     def text(self, *, openmetrics: bool = False) -> str:
         """Return the page. O(samples)."""
         lines: list[str] = []
+        shown = _Shown()
         for metric, samples in self._of.items():
             family, kind = metric.name, str(metric.kind)
             if openmetrics:
@@ -112,12 +113,20 @@ class Samples:
             lines += [f"# HELP {family} {_escape(metric.about, openmetrics)}", f"# TYPE {family} {kind}"]
             names = (*metric.labels, "le")
             for end, values, value in samples:
-                inner = ",".join(f'{name}="{_escape(_visible(text))}"' for name, text in zip(names, values))
+                inner = ",".join([f'{name}="{shown[text]}"' for name, text in zip(names, values)])
                 labels = f"{{{inner}}}" if inner else ""
                 lines.append(f"{metric.name}{end}{labels} {_number(value)}")
         if openmetrics:
             lines.append("# EOF")
         return "\n".join(lines) + "\n"
+
+
+class _Shown(dict[str, str]):
+    """Values of labels as a page has them. Most are in hundreds of its samples."""
+
+    def __missing__(self, text: str) -> str:
+        found = self[text] = _escape(_visible(text))
+        return found
 
 
 def _process_values() -> list[float]:
