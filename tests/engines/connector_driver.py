@@ -5,17 +5,23 @@ Commands beside those of sglang_driver.py, of cases with ``"backend": "dynamic"`
 - ``absent``: a prompt that another process stored for another model, layout or TP width. None of it may be there.
 - ``outage``: HiCacheController while no manager answers: pages go nowhere, none is found, the pool stays as it is.
 - ``clear``: pages that are stored, until the engine flushes its storage.
+- ``paused``: all servers pause for some seconds under an engine, which goes on asking, and finds everything then.
 - ``hybrid``: a main pool with a Mamba pool and a paged pool, by interface v2, under each hit policy.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import sglang_driver
 from engine_content import CANARY, compare, fill, strayed
 from sglang_driver import (
@@ -33,6 +39,9 @@ from sglang_driver import (
     take,
     tokens,
 )
+
+#: Seconds of a pause, and the bound for all of it.
+PAUSE_S, PAUSED_S = 10.0, 240.0
 
 
 def absent(case: Case, manager: str, seed: int) -> dict[str, Any]:
@@ -103,6 +112,61 @@ def clear(case: Case, manager: str, seed: int) -> dict[str, Any]:
     return {
         "ok": stored and again and before == back == [case.pages] * 3 and after == [0] * 3,
         "before": before, "after": after, "back": back,
+    }  # fmt: skip
+
+
+def paused(case: Case, manager: str, seed: int) -> dict[str, Any]:
+    """Servers that are reached by TCP pause; the engine asks all the time. What it is given is right or absent."""
+    family = [each for pid in case.servers for each in (psutil.Process(pid), *psutil.Process(pid).children(True))]
+    before = {name: os.environ.get(name) for name in ("SIMM_PATH", "SIMM_DEADLINE_MS")}
+    os.environ.update({"SIMM_PATH": "tcp", "SIMM_DEADLINE_MS": "400"})
+    try:
+        pools = make_pools(case, 2 * case.pages + 1)
+        backend = make_backend(case, pools, manager)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({name: value} if value is not None else {})
+    hashes = page_hashes(seed, case, case.pages)
+    source, target = (pools.host.alloc(case.pages * PAGE_TOKENS) for _ in range(2))
+    rows = rows_of(target)
+    fill(pools.raw, rows_of(source), seed, case.prompt, 0)
+
+    def stored() -> bool:
+        return all_true([ok for keys, at in batches(hashes, source) for ok in backend.batch_set_v1(keys, at)], case)
+
+    def read() -> tuple[int, int]:
+        """How many pages were read, and how many of these are wrong."""
+        pools.raw[:, rows] = CANARY
+        got = [ok for keys, at in batches(hashes, target) for ok in backend.batch_get_v1(keys, at)]
+        wrong = sum(
+            bool(compare(pools.raw, [row], seed, case.prompt, 0, page).wrong)
+            for page, (row, ok) in enumerate(zip(rows, got)) if ok
+        )  # fmt: skip
+        return got.count(True), wrong
+
+    def go_on() -> None:
+        for each in family:
+            each.send_signal(signal.SIGCONT)
+
+    until = time.monotonic() + PAUSED_S
+    while not stored():  # a busy machine may miss the deadline
+        assert time.monotonic() < until
+    for each in family:
+        each.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(PAUSE_S, go_on)
+    timer.start()
+    try:
+        rounds = [read()]
+        while (timer.is_alive() or rounds[-1][0] < case.pages) and time.monotonic() < until:
+            rounds.append(read())
+            if not timer.is_alive():
+                stored()
+    finally:
+        timer.join()
+    return {
+        "ok": rounds[0][0] == 0 and rounds[-1][0] == case.pages and not any(wrong for _, wrong in rounds),
+        "rounds": len(rounds), "first": rounds[0], "last": rounds[-1],
     }  # fmt: skip
 
 
@@ -217,7 +281,7 @@ def bytes_of(host: Any) -> list[Any]:
     return [each.view(torch.uint8).reshape(each.shape[0], -1).numpy() for each in host.get_hybrid_pool_buffer()]
 
 
-sglang_driver.COMMANDS.update({"absent": absent, "outage": outage, "clear": clear, "hybrid": hybrid})
+sglang_driver.COMMANDS.update({"absent": absent, "outage": outage, "clear": clear, "hybrid": hybrid, "paused": paused})
 
 if __name__ == "__main__":
     sys.exit(sglang_driver.main())

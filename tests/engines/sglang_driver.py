@@ -46,7 +46,8 @@ from typing import Any
 
 from engine_content import CANARY, Bytes, compare, fill, flip, strayed, tokens
 
-PAGE_TOKENS = 16
+#: Tokens of a page, which a test may change.
+PAGE_TOKENS = int(os.environ.get("ENGINE_PAGE_TOKENS", "16"))
 HEADS, HEAD_DIM = 2, 64
 LORA_RANK, ROPE_DIM = 512, 64
 #: Pages in one call of the backend, as SGLang's STORAGE_BATCH_SIZE; held against it below.
@@ -77,7 +78,7 @@ class Case:
     of [page, part, byte]: on the way in when writing, after the read when reading. ``namespace`` is what the
     operator set SIMM_NAMESPACE to. ``backend``: SGLang's own ("simm"), its one for Mooncake ("mooncake"), or the one
     that SiMM brings ("dynamic"). ``model``: the model's name. ``failing``: how much of its calls SGLang's failure
-    injector turns into failures; what SGLang warns of meanwhile is no fault.
+    injector turns into failures; what SGLang warns of meanwhile is no fault. ``servers``: the processes of the cluster.
     """
 
     prompt: str
@@ -94,6 +95,7 @@ class Case:
     backend: str = "simm"
     model: str = "simm-engine-test"
     failing: float = 0.0
+    servers: Sequence[int] = ()
 
 
 class Problems(logging.Handler):
