@@ -45,9 +45,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="session")
 def engine_cluster(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A manager and a data server in their own processes."""
+    """A manager and two data servers in their own processes."""
     folder: Path = tmp_path_factory.mktemp("cluster")
-    with engine_processes.cluster(folder) as running:
+    with engine_processes.cluster(folder, "512M", servers=2) as running:
         yield running
 
 
