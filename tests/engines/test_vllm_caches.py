@@ -19,12 +19,10 @@ import pytest
 
 from tests.engines import engine_processes, lmcache_processes
 from tests.engines.engine_processes import Cluster, Engine
-from tests.engines.test_vllm_whole import STOPPED_S, cached, same, victims_of
+from tests.engines.vllm_turns import STOPPED_S, Turn, cached, same, victims_of
 
 #: Whole chunks of 64 tokens, and whole blocks of 32, in each prompt that its last token does not need.
 STORED = 384
-
-Turn = list[dict[str, Any]]
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 

@@ -8,32 +8,25 @@ are in the long dose (``scripts/test --slow``).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines import engine_processes
 from tests.engines.engine_processes import Cluster, Engine
+from tests.engines.vllm_turns import STOPPED_S, Report, Turn, cached, same, victims_of
 
 #: Whole blocks of 32 tokens in each prompt that the last token does not need; the blocks of both prompts.
 STORED, BLOCKS = 384, 25
 #: The deadline of engines whose servers run: a busy machine makes no lookup late.
 PATIENT_MS = 60_000
-#: Bounds a prompt on stopped servers. Its deadline is 0.4 s; what hangs never ends.
-STOPPED_S = 30.0
 #: Two engines that an operator has told, wrongly, that they serve the same model.
 SAME = {"model": "said to be one"}
 #: What layerwise needs.
 PLAIN = {"async_scheduling": False}
 CALLS = ["get_digests", "get_digest", "exists_digests", "put_digests", "pin"]
-
-Report = dict[str, Any]
-Turn = list[Report]
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -76,18 +69,6 @@ class Engines:
 @pytest.fixture(scope="module")
 def engines(vllm: Engine, cluster: Cluster) -> Engines:
     return Engines(vllm, cluster.address)
-
-
-def cached(turn: Turn) -> list[int]:
-    return [each["cached"] for each in turn]
-
-
-def same(turn: Turn, wanted: Turn) -> bool:
-    """Whether tokens and log-probabilities are equal."""
-    return all(
-        got["tokens"] == want["tokens"] and got["logprobs"] == pytest.approx(want["logprobs"], abs=1e-4)
-        for got, want in zip(turn, wanted, strict=True)
-    )
 
 
 #: What an engine goes through; the places of its outputs, and of what is said of events and counts.
@@ -162,17 +143,6 @@ def test_another_model_of_the_same_shape_finds_nothing(engines: Engines, writer:
     assert [cached(each) for each in own] == [[0, 0], [STORED, STORED]] and same(own[0], own[1])
     (wrong,) = engines.stored(["generate"], weights=2, **SAME)
     assert cached(wrong) == [STORED, STORED] and not same(wrong, own[0])
-
-
-@contextlib.contextmanager
-def victims_of(folder: Path) -> Iterator[Cluster]:
-    """A cluster that is killed, which leaves its segments behind."""
-    try:
-        with engine_processes.cluster(folder, "64M", servers=2) as running:
-            yield running
-    finally:
-        for left in Path("/dev/shm").glob(f"simm-*-t{os.getpid()}-*-{folder.name}-*"):
-            left.unlink(missing_ok=True)  # a worker that has seen its server end may do the same
 
 
 @pytest.mark.parametrize("layerwise", [False, True], ids=["", "layer by layer"])
