@@ -15,6 +15,10 @@ What can go wrong, and what we chose
   map is of a higher epoch, because this manager has lost an epoch that peers had driven up, drops its values and joins.
 * *A worker is frozen by a map that nobody has.* Its server says so by MAP_GET, and the manager goes beyond that epoch:
   only a map that is newer thaws the shard.
+* *Several lives are lost.* Each life leaves ``EPOCHS_RESERVED`` epochs out. If all servers were away during two of them
+  or more, and then the state is lost, no server knows how far those lives went, and an epoch may name two maps. A
+  client that has the other map asks wrong servers, which refuse: misses, until the next change. Clients could tell, and
+  are not believed, as any of them could drive the epochs up.
 * *The lost map never comes.* After ``rebuild_beats`` the manager goes on with what it has.
 """
 

@@ -187,7 +187,8 @@ class _Stream:
 
     def finish(self) -> None:
         """Wait until all that was begun here is done, and forget what has not been."""
-        self.drop_gathered()
+        if self._sizes:
+            self.drop_gathered()
         self.driver.stream_synchronize(self.handle)
         for piece in self._pieces:
             if piece.busy:
@@ -228,10 +229,12 @@ _idle: dict[int, list[_Stream]] = {}
 class InFlightCopies:
     """Copies that are in flight together; for one thread, from the first one to :meth:`wait`."""
 
-    __slots__ = ("_current", "_driver", "_followed", "_last", "_pinned", "_streams")
+    __slots__ = ("_current", "_driver", "_followed", "_gathers", "_last", "_pinned", "_streams")
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, alone: bool = False) -> None:
+        """``alone``: there will be one copy, so that nothing is gathered."""
         self._driver = driver
+        self._gathers = driver.batches and not alone
         self._streams: dict[int, _Stream] = {}
         #: (device, stream) of callers that these copies come after already.
         self._followed: set[tuple[int, int]] = set()
@@ -278,11 +281,10 @@ class InFlightCopies:
             self._pinned.append(pinned)
         source, target = (host, buffer.address) if inward else (buffer.address, host)
         transfer = self._driver.to_device if inward else self._driver.to_host
-        gathers = self._driver.batches
         done = 0
         while done < size:
             part = pinned.direct(host + done, size - done) if pinned is not None else 0
-            if part and gathers:
+            if part and self._gathers:
                 stream.gather(target + done, source + done, part, transfer)
             elif part:
                 transfer(target + done, source + done, part, stream.handle)
@@ -293,6 +295,8 @@ class InFlightCopies:
 
     def begin_gathered(self) -> None:
         """Begin what :meth:`begin` has kept back to begin it in one call. Raises CudaError."""
+        if not self._gathers:
+            return
         for device, stream in self._streams.items():
             self._on(device)
             stream.begin_gathered()
@@ -354,7 +358,7 @@ def to_host(copies: Iterable[DeviceCopy]) -> None:
 
 
 def _carry_out(copies: Iterable[DeviceCopy], *, inward: bool) -> None:
-    in_flight = InFlightCopies(cuda.load())
+    in_flight = InFlightCopies(cuda.load(), alone=type(copies) is list and len(copies) == 1)
     try:
         for buffer, address, size, pinned in copies:
             in_flight.begin(buffer, address, size, pinned, inward)

@@ -12,7 +12,7 @@ import gc
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,8 +173,16 @@ class _Watched:
         elif symbol == "cuMemHostUnregister":
             del self.ranges[arguments[0]]
         elif symbol in ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"):
-            host = arguments[symbol == "cuMemcpyHtoDAsync_v2"]
-            self.direct += any(at <= host and host + arguments[2] <= at + size for at, size in self.ranges.items())
+            self._count_copy([arguments[symbol == "cuMemcpyHtoDAsync_v2"]], arguments[2])
+        elif symbol == "cuMemcpyBatchAsync_v2":
+            for target, source, size in zip(*arguments[:3]):
+                self._count_copy([target, source], size)
+
+    def _count_copy(self, ends: Sequence[int], size: int) -> None:
+        """Count a copy if one of its ends is in registered host memory."""
+        self.direct += any(
+            at <= end and end + size <= at + length for end in ends for at, length in self.ranges.items()
+        )
 
 
 class Real:
