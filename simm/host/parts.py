@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from .buffers import (
     RELEASE_BYTES,
+    SPREAD_BYTES,
     Copier,
     DeviceBuffer,
     DeviceCopy,
@@ -24,6 +25,9 @@ from .buffers import (
     host_view,
     on_device,
 )
+
+#: A copy in host memory: target, source, bytes.
+Copy = tuple[int, int, int]
 
 #: Ranges of a value below this size are sent together.
 JOIN_BYTES: Final = 16 << 10
@@ -52,20 +56,27 @@ def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> I
 
 def scatter(
     ranges: Ranges, data: memoryview, address: int, start: int, copier: Copier, mapping: HostMapping | None = None,
-    later: list[DeviceCopy] | None = None,
+    later: list[DeviceCopy] | None = None, shared: list[Copy] | None = None,
 ) -> None:  # fmt: skip
     """Copy ranges of a value to their memory. The value begins at byte ``start`` of ``data``, which is at ``address``.
 
     The caller has checked that it has ``ranges.least`` bytes. ``mapping``: what a device knows that data by, or None.
-    ``later``: gets the copies to devices, which the caller then carries out. Large ranges are copied without the GIL.
-    O(ranges). Raises DeviceError.
+    ``later``: gets the copies to devices, which the caller then carries out. ``shared``: gets those that threads may
+    share, likewise. Large ranges are copied without the GIL, and by several threads if they are much together, on the
+    NUMA node that the mapping names. O(ranges). Raises DeviceError.
     """
     devices: list[DeviceCopy] = [] if later is None else later
+    divided: list[Copy] | None = shared
+    if divided is None and copier.threads > 1 and ranges.total >= SPREAD_BYTES:
+        divided = []
     size = -1
     copy: Any = None
     address += start
     for offset, length, target, keeper in ranges.parts:
         if target:
+            if divided is not None:
+                divided.append((target, address + offset, length))
+                continue
             if length != size:
                 size, copy = length, copier.way(length)
             copy(target, address + offset, length)
@@ -74,6 +85,8 @@ def scatter(
             keeper[:] = data[at : at + length]
         else:
             devices.append((keeper, address + offset, length, None if mapping is None else keeper.pinned(mapping)))
+    if divided and shared is None:
+        copier.copy_all(divided, getattr(mapping, "node", -1))
     if devices and later is None:
         devices[0][0].copy_to_device(devices)
 

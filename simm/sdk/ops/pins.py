@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...arena.reader import ArenaReader, Located
 from ...constants import VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
-from ...host.buffers import Copier, DeviceCopy, Ranges, address_of
-from ...host.parts import scatter
+from ...host.buffers import SPREAD_BYTES, Copier, DeviceCopy, Ranges, address_of
+from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
 from ..routing import Routes
@@ -81,17 +81,21 @@ class ArenaPins:
         reader, copier = self.reader, self._copier
         data, address = reader.data, reader.data_address
         devices: list[DeviceCopy] = []
+        spreads = copier.threads > 1 and sum(ranges.total for _, ranges in wants) >= SPREAD_BYTES
+        shared: list[Copy] | None = [] if spreads else None
         for position, ranges in wants:
             held = self.values.get(position)
             if held is None:
                 continue
             start, digest, found = held
             if found is None:
-                scatter(ranges, data, address, start, copier, reader, devices)
+                scatter(ranges, data, address, start, copier, reader, devices, shared)
             elif not self._read_version(start, digest, found, ranges):
                 self.values.pop(position, None)
                 continue
             results[position] = 1
+        if shared:
+            copier.copy_all(shared, reader.node)
         if devices:  # one chain for all: a layer of a thousand pages is one wait for the device
             devices[0][0].copy_to_device(devices)
 
@@ -232,6 +236,12 @@ class Pins:
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
         """Copy a range of all values that are pinned in this process."""
         offset, length = rows.offset, rows.length
+        if self._copier.threads > 1 and length * len(addresses) >= SPREAD_BYTES:
+            nodes = {each.reader.node for each in self._holders if isinstance(each, ArenaPins)}
+            pairs = zip(rows.addresses or (), addresses)
+            copies = [(target, source + offset, length) for target, source in pairs if source]
+            self._copier.copy_all(copies, nodes.pop() if len(nodes) == 1 else -1)
+            return
         copy = self._copier.way(length)
         for target, source in zip(rows.addresses or (), addresses):
             if source:

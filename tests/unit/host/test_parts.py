@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simm.errors import UsageError
+from simm.host import buffers
 from simm.host.buffers import RELEASE_BYTES, Copier, Pieces, Ranges, Span, address_of, fits, host_view
+from simm.host.copy_pool import POOL
 from simm.host.parts import checksum, cut, extents, gather, host_pieces, scatter, section, views_of
 
 LARGE = RELEASE_BYTES + 3
+KIB = 1 << 10
 
 
 def part_of(offset: int, target: bytearray, *, by_address: bool) -> tuple[int, int, int, Any]:
@@ -87,6 +90,28 @@ def test_cuts_of_pieces(parts: list[bytes], start: int, size: int) -> None:
     ]
     got = b"".join(bytes(host_view(piece)) for piece in cut(views, start, size))
     assert got == b"".join(parts)[start : start + size]
+
+
+@pytest.mark.parametrize(("threads", "shares"), [(4, 1), (1, 0)])
+def test_threads_share_ranges_that_are_much_together(
+    monkeypatch: pytest.MonkeyPatch, threads: int, shares: int
+) -> None:
+    """None of them is large enough for that alone."""
+    real, runs = POOL.run, []
+    monkeypatch.setattr(buffers.POOL, "run", lambda *each: (runs.append(each[1]), real(*each))[1])
+    rng = random.Random(3)
+    value = memoryview(rng.randbytes(4 << 20))
+    offsets = [(number * 64 * KIB + 5, 48 * KIB + number) for number in range(60)] + [(7, 11)]
+    ranges, targets = ranges_at(offsets, rng)
+    copier = Copier(threads)
+    scatter(ranges, value, address_of(value), 0, copier)
+    assert targets == [value[offset : offset + length] for offset, length in offsets]
+    assert len(runs) == shares
+    few, targets = ranges_at(offsets[:10], rng)
+    scatter(few, value, address_of(value), 0, copier)
+    assert targets == [value[offset : offset + length] for offset, length in offsets[:10]]
+    assert len(runs) == shares, "little is copied by the caller"
+    copier.close()
 
 
 def test_ranges_land_in_their_memory() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simm.arena.reader import ArenaReader
 from simm.client import Client
-from simm.constants import VALUE_BYTES_MAX
+from simm.constants import SHARD_COUNT, VALUE_BYTES_MAX
+from simm.host import buffers
 from simm.sdk.ops.pins import ArenaPins, Pins
 from simm.server.worker_session import Leased, Leases
 from simm.wire import messages as M
@@ -240,3 +243,33 @@ def test_a_lease_connection_is_used_again(cluster: FakeCluster) -> None:
             assert read(pins) == VALUES
     assert len(stream.loop.peers) <= before + 1
     assert stream.stream.leases.keys == stream.stream.leases.bytes == 0
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_share_a_layer(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """A layer of many pages is as much as a large value, and its pieces are small."""
+    real, runs = buffers.POOL.run, []
+    monkeypatch.setattr(buffers.POOL, "run", lambda *each: (runs.append(each[1]), real(*each))[1])
+    layer, layers, pages = 64 << 10, 3, 96
+    rng = random.Random(4)
+    values = {f"page {number}": rng.randbytes(layer * layers) for number in range(pages)}
+    with FakeCluster(2, size=64 * MIB) as cluster:
+        cluster.settled({0: range(0, SHARD_COUNT, 2), 1: range(1, SHARD_COUNT, 2)})
+        client = cluster.client("shm", copy_threads=threads)
+        assert all(client.put_many(list(values), list(values.values())))
+        keys = [*values, "absent"]
+        with client.pin(keys) as pins:
+            assert pins.lengths == [layer * layers] * pages + [None]
+            for number in range(layers):
+                rows = np.zeros((len(keys), layer), np.uint8)
+                runs.clear()
+                assert pins.read([(number * layer, layer, rows)]) == pins.lengths
+                assert len(runs) == (threads > 1)
+                wanted = [value[number * layer : (number + 1) * layer] for value in values.values()]
+                assert [bytes(row) for row in rows] == [*wanted, bytes(layer)]
+                rooms = [bytearray(layer) for _ in values]
+                runs.clear()
+                ranges = [[(number * layer, layer, room)] for room in rooms]
+                assert pins.get_ranges_many(list(values), ranges) == [layer * layers] * pages
+                assert rooms == wanted
+                assert len(runs) == (2 if threads > 1 else 0), "one for each arena"
