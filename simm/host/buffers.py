@@ -472,10 +472,14 @@ class Copier:
             return
         self._copy_parts([(target, source, size)], size, node)
 
+    def shares(self, total: int) -> bool:
+        """Return whether :meth:`copy_all` divides a batch of so many bytes among threads."""
+        return self.threads > 1 and total >= SPREAD_BYTES
+
     def copy_all(self, copies: Sequence[tuple[int, int, int]], node: int = -1) -> None:
         """Do :meth:`copy` for many: (target, source, bytes) each. Large batches are divided among threads by bytes."""
         total = sum(size for _, _, size in copies)
-        if self.threads == 1 or total < SPREAD_BYTES:
+        if not self.shares(total):
             for target, source, size in copies:
                 self.copy(target, source, size, node)
             return

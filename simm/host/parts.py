@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from .buffers import (
     RELEASE_BYTES,
-    SPREAD_BYTES,
     Copier,
     DeviceBuffer,
     DeviceCopy,
@@ -67,7 +66,7 @@ def scatter(
     """
     devices: list[DeviceCopy] = [] if later is None else later
     divided: list[Copy] | None = shared
-    if divided is None and copier.threads > 1 and ranges.total >= SPREAD_BYTES:
+    if divided is None and copier.shares(ranges.total):
         divided = []
     size = -1
     copy: Any = None

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...arena.reader import ArenaReader, Located
 from ...constants import VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
-from ...host.buffers import SPREAD_BYTES, Copier, DeviceCopy, Ranges, address_of
+from ...host.buffers import Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
@@ -81,8 +81,7 @@ class ArenaPins:
         reader, copier = self.reader, self._copier
         data, address = reader.data, reader.data_address
         devices: list[DeviceCopy] = []
-        spreads = copier.threads > 1 and sum(ranges.total for _, ranges in wants) >= SPREAD_BYTES
-        shared: list[Copy] | None = [] if spreads else None
+        shared: list[Copy] | None = [] if copier.shares(sum(ranges.total for _, ranges in wants)) else None
         for position, ranges in wants:
             held = self.values.get(position)
             if held is None:
@@ -236,7 +235,7 @@ class Pins:
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
         """Copy a range of all values that are pinned in this process."""
         offset, length = rows.offset, rows.length
-        if self._copier.threads > 1 and length * len(addresses) >= SPREAD_BYTES:
+        if self._copier.shares(length * len(addresses)):
             nodes = {each.reader.node for each in self._holders if isinstance(each, ArenaPins)}
             pairs = zip(rows.addresses or (), addresses)
             copies = [(target, source + offset, length) for target, source in pairs if source]

@@ -219,7 +219,23 @@ class AskedTarget(StandIn):
         self.session = session
 
 
-class TimedChannel(StandIn):
+class ConnectionStandIn(StandIn):
+    """A connection whose exchanges have a time limit."""
+
+    __slots__ = ()
+
+    @property
+    def until(self) -> float:
+        """When the exchange must be over. A caller that turns to several servers extends it."""
+        until: float = self.real.until
+        return until
+
+    @until.setter
+    def until(self, until: float) -> None:
+        self.real.until = until
+
+
+class TimedChannel(ConnectionStandIn):
     """A connection by TCP. What lies before the first wait for an answer is the sending."""
 
     __slots__ = ("_asks", "_began", "_operation", "_waited", "number")
@@ -256,16 +272,6 @@ class TimedChannel(StandIn):
             self.real.fail("the server has not said what a traced request took")
         within = self._began, _ns()
         self._operation.of_server(answer.pid, named(answer.spans), within, self._operation.span_id, remote=True)
-
-    @property
-    def until(self) -> float:
-        """When the exchange must be over. A caller that turns to several servers extends it."""
-        until: float = self.real.until
-        return until
-
-    @until.setter
-    def until(self, until: float) -> None:
-        self.real.until = until
 
     def wait(self, number: int, polls: int = 0) -> Any:
         """Wait for an answer."""

@@ -24,7 +24,7 @@ from ...rdma.api import WRITE, Op
 from ...tracing.spans import Operation
 from ...wire import messages as M
 from ...wire.trace_messages import Timed, answer_in, named, traced
-from .stand_ins import ASKED, StandIn
+from .stand_ins import ASKED, ConnectionStandIn, StandIn
 
 _ns: Final = time.monotonic_ns
 #: What the time until an endpoint's answer is called.
@@ -142,7 +142,7 @@ class TimedQueuePair(StandIn):
         self.seen(ticket)
 
 
-class TimedEndpoint(StandIn):
+class TimedEndpoint(ConnectionStandIn):
     """A connection to an endpoint, which is asked what commits and grants took it."""
 
     __slots__ = ("_asks", "_operation", "_sent")
@@ -179,16 +179,6 @@ class TimedEndpoint(StandIn):
 
     def _wrapped(self, msg: Any) -> Any:
         return traced(self._operation.trace_id, msg) if self._asks and type(msg) in ASKED else msg
-
-    @property
-    def until(self) -> float:
-        """When the exchange must be over. A caller that turns to several servers extends it."""
-        until: float = self.real.until
-        return until
-
-    @until.setter
-    def until(self, until: float) -> None:
-        self.real.until = until
 
     def _taken(self, answer: Any, began: int, name: str, lane: int) -> Any:
         """Note a request that has been answered, and what the endpoint says of it."""
