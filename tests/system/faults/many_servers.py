@@ -74,10 +74,12 @@ class Session(Membership):
         self.alive_at = -math.inf
 
     def request(self, msg: Any, callback: Callback) -> None:
-        self.house.sent[type(msg).__name__] += 1
+        if self.peer is not None:
+            self.house.sent[type(msg).__name__] += 1
         sent = time.monotonic()
 
         def answered(reply: Any, status: int) -> None:
+            self.house.answered[type(msg).__name__] += 1
             self.house.heard[type(reply).__name__ if status == Status.OK else M.status_name(status)] += 1
             if isinstance(reply, SIGNS_OF_LIFE):
                 self.alive_at = sent
@@ -166,7 +168,9 @@ class House:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.loop = Loop()
         self.manager = (settings["host"], settings["port"])
+        #: Requests, those that were answered, and what the answers were.
         self.sent: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
         self.gave_up: list[str] = []
         #: How long a server had been silent at most, by its own clock, when it heard that it was taken for dead:
@@ -197,7 +201,7 @@ class House:
         """What the test asks about."""
         return {
             "servers": {server.member.name: server.state() for server in self.servers},
-            "sent": self.sent, "heard": self.heard, "gave_up": self.gave_up,
+            "unanswered": self.sent - self.answered, "heard": self.heard, "gave_up": self.gave_up,
             "silences": self.silences,
             "maps": self.maps.sums, "faults": self.maps.faults,
         }  # fmt: skip

@@ -89,8 +89,10 @@ class World:
         self.names = {*self.steady.names, *self.tenth.names}
         self.client = self.manager.client(deadline_s=30.0)
         self.crowd: Crowd | None = None
-        #: What servers have heard, and the manager has counted, in lives that are over.
+        #: What servers have heard, how many of their JOINs had no answer, and what the manager has counted, in lives
+        #: that are over.
         self.heard_before: Counter[str] = Counter()
+        self.joins_lost = 0
         self.counted_before: Counter[str] = Counter()
         #: Heartbeats at most that a manager answered between the last look at its counters and its death.
         self.uncounted = 0
@@ -162,6 +164,7 @@ class World:
     def kill(self, group: Group) -> None:
         """Kill data servers, and remember what they have heard."""
         self.heard_before += self.heard(group)
+        self.joins_lost += group.state()["unanswered"].get("Join", 0)
         group.kill()
 
     def counters(self) -> Counter[str]:
@@ -169,10 +172,14 @@ class World:
         return self.counted_before + Counter(self.client.status()["manager"]["counters"])
 
     def check_counters(self) -> None:
-        """Servers and manager have counted the same joins, and nothing was refused or went wrong."""
+        """Servers and manager have counted the same joins, and nothing was refused or went wrong.
+
+        A busy machine may keep an answer until its server has given the connection up, and joins by another one.
+        """
         heard = self.heard_before + self.heard(self.steady) + self.heard(self.tenth)
         counted = self.counters()
-        assert counted["joins"] == heard["Joined"]
+        lost = self.joins_lost + sum(group.state()["unanswered"].get("Join", 0) for group in self.groups)
+        assert heard["Joined"] <= counted["joins"] <= heard["Joined"] + lost, (lost, heard, counted)
         assert counted["heartbeats"] + self.uncounted >= heard["LeaseAck"] > 0 and counted["moves_reported"] > 0
         for name in ("joins_refused", "unauthorized", "protocol_errors", "handler_errors", "state_write_failures"):
             assert not counted[name], (name, counted)
