@@ -459,7 +459,7 @@ class Manager(Service):
         cluster, reserved = stored_cluster(self.state, self.loop.clock(), self.timing)
         if cluster is None:
             cluster = self._blank()
-            cluster.unsure = cluster.unsure if self.state.used else self.loop.clock()  # a predecessor leaves no trace
+            cluster.unsure = self.loop.clock()  # a predecessor may have left no trace
         self._tuning.traces.take_state(self.state.loaded)
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)

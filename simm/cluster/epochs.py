@@ -47,8 +47,10 @@ than ours, or ours is none, and they are of our cluster, then advances were lost
 neither a stored state nor an earlier heartbeat of that server shows that it is the same advance. Which values were
 good, nobody can tell then, so the namespace advances once more. A manager begins with no word of the leases that its
 predecessor gave, and of servers that were replaced. So no advance returns earlier than ``lease_s`` after the manager
-began to lead, or after a new instance has taken a server's name. Servers acknowledge only maps of this manager: what a
-JOIN names proves nothing, nor does a map before those that it has skipped because a server named a later one.
+began to lead, or after a new instance has taken a server's name; nor before a server has joined. That holds for one
+without any state, too: all who could say that there was a predecessor may be cut off. Servers acknowledge only maps of
+this manager: what a JOIN names proves nothing, nor does a map before those that it has skipped because a server named a
+later one.
 
 **ADVANCED follows the storing of E.** A manager that was killed and does not know E would send the epoch before, also
 to a server whose lease has ended. That one would be believed again, with its old values.
@@ -160,7 +162,11 @@ class NamespaceEpochs:
         return len(self.lost)
 
     def collected(self, cluster: int) -> None:
-        """Take what servers of this cluster have reported while its map was collected."""
+        """Take what servers of this cluster have reported while its map was collected.
+
+        What was advanced before it was collected has an epoch of no map of this cluster, and advances again.
+        """
+        self.lost.update(self._known)
         for msg in self.heard.values():
             self.report(msg, (), cluster)
         self.heard.clear()
@@ -200,6 +206,9 @@ class NamespaceEpochs:
         known = self._known.get(name)
         if known is None:
             return "the manager has lost it"
+        nodes = list(nodes)
+        if not nodes:
+            return "no data server has joined this manager"
         serving = [node for node in nodes if not node.left]
         missing = sorted(each.name for each in serving if not (each.follows and each.told_epoch >= epoch))
         deaf = sorted(each.name for each in serving if each.follows is False)

@@ -54,8 +54,8 @@ LIMITATIONS: a manager without state gives a new server that is its first every 
 
 from __future__ import annotations
 
-import difflib
 import math
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -66,11 +66,10 @@ from ..constants import NO_OWNER
 from ..errors import CorruptionError, RemoteProtocolError, UsageError
 from ..wire.epoch_messages import Advanced, Epochs
 from ..wire.messages import Done, HeartbeatAck, Join, Joined, MapOffer, MapReply, Moved, Status, WorkerInfo, WorkerLoad
-from ..wire.shard_set import epoch_limit, shards_in
+from ..wire.shard_set import shards_in
 from . import absence, snapshot
 from .epochs import FOR_EVER, NamespaceEpochs
 from .nodes import (
-    NAME_BYTES_MAX,
     WORKERS_MAX,
     Action,
     Answer,
@@ -81,12 +80,14 @@ from .nodes import (
     NodeState,
     Timing,
     join_fault,
+    last_server,
     name_taken,
     node_fault,
     refusal,
+    unknown_name,
 )
 from .placement import NO_SHARDS, Placement, Shards
-from .recovery import Recovery, offer_fault
+from .recovery import Chance, Recovery, nodes_in, offer_fault
 from .shard_map import ShardMap, Tables
 
 #: Workers remembered in all, those away included; the longest away are forgotten first.
@@ -102,9 +103,12 @@ class Cluster:
 
     ``now`` is any monotonic clock, in seconds; a step back counts as no step, and the steps from there on count again.
     So all events have the time of their turn, and leases that of the moment (``at``). Events return actions.
+    ``chance`` returns so many random bits.
     """
 
-    def __init__(self, cluster: int, now: float, timing: Timing = Timing()) -> None:  # noqa: B008 -- immutable
+    def __init__(
+        self, cluster: int, now: float, timing: Timing = Timing(), chance: Chance = secrets.randbits,  # noqa: B008
+    ) -> None:  # fmt: skip
         timing.check()
         #: Identifies this cluster for its whole life: epochs of two clusters are never compared.
         self.cluster = cluster
@@ -115,11 +119,11 @@ class Cluster:
         self.moves = 0
         #: Also since when no server has a lease that this manager does not know of, as ``now``.
         self.namespaces = NamespaceEpochs()
-        self.unsure = -float("inf")
+        self.unsure = now
         self._placement = Placement()
         self._clock, self._observed, self._moment = now, 0.0, now
         self._reply: MapReply | None = None
-        self._recovery = Recovery(self._placement.tables)
+        self._recovery = Recovery(self._placement.tables, chance)
 
     def __repr__(self) -> str:
         return f"<Cluster epoch={self.epoch} nodes={len(self.nodes)} workers={len(self.live_workers())}>"
@@ -131,7 +135,7 @@ class Cluster:
         self._advance(now, at)
         if reason := join_fault(msg):
             return [refusal(Status.BAD_REQUEST, reason)]
-        if not self._believes(msg.epoch):
+        if msg.epoch > self._limit:
             # Not for ever, as the epoch may have been true: then this manager has lost it, and can never catch up.
             text = f"{msg.name!r} holds values by a map of epoch {msg.epoch}, this is epoch {self.epoch}"
             return [refusal(Status.OTHER_CLUSTER, f"{text}: drop them and join again")]
@@ -146,12 +150,12 @@ class Cluster:
         if msg.cluster not in (0, self.cluster) and not self.rebuilding:
             text = f"this is cluster {self.cluster:016x}, and {msg.name!r} holds values of cluster {msg.cluster:016x}"
             return [refusal(Status.OTHER_CLUSTER, f"{text}: drop them and join again")]
-        wants_map = self._recovery.is_unknown(msg.epoch, self.epoch)
+        wants_map = self._recovery.is_unknown(msg.epoch, self.epoch, self._limit)
         raised = False
         if self.rebuilding:
             self._recovery.joins[msg.name] = msg
         elif self.epoch < msg.epoch:
-            self._skip_to(msg.epoch)
+            self._skip_to(self._recovery.beyond(msg.epoch))
             raised = True
         raised |= absence.make_room(others, WORKERS_MAX - len(msg.workers))
         actions: list[Action] = []
@@ -169,7 +173,7 @@ class Cluster:
         if node is None:
             text = f"{name!r} is not in this cluster (any more) as this instance: join again"
             return [refusal(Status.UNKNOWN_NODE, text)]
-        unknown = not self.rebuilding and self._recovery.is_unknown(epoch, self.epoch)
+        unknown = not self.rebuilding and self._recovery.is_unknown(epoch, self.epoch, self._limit)
         if unknown and not node.asked:
             node.asked = True
             return [refusal(Status.UNKNOWN_NODE, f"{name!r} has map {epoch}, which is not known here: join again")]
@@ -177,7 +181,7 @@ class Cluster:
         node.last_seen = self._observed
         node.linked = node.present = True
         node.spared = False
-        acked = epoch if self._believes(epoch) else 0
+        acked = epoch if epoch <= self._limit else 0
         progress, node.acked_epoch = acked > node.acked_epoch, max(node.acked_epoch, acked)
         node.told_epoch, node.follows = acked, node.follows if follows is None else follows
         node.loads = list(loads[: len(node.workers)])
@@ -190,10 +194,10 @@ class Cluster:
         if due or (progress and self.waiting):
             self._remap(actions)
         if self.rebuilding:
-            self._recovery.saw(epoch, self.epoch)
+            self._recovery.saw(epoch, self._limit)
         elif unknown and epoch > self.epoch:
             # Servers must not see two maps of one epoch.
-            self._skip_to(epoch)
+            self._skip_to(self._recovery.beyond(epoch))
             self._remap(actions, changed=True)
         return [Answer(HeartbeatAck(self.epoch)), *actions]
 
@@ -229,6 +233,7 @@ class Cluster:
             self._end_rebuild(actions)
         elif passed.due:
             self._remap(actions, changed=passed.changed)
+        self._heed_clients(actions)
         return actions
 
     # -- events: shards --------------------------------------------------------------------------
@@ -255,21 +260,13 @@ class Cluster:
         """Start or end a node's drain. Answer: DONE, with how many shards it owns."""
         self._advance(now)
         node = self.nodes.get(name)
-        if len(name) > NAME_BYTES_MAX:
-            return [refusal(Status.BAD_REQUEST, f"a data server's name has 1 to {NAME_BYTES_MAX} bytes")]
         if node is None:
-            near = difflib.get_close_matches(name, list(self.nodes), n=1, cutoff=0.0)
-            known = f"the nearest name is {near[0]!r}" if near else "none has joined"
-            return [refusal(Status.UNKNOWN_NODE, f"there is no data server named {name!r}; {known}")]
+            return [unknown_name(name, self.nodes)]
         if self.rebuilding:
             return [refusal(Status.BUSY, _COLLECTING)]
         takers = [other for other in self.nodes.values() if other is not node and other.serving and not other.draining]
         if on and not node.draining and node.serving and not takers:
-            text = (
-                f"{name!r} is the only data server that could hold its shards: start another one (`simm dataserver`), "
-                "or take one back with `simm node resume`, and try again; to drop its values, just stop it"
-            )
-            return [refusal(Status.UNAVAILABLE, text)]
+            return [last_server(name)]
         actions: list[Action] = []
         if node.draining != on:
             node.draining = on
@@ -299,7 +296,7 @@ class Cluster:
         """Take the epochs that the servers of these names know. Answer: DONE, with how many advances were lost."""
         self._advance(now)
         actions: list[Action] = []
-        msg = msg._replace(namespaces=[each for each in msg.namespaces if self._believes(each.epoch)])
+        msg = msg._replace(namespaces=[each for each in msg.namespaces if each.epoch <= self._limit])
         nodes = [node for name in names if (node := self.nodes.get(name)) is not None]
         if lost := self.namespaces.report(msg, nodes, 0 if self.rebuilding else self.cluster):
             self._remap(actions, changed=True)
@@ -318,7 +315,10 @@ class Cluster:
         self._advance(now)
         self._note_epoch(epoch, server=server)
         actions: list[Action] = []
-        if server and not self.rebuilding and self.epoch < epoch and self._believes(epoch):
+        if not server:
+            self._recovery.claim(epoch, self.epoch)
+            self._heed_clients(actions)
+        elif not self.rebuilding and self.epoch < epoch <= self._limit:
             self._skip_to(epoch)
             self._remap(actions, changed=True)
         return actions
@@ -328,7 +328,7 @@ class Cluster:
         self._advance(now)
         try:
             offered = ShardMap(msg)
-            fault = offer_fault(msg, offered, self.epoch)
+            fault = offer_fault(msg, offered, self._limit)
         except RemoteProtocolError as exc:
             fault = str(exc)
         if fault:
@@ -341,9 +341,9 @@ class Cluster:
                 if fault := self._adopt(offered, since, actions):
                     return [refusal(Status.BAD_REQUEST, fault)]
                 learnt = True
-        elif self._recovery.is_unknown(msg.epoch, self.epoch) and msg.cluster == self.cluster:
+        elif self._recovery.is_unknown(msg.epoch, self.epoch, self._limit) and msg.cluster == self.cluster:
             if msg.epoch > self.epoch:
-                self._skip_to(msg.epoch)
+                self._skip_to(self._recovery.beyond(msg.epoch))
             # An unknown owner may have had these: no worker's values of them can be told from superseded ones.
             stale = self._recovery.learn(msg.epoch, since)
             self._placement.tables.previous[stale] = NO_OWNER
@@ -404,6 +404,7 @@ class Cluster:
     @classmethod
     def from_state(
         cls, state: Any, now: float, timing: Timing = Timing(), epoch: int = 0,  # noqa: B008 -- immutable
+        chance: Chance = secrets.randbits,
     ) -> Cluster:  # fmt: skip
         """Make a cluster from what :meth:`to_state` returned. ``epoch``: one that no map can have had before.
 
@@ -412,7 +413,7 @@ class Cluster:
         :meth:`to_state` cannot have made.
         """
         stored = snapshot.load(state)
-        made = cls(stored.cluster, now, timing)
+        made = cls(stored.cluster, now, timing, chance)
         made.nodes, made.namespaces, made.unsure = stored.nodes, stored.namespaces, now
         made._placement.set_keys(stored.keys, stored.tables)
         made.epoch = max(stored.epoch, epoch)
@@ -508,11 +509,18 @@ class Cluster:
         self._recovery.note_epoch(epoch, until, blank=not self.nodes and self._placement.unowned)
         self.unsure = self._moment if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
         if server:
-            self._recovery.saw(epoch, self.epoch)
+            self._recovery.saw(epoch, self._limit)
 
-    def _believes(self, epoch: int) -> bool:
-        """Return True if a peer may know a map of ``epoch``."""
-        return epoch <= epoch_limit(self.epoch)
+    @property
+    def _limit(self) -> int:
+        """The highest epoch that is believed of a server."""
+        return self._recovery.limit(self.epoch, blank=not self.nodes and self._placement.unowned)
+
+    def _heed_clients(self, actions: list[Action]) -> None:
+        """Go beyond the maps that only clients have, if earlier lives of this manager have lost some."""
+        if epoch := self._recovery.heed(self._observed, self.epoch):
+            self._skip_to(epoch)
+            self._remap(actions, changed=True)
 
     def _skip_to(self, epoch: int) -> None:
         """Go on beyond ``epoch``: maps up to it were sent. The caller makes the next one."""
@@ -521,25 +529,16 @@ class Cluster:
 
     def _adopt(self, offered: ShardMap, since: NDArray[np.uint64], actions: list[Action]) -> str:
         """Take over a server's map and the nodes that have joined. Return what is wrong with it, or ""."""
-        groups: dict[str, list[WorkerInfo]] = {}
-        for info in offered.workers:
-            groups.setdefault(info.node, []).append(info)
-        nodes: dict[str, Node] = {}
-        for name, workers in groups.items():
-            instance = workers[0].instance
-            fault = join_fault(Join(instance, 0, name, workers))
-            if fault or any(info.instance != instance for info in workers):
-                return f"node {name!r}: {fault or 'two instances of it'}"
-            nodes[name] = Node(name, instance, workers, NodeState.JOINING, self._observed)
-            nodes[name].last_seen = self._returning
+        nodes, fault = nodes_in(offered, self._observed, self._returning)
+        if fault:
+            return fault
         added = [len(msg.workers) for name, msg in self._recovery.joins.items() if name not in nodes]
         if len(offered.workers) + sum(added) > WORKERS_MAX:
             return f"a cluster has at most {WORKERS_MAX} workers"
         why = f"known from the map of epoch {offered.epoch}"
         actions += [NodeChanged(name, None, NodeState.JOINING, why) for name in nodes]
         self.nodes, self.cluster = nodes, offered.cluster
-        self.epoch = max(self.epoch, offered.epoch) + EPOCHS_RESERVED
-        self._recovery.adopt(offered, since, frozenset(nodes))
+        self.epoch = self._recovery.adopt(offered, since, frozenset(nodes), self.epoch)
         self._placement.take_map(offered, since)
         for msg in self._recovery.joins.values():
             self._accept(msg, actions)

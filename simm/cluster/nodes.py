@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -201,6 +203,24 @@ def join_fault(msg: Join) -> str:
         if not is_word(info.host) or not info.uds.isprintable():
             return f"worker {info.worker} has an address with characters that no address has"
     return ""
+
+
+def unknown_name(name: str, known: Iterable[str]) -> Answer:
+    """Return the refusal of a request about a server that is none of the ``known`` ones."""
+    if len(name) > NAME_BYTES_MAX:
+        return refusal(Status.BAD_REQUEST, f"a data server's name has 1 to {NAME_BYTES_MAX} bytes")
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    hint = f"the nearest name is {near[0]!r}" if near else "none has joined"
+    return refusal(Status.UNKNOWN_NODE, f"there is no data server named {name!r}; {hint}")
+
+
+def last_server(name: str) -> Answer:
+    """Return the refusal of a drain of the only server that could hold its shards."""
+    text = (
+        f"{name!r} is the only data server that could hold its shards: start another one (`simm dataserver`), "
+        "or take one back with `simm node resume`, and try again; to drop its values, just stop it"
+    )
+    return refusal(Status.UNAVAILABLE, text)
 
 
 def node_fault(name: str, node: Node) -> str:

@@ -105,11 +105,13 @@ class ManagerHost:
         self.settling = False
         self.unsaved = True
         if self.disk is None:
-            self.cluster = Cluster(self.net.random.getrandbits(63) | 1, self._clock(), self.timing)
+            chance = self.net.random.getrandbits
+            self.cluster = Cluster(chance(63) | 1, self._clock(), self.timing, chance)
             self.reserved = 0
         else:
             reserved = int(self.disk["epochs_reserved"])
-            self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved)
+            chance = self.net.random.getrandbits
+            self.cluster = Cluster.from_state(self.disk["cluster"], self._clock(), self.timing, reserved, chance)
             self.reserved = reserved
         self.last_pushed = self.cluster.epoch
         self.on_made(self.cluster.map_reply())

@@ -420,7 +420,7 @@ class Worker:
         """Take FREEZE from a new owner's mover. Return the frozen shards; None: the mover's map is old."""
         if "no_freeze" in self.server.world.plants:
             return [shard for shard in shards if self.arena.words[shard]]
-        return self.shards.freeze(epoch, shards)
+        return self.shards.freeze(epoch, shards, self.arena.epoch)
 
     def adopt(self, epoch: int, shards: list[int], fallback: list[int]) -> None:
         """Take ADOPT from our mover."""

@@ -23,11 +23,28 @@ EPOCHS_AHEAD: Final = 1 << 32
 #: bits of an epoch, and peers that know of later maps are believed all the same.
 _HIGH: Final = 1 << 60
 _HIGH_AHEAD: Final = 1 << 16
+#: A manager that knows nothing believes servers up to here. Each loss of its state raises the epochs by up to 2^30.
+BLANK_LIMIT: Final = 1 << 42
 
 
 def epoch_limit(known: int) -> int:
     """Return the highest epoch that is believed of a peer where ``known`` is the highest known."""
     return min(known + (EPOCHS_AHEAD if known < _HIGH else _HIGH_AHEAD), EPOCH_MASK)
+
+
+def lost_limit(known: int) -> int:
+    """Return the highest epoch that maps can have which a manager has sent and lost, and nobody but clients knows."""
+    return known + (epoch_limit(known) - known) // 4
+
+
+def beyond_lost(known: int, chance: int) -> int:
+    """Return an epoch to go on from where ``known`` is the highest known, and later maps may have been lost.
+
+    It is from an eighth to a quarter of the way to :func:`epoch_limit`. ``chance``: random bits, so that managers that
+    go on from the same epoch, one after the other, do not give the same epochs.
+    """
+    least = (epoch_limit(known) - known) // 8
+    return known + least + chance % max(1, least)
 
 
 def bitmap_of(shards: Iterable[int]) -> bytes:

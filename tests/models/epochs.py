@@ -199,7 +199,7 @@ class EpochModel:
         nodes = [_Node(acked, follows) for known, acked in zip(state.known, state.acked) if known or not state.blank]
         epoch = max(epoch, state.own)
         if "no_wait" in self.bugs and state.settled:
-            nodes = []
+            nodes = [_Node(epoch, follows)]
         unsure = -9.0 if "no_unsure" in self.bugs else float(state.unsure)
         return table.awaited(NAME, epoch, nodes, float(state.now), float(since), unsure, float(self.lease))
 

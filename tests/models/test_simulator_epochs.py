@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,8 +70,10 @@ OLD = "what was put before an advance that had returned"
 def test_an_advance_that_does_not_wait_for_leases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = NamespaceEpochs.awaited
 
+    done: Any = SimpleNamespace(name="done", told_epoch=1 << 62, follows=True, left=False)
+
     def hasty(self: NamespaceEpochs, name: str, epoch: int, nodes: Any, *rest: Any) -> str:
-        return real(self, name, epoch, [] if self._known[name].settled else list(nodes), *rest)
+        return real(self, name, epoch, [done] if self._known[name].settled else list(nodes), *rest)
 
     monkeypatch.setattr(NamespaceEpochs, "awaited", hasty)
     found_by_cuts(12, OLD)

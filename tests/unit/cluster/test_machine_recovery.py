@@ -25,7 +25,7 @@ from simm.wire.messages import (
     Join,
     Status,
 )
-from simm.wire.shard_set import EPOCHS_AHEAD
+from simm.wire.shard_set import BLANK_LIMIT
 from tests.support.dose import dose
 from tests.support.machine import (
     ALL,
@@ -263,7 +263,7 @@ def test_offers_that_cannot_be() -> None:
     for bad in (
         good._replace(owners=b""), good._replace(since=b"x"), good._replace(since=pack_since(zero)),
         good._replace(since=pack_since(late)), good._replace(epoch=0),
-        good._replace(epoch=cluster.epoch + EPOCHS_AHEAD + 1),
+        good._replace(epoch=BLANK_LIMIT + 1),
         good._replace(workers=good.workers[:1]), good._replace(previous=[(0, 99)]),
         good._replace(workers=[good.workers[0]] * 4), good._replace(workers=[
             info._replace(node="a", worker=at, instance=at) for at, info in enumerate(good.workers)]),

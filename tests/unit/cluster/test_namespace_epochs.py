@@ -9,7 +9,7 @@ from simm.cluster.machine import Cluster
 from simm.cluster.nodes import Answer, Node, NodeState
 from simm.constants import DEFAULT_NAMESPACE
 from simm.wire.epoch_messages import Epochs, NamespaceEpoch
-from simm.wire.messages import Done, HeartbeatAck
+from simm.wire.messages import Done, HeartbeatAck, MapOffer
 from tests.support.machine import answer, join
 
 LEASE_S = 30.0
@@ -26,7 +26,7 @@ def waits(*nodes: Node, now: float = 1.0, lease_s: float = LEASE_S, settled: boo
     table = NamespaceEpochs()
     table.advance("n", 3)
     if settled:
-        assert not table.awaited("n", 3, [], 0.0, 0.0, -1e9, LEASE_S)
+        assert not table.awaited("n", 3, [node("left", NodeState.LEFT, 0, released=True)], 0.0, 0.0, -1e9, LEASE_S)
     table.advance("n", 7)
     return table.awaited("n", 7, nodes, now, 0.0, -1e9, lease_s)
 
@@ -157,11 +157,34 @@ def test_a_stored_state_says_who_follows() -> None:
 @pytest.mark.parametrize("server", [False, True])
 def test_a_manager_that_has_lost_its_state_does_not_know_all_leases(server: bool) -> None:
     """Somebody names a map of a predecessor. An advance waits for leases that this one has given."""
-    cluster = Cluster(1, 0.0)
-    assert cluster.unsure < 0
+    cluster = Cluster(1, 2.0)
+    assert cluster.unsure == 2.0, "also if nobody does: the servers of a predecessor may all be cut off"
     cluster.note_epoch(3.0, 0)
-    assert cluster.unsure < 0, "nobody has a map: it is the first manager"
+    assert cluster.unsure == 2.0
     cluster.note_epoch(4.0, 7, server=server)
     assert cluster.rebuilding and cluster.unsure == 4.0
     cluster.note_epoch(5.0, 8, server=server)
     assert cluster.unsure == 4.0, "it waits once"
+
+
+def test_no_advance_is_confirmed_before_any_server_is_known() -> None:
+    """Servers of a predecessor whose state is lost may be cut off, and have values without an epoch: no lease ends."""
+    table = NamespaceEpochs()
+    table.advance("n", 7)
+    assert "no data server has joined" in table.awaited("n", 7, [], 1e6, 0.0, -1e9, LEASE_S)
+    assert "first advance" in table.awaited("n", 7, [node("a", NodeState.RUNNING, 6)], 1e6, 0.0, -1e9, LEASE_S)
+    assert not table.awaited("n", 7, [node("a", NodeState.RUNNING, 7)], 1e6, 0.0, -1e9, LEASE_S)
+
+
+def test_what_was_advanced_before_a_lost_map_came_advances_again() -> None:
+    """That epoch is of no map of the cluster that comes back, and may be one that it has had."""
+    old = cluster_of("a", "b")
+    cluster = Cluster(99, 0.0)
+    cluster.advance(0.1, "n")
+    before = dict(cluster.namespaces.table())["n"]
+    cluster.join(0.2, join("a", 1, epoch=old.epoch)._replace(cluster=old.cluster))
+    cluster.offer(0.3, MapOffer(*old.map_reply()))
+    for step in range(20):
+        cluster.maintain(0.5 + step / 4)
+    after = dict(cluster.namespaces.table())["n"]
+    assert cluster.cluster == old.cluster and after == cluster.epoch > old.epoch > before

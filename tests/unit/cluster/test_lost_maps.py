@@ -1,0 +1,172 @@
+"""No epoch names two maps: what a manager sent is lost, and no server that comes back knows it. Only clients do."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from simm.cluster import recovery
+from simm.cluster.machine import EPOCHS_RESERVED, Cluster
+from simm.cluster.recovery import CLAIMS_MAX, HEED_S
+from simm.wire.messages import MapReply, Status
+from simm.wire.shard_set import BLANK_LIMIT, EPOCH_MASK, EPOCHS_AHEAD, beyond_lost, epoch_limit, lost_limit
+from tests.support.machine import ALL, answer, attentive, attentive_again, join, offer, rejoin, run, veterans
+
+Maps = dict[int, MapReply]
+
+
+def sends(cluster: Cluster, maps: Maps, count: int = 5) -> None:
+    """Send the map and some later ones to a client. No server gets any of them."""
+    for step in range(count):
+        known = maps.setdefault(cluster.epoch, cluster.map_reply())
+        assert known == cluster.map_reply(), f"epoch {cluster.epoch} names two maps"
+        cluster.advance(float(step), "name")
+    known = maps.setdefault(cluster.epoch, cluster.map_reply())
+    assert known == cluster.map_reply(), f"epoch {cluster.epoch} names two maps"
+
+
+def rebuilt(known: MapReply, claims: tuple[int, ...] = (), instance: int = 1) -> Cluster:
+    """Return a manager that has lost its state, and to which the servers have come with that map."""
+    cluster = attentive(random.randrange(1, 1 << 64), 0.0, ALL)
+    for each in claims:
+        cluster.note_epoch(0.0, each)
+    for name in "abc":
+        rejoin(cluster, 0.1, name, known.epoch)
+    assert cluster.rebuilding and answer(cluster.offer(0.2, offer(known)))[0] == Status.OK
+    cluster.join(0.3, join("new", instance))
+    run(cluster, 0.3, 3.0)
+    assert not cluster.rebuilding and cluster.cluster == known.cluster
+    cluster.check()
+    return cluster
+
+
+def two_lives(known: Cluster) -> Maps:
+    """Let a manager be killed twice while all servers are away. Return the maps that clients have of those lives."""
+    maps: Maps = {}
+    for _ in range(2):
+        state = json.loads(json.dumps(known.to_state()))
+        known = attentive_again(state, 0.0, ALL, epoch=known.epoch + EPOCHS_RESERVED)
+        sends(known, maps)
+    return maps
+
+
+def test_two_lives_that_no_server_knows_and_a_lost_state() -> None:
+    """What the simulator found with seed 1354: the new manager went on where the first of those lives had begun."""
+    known, _, newest = veterans()
+    maps = two_lives(known)
+    assert min(maps) == newest.epoch + EPOCHS_RESERVED
+    sends(rebuilt(newest), maps)
+
+
+def test_a_manager_that_goes_on_at_a_fixed_distance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _, newest = veterans()
+    monkeypatch.setattr(recovery, "beyond_lost", lambda known, _chance: known + EPOCHS_RESERVED)
+    maps = two_lives(known)
+    with pytest.raises(AssertionError, match="names two maps"):
+        sends(rebuilt(newest), maps)
+
+
+def lost_again(newest: MapReply) -> None:
+    """Lose the state again and again, each time before a server has a map of the manager."""
+    maps: Maps = {}
+    for life in range(6):
+        sends(rebuilt(newest, instance=life + 1), maps)
+
+
+def test_a_state_that_is_lost_again_before_any_server_has_a_map() -> None:
+    _, _, newest = veterans()
+    lost_again(newest)
+
+
+def test_a_distance_that_is_not_drawn_by_chance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, newest = veterans()
+    monkeypatch.setattr(recovery, "beyond_lost", lambda known, _chance: beyond_lost(known, 5))
+    with pytest.raises(AssertionError, match="names two maps"):
+        lost_again(newest)
+
+
+def test_all_maps_of_one_collection_lead_to_the_same_distance() -> None:
+    """Else each server with a newer map would drive the epochs on."""
+    _, older, newest = veterans()
+    cluster = attentive(5, 0.0, ALL)
+    rejoin(cluster, 0.0, "a", older.epoch)
+    cluster.offer(0.1, offer(older))
+    first = cluster.epoch - older.epoch
+    rejoin(cluster, 0.2, "d", newest.epoch)
+    cluster.offer(0.3, offer(newest))
+    assert cluster.epoch - newest.epoch == first and EPOCHS_AHEAD // 8 <= first < EPOCHS_AHEAD // 4
+
+
+# --- clients that have later maps -----------------------------------------------------------------
+
+
+def ahead(newest: MapReply) -> int:
+    """Return the epoch of a map of a life that went further than any other."""
+    return newest.epoch + EPOCHS_AHEAD // 4
+
+
+def test_clients_that_have_later_maps_are_passed() -> None:
+    """They would ignore all maps of this manager. They tell while it collects, or come later."""
+    _, _, newest = veterans()
+    claimed = ahead(newest)
+    assert rebuilt(newest, (claimed,)).epoch > claimed + EPOCHS_AHEAD // 8
+    cluster = rebuilt(newest)
+    before = cluster.epoch
+    assert before <= claimed
+    assert cluster.note_epoch(4.0, claimed) and cluster.epoch > claimed + EPOCHS_AHEAD // 8
+    cluster.check()
+    assert not cluster.note_epoch(4.1, claimed) and not cluster.note_epoch(4.1, before), "it has passed them"
+
+
+def test_clients_do_not_drive_the_epochs() -> None:
+    known, _, newest = veterans()
+    assert known.note_epoch(1.0, known.epoch + 1000) == [], "it has lost nothing"
+    # While it collects: within a bound, and the true one is heard, whatever others say.
+    claimed = ahead(newest)
+    cluster = rebuilt(newest, (claimed, EPOCH_MASK, 1 << 60, newest.epoch + EPOCHS_AHEAD))
+    assert claimed < cluster.epoch < claimed + EPOCHS_AHEAD // 4 + 100
+    flood = tuple(range(1, 2 * CLAIMS_MAX))
+    assert len(rebuilt(newest, flood)._recovery._claims) == 0
+    # Later: within a bound, and seldom.
+    cluster = rebuilt(newest)
+    assert cluster.note_epoch(4.0, lost_limit(cluster.epoch) + 1) == []
+    first, now = cluster.epoch, 4.0
+    for _ in range(100):
+        cluster.note_epoch(now, lost_limit(cluster.epoch))
+        cluster.maintain(now := now + 0.5)
+    assert first < cluster.epoch <= first + EPOCHS_AHEAD // 2 + 100, "once"
+    second = cluster.epoch
+    run(cluster, now, now + HEED_S, lambda now: [cluster.heartbeat(now, name, 1, cluster.epoch) for name in "abc"])
+    assert second < cluster.epoch <= second + EPOCHS_AHEAD // 2 + 100, "what was said meanwhile is heeded then, once"
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_a_state_may_be_lost_often() -> None:
+    """A manager that knows nothing believes what many losses have made of the epochs. Servers keep their values."""
+    _, _, newest = veterans()
+    far = newest._replace(epoch=BLANK_LIMIT - 5)
+    cluster = rebuilt(far)
+    assert cluster.epoch > far.epoch
+    for epoch in (BLANK_LIMIT + 1, EPOCH_MASK):
+        blank = attentive(5, 0.0)
+        assert answer(blank.join(0.0, join("a", 1, epoch=epoch)))[0] == Status.OTHER_CLUSTER
+        assert not blank.rebuilding and not blank.nodes
+    # One that knows a server is no such manager.
+    cluster = attentive(5, 0.0)
+    cluster.join(0.0, join("a", 1))
+    assert answer(cluster.join(0.1, join("b", 1, epoch=cluster.epoch + EPOCHS_AHEAD + 1)))[0] == Status.OTHER_CLUSTER
+
+
+@pytest.mark.parametrize("known", [1, 1 << 40, (1 << 60) - 1, 1 << 60, 1 << 61, EPOCH_MASK - 9, EPOCH_MASK])
+def test_where_a_manager_goes_on(known: int) -> None:
+    """Within what servers believe, so that one that has missed several of these steps does."""
+    chances: Any = [0, 1, (1 << 64) - 1, *(random.getrandbits(64) for _ in range(50))]
+    reached = {beyond_lost(known, chance) for chance in chances}
+    assert all(known <= each <= lost_limit(known) <= epoch_limit(known) <= EPOCH_MASK for each in reached)
+    if known < 1 << 61:
+        assert len(reached) > 40 and min(reached) >= known + (epoch_limit(known) - known) // 8
