@@ -330,7 +330,7 @@ class Allocator:
 
     def chunk_bytes(self, offset: int) -> int:
         """Return the bytes of the allocated chunk at ``offset``. O(1)."""
-        slab = self._slab_at(offset)
+        slab = self._slabs[offset >> _SLAB_SHIFT] if 0 <= offset < self.size else None
         if slab is None:
             return self._extents.size_of(offset)
         self._word(slab, offset)

@@ -73,7 +73,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena.events.ring import DIGEST_FIELD, EventRing
-from .arena.hashing import SHARD_BITS, SHARD_MASK, sets_of, sets_of_words, split
+from .arena.hashing import SHARD_BITS, SHARD_MASK, find_slots, low_words, sets_of, sets_of_words, split
 from .arena.layout import (
     ENTRY_EPOCH,
     MARKS_WORD,
@@ -203,6 +203,16 @@ class Table:
                     return (at - base) // SLOT_BYTES
                 at = self._find(digest, at + 1, start + SET_BYTES)
         return -1
+
+    def rows_of(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.void]]:
+        """Return the slots of a batch, -1 without one, and copies of them. ``keys``: the digests' words, two each.
+
+        The row of a key without a slot is another's. O(keys), by numpy.
+        """
+        words = self._rows.reshape(-1)
+        slots = find_slots(words, np.intp(0), np.uint64(self._sets), keys[:, 0], keys[:, 1], low_words(words))
+        slots[(keys == 0).all(axis=1)] = -1  # ZERO_DIGEST: any empty slot has it
+        return slots, self._rows.take(slots, axis=0).view(SLOT_FIELDS)[:, 0]
 
     def candidates(self, digest: bytes) -> list[int]:
         """Return the sixteen slots that the digest may occupy."""

@@ -83,7 +83,7 @@ class Extents:
 
     def size_of(self, offset: int) -> int:
         """Return the bytes of the large chunk at ``offset``."""
-        return self._word(offset) >> _SHIFT << _PAGE_SHIFT
+        return (self._words.get(offset) or self._word(offset)) >> _SHIFT << _PAGE_SHIFT
 
     def owner(self, offset: int) -> int:
         """Return the slot that owns the large chunk at ``offset``, NO_SLOT without one."""

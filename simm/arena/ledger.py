@@ -22,6 +22,7 @@ import mmap
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -128,8 +129,12 @@ class Ledger:
         self._hold_words[line * 4] = hold
         return line
 
-    def add_holds(self, first: int, session: int, offsets: Sequence[int], chunk: int, kind: int) -> list[int]:
-        """Do :meth:`add_hold` for many chunks of one size, with ids from ``first`` on. Return their lines.
+    def add_holds(
+        self, first: int, session: int, offsets: Sequence[int], chunk: int | Sequence[int], kind: int
+    ) -> list[int]:
+        """Do :meth:`add_hold` for many chunks, with ids from ``first`` on. Return their lines.
+
+        ``chunk``: the size of all of them, or of each.
 
         The caller checks ``free_holds`` first: too few raise IndexError.
         """
@@ -140,15 +145,16 @@ class Ledger:
         del free[len(free) - count :]
         if count < COLUMNS_FROM:
             pack, holds, words = self._pack_hold, self._holds, self._hold_words
-            for hold, offset, line in zip(range(first, first + count), offsets, lines):
-                pack(holds, line * HOLD_LINE_BYTES + 8, session, offset, chunk, kind)
+            each = repeat(chunk) if isinstance(chunk, int) else chunk
+            for hold, offset, line, size in zip(range(first, first + count), offsets, lines, each):
+                pack(holds, line * HOLD_LINE_BYTES + 8, session, offset, size, kind)
                 words[line * 4] = hold
             return lines
         at = np.array(lines)
         numbers, sessions, places, kinds = self._hold_columns
         sessions[at] = session
         places[at] = offsets
-        kinds[at] = int.from_bytes(_SIZE_KIND.pack(chunk, kind), sys.byteorder)
+        kinds[at] = np.array(chunk, np.uint64) + np.uint64(int.from_bytes(_SIZE_KIND.pack(0, kind), sys.byteorder))
         numbers[at] = np.arange(first, first + count, dtype=np.uint64)
         return lines
 

@@ -422,6 +422,26 @@ class SessionTable:
         self._note_pin(session, number, offset, chunk, line)
         return number
 
+    def pin_many(self, session: Session, offsets: Sequence[int], chunks: Sequence[int]) -> Sequence[int]:
+        """Do :meth:`pin` for many allocated chunks if all of them may be pinned. Return the pins' ids.
+
+        None, with nothing changed, if there may be no room for one of them. O(chunks).
+        """
+        count, total = len(offsets), sum(chunks)
+        if len(session.grants) + len(session.pins) + count > FAIR * (self._ledger.free_holds - count):
+            return ()
+        if session.pinned_bytes + total > FAIR * (self.pinned_bytes_max - self.pinned_bytes - total):
+            return ()
+        first = self._next_id + 1
+        self._next_id += count
+        ids = range(first, first + count)
+        lines = self._ledger.add_holds(first, session.session, offsets, chunks, PIN)
+        self._space.hold(*[offset - self._data for offset in offsets], known=True)
+        session.pins.update(zip(ids, zip(offsets, chunks, lines)))
+        session.pinned_bytes += total
+        self.pinned_bytes += total
+        return ids
+
     def _note_pin(self, session: Session, number: int, offset: int, chunk: int, line: int) -> None:
         session.pins[number] = (offset, chunk, line)
         session.pinned_bytes += chunk
@@ -430,18 +450,14 @@ class SessionTable:
     def unpin(self, session: Session, pins: Sequence[int]) -> int:
         """Release pins. Ignore unknown ids; return the number of known ones."""
         self._apply_pending()
-        known = 0
-        for number in pins:
-            pin = session.pins.pop(number, None)
-            if pin is None:
-                continue
-            offset, chunk, line = pin
-            session.pinned_bytes -= chunk
-            self.pinned_bytes -= chunk
-            self._ledger.end_hold(line)
-            self._space.unhold(offset - self._data)
-            known += 1
-        return known
+        pop, data = session.pins.pop, self._data
+        ended = [pin for number in pins if (pin := pop(number, None)) is not None]
+        total = sum([chunk for _, chunk, _ in ended])
+        session.pinned_bytes -= total
+        self.pinned_bytes -= total
+        self._ledger.end_holds([line for _, _, line in ended])
+        self._space.unhold(*[offset - data for offset, _, _ in ended])
+        return len(ended)
 
     def unpin_for(self, session: Session, pins: Sequence[int]) -> int:
         """Release pins of a session, or of closed ones of its process, which they outlast. Return how many are known.

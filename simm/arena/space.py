@@ -88,6 +88,8 @@ class Space:
         if slots > SLOTS_MAX:
             raise UsageError(f"{slots} slots are more than {SLOTS_MAX}")
         self._allocator = Allocator(size)
+        #: Returns the bytes of the allocated chunk at an offset. O(1). `CorruptionError` if there is none.
+        self.chunk_bytes = self._allocator.chunk_bytes
         #: A 64th of the region, on the policy's clock, which counts what is put in units of 64 bytes.
         self._period: Final = size // (2 * FRESH_PERIODS) >> ALIGN_SHIFT
         self._policy: Policy = make_policy(policy_name, slots, KEPT_GROUPS, visited, self._period, keys)
@@ -283,28 +285,28 @@ class Space:
             raise CorruptionError(f"chunk at {offset} is not granted: it is detached or belongs to slot {owner}")
         self._free_or_detach(offset)
 
-    def hold(self, offset: int) -> None:
-        """Keep the chunk at ``offset`` allocated, and its entry from eviction, until the matching `unhold`. O(1)."""
+    def hold(self, *offsets: int, known: bool = False) -> None:
+        """Keep chunks allocated (now they are, if ``known``), and their entries from eviction, until the `unhold`."""
         holds = self._holds
-        if offset in holds:
-            holds[offset] += 1
-        else:
-            self._allocator.owner(offset)  # raises if no chunk is allocated there
-            holds[offset] = 1
+        for offset in () if known else offsets:
+            if offset not in holds:
+                self._allocator.owner(offset)  # raises if no chunk is allocated there
+        for offset in offsets:
+            holds[offset] = holds.get(offset, 0) + 1
 
-    def unhold(self, offset: int) -> None:
-        """Undo one `hold`. The last one frees a detached chunk. O(1)."""
-        count = self._holds.get(offset)
-        if count is None:
-            raise CorruptionError(f"chunk at {offset} is not held")
-        if count > 1:
-            self._holds[offset] = count - 1
-            return
-        del self._holds[offset]
+    def unhold(self, *offsets: int) -> None:
+        """Undo one `hold` of each. The last one frees a detached chunk. O(offsets)."""
+        holds = self._holds
+        for offset in offsets:
+            count = holds.pop(offset, 0)
+            if not count:
+                raise CorruptionError(f"chunk at {offset} is not held")
+            if count > 1:
+                holds[offset] = count - 1
+            elif offset in self._detached:
+                self._detached.remove(offset)
+                self._allocator.free(offset)
         self._known_full.clear()
-        if offset in self._detached:
-            self._detached.remove(offset)
-            self._allocator.free(offset)
 
     def reserve(self, offset: int, chunk_bytes: int) -> None:
         """Mark the chunk at ``offset`` allocated, as if granted: recovery then publishes or holds it.
@@ -381,9 +383,9 @@ class Space:
         found: NDArray[np.int64] = np.frombuffer(self._offsets, np.int64, stop - start, 8 * start).copy()
         return found
 
-    def chunk_bytes(self, offset: int) -> int:
-        """Return the bytes of the allocated chunk at ``offset``. O(1). `CorruptionError` if there is none."""
-        return self._allocator.chunk_bytes(offset)
+    def offsets_of(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Do `offset` for many."""
+        return np.frombuffer(self._offsets, np.int64).take(slots)
 
     def is_held(self, offset: int) -> bool:
         """Return True if the chunk at ``offset`` is held. O(1)."""
@@ -393,8 +395,7 @@ class Space:
 
     def _make_room(self, n: int) -> int:
         """Evict for a value of ``n`` bytes, and allocate it. Return -1 if nothing may be evicted."""
-        need = chunk_bytes_for(n)
-        if need > self._allocator.size or need in self._known_full:
+        if (need := chunk_bytes_for(n)) > self._allocator.size or need in self._known_full:
             return -1
         group = class_of(n)
         if self._evict_for(group, need):

@@ -37,12 +37,13 @@ from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import CorruptionError
 from ..host.beats import beating
 from ..table import ZERO_DIGEST, Entry, Table
-from ..wire.messages import ABSENT, BOUND, LOCATE_PREVIOUS, NAMESPACE_SHIFT, Status
+from ..wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
 from .events.ring import NO_STATS
 from .hashing import SHARD_MASK, TAG_AT, shard_of
 from .layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
 from .ledger import Ledger
+from .lookups.locate import Locator
 from .marks.groups import Groups
 from .marks.keeping import Keeping
 from .marks.kept import Shares
@@ -94,6 +95,10 @@ class Store:
             geometry, incarnation, self.ledger, self.space, self.apply_pending, lambda: self.now_ms
         )
         self._data = geometry.data_offset
+        self._locator = Locator(
+            self.table, self.space, self.sessions, self.ledger.namespaces, self.shard_words, self.shards, self.visited,
+            self._data, self._check,
+        )  # fmt: skip
         #: Commits with deferred bookkeeping: (replaced chunk or -1, chunk, slot). See apply_pending().
         self._pending: list[tuple[int, int, int]] = []
         self.keeping = Keeping(self.space.kept, self.table, self.shard_words, self.ledger.namespaces)
@@ -474,39 +479,7 @@ class Store:
         shard (see ``messages.Located``). With LOCATE_PREVIOUS in ``how``, entries of frozen shards are hits too.
         """
         self.apply_pending()
-        found: list[tuple[int, int, int, int, int, int]] = []
-        readable = self.ledger.namespaces.readable
-        for digest in digests:
-            word = self.shards[shard_of(digest)]
-            if not 0 < word < FROZEN and not (word and how & LOCATE_PREVIOUS):
-                found.append(self._miss(digest))
-                continue
-            slot = self.table.lookup(digest)
-            if slot < 0:
-                found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0) if word >= FROZEN else self._miss(digest))
-                continue
-            entry = self.table.entry(slot)
-            self._check(slot, entry)
-            if not readable(entry.namespace, digest, entry.flags):
-                found.append((Status.NOT_FOUND, 0, 0, 0, 0, 0))
-                continue
-            pin = 0
-            if session is not None:
-                # Whoever stored a foreign entry is not believed about the key. A stream looks at that by itself.
-                foreign = entry.flags & ENTRY_BOUND and entry.namespace != session.namespace and not session.relays
-                pin = 0 if foreign else self.sessions.pin(session, entry.offset, entry.chunk)
-                if not pin:
-                    found.append((Status.NOT_FOUND if foreign else Status.NO_SPACE, 0, 0, 0, 0, 0))
-                    continue
-            self.visited[slot] = 1
-            found.append((Status.OK, entry.flags, entry.length, entry.crc, entry.offset, pin))
-        return found
-
-    def _miss(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
-        """Return the answer of :meth:`locate` for a miss."""
-        status = self.shard_words.status_of_miss(digest)
-        since = self.shard_words.moved_since(digest) if status == Status.PREVIOUS else 0
-        return status, 0, 0, 0, since, 0
+        return self._locator.locate(session, digests, how)
 
     def exists(self, digests: Sequence[bytes]) -> list[int]:
         """Return OK, NOT_FOUND, PREVIOUS (the previous owner may have it) or WRONG_OWNER per digest."""

@@ -30,6 +30,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 import numpy as np
@@ -56,6 +57,10 @@ OBSERVED_BYTES: Final = 1 << 20
 TRIALS: Final = 8
 #: memmove wins the trial if it takes less than this share of the other's time: its slow cases are slower.
 CLEARLY: Final = 0.95
+#: Batches of so many copies are tried by themselves: each way with the first of them, once in so many batches.
+_SAMPLES_FROM: Final = 16
+_SAMPLES: Final = 4
+_BATCHES: Final = 8
 #: ``rep movsb`` crawls if the target lies up to so many bytes further into its page than the source.
 ALIAS_BYTES: Final = 32
 
@@ -436,6 +441,8 @@ class Copier:
     #: on the machine, so all copiers share it.
     _ways: ClassVar[list[Callable[[int, int, int], Any] | None]] = [None] * 64
     _trials: ClassVar[list[_Trial]] = [_Trial() for _ in range(64)]
+    #: The same for batches of one size: how many go before the next trial, and the way that won the last one.
+    _batch_ways: ClassVar[list[tuple[int, Callable[[int, int, int], Any]]]] = [(0, memmove)] * 64
 
     def __init__(self, threads: int = DEFAULT_COPY_THREADS) -> None:
         self.threads = max(1, threads)
@@ -487,6 +494,50 @@ class Copier:
         self._copy_parts(copies, total, node)
         if self.observe is not None:
             self.observe(total, time.perf_counter() - began)
+
+    def copy_equal(self, targets: Sequence[int], sources: Sequence[int], size: int, node: int = -1) -> None:
+        """Do :meth:`copy_all` for copies of ``size`` bytes each. O(1) before the first byte is copied."""
+        count = len(sources)
+        total = count * size
+        each = max(PART_BYTES, total // (2 * self.threads)) // size
+        if not self.shares(total):
+            self._copy_each(targets, sources, size)
+        elif not each:  # fewer copies than parts
+            self.copy_all([(target, source, size) for target, source in zip(targets, sources)], node)
+        else:
+            began = time.perf_counter()
+
+            def copy_part(number: int) -> None:
+                at = number * each
+                self._copy_each(targets[at : at + each], sources[at : at + each], size)
+
+            POOL.run(copy_part, -(-count // each), self.threads, node)
+            if self.observe is not None:
+                self.observe(total, time.perf_counter() - began)
+
+    def _copy_each(self, targets: Sequence[int], sources: Sequence[int], size: int) -> None:
+        """Do :meth:`copy_equal` in this thread.
+
+        Which way is faster also depends on what the caches hold: of values that were used just now memmove copies, on
+        some machines, a fifth faster than the loop, and of others a fifth slower. So batches go on trying both.
+        """
+        copy = self.way(size)
+        pairs = zip(targets, sources)
+        if len(sources) >= _SAMPLES_FROM and BLOCK_BYTES <= size < SPLIT_BYTES:
+            left, copy = self._batch_ways[magnitude := size.bit_length()]
+            if not left:
+                now = time.perf_counter_ns
+                began = now()
+                for target, source in islice(pairs, _SAMPLES):
+                    memmove(target, source, size)
+                middle = now()
+                for target, source in islice(pairs, _SAMPLES):
+                    block_copy(target, source, size)
+                copy = memmove if middle - began < (now() - middle) * CLEARLY else block_copy
+                left = _BATCHES
+            self._batch_ways[magnitude] = left - 1, copy
+        for target, source in pairs:
+            copy(target, source, size)
 
     def _copy_parts(self, copies: Sequence[tuple[int, int, int]], total: int, node: int = -1) -> None:
         """Divide copies among threads: twice as many parts as threads, of whole pages, as some cores are slower."""

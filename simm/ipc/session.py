@@ -40,7 +40,7 @@ from ..wire.fast_commit import committed_one_of, encode_commit_one
 from ..wire.group_messages import Group
 from ..wire.hello import client_hello
 from ..wire.keep_messages import Keep
-from . import grant_pool
+from . import grant_pool, pins
 from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .grant_pool import GrantPool, GrantTuple
 
@@ -56,13 +56,9 @@ _RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
 _SOCKET_POLLS: Final = 150 if _RING_POLLS else 0
 #: Two doorbells within this time, seconds, are a sign that client and worker take turns on one CPU.
 DOORBELLS_APART_S: Final = 1e-3
-#: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
-_PIN_KEYS: Final = 1024
 #: Grants that are asked for by ring: an answer there has room for these, and for those that were prepared before.
 RING_GRANTS: Final = 1024
 assert (RING_GRANTS + PREPARED_ANSWER_MAX) * 20 + 2 * HEADER_BYTES < SLOT_BYTES
-#: Pins that are released together.
-_UNPIN_BATCH: Final = 16
 
 
 class NotTrusted(TransportError):
@@ -473,38 +469,16 @@ class WorkerSession:
         ``how``: more bits of LOCATE. The caller has called :meth:`begin_copy`. Raises TransportError; some values may
         then stay pinned until the session ends.
         """
-        self.flush_unpins()
-        entries: list[tuple[int, int, int, int, int, int]] = []
-        start, end = self.reader.data_offset, self.reader.data_end
-        for at in range(0, len(digests), _PIN_KEYS):
-            part = list(digests[at : at + _PIN_KEYS])
-            entries += self.exchange(M.Locate(M.LOCATE_PIN | how, part), len(part)).entries
-        for status, _flags, length, _crc, offset, _pin in entries:
-            if status == M.Status.OK and not start <= offset <= end - length:
-                self.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
-        return entries
+        return pins.pin_many(self, digests, how)
 
     def unpin_later(self, pin: int) -> None:
         """Release a pin soon. Safe in finalizers: takes no lock and does no I/O."""
         self.unpins.append(pin)
 
-    def flush_unpins(self, *, at_least: int = _UNPIN_BATCH) -> None:
-        """Release all pins that are queued now, if there are at least so many. Raises TransportError."""
-        if len(self.unpins) >= at_least:
-            self._release_pins(self.unpins)
-
-    def _release_pins(self, queue: deque[int]) -> None:
-        for _ in range(0, len(queue), 1000):
-            pins: list[int] = []
-            with contextlib.suppress(IndexError):
-                while len(pins) < 1000:
-                    pins.append(queue.popleft())
-            try:
-                if pins:
-                    self.exchange(M.Unpin(pins))
-            except BaseException:
-                queue.extend(pins)  # another session may release them; a pin that is released already is ignored
-                raise
+    def flush_unpins(self) -> None:
+        """Release all pins that are queued now. Raises TransportError."""
+        if self.unpins:
+            pins.release(self, self.unpins)
 
     # -- maintenance and end -------------------------------------------------------------------------
 
@@ -519,7 +493,7 @@ class WorkerSession:
             finally:
                 self.lock.release()
         recalled = grant_pool.maintain(self)
-        self.flush_unpins(at_least=1)
+        self.flush_unpins()
         self.release_retired()
         return recalled
 
@@ -532,7 +506,7 @@ class WorkerSession:
             return
         mine = [old for old in list(_RETIRED) if old.segment == self.welcome.segment]
         for old in mine:
-            self._release_pins(old.unpins)
+            pins.release(self, old.unpins)
         free = [old for old in mine if not old.copying]
         for part in batches(free):
             self.exchange(M.ReleaseSessions([old.session for old in part]))
@@ -548,7 +522,7 @@ class WorkerSession:
         try:  # also when interrupted: its grants would be lost to all until this process ends
             if clean and not self.channel.broken:
                 with contextlib.suppress(TransportError):
-                    self.flush_unpins(at_least=1)
+                    self.flush_unpins()
                     grant_pool.return_idle(self)
                     self.release_retired()
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ...arena.hashing import shard_of
@@ -70,7 +71,7 @@ class Pinner:
             pins.release()
             raise
         pins.settle()
-        held = sum(length is not None for length in pins.lengths)
+        held = len(pins.lengths) - pins.lengths.count(None)
         missed = len(digests) - held - len(pins.parted)
         self.counters["hits"] += held
         self.counters["misses"] += missed
@@ -109,6 +110,8 @@ class Pinner:
         holder = ArenaPins(reader, self._copier, self._check)
         digests = [batch.digests[position] for position in positions]
         entries = self._pinned(target, reader, holder, digests, how)
+        if entries and self._check is None and self._take_all(reader, holder, positions, digests, entries, batch):
+            return unresolved
         for at, (position, digest) in enumerate(zip(positions, digests)):
             number = batch.numbers[position]
             status, flags, length, crc, offset, _pin = entries[at] if entries else (Status.UNAVAILABLE, 0, 0, 0, 0, 0)
@@ -126,6 +129,20 @@ class Pinner:
             elif not how:
                 unresolved.by_status(position, status, offset)
         return unresolved
+
+    def _take_all(
+        self, reader: ArenaReader, holder: ArenaPins, positions: Sequence[int], digests: Sequence[bytes],
+        entries: Sequence[tuple[int, int, int, int, int, int]], batch: Any,
+    ) -> bool:  # fmt: skip
+        """Note all values at once, if each is pinned. Return False with nothing done otherwise."""
+        statuses, flags, lengths, _, offsets, _ = zip(*entries)
+        if statuses.count(Status.OK) < len(statuses) or any(each & ~PINNED_FLAGS for each in set(flags)):
+            return False
+        numbers = [batch.numbers[position] for position in positions]
+        base = reader.data_offset
+        holder.values = dict(zip(numbers, zip([offset - base for offset in offsets], digests, repeat(None))))
+        batch.pins.take_all(numbers, holder, lengths)
+        return True
 
     def _pinned(
         self, target: Target, reader: ArenaReader, holder: ArenaPins, digests: Sequence[bytes], how: int

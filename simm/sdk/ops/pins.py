@@ -117,12 +117,14 @@ class ArenaPins:
             self._finalizer()
         self.values.clear()
 
-    def addresses(self) -> dict[int, int] | None:
-        """Return where the values are in this process by position, or None if not all of them are pinned."""
+    def note_addresses(self, addresses: list[int]) -> bool:
+        """Note where the values are in this process, by position. Return False if not all of them are pinned."""
         base = self.reader.data_address
-        if any(found is not None for _, _, found in self.values.values()):
-            return None
-        return {position: base + start for position, (start, _, _) in self.values.items()}
+        for position, (start, _, found) in self.values.items():
+            if found is not None:
+                return False
+            addresses[position] = base + start
+        return True
 
 
 def _unpin(session: WorkerSession, _reader: ArenaReader, pins: list[int]) -> None:
@@ -234,17 +236,13 @@ class Pins:
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
         """Copy a range of all values that are pinned in this process."""
-        offset, length = rows.offset, rows.length
-        if self._copier.shares(length * len(addresses)):
-            nodes = {each.reader.node for each in self._holders if isinstance(each, ArenaPins)}
-            pairs = zip(rows.addresses or (), addresses)
-            copies = [(target, source + offset, length) for target, source in pairs if source]
-            self._copier.copy_all(copies, nodes.pop() if len(nodes) == 1 else -1)
-            return
-        copy = self._copier.way(length)
-        for target, source in zip(rows.addresses or (), addresses):
-            if source:
-                copy(target, source + offset, length)
+        offset = rows.offset
+        targets: Sequence[int] = rows.addresses or ()
+        if None in self.lengths:
+            targets = [target for target, source in zip(targets, addresses) if source]
+        nodes = {each.reader.node for each in set(self._holders) if isinstance(each, ArenaPins)}
+        sources = [source + offset for source in addresses if source]
+        self._copier.copy_equal(targets, sources, rows.length, nodes.pop() if len(nodes) == 1 else -1)
 
     def _copy_to_devices(self, rows: Sequence[Rows], addresses: Sequence[int]) -> None:
         """Do :meth:`_copy` into memory of devices: one chain for all, and one wait. Raises DeviceError."""
@@ -421,7 +419,7 @@ class Pins:
             self._addresses = None
             holders, self._holders = self._holders, [None] * len(self.keys)
             parts, self._parts = self._parts, {}
-        mine = list({id(each): each for each in holders if each is not None}.values())
+        mine = [each for each in set(holders) if each is not None]
         return [*mine, *(holder for each in parts.values() for holder in each.pins.give_up())]
 
     # -- for the Pinner ---------------------------------------------------------------------------
@@ -430,6 +428,15 @@ class Pins:
         """Note who holds a value."""
         self._holders[number] = holder
         self.lengths[number] = length
+
+    def take_all(self, numbers: Sequence[int], holder: ArenaPins, lengths: Sequence[int]) -> None:
+        """Do :meth:`take` for many."""
+        if len(numbers) == len(self.keys) and numbers == [*range(len(numbers))]:
+            self._holders, self.lengths = [holder] * len(numbers), list(lengths)
+            return
+        for number, length in zip(numbers, lengths):
+            self._holders[number] = holder
+            self.lengths[number] = length
 
     def take_parts(self, number: int, held: InParts) -> None:
         """Note what holds a value in parts, once :meth:`settle` was called."""
@@ -440,12 +447,9 @@ class Pins:
     def settle(self) -> None:
         """Note that all values have been found, and make the fast form of reads if they are all in this process."""
         addresses = [0] * len(self.keys)
-        for holder in {id(each): each for each in self._holders if each is not None}.values():
-            found = holder.addresses() if isinstance(holder, ArenaPins) else None
-            if found is None:
+        for holder in set(self._holders):
+            if holder is not None and not (isinstance(holder, ArenaPins) and holder.note_addresses(addresses)):
                 return
-            for number, address in found.items():
-                addresses[number] = address
         self._addresses = addresses
 
 

@@ -226,9 +226,6 @@ def test_pins_whose_release_failed_are_released_by_the_next_session(
     second = worker.session()
     first.close(clean=False)  # a copy of it goes on
 
-    def lost(_msg: Any, _keys: int = 1) -> Any:
-        raise TransportError("the connection was lost")
-
     with monkeypatch.context() as patch:
         patch.setattr(second, "exchange", lost)
         with pytest.raises(TransportError):
@@ -241,6 +238,40 @@ def test_pins_whose_release_failed_are_released_by_the_next_session(
     first.end_copy()
     second.maintain()
     second.close()
+
+
+def test_pins_are_released_on_the_way_before_others_are_made(worker: WorkerThread) -> None:
+    """What is released makes room for what is pinned, in one wait. If that fails, the release is not forgotten."""
+    with contextlib.closing(worker.session()) as session:
+        put(session, "k", b"k" * 4096)
+        put(session, "l", b"l" * 4096)
+        session.begin_copy()
+        before = [session.pin(digest_of("k"))[5] for _ in range(20)]
+        with worker.frozen() as store:
+            store.sessions.pinned_bytes_max = 24 * 4096  # of which one session gets four fifths
+        assert session.pin(digest_of("l"))[0] == Status.NO_SPACE
+        for pin in before:
+            session.unpin_later(pin)
+        (entry,) = session.pin_many([digest_of("l")])
+        assert entry[0] == Status.OK and not session.unpins
+        with worker.frozen() as store:
+            assert store.stats()["pins"] == 1
+        many = [session.pin(digest_of("k"))[5] for _ in range(16)]
+        for pin in many:
+            session.unpin_later(pin)
+        real, session.exchange = session.exchange, lost  # type: ignore[method-assign]
+        with pytest.raises(TransportError):
+            session.pin_many([digest_of("l")])
+        assert sorted(session.unpins) == sorted(many)
+        session.exchange = real  # type: ignore[method-assign]
+        session.end_copy()
+        session.flush_unpins()
+        with worker.frozen() as store:
+            assert store.stats()["pins"] == 1
+
+
+def lost(_msg: Any, _keys: int = 1) -> Any:
+    raise TransportError("the connection was lost")
 
 
 def test_a_client_that_closed_leaves_no_chunk_behind(worker: WorkerThread) -> None:

@@ -105,7 +105,7 @@ def test_mutation_without_pins_other_bytes_come(
     def pins_nothing(self: Any, session: Any, numbers: list[int]) -> None:
         for number in numbers:
             session.unpin_later(number)
-        session.flush_unpins(at_least=1)
+        session.flush_unpins()
         session.end_copy()
 
     monkeypatch.setattr(ArenaPins, "take_pins", pins_nothing)

@@ -1,0 +1,1 @@
+"""What a worker looks up for its peers."""

@@ -1,0 +1,83 @@
+"""What a session says to its worker about pins: pin these values, release those.
+
+Pins end one by one, also in finalizers, which must not wait. So they are queued, and go to the worker with the next
+values that are pinned, or from the thread that maintains the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from ..arena.reader import ArenaReader
+from ..net.channel import Channel
+from ..wire import messages as M
+
+#: (status, flags, length, crc, offset, pin id) of a value.
+Pinned = tuple[int, int, int, int, int, int]
+
+#: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
+_PIN_KEYS: Final = 1024
+#: Pins that are released together: at least while values are pinned, and at most.
+_UNPIN_LEAST: Final = 16
+_UNPIN_MOST: Final = 1000
+
+
+class Talk(Protocol):
+    """What pins need of a session."""
+
+    unpins: deque[int]
+    reader: ArenaReader
+    channel: Channel
+
+    def submit(self, msg: Any) -> int: ...
+    def exchange(self, msg: Any, items: int = 1) -> Any: ...
+    def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
+
+
+def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[Pinned]:
+    """Do :meth:`~.session.WorkerSession.pin_many`."""
+    queue = session.unpins
+    if len(queue) > _UNPIN_MOST:
+        release(session, queue)
+    unpin = M.Unpin(_some(queue) if len(queue) >= _UNPIN_LEAST else [])
+    entries: list[Pinned] = []
+    try:
+        # Before the others, as what is released makes room, but without a wait of its own: the worker takes both.
+        ticket = session.submit(unpin) if unpin.pins else 0
+        for at in range(0, len(digests), _PIN_KEYS):
+            part = list(digests[at : at + _PIN_KEYS])
+            entries += session.exchange(M.Locate(M.LOCATE_PIN | how, part), len(part)).entries
+        if unpin.pins:
+            session.answer(unpin, ticket)
+    except BaseException:
+        queue.extend(unpin.pins)  # see release()
+        raise
+    start, end, found = session.reader.data_offset, session.reader.data_end, int(M.Status.OK)
+    for status, _flags, length, _crc, offset, _pin in entries:
+        if status == found and not start <= offset <= end - length:
+            session.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
+    return entries
+
+
+def release(session: Talk, queue: deque[int]) -> None:
+    """Release the pins in a queue, of this session or of one that has ended. Raises TransportError."""
+    for _ in range(0, len(queue), _UNPIN_MOST):
+        pins = _some(queue)
+        try:
+            if pins:
+                session.exchange(M.Unpin(pins))
+        except BaseException:
+            queue.extend(pins)  # another session may release them; a pin that is released already is ignored
+            raise
+
+
+def _some(queue: deque[int]) -> list[int]:
+    """Take pins that are to be released together."""
+    pins: list[int] = []
+    with contextlib.suppress(IndexError):
+        while len(pins) < _UNPIN_MOST:
+            pins.append(queue.popleft())
+    return pins
