@@ -28,6 +28,8 @@ from .buffers import (
 #: A copy in host memory: target, source, bytes.
 Copy = tuple[int, int, int]
 
+#: From this many ranges on it is worth a look whether all have one size.
+EQUAL_FROM: Final = 8
 #: Ranges of a value below this size are sent together.
 JOIN_BYTES: Final = 16 << 10
 
@@ -64,6 +66,13 @@ def scatter(
     share, likewise. Large ranges are copied without the GIL, and by several threads if they are much together, on the
     NUMA node that the mapping names. O(ranges). Raises DeviceError.
     """
+    if shared is None and len(ranges.parts) >= EQUAL_FROM:
+        offsets, lengths, targets, _ = zip(*ranges.parts)
+        if 0 not in targets and lengths.count(lengths[0]) == len(lengths):
+            address += start
+            sources = [address + offset for offset in offsets]
+            copier.copy_equal(targets, sources, lengths[0], getattr(mapping, "node", -1))
+            return
     devices: list[DeviceCopy] = [] if later is None else later
     divided: list[Copy] | None = shared
     if divided is None and copier.shares(ranges.total):
