@@ -73,7 +73,7 @@ class Bench:
         received = self.connection()
         received.receive_data(commit)
         frame = received.next_frame()
-        from simm.wire.fast_commit import commit_one_of
+        from simm.wire.one_key import commit_one_of
 
         began = time.process_time()
         one = commit_one_of(frame) if len(digests) == 1 else None

@@ -43,7 +43,7 @@ class Owner(Protocol):
 class _Lent(NamedTuple):
     address: int
     length: int
-    #: Keeps the memory mapped while it is copied.
+    #: Keeps the memory mapped.
     keep: Any
     owner: weakref.ref[Owner]
 
@@ -56,6 +56,8 @@ class _Lent(NamedTuple):
 #: Gives each range its number.
 numbers: Final = itertools.count()
 _LENT: Final[dict[int, _Lent]] = {}
+#: What the parent had lent at the fork. It keeps the reservation at the copies' addresses from being unmapped.
+_INHERITED: Final[dict[int, _Lent]] = {}
 #: Reentrant, as a signal handler may fork while this thread lends.
 _LOCK: Final = threading.RLock()
 #: The copy for the fork that is under way: (address in the copy, page range).
@@ -63,7 +65,7 @@ _copies: list[tuple[int, tuple[int, int]]] = []
 
 
 def lend(number: int, address: int, length: int, keep: Any, owner: Owner) -> None:
-    """Let forked children have copies of these bytes until :meth:`end`. ``keep`` keeps them mapped. O(1).
+    """Let forked children have copies of these bytes until :meth:`end`. ``keep`` is kept until then. O(1).
 
     The map is one of ``pages.keep_from_forks``. The bytes do not change until then. ``number`` is of :data:`numbers`.
     """
@@ -74,7 +76,8 @@ def lend(number: int, address: int, length: int, keep: Any, owner: Owner) -> Non
 
 def end(number: int) -> None:
     """End what :func:`lend` began. Takes no lock, as finalizers call it. Twice is harmless."""
-    _LENT.pop(number, None)
+    if _LENT.pop(number, None) is None:
+        _INHERITED.pop(number, None)
 
 
 def _chosen(lent: list[_Lent]) -> list[tuple[int, int]]:
@@ -125,6 +128,7 @@ def _place() -> None:
     starts = [start for start, _ in placed]
     _copies.clear()
     lent = list(_LENT.values())
+    _INHERITED.update(_LENT)
     _LENT.clear()  # the child's own children inherit the copies
     for each in lent:
         first, last = each.pages

@@ -45,15 +45,19 @@ import functools
 import mmap
 import os
 import secrets
+import socket
+from collections.abc import Iterator
 from typing import Any, Final
 
 from .. import shm
 from ..arena.layout import Geometry
-from ..errors import SegmentError
+from ..errors import SegmentError, TransportError
 from ..host.mapped_file import MappedFile
 from ..host.memory import mib
 from ..host.pages import map_side_by_side
+from ..net.channel import Channel
 from ..shm import OwnedSegment, data_name, events_name
+from ..wire.messages import DataAttach
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Bytes that exist twice while data moves from one file to another.
@@ -312,3 +316,28 @@ def move_bytes(source: MappedFile, target: MappedFile) -> None:
                         f"are left; the next start has to be cold, or needs more of {shm.SHM_DIR}"
                     ) from error
         source.mm.madvise(mmap.MADV_REMOVE, at, count)
+
+
+@contextlib.contextmanager
+def passed_data(channel: Channel, path: str) -> Iterator[int]:
+    """Yield a descriptor of an arena's data, which the worker at ``path`` passes by a socket made for that.
+
+    Raises TransportError.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as exc:
+        raise TransportError(f"cannot make a socket: {exc.strerror}") from exc
+    with ours:
+        with theirs:
+            channel.call(DataAttach(0), fds=(theirs.fileno(),))
+        try:
+            _, fds, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        except OSError as exc:
+            raise TransportError(f"{path} has passed no data: {exc.strerror}") from exc
+    if len(fds) != 1:
+        raise TransportError(f"{path} has passed no data: this process may be out of descriptors")
+    try:
+        yield fds[0]
+    finally:
+        os.close(fds[0])

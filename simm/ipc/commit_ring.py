@@ -42,13 +42,25 @@ import contextlib
 import fcntl
 import mmap
 import os
+import time
+from collections.abc import Iterator
 from typing import Final
 
 from ..constants import COUNT_WORDS, PAGE_BYTES
 from ..errors import RemoteProtocolError
 from ..host.pages import keep_from_forks
 from ..rpc import HEADER_BYTES, Frame, parse_header
-from ..wire.fast_commit import CommitOne, CommittedOne, parse_commit_one, parse_committed_one
+from ..wire import messages as M
+from ..wire.group_messages import Group
+from ..wire.keep_messages import Keep
+from ..wire.one_key import (
+    CommitOne,
+    CommittedOne,
+    LocatedOne,
+    parse_commit_one,
+    parse_committed_one,
+    parse_located_one,
+)
 
 SLOTS: Final = 4
 SLOT_BYTES: Final = 32 << 10
@@ -61,10 +73,28 @@ BRIEF: Final = 32
 COUNTS: Final = 64
 #: The worker does not believe an announcement of more than this.
 ANNOUNCED_MAX_NS: Final = 4_000_000
+#: Copies of at least this size are announced to a worker that polls. Shorter ones end before it would stop.
+ANNOUNCE_BYTES: Final = 256 << 10
+#: An announced commit is expected within this many ns, and half a one for each byte still to be copied (2 GB/s).
+_ANNOUNCE_NS: Final = 100_000
 _REQUESTS: Final = PAGE_BYTES
 _REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
 assert (COUNTS + COUNT_WORDS) * 8 <= PAGE_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+#: By request: its answer, and the fields of both that have an item for each key.
+ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
+    M.Grant: (M.Granted, "", ""),
+    M.ReturnGrants: (M.Done, "", ""),
+    M.Unpin: (M.Done, "", ""),
+    M.ReleaseSessions: (M.Done, "", ""),
+    M.Locate: (M.Located, "digests", "entries"),
+    M.Exists: (M.Statuses, "digests", "statuses"),
+    M.Delete: (M.Statuses, "digests", "statuses"),
+    M.DeleteSized: (M.Statuses, "entries", "statuses"),
+    Keep: (M.Statuses, "digests", "statuses"),
+    Group: (M.Statuses, "counts", "statuses"),
+}
 
 
 class Ring:
@@ -124,6 +154,24 @@ class Ring:
         words[TAIL] = number + 1
         return number
 
+    def announce(self, nbytes: int) -> None:
+        """Let a polling worker go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
+        self.words[ANNOUNCED] = time.monotonic_ns() + min(_ANNOUNCE_NS + (nbytes >> 1), ANNOUNCED_MAX_NS - 1)
+
+    def clear_announcement(self) -> None:
+        """Take :meth:`announce` back: the commit has been sent."""
+        self.words[ANNOUNCED] = 0
+
+    @contextlib.contextmanager
+    def brief(self) -> Iterator[None]:
+        """Let the worker not poll for this ring inside the block."""
+        words = self.words
+        words[BRIEF] = 1
+        try:
+            yield
+        finally:
+            words[BRIEF] = 0
+
     def reply(self, number: int) -> Frame:
         """Return the answer to request ``number``, which HEAD says is there. Raises RemoteProtocolError."""
         return self._frame(_REPLIES + number % SLOTS * SLOT_BYTES)
@@ -131,6 +179,10 @@ class Ring:
     def committed_one(self, number: int) -> CommittedOne | None:
         """Return :meth:`reply` as ``parse_committed_one`` parses it, None if it has another shape."""
         return parse_committed_one(self._bytes, _REPLIES + number % SLOTS * SLOT_BYTES)
+
+    def located_one(self, number: int) -> LocatedOne | None:
+        """Return :meth:`reply` as ``parse_located_one`` parses it, None if it has another shape."""
+        return parse_located_one(self._bytes, _REPLIES + number % SLOTS * SLOT_BYTES)
 
     # -- worker -----------------------------------------------------------------------------
 

@@ -14,9 +14,7 @@ from typing import Any, Final, Protocol
 from ..arena.reader import ArenaReader
 from ..net.channel import Channel
 from ..wire import messages as M
-
-#: (status, flags, length, crc, offset, pin id) of a value.
-Pinned = tuple[int, int, int, int, int, int]
+from ..wire.one_key import LocatedOne
 
 #: Keys of one exchange; its answer has 27 bytes for each, and fits a slot of the ring.
 _PIN_KEYS: Final = 1024
@@ -37,13 +35,13 @@ class Talk(Protocol):
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
 
 
-def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[Pinned]:
+def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedOne]:
     """Do :meth:`~.session.WorkerSession.pin_many`."""
     queue = session.unpins
     if len(queue) > _UNPIN_MOST:
         release(session, queue)
-    unpin = M.Unpin(_some(queue) if len(queue) >= _UNPIN_LEAST else [])
-    entries: list[Pinned] = []
+    unpin = M.Unpin(ended(queue))
+    entries: list[LocatedOne] = []
     try:
         # Before the others, as what is released makes room, but without a wait of its own: the worker takes both.
         ticket = session.submit(unpin) if unpin.pins else 0
@@ -55,11 +53,21 @@ def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[Pinned]:
     except BaseException:
         queue.extend(unpin.pins)  # see release()
         raise
+    check(session, entries)
+    return entries
+
+
+def check(session: Talk, entries: Sequence[LocatedOne]) -> None:
+    """Break the session if the worker has pinned what is not data."""
     start, end, found = session.reader.data_offset, session.reader.data_end, int(M.Status.OK)
     for status, _flags, length, _crc, offset, _pin in entries:
         if status == found and not start <= offset <= end - length:
             session.channel.fail(f"the worker pinned {length} bytes at {offset}, which is outside of the data")
-    return entries
+
+
+def ended(queue: deque[int]) -> list[int]:
+    """Take the pins that are released beside the next values' pins: none as long as they are few."""
+    return _some(queue) if len(queue) >= _UNPIN_LEAST else []
 
 
 def release(session: Talk, queue: deque[int]) -> None:

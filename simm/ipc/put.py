@@ -46,9 +46,9 @@ from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status
 from .answer_wait import AnswerWait, collect, collect_grants, while_cleaning_up
-from .commit_ring import SLOTS
+from .commit_ring import ANNOUNCE_BYTES, SLOTS
 from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, single_count, target_count
-from .session import ANNOUNCE_BYTES, WorkerSession
+from .session import WorkerSession
 from .steps import Steps, finish
 
 #: Keys and bytes of one commit frame in a batch: few, so that the worker commits one while the next is copied. More in

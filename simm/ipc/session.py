@@ -18,11 +18,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..arena.reader import ArenaReader
@@ -36,20 +35,25 @@ from ..net.channel import Channel, weakly
 from ..net.peer_uid import credentials
 from ..rpc import HEADER_BYTES, Frame, batches, encode
 from ..wire import messages as M
-from ..wire.fast_commit import committed_one_of, encode_commit_one
-from ..wire.group_messages import Group
 from ..wire.hello import client_hello
-from ..wire.keep_messages import Keep
+from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
 from . import grant_pool, pins
-from .commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from .arena_files import passed_data
+from .commit_ring import (
+    ANNOUNCE_BYTES,
+    ANSWERS,
+    HEAD,
+    RING_BYTES,
+    SLEEPING,
+    SLOT_BYTES,
+    SLOTS,
+    TAIL,
+    Ring,
+)
 from .grant_pool import GrantPool, GrantTuple
 
 log = logging.getLogger("simm.ipc.session")
 
-#: Copies of at least this size are announced to a worker that polls. Shorter ones end before it would stop.
-ANNOUNCE_BYTES: Final = 256 << 10
-#: An announced commit is expected within this many ns, and half a one for each byte still to be copied (2 GB/s).
-_ANNOUNCE_NS: Final = 100_000
 #: Polls of the ring before the client sends KICK and sleeps, about 100 us. Two wake-ups of a core cost more.
 _RING_POLLS: Final = 3000 if len(os.sched_getaffinity(0)) > 1 else 0
 #: Polls of the socket before the client sleeps, about as long.
@@ -111,7 +115,7 @@ class WorkerSession:
             self.welcome = welcome
             self.session = welcome.session
             self.pool.bytes_max = welcome.grant_bytes_max
-            with self._data_fd() as data_fd:
+            with passed_data(self.channel, path) as data_fd:
                 self.reader = ArenaReader(welcome.segment, cluster=cluster, data_fd=data_fd, trusted=trusted)
             self.reader.namespace = welcome.namespace_id
             self.counts = self.reader.counts
@@ -133,27 +137,6 @@ class WorkerSession:
     def broken(self) -> str:
         """Why the session cannot be used; empty while it can."""
         return self.channel.broken
-
-    @contextlib.contextmanager
-    def _data_fd(self) -> Iterator[int]:
-        """Yield a descriptor of the arena's data, which the worker passes by a socket made for that."""
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as exc:
-            raise TransportError(f"cannot make a socket: {exc.strerror}") from exc
-        with ours:
-            with theirs:
-                self.channel.call(M.DataAttach(0), fds=(theirs.fileno(),))
-            try:
-                _, fds, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-            except OSError as exc:
-                raise TransportError(f"{self.path} has passed no data: {exc.strerror}") from exc
-        if len(fds) != 1:
-            raise TransportError(f"{self.path} has passed no data: this process may be out of descriptors")
-        try:
-            yield fds[0]
-        finally:
-            os.close(fds[0])
 
     def _attach_ring(self) -> None:
         try:
@@ -215,7 +198,7 @@ class WorkerSession:
 
     def checked_locked(self, msg: Any, answer: Any) -> Any:
         """Return the answer to ``msg``. Break the session if it is none, or not for as many keys as were asked for."""
-        kind, asked, told = _ANSWERS.get(type(msg), (None, "", ""))
+        kind, asked, told = ANSWERS.get(type(msg), (None, "", ""))
         if kind is not None and (
             type(answer) is not kind or (asked and len(getattr(msg, asked)) != len(getattr(answer, told)))
         ):
@@ -245,13 +228,13 @@ class WorkerSession:
         """Tell a polling worker to go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
         ring = self.ring
         if ring is not None and nbytes >= ANNOUNCE_BYTES:
-            ring.words[ANNOUNCED] = time.monotonic_ns() + min(_ANNOUNCE_NS + (nbytes >> 1), ANNOUNCED_MAX_NS - 1)
+            ring.announce(nbytes)
 
     def clear_announcement(self) -> None:
         """Take :meth:`announce_commit` back: the commit has been sent."""
         ring = self.ring
         if ring is not None:
-            ring.words[ANNOUNCED] = 0
+            ring.clear_announcement()
 
     def wake(self, nbytes: int = 0) -> None:
         """Announce a commit, and wake the worker with WAKE if it sleeps.
@@ -272,18 +255,9 @@ class WorkerSession:
         finally:
             self.lock.release()
 
-    @contextlib.contextmanager
-    def brief(self) -> Iterator[None]:
+    def brief(self) -> contextlib.AbstractContextManager[None]:
         """Let the worker not poll for this session inside the block, as its batch is one for several workers."""
-        ring = self.ring
-        if ring is None:
-            yield
-            return
-        ring.words[BRIEF] = 1
-        try:
-            yield
-        finally:
-            ring.words[BRIEF] = 0
+        return contextlib.nullcontext() if self.ring is None else self.ring.brief()
 
     def kick(self, *, always: bool = False) -> bool:
         """Let a worker that sleeps, or with ``always`` any, serve the ring. Does not wait.
@@ -459,11 +433,43 @@ class WorkerSession:
 
     # -- pins -----------------------------------------------------------------------------------
 
-    def pin(self, digest: bytes) -> tuple[int, int, int, int, int, int]:
-        """Do :meth:`pin_many` for one value."""
-        return self.pin_many([digest])[0]
+    def pin_one(self, digest: bytes) -> LocatedOne:
+        """Do :meth:`pin_many` for one value. The same wait is for the release of others."""
+        if self.ring is None:
+            return self.pin_many([digest])[0]
+        self.acquire()
+        try:
+            ended = pins.ended(self.unpins)
+            try:
+                ticket = self.submit_locked(M.Unpin(ended)) if ended else -1
+                found = self._pin_locked(digest)
+                if ended:
+                    self.wait_locked(ticket)
+            except BaseException:
+                self.unpins.extend(ended)  # see pins.release()
+                raise
+        finally:
+            self.lock.release()
+        pins.check(self, (found,))
+        return found
 
-    def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[tuple[int, int, int, int, int, int]]:
+    def _pin_locked(self, digest: bytes) -> LocatedOne:
+        ring = self.ring
+        assert ring is not None
+        while ring.words[TAIL] - ring.done >= SLOTS:
+            self._collect(ring)
+        ticket = ring.post(encode_pin_one(digest))
+        if ticket == ring.done:  # nothing else is in flight
+            self._await(ring)
+            found = ring.located_one(ticket)
+            if found is not None:
+                ring.done = ticket + 1
+                return found
+        asked = M.Locate(M.LOCATE_PIN, [digest])
+        only: LocatedOne = self.checked_locked(asked, self.wait_locked(ticket)).entries[0]
+        return only
+
+    def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[LocatedOne]:
         """Pin values, and return for each its (status, flags, length, crc, offset, pin id).
 
         ``how``: more bits of LOCATE. The caller has called :meth:`begin_copy`. Raises TransportError; some values may
@@ -540,21 +546,6 @@ class WorkerSession:
                 if got:
                     self.lock.release()
                 _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))
-
-
-#: By request: its answer, and the fields of both that have an item for each key.
-_ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
-    M.Grant: (M.Granted, "", ""),
-    M.ReturnGrants: (M.Done, "", ""),
-    M.Unpin: (M.Done, "", ""),
-    M.ReleaseSessions: (M.Done, "", ""),
-    M.Locate: (M.Located, "digests", "entries"),
-    M.Exists: (M.Statuses, "digests", "statuses"),
-    M.Delete: (M.Statuses, "digests", "statuses"),
-    M.DeleteSized: (M.Statuses, "entries", "statuses"),
-    Keep: (M.Statuses, "digests", "statuses"),
-    Group: (M.Statuses, "counts", "statuses"),
-}
 
 
 class RetiredSession(NamedTuple):

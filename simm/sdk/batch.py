@@ -288,10 +288,10 @@ class View:
         """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun."""
         address = reader.data_address + offset - reader.data_offset
         base = (ctypes.c_ubyte * length).from_address(address)
-        number = next(fork_copies.numbers)
-        weakref.finalize(base, _unpin, session, reader, pin, number).atexit = False
+        held = _Pinned(base, _unpin)  # a weakref.finalize takes 1.5 us more
+        held.session, held.reader, held.pin, held.number = session, reader, pin, next(fork_copies.numbers)
         view = cls(memoryview(base).cast("B").toreadonly())
-        fork_copies.lend(number, address, length, reader, view)
+        fork_copies.lend(held.number, address, length, held, view)  # which also keeps it
         return view
 
     @property
@@ -360,8 +360,22 @@ def answer_of(view: View) -> NoValue:
     return LARGE if type(view) is SplitView else MISS
 
 
-def _unpin(session: WorkerSession, _reader: ArenaReader, pin: int, number: int) -> None:
-    """Finalizer of a view's memory: no lock, no I/O. ``_reader`` kept the mapping until now."""
-    fork_copies.end(number)
-    session.unpin_later(pin)
-    session.end_copy()
+class _Pinned(weakref.ref[Any]):
+    """What is released when a view's memory has no user left."""
+
+    __slots__ = ("number", "pin", "reader", "session")
+
+    session: WorkerSession
+    #: Keeps the mapping.
+    reader: ArenaReader
+    pin: int
+    #: Of its loan.
+    number: int
+
+
+def _unpin(held: weakref.ref[Any]) -> None:
+    """Release a view's pin. A finalizer: no lock, no I/O."""
+    assert isinstance(held, _Pinned)
+    fork_copies.end(held.number)
+    held.session.unpin_later(held.pin)
+    held.session.end_copy()

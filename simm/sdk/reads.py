@@ -551,7 +551,7 @@ class Gets(ShmGet):
         try:
             session.begin_copy()  # until the view ends, so that the session's pins are not released before
             try:
-                status, flags, length, crc, offset, pin = session.pin(digest)
+                status, flags, length, crc, offset, pin = session.pin_one(digest)
                 if status == Status.OK:
                     view = View.pinned(session.reader, session, offset, length, pin)
             finally:

@@ -30,7 +30,7 @@ from ..net.loop import Loop
 from ..net.peer import Peer
 from ..rpc import Frame, decode
 from ..wire import messages as M
-from ..wire.fast_commit import CommitOne
+from ..wire.one_key import CommitOne
 
 log = logging.getLogger("simm.server.worker")
 

@@ -51,10 +51,10 @@ from ..rpc import OPCODES, Frame, decode, reply
 from ..wire import epoch_messages as E
 from ..wire import keep_messages as K
 from ..wire import messages as M
-from ..wire.fast_commit import CommitOne, commit_one_of, reply_committed_one
 from ..wire.group_messages import Group
 from ..wire.hello import Refusal, check_opening, negotiate, other_cluster
 from ..wire.messages import Status
+from ..wire.one_key import CommitOne, commit_one_of, pin_one_of, reply_committed_one, reply_located_one
 from ..wire.trace_messages import Traced
 from .requests import tracing
 from .requests.groups import group
@@ -268,6 +268,9 @@ class Worker(Service):
             session = state.session
             if session is None:
                 raise RemoteProtocolError("the first message must be HELLO")
+            digest = pin_one_of(frame)
+            if digest is not None:
+                return reply_located_one(self.store.locate(session, (digest,), M.LOCATE_PIN)[0], frame.request_id)
             self.store.now_ms = time.time_ns() // 1_000_000
             answer, status = handler(session, decode(frame))
             return reply(answer, frame.request_id, status)

@@ -38,7 +38,7 @@ _NOT_APART: Final = (
     "tests/unit/ipc/test_session.py", "tests/unit/net/test_channel.py", "tests/unit/net/test_http.py",
     "tests/unit/sdk/test_deadlines.py", "tests/unit/sdk/test_routing.py", "tests/unit/server/test_migration_wire.py",
     "tests/unit/server/test_worker_session.py", "tests/unit/shm/",
-    "tests/unit/tools/test_doctor.py", "tests/unit/wire/test_fast_commit.py",
+    "tests/unit/tools/test_doctor.py", "tests/unit/wire/test_one_key.py",
 )  # fmt: skip
 #: Files that take longest, the longest first: a minute of a busy processor, down to 15 s. The order of the others does
 #: not matter.

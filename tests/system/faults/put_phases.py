@@ -50,7 +50,7 @@ def put(
     digest = Hasher(DEFAULT_NAMESPACE)
     data, first = session.reader.data, session.reader.data_offset
     session.begin_copy()
-    status, _, length, _, offset, _ = session.pin(digest(pinned))
+    status, _, length, _, offset, _ = session.pin_one(digest(pinned))
     assert status == M.Status.OK
     seen = bytes(data[offset - first : offset - first + length])
     session.ask([(size, 1 + more)])

@@ -29,7 +29,7 @@ from simm.server.worker import Worker
 from simm.slab import chunk_bytes_for
 from simm.table import Table
 from simm.wire import messages as M
-from simm.wire.fast_commit import parse_commit_one
+from simm.wire.one_key import parse_commit_one
 from simm.wire.shard_set import EPOCH_MASK, epoch_limit
 from tests.support import crash, move_scripts, store_moves
 from tests.support.crash import (

@@ -21,12 +21,14 @@ from simm.arena.hashing import Hasher
 from simm.client import View
 from simm.errors import TransportError
 from simm.host import buffers
-from simm.ipc import grant_pool
+from simm.ipc import commit_ring, grant_pool
 from simm.ipc import session as session_module
 from simm.ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
+from simm.net.channel import Refused
+from simm.rpc import Frame, reply
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.consistency import check
@@ -66,7 +68,7 @@ def put(session: WorkerSession, key: str, data: bytes) -> int:
 
 def view(session: WorkerSession, key: str) -> View:
     session.begin_copy()
-    status, _flags, length, _crc, offset, pin = session.pin(digest_of(key))
+    status, _flags, length, _crc, offset, pin = session.pin_one(digest_of(key))
     assert status == Status.OK
     return View.pinned(session.reader, session, offset, length, pin)
 
@@ -536,7 +538,7 @@ def test_an_announced_commit_is_believed_for_milliseconds(
         rings = worker.worker.rings
         rings.active = [(ring, worker.worker.peers[session.session])]
         now = time.monotonic()
-        monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
+        monkeypatch.setattr(commit_ring, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
         assert not rings._commit_announced(now)
         session.announce_commit(MIB)
         assert rings._commit_announced(now) and not rings._commit_announced(now + ANNOUNCED_MAX_NS / 1e9)
@@ -595,26 +597,86 @@ def test_an_interrupted_close_leaves_no_grants(worker: WorkerThread, monkeypatch
 # -- what a worker answers -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize(("offset", "length"), [(0, 10), (1 << 40, 10), (None, 1 << 31)])
 def test_a_pin_outside_of_the_data_breaks_the_session(
-    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, offset: int | None, length: int
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, offset: int | None, length: int, ring: bool
 ) -> None:
-    with contextlib.closing(worker.session()) as session:
+    with contextlib.closing(worker.session(ring=ring)) as session:
         put(session, "key", b"value")
         at = session.reader.data_offset if offset is None else offset
-        entry = (int(Status.OK), 0, length, 0, at, 1)
-        monkeypatch.setattr(session, "exchange", lambda *_: M.Located([entry]))
+        with worker.frozen() as store:
+            monkeypatch.setattr(store, "locate", lambda *_: [(int(Status.OK), 0, length, 0, at, 1)])
         session.begin_copy()
         with pytest.raises(TransportError, match="outside of the data"):
-            session.pin(digest_of("key"))
+            session.pin_one(digest_of("key"))
         session.end_copy()
         assert session.channel.broken
         monkeypatch.undo()
-    with contextlib.closing(worker.session()) as session:
-        status, _, size, _, at, pin = session.pin(digest_of("key"))
+    with contextlib.closing(worker.session(ring=ring)) as session:
+        status, _, size, _, at, pin = session.pin_one(digest_of("key"))
         assert (status, size) == (Status.OK, 5)
         assert bytes(session.reader.data[at - session.reader.data_offset :][:5]) == b"value"
         session.unpin_later(pin)
+
+
+@pytest.mark.parametrize("answer", [M.Done(1), M.Located([]), M.Located([(0, 0, 5, 0, 1 << 20, 1)] * 2)], ids=repr)
+def test_a_pin_that_is_answered_by_something_else_breaks_the_session(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    with contextlib.closing(worker.session()) as session:
+        with worker.frozen():
+            rings = worker.worker.rings
+            monkeypatch.setattr(rings, "_handle", lambda _, frame: reply(answer, frame.request_id))
+        session.begin_copy()
+        with pytest.raises(TransportError, match="something else"):
+            session.pin_one(digest_of("key"))
+        session.end_copy()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_views_release_those_before_them(worker: WorkerThread, ring: bool) -> None:
+    """Pins of ended views are released sixteen at a time, with the pin of a later one."""
+    with contextlib.closing(worker.session(ring=ring)) as session:
+        put(session, "key", b"value")
+        most = 0
+        for _ in range(100):
+            view(session, "key").close()
+            with worker.frozen() as store:
+                most = max(most, len(store.sessions.by_id[session.session].pins))
+        assert 1 < most <= 17
+        session.flush_unpins()
+        with worker.frozen() as store:
+            assert not store.sessions.by_id[session.session].pins and not session.copying
+
+
+def test_pins_whose_release_is_refused_are_released_later(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(worker.session()) as session:
+        put(session, "key", b"value")
+        for _ in range(16):
+            view(session, "key").close()
+        queued = sorted(session.unpins)
+        plain = worker.worker.rings._handle
+
+        def refusing(peer: Any, frame: Frame) -> bytes:
+            if frame.opcode == M.OPCODES[M.Unpin]:
+                return reply(M.Error("not now"), frame.request_id, Status.UNAVAILABLE)
+            return plain(peer, frame)
+
+        with worker.frozen():
+            monkeypatch.setattr(worker.worker.rings, "_handle", refusing)
+        session.begin_copy()
+        with pytest.raises(Refused, match="not now"):
+            session.pin_one(digest_of("key"))
+        session.end_copy()
+        assert sorted(session.unpins) == queued
+        monkeypatch.undo()
+        session.flush_unpins()
+        with worker.frozen() as store:
+            assert len(store.sessions.by_id[session.session].pins) == 1, "the one whose view was not made"
 
 
 def test_the_pool_takes_only_grants_within_the_arena(worker: WorkerThread) -> None:

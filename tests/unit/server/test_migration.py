@@ -539,7 +539,7 @@ def test_no_room_is_counted_not_waited_for(world: Pair) -> None:
             entries = [(digest, grant[0], size, 0, 0, 0) for digest, grant in zip(digests, grants)]
             assert set(session.exchange(M.Commit(entries, [])).statuses) == {Status.OK}
             for digest in digests:
-                assert session.pin(digest)[0] == Status.OK
+                assert session.pin_one(digest)[0] == Status.OK
     world.move(SHARDS)
     mover = world.mover()
     assert mover.wait() is True and world.moved() == SHARDS

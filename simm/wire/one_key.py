@@ -1,8 +1,9 @@
-"""Pack and parse the commit of one key, and its answer, without the general codec.
+"""Pack and parse requests of one key, and their answers, without the general codec.
 
-A put of one value is one COMMIT of one entry and one want. Its answer has one status and at most one grant. These
-functions produce and accept the codec's bytes for these shapes, as a test asserts. They take 0.3 us each where the
-codec takes 1.6 to 2.5, four times in a round trip (``python -m simm bench`` measures the whole put).
+A put of one value is one COMMIT of one entry and one want. Its answer has one status and at most one grant. A view is
+one LOCATE of one key that pins it. These functions produce and accept the codec's bytes for these shapes, as a test
+asserts. They take 0.3 us each where the codec takes 1.6 to 2.5, four times in a round trip (``python -m simm bench``
+measures the whole put).
 
 The constant bytes of a frame are compared as one, so a frame of any other shape is left to the codec.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+from ..constants import DIGEST_BYTES
 from ..rpc import FRAMING_VERSION, HEADER, HEADER_BYTES, MAGIC, OPCODES, Flag, Frame, reply
-from .messages import Commit, Committed
+from .messages import LOCATE_PIN, Commit, Committed, Locate, Located
 
 #: frame head, request id, body bytes and entries, [digest, grant, length, crc, flags], 0 and wants, [size, count]
 _COMMIT_ONE: Final = struct.Struct("<12sQ8s" + "16sQIIH" + "8s" + "II")
@@ -115,3 +117,48 @@ def committed_one_of(frame: Frame) -> CommittedOne | None:
         return None
     statuses, status, grants, grant, offset, chunk = _COMMITTED_ONE_BODY.unpack(frame.body)
     return (status, (grant, offset, chunk)) if statuses == _ONE and grants == 1 else None
+
+
+#: frame head, request id, body bytes, pin and digests, digest
+_PIN_ONE: Final = struct.Struct("<12sQ9s" + "16s")
+#: frame head, request id, body bytes and entries, [status, flags, length, crc, offset, pin]
+_LOCATED_ONE: Final = struct.Struct("<12sQ8s" + "BHIIQQ")
+LOCATED_ONE_BYTES: Final = _LOCATED_ONE.size
+_PIN_HEAD: Final = _head(Locate, 0)
+_PIN_COUNT: Final = struct.pack("<IBI", _PIN_ONE.size - HEADER_BYTES, LOCATE_PIN, 1)
+_PIN_BODY_HEAD: Final = _PIN_COUNT[4:]
+_PIN_BODY_BYTES: Final = _PIN_ONE.size - HEADER_BYTES
+_LOCATED_HEAD: Final = _head(Located, Flag.REPLY)
+_LOCATED_COUNT: Final = _count(LOCATED_ONE_BYTES)
+_OP_LOCATE: Final = OPCODES[Locate]
+#: (status, flags, length, crc, offset, pin)
+LocatedOne = tuple[int, int, int, int, int, int]
+
+
+def encode_pin_one(digest: bytes, request_id: int = 0) -> bytes:
+    """Return ``encode(Locate(LOCATE_PIN, [digest]), request_id)``."""
+    return _PIN_ONE.pack(_PIN_HEAD, request_id, _PIN_COUNT, digest)
+
+
+def pin_one_of(frame: Frame) -> bytes | None:
+    """Return the digest of a LOCATE that pins one key, None for any other frame."""
+    body = frame.body
+    if frame.opcode != _OP_LOCATE or len(body) != _PIN_BODY_BYTES or not body.startswith(_PIN_BODY_HEAD):
+        return None
+    return body[-DIGEST_BYTES:]
+
+
+def reply_located_one(found: LocatedOne, request_id: int) -> bytes:
+    """Return ``reply(Located([found]), request_id)``."""
+    return _LOCATED_ONE.pack(_LOCATED_HEAD, request_id, _LOCATED_COUNT, *found)
+
+
+def parse_located_one(buf: bytes | memoryview, at: int = 0) -> LocatedOne | None:
+    """Return the one entry of the LOCATED at ``at``, None for any other frame.
+
+    The buffer must have LOCATED_ONE_BYTES from ``at`` on, whether the frame fills them or not.
+    """
+    head, _, entries, status, flags, length, crc, offset, pin = _LOCATED_ONE.unpack_from(buf, at)
+    if entries != _LOCATED_COUNT or head != _LOCATED_HEAD:
+        return None
+    return status, flags, length, crc, offset, pin

@@ -1,4 +1,4 @@
-"""The one-key forms of COMMIT and COMMITTED: the codec's very bytes, and no other frame is taken for one."""
+"""The one-key forms of COMMIT, LOCATE and their answers: the codec's very bytes; no other frame is taken for one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from simm.errors import RemoteProtocolError
 from simm.ipc.commit_ring import SLOT_BYTES, SLOTS, TAIL, Ring
 from simm.rpc import HEADER_BYTES, Connection, Frame, decode, encode, reply
 from simm.wire import messages as M
-from simm.wire.fast_commit import (
+from simm.wire.one_key import (
     COMMIT_ONE_BYTES,
     COMMITTED_ONE_BYTES,
+    LOCATED_ONE_BYTES,
     commit_one_of,
     committed_one_of,
     encode_commit_one,
+    encode_pin_one,
     parse_commit_one,
     parse_committed_one,
+    parse_located_one,
+    pin_one_of,
     reply_committed_one,
+    reply_located_one,
 )
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
@@ -106,6 +111,55 @@ def test_other_answers_are_left_to_the_codec(other: object) -> None:
     # A request is no answer, and an answer with an error in its header is not looked at for one.
     assert parse_committed_one(encode(M.Committed([0], [GRANT])) + PADDING) is None
     assert parse_committed_one(reply(M.Committed([0], [GRANT]), 1, 4) + PADDING) is None
+
+
+FOUND = (0, 1, 4096, 7, 1 << 40, 9)
+
+
+@given(st.binary(min_size=16, max_size=16), U64)
+@settings(max_examples=50, deadline=None)
+def test_a_pin_is_the_same_bytes(digest: bytes, request_id: int) -> None:
+    plain = encode(M.Locate(M.LOCATE_PIN, [digest]), request_id)
+    assert encode_pin_one(digest, request_id) == plain
+    assert pin_one_of(framed(plain)) == digest
+
+
+@given(st.tuples(st.integers(0, 255), U16, U32, U32, U64, U64), U64)
+@settings(max_examples=50, deadline=None)
+def test_the_answer_to_a_pin_is_the_same_bytes(found: tuple[int, int, int, int, int, int], request_id: int) -> None:
+    plain = reply(M.Located([found]), request_id)
+    assert reply_located_one(found, request_id) == plain
+    assert parse_located_one(b"x" * 3 + plain + b"\xff", 3) == found
+
+
+def test_damaged_pins_and_answers_are_none_of_that_shape() -> None:
+    plain = encode_pin_one(b"d" * 16, 7)
+    for at in range(HEADER_BYTES, len(plain)):
+        damaged = bytearray(plain)
+        damaged[at] ^= 1
+        assert (pin_one_of(framed(bytes(damaged))) is None) == (at < HEADER_BYTES + 5), at
+    plain = reply_located_one(FOUND, 7)
+    assert len(plain) == LOCATED_ONE_BYTES
+    for at in range(len(plain)):
+        damaged = bytearray(plain)
+        damaged[at] ^= 1
+        assert (parse_located_one(damaged) is None) == (at < 12 or 20 <= at < 28), at
+
+
+@pytest.mark.parametrize("other", [
+    M.Locate(0, [b"d" * 16]), M.Locate(M.LOCATE_PIN | M.LOCATE_PREVIOUS, [b"d" * 16]), M.Locate(M.LOCATE_PIN, []),
+    M.Locate(M.LOCATE_PIN, [b"d" * 16] * 2), M.Exists([b"d" * 16]), M.Delete([b"d" * 16]),
+], ids=repr)  # fmt: skip
+def test_other_requests_are_no_pins(other: object) -> None:
+    assert pin_one_of(framed(encode(other, 1))) is None
+
+
+@pytest.mark.parametrize("other", [M.Located([]), M.Located([FOUND, FOUND]), M.Statuses([0]), M.Done(1)], ids=repr)
+def test_other_answers_are_no_answers_to_a_pin(other: object) -> None:
+    padding = bytes(LOCATED_ONE_BYTES)
+    assert parse_located_one(reply(other, 1) + padding) is None
+    assert parse_located_one(encode(M.Located([FOUND])) + padding) is None, "a request"
+    assert parse_located_one(reply(M.Located([FOUND]), 1, 4) + padding) is None, "an error"
 
 
 def test_a_ring_carries_both_forms_beside_the_codecs() -> None:
