@@ -17,11 +17,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
+from urllib.parse import unquote
 
 from ..config.parsers import Address
 from ..config.tokens import Token
 from ..errors import SimmError, UsageError
 from ..net.http import CONNECTIONS_MAX
+from ..net.local_users import LocalUsers
+from ..net.peer_uid import HasClosed
 from ..wire.hello import token_fits
 from .grpc_library import grpc
 from .protobuf import answer, question
@@ -51,12 +54,16 @@ class Rpcs:
     Args:
         at: where to listen.
         tokens: one of which callers show, as the metadata ``authorization: Bearer TOKEN``; none: everybody may call.
+        users: whose processes need no token, for a server on loopback; None: nobody's.
 
     Raises SimmError for an address that cannot be bound.
     """
 
-    def __init__(self, service: Service, at: Address, tokens: Sequence[Token] = ()) -> None:
+    def __init__(
+        self, service: Service, at: Address, tokens: Sequence[Token] = (), users: LocalUsers | None = None
+    ) -> None:
         self._service = service
+        self._users = users
         self._tokens = [token.secret.encode() for token in tokens]
         self._lock = threading.Lock()
         #: The calls whose message has not come, in order of arrival.
@@ -78,8 +85,8 @@ class Rpcs:
         self._server.start()
 
     def _scores(self, messages: Iterator[bytes], context: Any) -> bytes:
-        if self._tokens and not self._allowed(context):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer TOKEN is required")
+        if fault := self._fault(context):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, fault)
         raw = self._message(messages, context)
         with self._lock:
             self._service.count(f"{SERVICE}/{METHOD}")
@@ -112,6 +119,20 @@ class Rpcs:
         finally:
             with self._lock:
                 self._waiting.pop(context, None)
+
+    def _fault(self, context: Any) -> str:
+        """Return why a call is not answered; empty if it is."""
+        if self._tokens and self._allowed(context):
+            return ""
+        if self._users is None:
+            return "authorization: Bearer TOKEN is required" if self._tokens else ""
+        host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
+        there = host.strip("[]"), int(port)
+        here = self.address.host if self.address.host != "localhost" else "::1" if ":" in there[0] else "127.0.0.1"
+        try:
+            return self._users.fault_of(there, (here, self.address.port))
+        except HasClosed as exc:
+            return str(exc)
 
     def _allowed(self, context: Any) -> bool:
         for key, value in context.invocation_metadata():

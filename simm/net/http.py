@@ -21,6 +21,9 @@ With tokens, every page except / (a file), /healthz, /readyz and /leader require
 ``Authorization: Bearer TOKEN``. Prometheus can send it. A server with ``basic`` also takes the token as the password of
 ``Basic``, for clients that have nothing but an address: ``http://any:TOKEN@HOST:PORT``.
 
+With ``users``, for a server on loopback whose requests are not for every user of the host, a token is one way, and a
+process of one of these users the other (``net/local_users.py``). Pages above and /metrics are for all.
+
 ``verbs`` answer methods that change something and have no body, as PUT and DELETE. A browser asks before it sends one
 of them to another origin, and gets no answer to that.
 """
@@ -44,7 +47,9 @@ from ..wire.hello import token_fits
 from . import metrics
 from .channel import reset_on_close
 from .listeners import received
+from .local_users import LocalUsers
 from .loop import Loop
+from .peer_uid import HasClosed
 
 if TYPE_CHECKING:
     from .tls import Context, ServerHandshake
@@ -113,7 +118,7 @@ class Web:
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
         tokens: Sequence[Token] = (), tls: Context | None = None, *,
         posts: Mapping[str, Post] | None = None, body_max: int = 0, verbs: Mapping[str, Verb] | None = None,
-        basic: bool = False,
+        basic: bool = False, users: LocalUsers | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
@@ -121,6 +126,7 @@ class Web:
         self._body_max = body_max
         self._verbs: Mapping[str, Verb] = {} if verbs is None else verbs
         self._basic = basic
+        self._users = users
         self._tokens = tokens
         self._tls = tls
         self._listener = listener
@@ -201,7 +207,7 @@ class Web:
         if self._posts and head.startswith(b"POST "):
             self._begin_body(client, head, end + 4)
             return
-        method, page = self._page(head)
+        method, page = self._page(client, head)
         self._answer(client, page, method == "HEAD")
 
     def _begin_body(self, client: _Client, head: bytes, start: int) -> None:
@@ -214,7 +220,7 @@ class Web:
         target = words[1].partition("?")[0]
         post = self._posts.get(target)
         length = _header(lines[1:], "content-length")
-        refused = self._refused(target, lines[1:])
+        refused = self._refused(client, target, lines[1:])
         if post is None:
             refused = Page("POST goes to: " + " ".join(sorted(self._posts)) + "\n", TEXT, 404)
         elif refused is None and _header(lines[1:], "content-type").partition(";")[0].strip().lower() != _JSON:
@@ -255,28 +261,36 @@ class Web:
             page = Page("internal error\n", TEXT, 500)
         self._answer(client, page, False)
 
-    def _refused(self, target: str, headers: list[str]) -> Page | None:
+    def _refused(self, client: _Client, target: str, headers: list[str]) -> Page | None:
         """Return the page for who may not ask for ``target``; None for others."""
         if self._loopback and target not in PROBES and not _names_this_host(headers):
             return Page("open this page as localhost, or by its address\n", TEXT, 403)
-        if self._tokens and target not in OPEN_PAGES and not self._allowed(headers):
+        if target in OPEN_PAGES or (self._tokens and self._allowed(headers)):
+            return None
+        if self._users is not None and target != "/metrics":
+            try:
+                fault = self._users.fault(client.sock)
+            except HasClosed as exc:
+                fault = str(exc)
+            return Page(fault + "\n", TEXT, 403) if fault else None
+        if self._tokens and self._users is None:
             return Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
         return None
 
-    def _page(self, head: bytes) -> tuple[str, Page]:
+    def _page(self, client: _Client, head: bytes) -> tuple[str, Page]:
         lines = head.decode("latin-1").split("\r\n")
         words = lines[0].split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             return "", Page("not HTTP\n", TEXT, 400)
         method, target = words[0], words[1].partition("?")[0]
         if method in self._verbs:
-            return method, self._done(self._verbs[method], target, lines[1:])
+            return method, self._done(client, self._verbs[method], target, lines[1:])
         if method not in ("GET", "HEAD"):
             return method, Page("only GET and HEAD\n", TEXT, 405)
         route = self.routes.get(target)
         if route is None:
             return method, Page("pages: " + " ".join(sorted(self.routes)) + "\n", TEXT, 404)
-        refused = self._refused(target, lines[1:])
+        refused = self._refused(client, target, lines[1:])
         if refused is not None:
             return method, refused
         try:
@@ -290,9 +304,9 @@ class Web:
             log.exception("page %s failed", target)
             return method, Page("internal error\n", TEXT, 500)
 
-    def _done(self, verb: Verb, target: str, headers: list[str]) -> Page:
+    def _done(self, client: _Client, verb: Verb, target: str, headers: list[str]) -> Page:
         """Return the answer to a method that changes something."""
-        refused = self._refused(target, headers)
+        refused = self._refused(client, target, headers)
         if refused is not None:
             return refused
         try:

@@ -7,6 +7,9 @@ the first request, so that the client reads the reason.
 Members of the data server's ``--group`` are not let in for that: of a TCP connection the kernel tells the user only,
 and to ask a directory service for the user's groups could stop the server. Besides, by TCP a client moves shards and
 drains servers; the worker's socket, which the group may use, takes no such request of it.
+
+``simm index`` asks the same on loopback (``net/http.py``, ``index/rpcs.py``): its requests change what it tells, and
+ask the store.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable
 from ..host.users import is_certain, trusts
 from ..rpc import Frame
 from .peer import Peer, Service
-from .peer_uid import HasClosed, UnknownUser, credentials, tcp_uid
+from .peer_uid import HasClosed, UnknownUser, credentials, tcp_uid, uid_of_peer
 
 
 class LocalUsers:
@@ -32,11 +35,18 @@ class LocalUsers:
 
     def fault(self, sock: socket.socket) -> str:
         """Return why a connection is not accepted; empty if it is. Raises HasClosed for one whose peer has gone."""
+        return self._fault(lambda: credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock))
+
+    def fault_of(self, there: tuple[str, int], here: tuple[str, int]) -> str:
+        """Do :meth:`fault` for a TCP connection between two addresses, whose socket a library has."""
+        return self._fault(lambda: uid_of_peer(there, here))
+
+    def _fault(self, find: Callable[[], int]) -> str:
         taken = ", ".join(f"uid {uid}" for uid in sorted({os.geteuid(), 0, *self.named}))
         rule = f"a server without --token-file takes connections of {taken} only"
         remedy = "give both sides a --token-file"
         try:
-            uid = credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock)
+            uid = find()
         except HasClosed:
             raise
         except UnknownUser as exc:

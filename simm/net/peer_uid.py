@@ -120,6 +120,21 @@ def tcp_uid(sock: socket.socket) -> int:
         raise UnknownUser(exc.strerror or str(exc)) from exc
 
 
+def uid_of_peer(there: tuple[str, int], here: tuple[str, int]) -> int:
+    """Do :func:`tcp_uid` for a connection whose socket a library has, by its addresses. Raises UnknownUser.
+
+    When the other end has closed meanwhile, another process may have its address: the answer goes nowhere then.
+    """
+    one, other = (_address(host, port) for host, port in (there, here))
+    try:
+        uid = _by_sock_diag(one, other)
+    except _NoSockDiag:
+        uid = in_tables(_tables(one), one, other)
+    if uid is None:
+        raise UnknownUser("it has closed, or is not in this network namespace")
+    return uid
+
+
 def foreign_server(sock: socket.socket, trusted: Container[int]) -> str:
     """Return why a client without a token does not believe the server that has answered; empty if it does.
 
@@ -154,6 +169,14 @@ def _uid_of(sock: socket.socket, here: End, there: End) -> int:
 def _end(sock: socket.socket, address: tuple[object, ...]) -> End:
     raw = socket.inet_pton(sock.family, str(address[0]).partition("%")[0])
     return _plain(raw), int(str(address[1]))
+
+
+def _address(host: str, port: int) -> End:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return _plain(socket.inet_pton(family, host.partition("%")[0])), port
+    except OSError as exc:
+        raise UnknownUser(f"{host} is no address") from exc
 
 
 def _plain(raw: bytes) -> bytes:

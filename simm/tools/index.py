@@ -8,13 +8,18 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ..config.parsers import Address, parse_address
+from ..config.parsers import Address, parse_address, users
 from ..config.settings import Settings, add_arguments
+from ..config.startup import read_tokens
+from ..config.tokens import Token
 from ..errors import SimmError, TransportError, UsageError, printable
 from .connect import client_arguments, command_settings, page_tokens, token_of
 from .console import EXIT_NO, EXIT_OK, Parser
+
+if TYPE_CHECKING:
+    from ..net.local_users import LocalUsers
 
 #: Where the index answers, without --at.
 DEFAULT_AT: Final = "127.0.0.1:8090"
@@ -40,6 +45,8 @@ def _parser(prog: str) -> Parser:
                         help="LMCache's hash: blake3 (the default, if installed), sha256_cbor, sha256")  # fmt: skip
     parser.add_argument("--lmcache-chunk", type=int, metavar="N",
                         help="tokens of a chunk of LMCache's servers that do not tell it")  # fmt: skip
+    parser.add_argument("--allow-uid", default="", metavar="USERS",
+                        help="users, besides its own and root, who may ask on loopback without a token")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_arguments(parser, "client")
     return parser
@@ -72,6 +79,19 @@ def parse_weights(text: str | None) -> dict[str, float]:
     return weights
 
 
+def _callers(
+    at: Address, flag: str, settings: Settings, named: tuple[int, ...]
+) -> tuple[tuple[Token, ...], LocalUsers | None]:
+    """Return the tokens that callers show, and the users that need none: on loopback. Raises UsageError."""
+    from ..net.local_users import LocalUsers
+
+    if at.loopback:
+        return read_tokens(settings.token_file), LocalUsers(named)
+    if named:
+        raise UsageError(f"--allow-uid has no effect with {flag} {at}, where everybody shows a token")
+    return page_tokens(at, flag, settings), None
+
+
 def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..index import libraries
 
@@ -97,13 +117,14 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     names = namers(arguments.lmcache_hash)
     if arguments.lmcache_chunk is not None:
         check_block(arguments.lmcache_chunk)
-    tokens = page_tokens(at, "--at", settings)
+    named = users(arguments.allow_uid)
+    tokens, local = _callers(at, "--at", settings, named)
     calls = parse_address(arguments.grpc) if arguments.grpc else None
-    callers = page_tokens(calls, "--grpc", settings) if calls else ()
     if calls:
         from ..index import grpc_library
 
         assert grpc_library.__all__
+        _callers(calls, "--grpc", settings, named)
     notify = Notifier.from_environment()
     first = _registrations(arguments.register)
     with contextlib.ExitStack() as stack:
@@ -125,14 +146,14 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         listener = open_listener(at, "--at")
         address = bound_address(listener)
         web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX,
-                  verbs=service.verbs, basic=True)  # fmt: skip
+                  verbs=service.verbs, basic=True, users=local)  # fmt: skip
         stack.callback(web.close)
         loop.call_every(1.0, servers.expire)
         more = ""
         if calls:
             from ..index.rpcs import Rpcs
 
-            rpcs = Rpcs(service, calls, callers)
+            rpcs = Rpcs(service, calls, *_callers(calls, "--grpc", settings, named))
             stack.callback(rpcs.close)
             more = str(rpcs.address)
         loop.running = True

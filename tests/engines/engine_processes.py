@@ -170,10 +170,13 @@ class Engine:
 
     def run_whole(
         self, packages: str, weights: int, options: dict[str, Any], *, storage: int = 0, module: str = "",
-        as_expected: bool = False, **environment: str,
+        as_expected: bool = False, kind: str = "gpt2", layers: int = 2, **environment: str,
     ) -> dict[str, Any]:  # fmt: skip
         """The report of whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
-        request = {"folder": str(self.folder), "weights": weights, "options": options, "storage": storage}
+        request = {
+            "folder": str(self.folder), "weights": weights, "options": options, "storage": storage, "kind": kind,
+            "layers": layers,
+        }  # fmt: skip
         path = (ROOT, HERE / "plugin", HERE / "shim", Path(packages))
         done = self._run("whole_driver.py", request, path, module, as_expected, **environment)
         try:

@@ -1,14 +1,16 @@
 """The whole released SGLang engine with a model, on a CPU: what it computes with SiMM is what it computes without.
 
-A GPT-2 with random weights generates greedily. Tokens and log-probabilities are compared with those of the engine
-without any cache; where a prompt's tokens came from is what the engine itself reports. What is replaced of the engine
-is in ``plugin/``: CUDA's copies and events. Each engine takes a minute of processor time: those that fail, and other
-ways to the storage, are in the long dose (``scripts/test --slow``).
+A GPT-2 with random weights generates greedily; an OPT where there are two tensor-parallel ranks. Tokens and
+log-probabilities are compared with those of the engine without any cache; where a prompt's tokens came from is what the
+engine itself reports. What is replaced of the engine is in ``plugin/``: CUDA's copies and events. Each engine takes a
+minute of processor time: those that fail, those that share a store, and other ways to the storage, are in the long dose
+(``scripts/test --slow``).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import psutil
@@ -45,20 +47,36 @@ class Engines:
     def __init__(self, engine: Engine, packages: str, address: str) -> None:
         self.engine, self.packages, self.address = engine, packages, address
 
-    def without(self, weights: int) -> Report:
-        return self.engine.run_whole(self.packages, weights, {"disable_radix_cache": True})
+    def without(self, weights: int, ranks: int = 1, **more: Any) -> Report:
+        return self._run(weights, {"disable_radix_cache": True}, ranks, **more)
 
     def stored(
-        self, weights: int, storage: int, backend: str = "dynamic", extra: dict[str, Any] | None = None, **more: Any
-    ) -> Report:
+        self, weights: int, storage: int, backend: str = "dynamic", extra: dict[str, Any] | None = None, *,
+        layout: str = "page_first", ranks: int = 1, **more: Any,
+    ) -> Report:  # fmt: skip
         config = {**SGLANG, "manager_address": self.address} if backend == "dynamic" else {}
         options = {
-            "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_mem_layout": "page_first",
+            "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_mem_layout": layout,
             "hicache_write_policy": "write_through", "hicache_storage_prefetch_policy": "wait_complete",
             "enable_cache_report": True, "hicache_storage_backend": backend,
             "hicache_storage_backend_extra_config": json.dumps({**config, **(extra or {})}),
         }  # fmt: skip
-        return self.engine.run_whole(self.packages, weights, options, storage=storage, **more)
+        return self._run(weights, options, ranks, storage=storage, **more)
+
+    def built_in(self, namespace: str, weights: int = ONE, storage: int = STORED, **more: Any) -> Report:
+        """By SGLang's own backend, whose keys name neither model nor layout nor TP width."""
+        if not self.engine.launcher:
+            pytest.skip("SGLang's built-in backend needs /sys/class/infiniband, and a mount namespace cannot be made")
+        extra = {"manager_address": self.address}
+        return self.stored(weights, storage, "simm", extra, as_expected=True, SIMM_NAMESPACE=namespace, **more)
+
+    def _run(self, weights: int, options: dict[str, Any], ranks: int, **more: Any) -> Report:
+        """With tensor parallelism each rank is a process, which is bound to a CPU."""
+        if ranks > 1:
+            cpus = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))]
+            options = {**options, "tp_size": ranks}
+            more["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cpus[:ranks]))
+        return self.engine.run_whole(self.packages, weights, options, **more)
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +168,99 @@ def test_by_its_mooncake_backend_over_simm(engines: Engines, uncached: Report) -
     same_output(report, uncached)
 
 
+@pytest.fixture(scope="module")
+def built_in(engines: Engines) -> Report:
+    return engines.built_in("whole")
+
+
 @pytest.mark.engines
 @pytest.mark.slow
-def test_by_its_built_in_backend(engines: Engines, uncached: Report) -> None:
-    if not engines.engine.launcher:
-        pytest.skip("SGLang's built-in backend needs /sys/class/infiniband, and a mount namespace cannot be made")
-    report = engines.stored(
-        ONE, STORED, "simm", {"manager_address": engines.address}, as_expected=True, SIMM_NAMESPACE="whole"
-    )
-    assert sources(report["last"]) == STORAGE
-    assert {each["storage_backend"] for each in report["last"]} == {"HiCacheSiMM"}
+def test_by_its_built_in_backend(built_in: Report, uncached: Report) -> None:
+    assert sources(built_in["last"]) == STORAGE
+    assert {each["storage_backend"] for each in built_in["last"]} == {"HiCacheSiMM"}
+    same_output(built_in, uncached)
+
+
+# -- two models, two layouts and two TP widths on one store ------------------------------------------
+
+
+def other_output(report: Report, uncached: Report) -> None:
+    for got, wanted in zip(report["first"], uncached["first"], strict=True):
+        assert got["logprobs"] != pytest.approx(wanted["logprobs"], abs=1e-2)
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_two_layouts_on_one_store(engines: Engines, writer: Report, uncached: Report) -> None:
+    report = engines.stored(ONE, STORED, extra=SAME, layout="page_first_direct")
+    assert sources(report["first"]) == NOWHERE and sources(report["last"]) == STORAGE
     same_output(report, uncached)
+    again = engines.stored(ONE, STORED, extra=SAME)
+    assert sources(again["first"]) == STORAGE, "the first layout's pages are still there"
+    same_output(again, uncached)
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_two_models_and_two_layouts_by_its_built_in_backend(
+    engines: Engines, built_in: Report, uncached: Report
+) -> None:
+    """In namespaces of their own. And the controls: in the one of others they take these for their own."""
+    direct = engines.built_in("whole-direct", layout="page_first_direct")
+    assert sources(direct["first"]) == NOWHERE and sources(direct["last"]) == STORAGE
+    same_output(direct, uncached)
+    mixed = engines.built_in("whole", storage=0, layout="page_first_direct")
+    assert sources(mixed["first"]) == STORAGE
+    other_output(mixed, uncached)
+
+    own = engines.without(OTHER)
+    other = engines.built_in("whole-other", OTHER)
+    assert sources(other["first"]) == NOWHERE and sources(other["last"]) == STORAGE
+    same_output(other, own)
+    wrong = engines.built_in("whole", OTHER, storage=0)
+    assert sources(wrong["first"]) == STORAGE
+    other_output(wrong, own)
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_a_model_with_more_layers_by_its_built_in_backend_in_the_same_namespace(
+    engines: Engines, built_in: Report
+) -> None:
+    """Its pages have another size, so none is taken for its own; and it stores its own instead."""
+    own = engines.without(ONE, layers=3)
+    deeper = engines.built_in("whole", layers=3)
+    assert sources(deeper["first"]) == NOWHERE and sources(deeper["last"]) == STORAGE
+    same_output(deeper, own)
+    assert "SIMM_NAMESPACE" in deeper["stderr"], "the log says what to do"
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_two_tp_widths_on_one_store(engines: Engines, say: Any) -> None:
+    one, two = engines.without(ONE, kind="opt"), engines.without(ONE, 2, kind="opt")
+    same_output(two, one)
+    wide = engines.stored(ONE, STORED, extra=SAME, ranks=2, kind="opt")
+    assert sources(wide["first"]) == NOWHERE and sources(wide["last"]) == STORAGE
+    narrow = engines.stored(ONE, STORED, extra=SAME, kind="opt")
+    assert sources(narrow["first"]) == NOWHERE and sources(narrow["last"]) == STORAGE
+    again = engines.stored(ONE, STORED, extra=SAME, ranks=2, kind="opt")
+    assert sources(again["first"]) == STORAGE
+    for each in (wide, narrow, again):
+        same_output(each, one)
+    say("engines: SGLang as a whole, OPT on a CPU at TP 1 and TP 2, on one store")
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_two_tp_widths_by_its_built_in_backend(engines: Engines) -> None:
+    """In one namespace too: pages of half of the heads have half of the size."""
+    one = engines.without(ONE, kind="opt")
+    wide = engines.built_in("widths", ranks=2, kind="opt")
+    assert sources(wide["first"]) == NOWHERE and sources(wide["last"]) == STORAGE
+    narrow = engines.built_in("widths", kind="opt")
+    assert sources(narrow["first"]) == NOWHERE and sources(narrow["last"]) == STORAGE
+    apart = engines.built_in("widths-tp2", ranks=2, kind="opt")
+    assert sources(apart["first"]) == NOWHERE and sources(apart["last"]) == STORAGE
+    for each in (wide, narrow, apart):
+        same_output(each, one)

@@ -1,13 +1,13 @@
-"""Runs the whole released SGLang engine with a small GPT-2 on a CPU. Started by the tests, as a process.
+"""Runs the whole released SGLang engine with a small model on a CPU. Started by the tests, as a process.
 
     python whole_driver.py REQUEST_JSON
 
 Needs what ``scripts/engine-env --whole`` prints, and the repository, ``shim/`` and ``plugin/``, on PYTHONPATH. A
-request is ``{"folder": ..., "weights": seed, "options": {...}, "storage": tokens}``: the model is made from the seed,
-the options are those of ``sgl.Engine``. Each prompt is generated greedily; then the engine's own caches are flushed and
-all are generated again, until ``storage`` tokens of each come out of the storage backend, or once if that is 0. The
-only line on stdout is a JSON object: ``first`` and ``last`` have the tokens, their log-probabilities and where the
-prompt's tokens came from.
+request is ``{"folder": ..., "weights": seed, "kind": "gpt2" or "opt", "layers": 2, "options": {...}, "storage":
+tokens}``: the model is made from the seed, the options are those of ``sgl.Engine``. Each prompt is generated greedily;
+then the engine's own caches are flushed and all are generated again, until ``storage`` tokens of each come out of the
+storage backend, or once if that is 0. The only line on stdout is a JSON object: ``first`` and ``last`` have the tokens,
+their log-probabilities and where the prompt's tokens came from.
 """
 
 from __future__ import annotations
@@ -32,20 +32,31 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model(folder: Path, seed: int) -> str:
-    """Return the folder of a GPT-2 with random weights, made once."""
-    where = folder / f"gpt2-{seed}"
+def model(folder: Path, seed: int, kind: str = "gpt2", layers: int = 2) -> str:
+    """Return the folder of a model of this kind with random weights, made once.
+
+    SGLang's GPT-2 fails with more than one rank: it stores the heads of all in each (``num_kv_heads=total_num_heads``).
+    Its OPT does not.
+    """
+    where = folder / f"{kind}-{layers}-{seed}"
     if not (where / "config.json").exists():
         import torch
-        from transformers import GPT2Config, GPT2LMHeadModel
+        import transformers
 
         torch.manual_seed(seed)
         # Large weights, so that what a token attends to decides on the next one.
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=1024, n_embd=128, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-            initializer_range=0.3,
-        )  # fmt: skip
-        GPT2LMHeadModel(config).to(torch.float32).save_pretrained(where)
+        few: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+        made: Any
+        if kind == "opt":
+            made = transformers.OPTForCausalLM(transformers.OPTConfig(
+                hidden_size=128, word_embed_proj_dim=128, ffn_dim=256, num_hidden_layers=layers, num_attention_heads=2,
+                max_position_embeddings=1024, init_std=0.3, **few,
+            ))  # fmt: skip
+        else:
+            made = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+                n_positions=1024, n_embd=128, n_layer=layers, n_head=2, initializer_range=0.3, **few,
+            ))  # fmt: skip
+        made.to(torch.float32).save_pretrained(where)
     return str(where)
 
 
@@ -75,7 +86,8 @@ def main() -> int:
     import sglang
 
     engine = sglang.Engine(
-        model_path=model(Path(request["folder"]), request["weights"]), **OPTIONS, **request["options"]
+        model_path=model(Path(request["folder"]), request["weights"], request["kind"], request["layers"]), **OPTIONS,
+        **request["options"],
     )
     try:
         first = generate(engine)

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,20 +37,25 @@ _PREAMBLE: Final = """if True:
 """
 
 
-def command_as(body: str, *arguments: str, uid: int = UID, gid: int = UID, group: int | None = GID) -> list[str]:
+def command_as(
+    body: str, *arguments: str, uid: int = UID, gid: int = UID, group: int | None = GID, modules: Sequence[str] = ()
+) -> list[str]:
     """Return the command line of a program as user ``uid`` of group ``gid``, who is a member of ``group`` too.
 
-    Its arguments are in ``sys.argv[1:]``.
+    Its arguments are in ``sys.argv[1:]``. ``modules``: those of others that it needs.
     """
     more = "" if group is None else str(group)
-    return [sys.executable, "-c", _PREAMBLE + body, str(uid), str(gid), more, *arguments]
+    loaded = "".join(f"import {name}\n" for name in modules)
+    return [sys.executable, "-c", loaded + _PREAMBLE + body, str(uid), str(gid), more, *arguments]
 
 
-def run_as(body: str, *arguments: str, uid: int = UID, gid: int = UID, group: int | None = GID) -> str:
+def run_as(
+    body: str, *arguments: str, uid: int = UID, gid: int = UID, group: int | None = GID, modules: Sequence[str] = ()
+) -> str:
     """Run it to its end, and return what it has printed. Raises AssertionError if it has failed."""
     done = subprocess.run(
-        command_as(body, *arguments, uid=uid, gid=gid, group=group), env=child_environment(), stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=WAIT_S, check=False,
+        command_as(body, *arguments, uid=uid, gid=gid, group=group, modules=modules), env=child_environment(),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
