@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
+from .prefixes import BITS, MOST, leading
 from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table
-from .tiers import BITS, MOST
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
@@ -49,10 +49,6 @@ _VECTOR: Final = 24
 _GATHERED: Final = 4096
 #: By how much the table of blocks grows while they are stores' above all.
 _GROWTH: Final = 1.6
-#: Searches that a question does at once, at most.
-_PROBES: Final = 1 << 17
-#: Of all holders together, in a question's first search.
-_FIRST_PROBES: Final = 256
 
 
 class Blocks:
@@ -133,7 +129,7 @@ class Blocks:
             self._free += self._dead
             self._dead = []
 
-    def expect(self, source: Source, space: Space, keys: Sequence[int], until: float) -> None:
+    def expect(self, source: Source, space: Space, keys: Sequence[int] | U64, until: float) -> None:
         """Count a prompt as held until a time, as a router has just sent it there."""
         with self.lock:
             left = EXPECTED_BLOCKS_MAX - len(keys)
@@ -543,44 +539,23 @@ class Blocks:
             slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
             return self._held.keys[slots], self._held.columns["counts"][slots]
 
-    def match(self, space: Space, keys: Sequence[int]) -> list[tuple[Holder, NDArray[np.uint32]]]:
+    def match(self, space: Space, keys: Sequence[int] | U64) -> list[tuple[Holder, NDArray[np.uint32]]]:
         """Return for each holder of a space, but for stale sources, its counts of the prompt's leading blocks.
 
         They end where the prefix does: of an engine's rank and group at the first block that it has not, of a store at
-        the first that none of its hosts has. 0 is a block that the holder has not; for others see ``tiers``.
+        the first that none of its hosts has. 0 is a block that the holder has not; for others see ``prefixes``.
 
         O(blocks of the prefixes x holders). A holder without the first block costs one search.
         """
         with self.lock:
             self._flush()
-            holders = [each for each in self.spaces.get(space, {}).values() if not each.source.stale]
-            units: dict[str | int, int] = {}
-            unit = np.array([units.setdefault(_unit(each), len(units)) for each in holders], np.int64)
-            ids = np.array([each.id for each in holders], np.uint32)
-            mine = np.array(keys, np.uint64)
-            found: list[list[NDArray[np.uint32]]] = [[] for _ in holders]
-            active = np.arange(len(holders))
-            # Few holders are asked for several blocks at once: a search costs as much for a hundred as for ten.
-            start, step = 0, max(1, min(16, _FIRST_PROBES // max(1, len(active))))
-            while len(active) and start < len(mine):
-                part = mine[start : start + step]
-                slots = self._held.find(np.concatenate([part] * len(active)), np.repeat(ids[active], len(part)))
-                counts = np.where(slots >= 0, self._held.columns["counts"][slots], np.uint32(0))
-                counts = counts.reshape(len(active), len(part))
-                there = np.zeros((len(units), len(part)), np.bool_)
-                if len(units) == len(holders):
-                    there[unit[active]] = counts > 0
-                else:
-                    np.logical_or.at(there, unit[active], counts > 0)
-                whole = np.asarray(there.all(axis=1))
-                lengths = np.where(whole, len(part), there.argmin(axis=1))
-                for row, number in enumerate(active.tolist()):
-                    found[number].append(counts[row, : lengths[unit[number]]])
-                active = active[whole[unit[active]]]
-                start += len(part)
-                step = max(16, min(8 * step, _PROBES // max(1, len(active))))
-            return [(each, np.concatenate(parts) if parts else mine[:0].astype(np.uint32))
-                    for each, parts in zip(holders, found)]  # fmt: skip
+            units: dict[str | int, list[Holder]] = {}
+            for holder in self.spaces.get(space, {}).values():
+                if not holder.source.stale:
+                    units.setdefault(_unit(holder), []).append(holder)
+            ids = [[each.id for each in unit] for unit in units.values()]
+            found = leading(self._held, ids, np.asarray(keys, np.uint64))
+            return [pair for unit, counts in zip(units.values(), found) for pair in zip(unit, counts)]
 
 
 def _unit(holder: Holder) -> str | int:

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import Blocks
-from .sources import TIERS, Holder, Registration, Source, Space
-from .tiers import alike, tiers_of
+from .prefixes import alike, tiers_of
+from .sources import TIERS, U64, Holder, Registration, Source, Space
 
 #: Of llm-d for gpu and cpu, of Dynamo for disk and shared storage. ``expected``: of what a router has just sent there.
 WEIGHTS: Final[Mapping[str, float]] = {
@@ -56,7 +56,8 @@ class Match:
     ranks: dict[int, int] = field(default_factory=dict)
     expected: int = 0
     score: float = 0.0
-    weights: list[NDArray[np.float64]] = field(default_factory=list, repr=False)
+    #: Of the leading blocks, for each rank; or a number of blocks and the weight of each.
+    weights: list[NDArray[np.float64] | tuple[int, float]] = field(default_factory=list, repr=False)
 
     def add(self, rank: int, bits: _Bits, weights: NDArray[np.float64], expected: int = 0, told: float = 0.0) -> None:
         """Count what one rank has: for each leading block its tiers."""
@@ -73,7 +74,6 @@ class Match:
         self.weights.append(mine)
         self.score = max(self.score, _sum(mine))
 
-
     def add_alike(self, rank: int, blocks: int, tiers: int, weights: Sequence[float]) -> None:
         """Do :meth:`add` for blocks that are all in the same tiers, a bit each."""
         best = 0.0
@@ -83,8 +83,12 @@ class Match:
                 best = max(best, weights[tier])
         self.blocks = max(self.blocks, blocks)
         self.ranks[rank] = max(self.ranks.get(rank, 0), blocks)
-        self.weights.append(np.full(blocks, best))
+        self.weights.append((blocks, best))
         self.score = max(self.score, best * blocks)
+
+
+def _arrays(weights: Sequence[NDArray[np.float64] | tuple[int, float]]) -> list[NDArray[np.float64]]:
+    return [np.full(*each) if isinstance(each, tuple) else each for each in weights]
 
 
 def _sum(weights: NDArray[np.float64]) -> float:
@@ -114,7 +118,7 @@ class Scores:
 
 
 def score(
-    index: Blocks, space: Space, keys: Sequence[int], *, names: Sequence[Sequence[int]] = (),
+    index: Blocks, space: Space, keys: Sequence[int] | U64, *, names: Sequence[Sequence[int]] = (),
     weights: Mapping[str, float] = WEIGHTS, endpoints: Sequence[str] | None = None,
     loads: Mapping[str, float] | None = None, load_weight: float = 1.0, now: float | None = None,
 ) -> Scores:  # fmt: skip
@@ -133,7 +137,7 @@ def score(
     with index.lock:
         found = _found(index, space, keys, names)
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
-        told = {each: _expected(each, space, np.array(keys, np.uint64), now) for each in sources if each.expected}
+        told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
     alikes = alike([counts for _, counts in found])
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
@@ -169,7 +173,7 @@ def score(
         together = np.logical_or.reduce([bits for _, bits in holders])
         match = _match(matches, f"pool:{pool}", space)
         match.add(0, together, vector)
-        for each in match.weights:
+        for each in _arrays(match.weights):
             shared[: len(each)] = np.maximum(shared[: len(each)], each)
         for holder, bits in holders:
             if holder.node:
@@ -179,7 +183,7 @@ def score(
 
 
 def _found(
-    index: Blocks, space: Space, keys: Sequence[int], names: Sequence[Sequence[int]]
+    index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]]
 ) -> list[tuple[Holder, NDArray[np.uint32]]]:
     """Return what each holder has, by what it calls the blocks. Under the index' lock."""
     found = dict(index.match(space, keys))
@@ -201,7 +205,7 @@ def _answer(
         if not any_shared:
             with_pool[name] = matches[name].score if name in matches else 0.0
             continue
-        mine = matches[name].weights if name in matches else [np.zeros(0)]
+        mine = _arrays(matches[name].weights) if name in matches else [np.zeros(0)]
         best = 0.0
         for each in mine:
             both = shared.copy()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
+import numpy as np
+
 from ..errors import SimmError, UsageError
 from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
@@ -19,15 +21,15 @@ from ..schemes.encodings import check_block
 from . import figures
 from .blocks import Blocks
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
-from .keys import chain, token_bytes
 from .libraries import msgspec
 from .lmcache.hashes import Namer
 from .lmcache.servers import Server, Servers
+from .prefixes import tiers_of
+from .prompts import Prompt, Prompts
 from .publishers import Publishers
 from .scores import WEIGHTS, Match, Scores, score
-from .sources import TIERS, Registration, Source, Space
+from .sources import TIERS, U64, Registration, Source, Space
 from .streams import Stream
-from .tiers import tiers_of
 
 BODY_BYTES_MAX: Final = 8 << 20
 #: Blocks of all holders that a dump has.
@@ -52,7 +54,7 @@ class Asked(NamedTuple):
     """Where and for which keys a request asks, and what LMCache's servers may call these blocks."""
 
     space: Space
-    keys: list[int]
+    keys: U64
     names: list[list[int]]
 
 
@@ -77,6 +79,7 @@ class Service:
         self._namers = namers
         self._shared = shared
         self._weights = weights
+        self._prompts = Prompts(index.seed)
         self._requests: Counter[str] = Counter()
 
     @property
@@ -113,10 +116,7 @@ class Service:
         def take(body: bytes) -> Page:
             self._requests[path] += 1
             try:
-                fields = msgspec.json.decode(body)
-                if not isinstance(fields, dict):
-                    raise UsageError("the body is a JSON object")
-                return _json(call(fields))
+                return _json(call(self._prompts.read(body)))
             except UsageError as exc:
                 return _json({"error": str(exc)}, 400)
             except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
@@ -218,15 +218,17 @@ class Service:
                 raise UsageError(f"seq_hashes is a list of at most {QUESTION_BLOCKS_MAX}")
             if not all(type(each) is int and -(1 << 63) <= each < 1 << 64 for each in hashes):
                 raise UsageError("seq_hashes are integers of 64 bits")
-            return Asked(space, [each & ((1 << 64) - 1) for each in hashes], [])
-        if not isinstance(tokens, list) or len(tokens) > TOKENS_MAX:
+            return Asked(space, np.array([each & ((1 << 64) - 1) for each in hashes], np.uint64), [])
+        if not isinstance(tokens, (list, Prompt)) or len(tokens) > TOKENS_MAX:
             raise UsageError(f"token_ids is a list of at most {TOKENS_MAX}")
         if len(tokens) // size > QUESTION_BLOCKS_MAX:
             raise UsageError(f"token_ids has {len(tokens) // size} blocks of {size}, {QUESTION_BLOCKS_MAX} at most")
-        keys = chain(token_bytes(tokens), size, seed=self.index.seed)
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt((), tokens, self.index.seed)
+        keys = prompt.keys(size)
         with self.index.lock:
             hashed = any(each.source.registration.hashed for each in self.index.spaces.get(space, {}).values())
-        return Asked(space, keys, [each(tokens, size) for each in self._namers] if hashed else [])
+        names = prompt.ids.tolist() if hashed and self._namers else []
+        return Asked(space, keys, [each(names, size) for each in self._namers] if hashed else [])
 
     def query(self, body: Body) -> dict[str, Any]:
         """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError."""
@@ -241,7 +243,8 @@ class Service:
             "stale": found.stale,
         }  # fmt: skip
         if self._shared is not None and "token_ids" in body:
-            answer["shared"] = self._shared(body)
+            tokens = body["token_ids"]
+            answer["shared"] = self._shared({**body, "token_ids": tokens.ids} if isinstance(tokens, Prompt) else body)
         return answer
 
     def score(self, body: Body) -> dict[str, Any]:

@@ -26,7 +26,9 @@ FILL: Final = 0.75
 GROWTH: Final = 1.19
 #: So few searches are done one by one, and so many in the order of their buckets, as a processor's cache likes it.
 _FEW: Final = 5
-_SORTED: Final = 256
+_SORTED: Final = 1 << 14
+#: Buckets behind a home that are looked at together.
+_NEXT: Final = np.arange(4)
 BUCKETS_MIN: Final = 8
 
 Keys = NDArray[np.uint64]
@@ -86,12 +88,22 @@ class Table:
 
     def _homes(self, keys: Keys, owners: Owners) -> Slots:
         """Return the home bucket of each. Multiplications wrap, as they should."""
-        mixed = (keys ^ np.uint64(self._seed)) * np.uint64(self._first)
+        return self._placed(self.mixed(keys), owners)
+
+    def mixed(self, keys: Keys) -> Keys:
+        """Return what keys have in their homes' numbers, whoever is their owner."""
+        mixed: Keys = (keys ^ np.uint64(self._seed)) * np.uint64(self._first)
         mixed ^= mixed >> _HALF
-        mixed += owners.astype(np.uint64) * np.uint64(self._second)
+        return mixed
+
+    def _placed(self, mixed: Keys, owners: Owners) -> Slots:
+        mixed = mixed + owners.astype(np.uint64) * np.uint64(self._second)
         mixed ^= mixed >> _HALF  # else a key's homes of consecutive owners have one distance, which may be next to 0
         mixed *= np.uint64(self._third)
-        homes: Slots = ((mixed >> _HALF) * np.uint64(self._buckets) >> _HALF).astype(np.int64)
+        mixed >>= _HALF
+        mixed *= np.uint64(self._buckets)
+        mixed >>= _HALF
+        homes: Slots = mixed.view(np.int64)  # below 2**32
         return homes
 
     def _home(self, key: int, owner: int) -> int:
@@ -143,36 +155,58 @@ class Table:
 
     def find(self, keys: Keys, owners: Owners) -> Slots:
         """Return the slot of each entry, or -1. O(keys) expected."""
-        found = np.full(len(keys), -1, np.int64)
-        pending = np.arange(len(keys))
         buckets = self._homes(keys, owners)
-        if len(keys) >= _SORTED:
-            pending = np.argsort(buckets)
-            keys, owners, buckets = keys[pending], owners[pending], buckets[pending]
-        tables = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
-        for _ in range(self._buckets):
-            lanes = _bits(tables[0].take(buckets, axis=0) == keys[:, None])
-            slots = buckets * BUCKET + _FIRST[lanes]
-            alike = lanes > 0
-            hit = alike & (self.owners[slots] == owners)
-            found[pending] = np.where(hit, slots, -1)
-            open_ = np.flatnonzero(~hit)
-            if not open_.size:
-                break
-            # Others of the key may be in the bucket beside one of another owner, or of none.
-            other = alike[open_]
-            for at in open_[other].tolist():
-                found[pending[at]] = self.find_one(int(keys[at]), int(owners[at]))
-            open_ = open_[~other]
-            open_ = open_[_bits(tables[1].take(buckets[open_], axis=0) == EMPTY) == 0]
-            if not open_.size:
-                break
-            pending, keys, owners = pending[open_], keys[open_], owners[open_]
+        if len(keys) < _SORTED:
+            return self._search(buckets, keys, owners)
+        order = np.argsort(buckets)
+        found = np.empty(len(keys), np.int64)
+        found[order] = self._search(buckets[order], keys[order], owners[order])
+        return found
+
+    def find_all(self, mixed: Keys, keys: Keys, owners: Owners) -> Slots:
+        """Return for each owner the slot of each key, or -1: owners x keys. ``mixed``: :meth:`mixed` of the keys."""
+        count, most = len(keys), len(owners)
+        buckets = self._placed(mixed, owners[:, None]).reshape(-1)
+        found = self._search(buckets, np.concatenate([keys] * most), owners.repeat(count))
+        return found.reshape(most, count)
+
+    def find_mixed(self, mixed: Keys, keys: Keys, owners: Owners) -> Slots:
+        """Do :meth:`find` for keys of which :meth:`mixed` is known."""
+        return self._search(self._placed(mixed, owners), keys, owners)
+
+    def _search(self, buckets: Slots, keys: Keys, owners: Owners) -> Slots:
+        """Do :meth:`find` for what has these homes: by few calls of numpy, as each costs as much as a hundred keys."""
+        rows_of_keys, rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
+        there = rows_of_owners.take(buckets, axis=0)
+        here = _bits((rows_of_keys.take(buckets, axis=0) == keys[:, None]) & (there == owners[:, None]))
+        hit = here > 0
+        found = buckets * BUCKET
+        found += _FIRST[here]
+        pending = np.flatnonzero(~hit)
+        if not pending.size:
+            return found
+        found[pending] = -1
+        pending = pending[_bits(there[pending] == EMPTY) == 0]
+        # One key in ten is not in its home, and then nearly always in one of the next few buckets.
+        distance = 1
+        while pending.size:
             if len(pending) <= _FEW:
-                for at, key, owner in zip(pending.tolist(), keys.tolist(), owners.tolist()):
+                for at, key, owner in zip(pending.tolist(), keys[pending].tolist(), owners[pending].tolist()):
                     found[at] = self.find_one(key, owner)
                 break
-            buckets = (buckets[open_] + 1) % self._buckets
+            near = (buckets[pending][:, None] + _NEXT + distance) % self._buckets
+            there = rows_of_owners.take(near, axis=0).reshape(len(pending), -1)
+            alike = rows_of_keys.take(near, axis=0).reshape(len(pending), -1) == keys[pending][:, None]
+            alike &= there == owners[pending][:, None]
+            lanes = alike.argmax(axis=1)
+            rows = np.arange(len(pending))
+            hit = alike[rows, lanes]
+            slots = near[rows, lanes // BUCKET] * BUCKET + lanes % BUCKET
+            found[pending[hit]] = slots[hit]
+            distance += len(_NEXT)
+            if distance > self._buckets:
+                break
+            pending = pending[~hit & (there != EMPTY).all(axis=1)]
         return found
 
     def find_or_add(self, keys: Keys, owners: Owners, growth: float = GROWTH) -> tuple[Slots, NDArray[np.bool_]]:

@@ -121,9 +121,9 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     tokens, local = _callers(at, "--at", settings, named)
     calls = parse_address(arguments.grpc) if arguments.grpc else None
     if calls:
-        from ..index import grpc_library
+        from ..index.rpc import library
 
-        assert grpc_library.__all__
+        assert library.__all__
         _callers(calls, "--grpc", settings, named)
     notify = Notifier.from_environment()
     first = _registrations(arguments.register)
@@ -151,7 +151,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         loop.call_every(1.0, servers.expire)
         more = ""
         if calls:
-            from ..index.rpcs import Rpcs
+            from ..index.rpc.rpcs import Rpcs
 
             rpcs = Rpcs(service, calls, *_callers(calls, "--grpc", settings, named))
             stack.callback(rpcs.close)

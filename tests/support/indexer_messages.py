@@ -1,4 +1,4 @@
-"""The messages of ``indexer.v1`` by the real protobuf package, as ``simm/index/protobuf.py`` describes them."""
+"""The messages of ``indexer.v1`` by the real protobuf package, as ``simm/index/rpc/protobuf.py`` describes them."""
 
 from __future__ import annotations
 

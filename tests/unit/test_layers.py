@@ -77,7 +77,7 @@ ENGINES: Final = {
 }  # fmt: skip
 #: The one module that imports the libraries of an extra.
 EXTRAS: Final = {
-    "index.libraries": frozenset(("msgspec", "xxhash", "zmq")), "index.grpc_library": frozenset(("grpc",)),
+    "index.libraries": frozenset(("msgspec", "xxhash", "zmq")), "index.rpc.library": frozenset(("grpc",)),
     "index.lmcache.hash_library": frozenset(("blake3",)),
 }  # fmt: skip
 
@@ -302,7 +302,7 @@ def test_the_module_map_is_the_tree() -> None:
         ("connectors.keyspace", "import sglang", "setup.cfg does not name"),
         ("connectors.lmcache_values", "import lmcache", "setup.cfg does not name"),
         ("index.blocks", "import zmq", "setup.cfg does not name"),
-        ("index.rpcs", "import grpc", "setup.cfg does not name"),
+        ("index.rpc.rpcs", "import grpc", "setup.cfg does not name"),
         ("kv", "from .connectors import keyspace", "sibling"),
         ("index.blocks", "from ..connectors import keyspace", "sibling"),
         ("wire.messages", "eval('1')", "calls eval"),

@@ -12,8 +12,8 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 
 from simm.errors import UsageError
-from simm.index import protobuf
-from simm.index.protobuf import answer, question
+from simm.index.rpc import protobuf
+from simm.index.rpc.protobuf import answer, question
 from tests.support.indexer_messages import messages
 
 #: With a list of two parts, and fields that nobody knows, of each wire type.

@@ -19,11 +19,11 @@ pytest.importorskip("google.protobuf", reason="no protobuf")
 from simm.config.parsers import Address  # noqa: E402
 from simm.config.tokens import parse_tokens  # noqa: E402
 from simm.errors import SimmError  # noqa: E402
-from simm.index import rpcs as rpcs_module  # noqa: E402
 from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.events import Stored, Where  # noqa: E402
 from simm.index.keys import token_bytes  # noqa: E402
-from simm.index.rpcs import METHOD, SERVICE, Rpcs  # noqa: E402
+from simm.index.rpc import rpcs as rpcs_module  # noqa: E402
+from simm.index.rpc.rpcs import METHOD, SERVICE, Rpcs  # noqa: E402
 from simm.index.service import BODY_BYTES_MAX, Service  # noqa: E402
 from simm.index.sources import Registration  # noqa: E402
 from tests.support.indexer_messages import messages  # noqa: E402

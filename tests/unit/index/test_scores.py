@@ -16,9 +16,9 @@ from simm.index import scores as scores_module
 from simm.index.blocks import Blocks
 from simm.index.events import Stored, Where
 from simm.index.keys import request_keys, token_bytes
+from simm.index.prefixes import BITS, alike, tiers_of
 from simm.index.scores import Scores, score
 from simm.index.sources import TIERS, Registration, Space
-from simm.index.tiers import BITS, alike, tiers_of
 
 SPACE = Space("m", "", "default", "", 1)
 MEDIA = ["GPU", "CPU", "DISK", "STORAGE", "of nobody"]

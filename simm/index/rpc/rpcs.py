@@ -19,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 from urllib.parse import unquote
 
-from ..config.parsers import Address
-from ..config.tokens import Token
-from ..errors import SimmError, UsageError
-from ..net.http import CONNECTIONS_MAX
-from ..net.local_users import LocalUsers
-from ..net.peer_uid import HasClosed
-from ..wire.hello import token_fits
-from .grpc_library import grpc
+from ...config.parsers import Address
+from ...config.tokens import Token
+from ...errors import SimmError, UsageError
+from ...net.http import CONNECTIONS_MAX
+from ...net.local_users import LocalUsers
+from ...net.peer_uid import HasClosed
+from ...wire.hello import token_fits
+from ..service import BODY_BYTES_MAX, Service
+from ..sources import NO_INSTANCES
+from .library import grpc
 from .protobuf import answer, question
-from .service import BODY_BYTES_MAX, Service
-from .sources import NO_INSTANCES
 
-log = logging.getLogger("simm.index.rpcs")
+log = logging.getLogger("simm.index.rpc.rpcs")
 
 SERVICE: Final = "indexer.v1.IndexerService"
 METHOD: Final = "GetPodScores"
