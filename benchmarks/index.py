@@ -2,8 +2,8 @@
 
     python benchmarks/index.py [--blocks 200000] [--pods 8]
 
-Needs the extra ``index``. Times of ingest are processor time, so a busy machine changes them little; questions
-are wall time of a client in this process. Nothing is written.
+Needs the extra ``index``. Times of ingest and of calls are processor time, so a busy machine changes them little;
+requests over HTTP are wall time of a client, the server is a process of its own. Nothing is written.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import multiprocessing
 import random
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable
 
@@ -112,10 +112,36 @@ def quartiles(
     return first, middle, third
 
 
+def body_of(tokens: list[int], head: str = "") -> bytes:
+    """Return the body of a question."""
+    fields = {"model": "m", "token_ids": tokens, "block_size": SIZE}
+    return json.dumps({"id": head, **fields} if head else fields).encode()
+
+
+class Asker:
+    """A client that keeps its connection and does nothing else, as a router in a fast language."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.sock = socket.create_connection(address, 60)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, body: bytes) -> bytes:
+        """Return the body of the answer."""
+        head = b"POST /query HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        self.sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        found = b""
+        while True:
+            found += self.sock.recv(1 << 16)
+            head, gap, rest = found.partition(b"\r\n\r\n")
+            if gap and len(rest) == int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]):
+                return rest
+
+
 def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float, float, float]]]:
     """Return quartiles of a question: every pod has the first quarter of the prompt, and one has all of it."""
     index = Blocks()
-    prompt = [random.Random(3).randrange(150_000) for _ in range(tokens)]
+    rng = random.Random(3)
+    prompt = [rng.randrange(150_000) for _ in range(tokens)]
     for pod in range(pods):
         source: Source = index.register(Registration(f"pod-{pod}", "m", block_size=SIZE))
         mine = prompt[: tokens if pod == 0 else tokens // 4]
@@ -126,25 +152,55 @@ def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float
         batch = decode(payload)
         index.apply(source, batch.events, batch.rank)
     found = [("call, keys and scores", quartiles(lambda: score(index, SPACE, request_keys(prompt, SIZE)), times))]
-    loop = Loop()
     service = Service(index)
-    listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    Web(loop, listener, service.routes, posts=service.posts, body_max=BODY_BYTES_MAX)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    body = json.dumps({"model": "m", "token_ids": prompt, "block_size": SIZE}).encode()
+    body = body_of(prompt)
+    # Its last 128 token ids are new each time. For one that was never seen all text is, and the index has its blocks.
+    usual = [body_of(prompt[:-128] + [rng.randrange(150_000) for _ in range(128)]) for _ in range(times)]
+    unseen = [body_of(prompt, str(number)) for number in range(2 * times)]
+    hashes = json.dumps({"model": "m", "seq_hashes": request_keys(prompt, SIZE), "block_size": SIZE}).encode()
+    query = service.posts["/query"]
+    query(body)
+    for name, bodies in (("known, new tail", usual), ("known", [body] * times), ("never seen", unseen[:times])):
+        each = iter(bodies)
+        told = quartiles(lambda each=each: query(next(each)), times)  # type: ignore[misc]
+        found.append((f"POST body without HTTP, {name}", told))
+    found.append(("by hash, without HTTP", quartiles(lambda: service.posts["/query_by_hash"](hashes), times)))
 
-    def ask() -> None:
-        connection = http.client.HTTPConnection(host, port, timeout=60)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+
+    def serve() -> None:
+        loop = Loop()
+        server = Service(index)
+        Web(loop, listener, server.routes, posts=server.posts, body_max=BODY_BYTES_MAX, keep_s=60.0)
+        loop.run()
+
+    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
+    process.start()
+    asker = Asker(address)
+    kept = http.client.HTTPConnection(*address, timeout=60)
+
+    def by(connection: http.client.HTTPConnection) -> None:
         connection.request("POST", "/query", body, {"Content-Type": "application/json"})
         assert json.loads(connection.getresponse().read())["default"]["pod-0"]["longest_matched"] == tokens
+
+    def anew() -> None:
+        connection = http.client.HTTPConnection(*address, timeout=60)
+        by(connection)
         connection.close()
 
-    hashes = json.dumps({"model": "m", "seq_hashes": request_keys(prompt, SIZE), "block_size": SIZE}).encode()
-    found.append(("POST body without HTTP", quartiles(lambda: service.posts["/query"](body), times)))
-    found.append(("by hash, without HTTP", quartiles(lambda: service.posts["/query_by_hash"](hashes), times)))
-    found.append(("POST /query, new connection, wall time", quartiles(ask, times, time.perf_counter)))
+    try:
+        assert json.loads(asker.ask(body))["default"]["pod-0"]["longest_matched"] == tokens
+        for name, bodies in (("known, new tail", usual), ("never seen", unseen[times:])):
+            each = iter(bodies)
+            told = quartiles(lambda each=each: asker.ask(next(each)), times, time.perf_counter)  # type: ignore[misc]
+            found.append((f"POST /query, persistent connection, {name}, wall time", told))
+        for name, call in (("persistent", lambda: by(kept)), ("new", anew)):
+            told = quartiles(call, times, time.perf_counter)
+            found.append((f"POST /query, {name} connection of http.client, known, wall time", told))
+    finally:
+        process.terminate()
+        process.join()
     return found
 
 

@@ -32,6 +32,9 @@ from .sources import TIERS, U64, Registration, Source, Space
 from .streams import Stream
 
 BODY_BYTES_MAX: Final = 8 << 20
+#: Connections that are open, as routers keep several each; and for how long without a request, longer than routers do.
+CONNECTIONS_MAX: Final = 256
+KEEP_S: Final = 120.0
 #: Blocks of all holders that a dump has.
 DUMP_MAX: Final = 100_000
 #: Blocks of one question: a prompt of a million tokens in blocks of 16. Hashing more holds up all other questions.
@@ -460,4 +463,4 @@ def _real(body: Body, name: str, default: float, most: float) -> float:
     return float(value)
 
 
-__all__ = ["BODY_BYTES_MAX", "Service", "asking"]
+__all__ = ["BODY_BYTES_MAX", "CONNECTIONS_MAX", "KEEP_S", "Service", "asking"]

@@ -1,6 +1,7 @@
 """A minimal HTTP server on the event loop, for /metrics, /healthz, /readyz and a status page.
 
-It answers GET and HEAD, one request per connection, from functions that return at once. Requests are limited to
+It answers GET and HEAD from functions that return at once, one request per connection unless it has ``keep_s``.
+Requests are limited to
 ``REQUEST_BYTES_MAX``, connections to ``CONNECTIONS_MAX`` and ``DEADLINE_S``. The server reads no request bodies, but
 for those of POST where it has ``posts``. It reads one only when all checks of its head have passed, at most
 ``body_max`` bytes, and it must be declared to be JSON: a browser sends that to another origin only if it may.
@@ -23,6 +24,11 @@ With tokens, every page except / (a file), /healthz, /readyz and /leader require
 
 With ``users``, for a server on loopback whose requests are not for every user of the host, a token is one way, and a
 process of one of these users the other (``net/local_users.py``). Pages above and /metrics are for all.
+
+With ``keep_s`` a connection stays open for that time after an answer, for the next request (HTTP/1.1, persistent
+connections), unless the client says ``Connection: close``. It ends after a request that was refused, that has a body
+which nobody reads, or of which two servers might not agree where it ends. Requests that come before the answer wait for
+their turn. The oldest connection is then the one whose last request is the oldest.
 
 ``verbs`` answer methods that change something and have no body, as PUT and DELETE. A browser asks before it sends one
 of them to another origin, and gets no answer to that.
@@ -57,8 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("simm.net.http")
 
 REQUEST_BYTES_MAX: Final = 8 << 10
-#: A whole record of TLS: what OpenSSL would keep, no selector reports.
-_READ_BYTES: Final = 16 << 10
+#: At least a whole record of TLS, 16 KiB: what OpenSSL would keep, no selector reports.
+_READ_BYTES: Final = 64 << 10
 CONNECTIONS_MAX: Final = 64
 UNSENT_BYTES_MAX: Final = 16 << 20
 #: What the kernel keeps of an answer, in no limit of this process.
@@ -98,10 +104,11 @@ Verb = Callable[[str], Page | None]
 class _Client:
     """A connection: the request so far, then the part of the answer that is not sent yet.
 
-    ``body``: where the body of a POST begins, how long it is, and who takes it.
+    ``body``: where the body of a POST begins, how long it is, and who takes it. ``keep``: it stays open after the
+    answer. ``idle``: it waits for the next request.
     """
 
-    __slots__ = ("body", "deadline", "incoming", "outgoing", "sock")
+    __slots__ = ("body", "deadline", "idle", "incoming", "keep", "outgoing", "sock")
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
@@ -109,6 +116,8 @@ class _Client:
         self.incoming = bytearray()
         self.outgoing = memoryview(b"")
         self.body: tuple[int, int, Post] | None = None
+        self.keep = False
+        self.idle = False
 
 
 class Web:
@@ -118,7 +127,8 @@ class Web:
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
         tokens: Sequence[Token] = (), tls: Context | None = None, *,
         posts: Mapping[str, Post] | None = None, body_max: int = 0, verbs: Mapping[str, Verb] | None = None,
-        basic: bool = False, users: LocalUsers | None = None,
+        basic: bool = False, users: LocalUsers | None = None, keep_s: float = 0.0,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
@@ -127,6 +137,8 @@ class Web:
         self._verbs: Mapping[str, Verb] = {} if verbs is None else verbs
         self._basic = basic
         self._users = users
+        self._keep_s = keep_s
+        self._connections_max = connections_max
         self._tokens = tokens
         self._tls = tls
         self._listener = listener
@@ -153,9 +165,12 @@ class Web:
     def _take(self, sock: socket.socket, _address: Any) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        if len(self._clients) >= CONNECTIONS_MAX:
+        if self._keep_s:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self._clients) >= self._connections_max:
             self.displaced += 1
-            self._drop(next(iter(self._clients)), abort=True)
+            oldest = next(iter(self._clients))
+            self._drop(oldest, abort=not oldest.idle)
         client = _Client(sock, self.loop.now + DEADLINE_S)
         self._clients[client] = None
         if self._tls is None:
@@ -195,45 +210,64 @@ class Web:
             self._drop(client)
             return
         client.incoming += data
+        if client.idle:
+            client.idle = False
+            client.deadline = self.loop.now + DEADLINE_S
+            self._clients[client] = self._clients.pop(client)
         if client.body is not None:
             self._read_body(client)
-            return
-        end = client.incoming.find(b"\r\n\r\n")
+        else:
+            self._parse(client)
+
+    def _parse(self, client: _Client) -> None:
+        """Answer what has come, if it is a whole request."""
+        client.keep = False
+        end = client.incoming.find(b"\r\n\r\n", 0, REQUEST_BYTES_MAX + 4)
         if end < 0:
             if len(client.incoming) > REQUEST_BYTES_MAX:
                 self._answer(client, Page("request too large\n", TEXT, 431), False)
             return
-        head = bytes(client.incoming[:end])
-        if self._posts and head.startswith(b"POST "):
-            self._begin_body(client, head, end + 4)
-            return
-        method, page = self._page(client, head)
-        self._answer(client, page, method == "HEAD")
-
-    def _begin_body(self, client: _Client, head: bytes, start: int) -> None:
-        """Check the head of a POST, and read its body."""
-        lines = head.decode("latin-1").split("\r\n")
+        lines = client.incoming[:end].decode("latin-1").split("\r\n")
         words = lines[0].split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             self._answer(client, Page("not HTTP\n", TEXT, 400), False)
             return
-        target = words[1].partition("?")[0]
+        method, target = words[0], words[1].partition("?")[0]
+        headers, clear = _headers(lines[1:])
+        client.keep = (
+            self._keep_s > 0 and clear and words[2] == "HTTP/1.1"
+            and "close" not in [each.strip() for each in headers.get("connection", "").lower().split(",")]
+        )  # fmt: skip
+        if self._posts and method == "POST":
+            self._begin_body(client, target, headers, end + 4)
+            return
+        del client.incoming[: end + 4]
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            client.keep = False
+        page = self._page(client, method, target, headers)
+        if page.status >= 400:
+            client.keep = False
+        self._answer(client, page, method == "HEAD")
+
+    def _begin_body(self, client: _Client, target: str, headers: Mapping[str, str], start: int) -> None:
+        """Check the head of a POST, and read its body."""
         post = self._posts.get(target)
-        length = _header(lines[1:], "content-length")
-        refused = self._refused(client, target, lines[1:])
+        length = headers.get("content-length", "")
+        refused = self._refused(client, target, headers)
         if post is None:
             refused = Page("POST goes to: " + " ".join(sorted(self._posts)) + "\n", TEXT, 404)
-        elif refused is None and _header(lines[1:], "content-type").partition(";")[0].strip().lower() != _JSON:
+        elif refused is None and headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
             refused = Page(f"Content-Type: {_JSON} is required\n", TEXT, 415)
-        elif refused is None and (_header(lines[1:], "transfer-encoding") or not re.fullmatch(r"[0-9]{1,12}", length)):
+        elif refused is None and ("transfer-encoding" in headers or not re.fullmatch(r"[0-9]{1,12}", length)):
             refused = Page("one Content-Length is required\n", TEXT, 411)
         elif refused is None and int(length) > self._body_max:
             refused = Page(f"a body has at most {self._body_max} bytes\n", TEXT, 413)
         if refused is not None or post is None:
+            client.keep = False
             self._answer(client, refused or Page("", TEXT, 404), False)
             return
         client.body = start, int(length), post
-        if _header(lines[1:], "expect").lower() == "100-continue" and len(client.incoming) == start:
+        if headers.get("expect", "").lower() == "100-continue" and len(client.incoming) == start:
             with contextlib.suppress(OSError):
                 client.sock.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._read_body(client)
@@ -252,16 +286,19 @@ class Web:
                     unread -= len(each.incoming)
                     self._drop(each, abort=True)
             return
-        body = bytes(client.incoming[start : start + length])
-        client.incoming = bytearray()
+        with memoryview(client.incoming) as whole:
+            body = bytes(whole[start : start + length])
+        del client.incoming[: start + length]
+        client.body = None
         try:
             page = post(body)
         except Exception:
             log.exception("a POST failed")
             page = Page("internal error\n", TEXT, 500)
+            client.keep = False
         self._answer(client, page, False)
 
-    def _refused(self, client: _Client, target: str, headers: list[str]) -> Page | None:
+    def _refused(self, client: _Client, target: str, headers: Mapping[str, str]) -> Page | None:
         """Return the page for who may not ask for ``target``; None for others."""
         if self._loopback and target not in PROBES and not _names_this_host(headers):
             return Page("open this page as localhost, or by its address\n", TEXT, 403)
@@ -277,34 +314,29 @@ class Web:
             return Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)
         return None
 
-    def _page(self, client: _Client, head: bytes) -> tuple[str, Page]:
-        lines = head.decode("latin-1").split("\r\n")
-        words = lines[0].split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            return "", Page("not HTTP\n", TEXT, 400)
-        method, target = words[0], words[1].partition("?")[0]
+    def _page(self, client: _Client, method: str, target: str, headers: Mapping[str, str]) -> Page:
         if method in self._verbs:
-            return method, self._done(client, self._verbs[method], target, lines[1:])
+            return self._done(client, self._verbs[method], target, headers)
         if method not in ("GET", "HEAD"):
-            return method, Page("only GET and HEAD\n", TEXT, 405)
+            return Page("only GET and HEAD\n", TEXT, 405)
         route = self.routes.get(target)
         if route is None:
-            return method, Page("pages: " + " ".join(sorted(self.routes)) + "\n", TEXT, 404)
-        refused = self._refused(client, target, lines[1:])
+            return Page("pages: " + " ".join(sorted(self.routes)) + "\n", TEXT, 404)
+        refused = self._refused(client, target, headers)
         if refused is not None:
-            return method, refused
+            return refused
         try:
             found = route()
             if isinstance(found, metrics.Samples):
-                openmetrics = metrics.wants_openmetrics(_header(lines[1:], "accept"))
+                openmetrics = metrics.wants_openmetrics(headers.get("accept", ""))
                 kind = metrics.OPENMETRICS if openmetrics else metrics.TEXT
                 found = Page(found.text(openmetrics=openmetrics), kind)
-            return method, found
+            return found
         except Exception:
             log.exception("page %s failed", target)
-            return method, Page("internal error\n", TEXT, 500)
+            return Page("internal error\n", TEXT, 500)
 
-    def _done(self, client: _Client, verb: Verb, target: str, headers: list[str]) -> Page:
+    def _done(self, client: _Client, verb: Verb, target: str, headers: Mapping[str, str]) -> Page:
         """Return the answer to a method that changes something."""
         refused = self._refused(client, target, headers)
         if refused is not None:
@@ -315,37 +347,35 @@ class Web:
             log.exception("%s failed", target)
             return Page("internal error\n", TEXT, 500)
 
-    def _allowed(self, headers: list[str]) -> bool:
-        for line in headers:
-            name, _, value = line.partition(":")
-            scheme, _, given = value.strip().partition(" ")
-            if name.lower() != "authorization":
-                continue
-            secret = given.strip().encode("latin-1")
-            if scheme.lower() == "basic" and self._basic:
-                try:
-                    secret = base64.b64decode(secret, validate=True).partition(b":")[2]
-                except binascii.Error:
-                    return False
-            elif scheme.lower() != "bearer":
-                continue
-            return token_fits([token.secret.encode() for token in self._tokens], secret)
-        return False
+    def _allowed(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        secret = given.strip().encode("latin-1")
+        if scheme.lower() == "basic" and self._basic:
+            try:
+                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        return token_fits([token.secret.encode() for token in self._tokens], secret)
 
     def _answer(self, client: _Client, page: Page, head_only: bool) -> None:
         body = page.body.encode()
         extra = "".join(f"{name}: {value}\r\n" for name, value in page.headers)
         extra += "WWW-Authenticate: Bearer\r\n" if page.status == 401 else ""
+        close = "" if client.keep else "Connection: close\r\n"
         head = (
             f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\n"
             f"Content-Type: {page.content_type}\r\nContent-Length: {len(body)}\r\n"
-            f"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n{extra}Connection: close\r\n\r\n"
+            f"Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n{extra}{close}\r\n"
         ).encode()
         client.outgoing = memoryview(head if head_only else head + body)
+        if self._send(client):
+            self._sent(client, watched=True)
+            return
         self.loop.unwatch(client.sock)
         # Not loop.watch(), which waits for input: only output is left.
         self.loop.selector.register(client.sock, selectors.EVENT_WRITE, lambda _mask: self._writable(client))
-        self._writable(client)
         unsent = sum(len(each.outgoing) for each in self._clients)
         for each in list(self._clients):
             if unsent <= UNSENT_BYTES_MAX:
@@ -356,14 +386,46 @@ class Web:
                 self._drop(each, abort=True)
 
     def _writable(self, client: _Client) -> None:
+        if self._send(client):
+            self.loop.unwatch(client.sock)
+            self._sent(client, watched=False)
+
+    @staticmethod
+    def _send(client: _Client) -> bool:
+        """Send what the kernel takes. Return True if nothing is left."""
         try:
             while client.outgoing:
                 client.outgoing = client.outgoing[client.sock.send(client.outgoing) :]
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
-            pass
-        self._drop(client)
+            client.outgoing = memoryview(b"")
+            client.keep = False
+        return True
+
+    def _sent(self, client: _Client, *, watched: bool) -> None:
+        """Drop a connection that has its answer, or wait for its next request."""
+        if not client.keep:
+            self._drop(client)
+            return
+        self._clients[client] = self._clients.pop(client)
+        if client.incoming:
+            # A turn of its own, as others come between; until then no more is read.
+            client.deadline = self.loop.now + DEADLINE_S
+            if watched:
+                self.loop.unwatch(client.sock)
+            self.loop.call_later(0.0, lambda: self._next(client))
+            return
+        client.idle = True
+        client.deadline = self.loop.now + self._keep_s
+        if not watched:
+            self.loop.watch(client.sock, lambda _mask: self._readable(client))
+
+    def _next(self, client: _Client) -> None:
+        """Answer a request that came with the one before it."""
+        if client in self._clients:
+            self.loop.watch(client.sock, lambda _mask: self._readable(client))
+            self._parse(client)
 
     def _drop(self, client: _Client, *, abort: bool = False) -> None:
         if client not in self._clients:
@@ -382,32 +444,40 @@ class Web:
     def _maintain(self) -> None:
         for client in list(self._clients):
             if self.loop.now > client.deadline:
-                self._drop(client, abort=True)
+                self._drop(client, abort=not client.idle)
 
 
-def _header(headers: list[str], wanted: str) -> str:
-    """Return the values of a header, separated by commas; "" if there is none."""
-    found = (line.partition(":") for line in headers)
-    return ",".join(value.strip() for name, _, value in found if name.strip().lower() == wanted)
+def _headers(lines: Sequence[str]) -> tuple[dict[str, str], bool]:
+    """Return the values by their names in lower case, those of one name separated by commas, and whether all is clear.
+
+    It is not where a name has blanks around it, as a proxy may read such a line otherwise.
+    """
+    found: dict[str, str] = {}
+    clear = True
+    for line in lines:
+        name, _, value = line.partition(":")
+        plain = name.strip().lower()
+        clear = clear and len(plain) == len(name)
+        value = value.strip()
+        found[plain] = f"{found[plain]},{value}" if plain in found else value
+    return found, clear
 
 
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def _names_this_host(headers: list[str]) -> bool:
+def _names_this_host(headers: Mapping[str, str]) -> bool:
     """Return False if a Host header names what may be another host's page. HTTP/1.0 needs none."""
-    for line in headers:
-        name, _, value = line.partition(":")
-        if name.strip().lower() != "host":
-            continue
-        found = _HOST.fullmatch(value.strip())
-        if found is None:
-            return False
-        host = (found["six"] or found["host"]).lower().rstrip(".")
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            if host not in ("localhost", socket.gethostname().lower()) and not host.endswith(".localhost"):
-                return False
+    given = headers.get("host")
+    if given is None:
+        return True
+    found = _HOST.fullmatch(given)
+    if found is None:
+        return False
+    host = (found["six"] or found["host"]).lower().rstrip(".")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("localhost", socket.gethostname().lower()) or host.endswith(".localhost")
     return True

@@ -8,8 +8,8 @@ Members of the data server's ``--group`` are not let in for that: of a TCP conne
 and to ask a directory service for the user's groups could stop the server. Besides, by TCP a client moves shards and
 drains servers; the worker's socket, which the group may use, takes no such request of it.
 
-``simm index`` asks the same on loopback (``net/http.py``, ``index/rpcs.py``): its requests change what it tells, and
-ask the store.
+``simm index`` asks the same on loopback (``net/http.py``, ``index/rpc/rpcs.py``): its requests change what it tells,
+and ask the store.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..index.lmcache.hashes import namers
     from ..index.lmcache.servers import Servers
     from ..index.publishers import Publishers
-    from ..index.service import BODY_BYTES_MAX, Service, asking
+    from ..index.service import BODY_BYTES_MAX, CONNECTIONS_MAX, KEEP_S, Service, asking
     from ..net.http import Web
     from ..net.listeners import bound_address, open_listener
     from ..net.loop import Loop
@@ -146,7 +146,8 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         listener = open_listener(at, "--at")
         address = bound_address(listener)
         web = Web(loop, listener, service.routes, tokens, posts=service.posts, body_max=BODY_BYTES_MAX,
-                  verbs=service.verbs, basic=True, users=local)  # fmt: skip
+                  verbs=service.verbs, basic=True, users=local, keep_s=KEEP_S,
+                  connections_max=CONNECTIONS_MAX)  # fmt: skip
         stack.callback(web.close)
         loop.call_every(1.0, servers.expire)
         more = ""

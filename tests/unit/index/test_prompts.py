@@ -95,7 +95,7 @@ def test_questions_are_read_as_if_nothing_was_remembered(bytes_max: int) -> None
 
 @pytest.mark.parametrize("behind", ['1], "token_ids": [9, 9]}', '1], "token_\\u0069ds": [9]}', " ]}"])
 def test_what_is_behind_the_pieces_can_change_them(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that is named again counts, and a comma too many is a mistake. The control is a reader that ignores it."""
+    """A field that is named again counts, a comma too many is a mistake. The control is a reader that sees neither."""
     begin = '{"token_ids":  [' + "1234567," * (2 * PIECE // 8 - 2)
     assert len(begin) == 2 * PIECE, "a piece ends behind a comma"
     plain, other = f"{begin}1]}}".encode(), f"{begin}{behind}".encode()
