@@ -28,7 +28,7 @@ from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
 from .prefixes import BITS, MOST, leading
 from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
-from .table import GROWTH, Owners, Slots, Table
+from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
@@ -221,6 +221,9 @@ class Blocks:
     def _apply(self, source: Source, events: Sequence[Event], rank: int | None) -> None:
         of = source.registration.rank
         for event in events:
+            late = self._late
+            if late is not None and event.where is late.like.where and self._again(late, source, event, rank):
+                continue
             if not isinstance(event, Stored) or event.tokens is None:
                 self._flush()
             told = event.where.rank if event.where.rank is not None else rank
@@ -234,6 +237,38 @@ class Blocks:
                     self._cleared(source, event)
             except _Ignored as why:
                 source.ignored[str(why)] += 1
+
+    def _again(self, late: Late, source: Source, event: Event, told: int | None) -> bool:
+        """Collect an event that is as the first one of those collected. Return False if it is not, and nothing is done.
+
+        So what :meth:`_stored` finds out for each event is found out for the first of many alone.
+        """
+        if (
+            not isinstance(event, Stored) or late.source is not source or event.block_size != late.like.block_size
+            or event.tokens is None or event.extras or source.waiting
+        ):  # fmt: skip
+            return False
+        of, mine = source.registration.rank, event.where.rank
+        names, known = event.hashes, late.names
+        count, size = len(names), late.holder.space.block_size
+        if (
+            (of if of is not None else (mine if mine is not None else told) or 0) != late.rank
+            or len(event.tokens) != 4 * size * count or source.blocks + late.count + count > BLOCKS_MAX
+        ):  # fmt: skip
+            return False
+        key: int | None = None
+        if event.parent is None:
+            if late.copies or late.like.parent is not None:
+                return False
+        else:
+            key, holder = self._parent(event.parent, late.lane)
+            if holder is not late.holder or late.copies != (source.registration.type == "vllm"):
+                return False
+        if not known.keys().isdisjoint(names) or (count > 1 and len(set(names)) < count):
+            return False
+        known.update(zip(names, chain(event.tokens, size, parent=key, seed=self.seed)))
+        late.count += count
+        return True
 
     def _cleared(self, source: Source, event: Cleared) -> None:
         self.clear(source, event.where.tenant if source.registration.store else None)
@@ -312,7 +347,7 @@ class Blocks:
         if names:
             # vLLM tells of each copy. But without a parent it may only report once more what it has.
             copies = source.registration.type == "vllm" and event.parent is not None
-            self._collect(source, holder, lane, tier, names, keys, copies)
+            self._collect(Late(source, holder, lane, tier, copies, {}, event, rank), names, keys)
         return True
 
     def _parent(self, name: int, lane: int) -> tuple[int | None, Holder | None]:
@@ -326,29 +361,26 @@ class Blocks:
         columns = self._aliases.columns
         return int(columns["key"][slot]), self._holders.get(int(columns["holder"][slot]))
 
-    def _collect(
-        self, source: Source, holder: Holder, lane: int, tier: int, names: Sequence[int], keys: Sequence[int],
-        copies: bool,
-    ) -> None:  # fmt: skip
+    def _collect(self, mine: Late, names: Sequence[int], keys: Sequence[int]) -> None:
         """Add blocks, together with those of other events that are alike: numpy wants many at once."""
         late = self._late
         if late is not None and (
-            (late.holder, late.lane, late.tier, late.copies) != (holder, lane, tier, copies)
+            (late.holder, late.lane, late.tier, late.copies) != (mine.holder, mine.lane, mine.tier, mine.copies)
             # A name that is given again means two things, one after the other; a copy is counted too.
             or not late.names.keys().isdisjoint(names)
         ):
             self._flush()
             late = None
         if late is None:
-            late = self._late = Late(source, holder, lane, tier, copies, {})
+            late = self._late = mine
         late.names.update(zip(names, keys))
         if len(late.names) != late.count + len(names):  # within one event
             for name in names:
                 late.names.pop(name, None)
             self._flush()
             for name, key in zip(names, keys):
-                self._alias([name], lane, [key], holder)
-                self._hold(source, holder, [key], tier, copies)
+                self._alias([name], mine.lane, [key], mine.holder)
+                self._hold(mine.source, mine.holder, [key], mine.tier, mine.copies)
             return
         late.count += len(names)
 
@@ -412,7 +444,7 @@ class Blocks:
         table = self._aliases
         table.reserve(len(names))
         mine, whole = np.array(names, np.uint64), np.array(keys, np.uint64)
-        if len(names) < _VECTOR or not _all_different(mine):
+        if len(names) < _VECTOR or not all_different(mine):
             for name, key in zip(names, keys):
                 slot = table.find_one(name, lane)
                 if slot < 0:
@@ -443,7 +475,7 @@ class Blocks:
         table.reserve(len(keys), _GROWTH if 4 * self._aliases.entries < table.entries else GROWTH)
         counts = table.columns["counts"]
         mine = np.array(keys, np.uint64)
-        if len(keys) < _VECTOR or not _all_different(mine):
+        if len(keys) < _VECTOR or not all_different(mine):
             for key in keys:
                 slot = table.find_one(key, holder.id)
                 if slot < 0:
@@ -552,23 +584,11 @@ class Blocks:
             units: dict[str | int, list[Holder]] = {}
             for holder in self.spaces.get(space, {}).values():
                 if not holder.source.stale:
-                    units.setdefault(_unit(holder), []).append(holder)
+                    units.setdefault(holder.unit, []).append(holder)
             ids = [[each.id for each in unit] for unit in units.values()]
             found = leading(self._held, ids, np.asarray(keys, np.uint64))
             return [pair for unit, counts in zip(units.values(), found) for pair in zip(unit, counts)]
 
 
-def _unit(holder: Holder) -> str | int:
-    """Return what has a prefix together: hosts of one pool do, an engine's ranks and groups do not."""
-    told = holder.source.registration
-    return (told.pool or told.instance) if told.store else holder.id
-
-
 class _Ignored(Exception):
     """Why an event is not counted."""
-
-
-def _all_different(keys: U64) -> bool:
-    """Return whether no key comes twice. O(keys log keys)."""
-    inorder = np.sort(keys)
-    return bool((inorder[1:] != inorder[:-1]).all())

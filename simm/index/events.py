@@ -1,8 +1,9 @@
 """What publishers say, in every form that they say it: vLLM, SGLang, LMCache through vLLM, and Mooncake's RFC 1527.
 
 A message is MessagePack: an array of a time, a list of events, and a data-parallel rank. An event is a map with a
-``type``, or with an ``event_type`` in RFC 1527, or an array that begins with the type. Each event is decoded by itself,
-so a wrong one stops no other. Everything is bounded before it is believed: sizes, depth, counts, types, ranges.
+``type``, or with an ``event_type`` in RFC 1527, or an array that begins with the type. A message of maps is decoded at
+once. If that fails, each event is decoded by itself, so a wrong one stops no other. Everything is bounded before it is
+believed: sizes, depth, counts, types, ranges.
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class _Map(msgspec.Struct, gc=False):
     dp_rank: int | None = None
 
 
+#: What events have said of their blocks, as nearly all of a publisher say the same.
+_PLACES_MAX: Final = 4096
+_places: dict[tuple[str | int | None, ...], Where] = {}
+
 #: Fields of the array forms, behind the type.
 _ARRAYS: Final = {
     "BlockStored": (
@@ -153,6 +158,7 @@ _STANDARD: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared
 _message = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(_PARTS_MAX)])
 _events = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _most(EVENTS_MAX)])
 _map = msgspec.msgpack.Decoder(_Map)
+_maps = msgspec.msgpack.Decoder(Annotated[list[_Map], _most(EVENTS_MAX)])
 _number = msgspec.msgpack.Decoder(int | float | None)
 _FAILURES: Final = (msgspec.MsgspecError, RecursionError, MemoryError, ValueError, UnicodeError)
 
@@ -171,13 +177,14 @@ def decode(payload: bytes | memoryview) -> Batch:
         if len(parts) < 2:
             raise BadEvent("a message has a time and events")
         _number.decode(parts[0])
-        raws = _events.decode(parts[1])
+        events = _all_maps(parts[1])
+        raws = _events.decode(parts[1]) if events is None else ()
         rank = _number.decode(parts[2]) if len(parts) > 2 else None
     except _FAILURES as exc:
         raise BadEvent(f"no message: {exc}") from None
     if isinstance(rank, float) or (rank is not None and not 0 <= rank < RANK_MAX):
         raise BadEvent(f"{rank!r} is no rank")
-    batch = Batch([], rank, [])
+    batch = Batch(events or [], rank, [])
     for raw in raws:
         try:
             batch.events.append(_event(_fields(raw)))
@@ -190,6 +197,14 @@ def decode(payload: bytes | memoryview) -> Batch:
         if any(name in bytes(raw) for name in (b"emoved", b"leared")):
             batch = batch._replace(doubtful=True)
     return batch
+
+
+def _all_maps(raw: Any) -> list[Event] | None:
+    """Return the events of a list that are all maps and can all be believed; None for others."""
+    try:
+        return [_event(fields) for fields in _maps.decode(raw)]
+    except (BadEvent, *_FAILURES):
+        return None
 
 
 def _fields(raw: Any) -> _Map:
@@ -208,7 +223,16 @@ def _fields(raw: Any) -> _Map:
 
 def _event(fields: _Map) -> Event:
     name = fields.type or _STANDARD.get(fields.event_type or "")
-    where = _where(fields)
+    said = (
+        fields.medium, fields.lora_name, fields.lora_id, fields.group_idx, fields.kv_cache_spec_kind, fields.cache_salt,
+        fields.model_name, fields.tenant_id, fields.locality, fields.ownership, fields.backend_id, fields.dp_rank,
+        fields.additional_salt,
+    )  # fmt: skip
+    where = _places.get(said)
+    if where is None:
+        if len(_places) >= _PLACES_MAX:
+            _places.clear()
+        where = _places[said] = _where(fields)
     if name == "AllBlocksCleared":
         return Cleared(where)
     if name not in ("BlockStored", "BlockRemoved"):
@@ -234,8 +258,10 @@ def _event(fields: _Map) -> Event:
     parent = fields.parent_hash if standard else fields.parent_block_hash
     if standard and parent is None and fields.base_block_idx is None and tokens is not None:
         raise BadEvent("blocks that are nowhere in a prompt: neither parent_hash nor base_block_idx")
-    salt, extras = _extras(fields.extra_keys, where, parent is None)
-    where = where if salt is None else where._replace(salt=salt)
+    extras: tuple[bytes, ...] = ()
+    if fields.extra_keys:
+        salt, extras = _extras(fields.extra_keys, where, parent is None)
+        where = where if salt is None else where._replace(salt=salt)
     return Stored(hashes, None if parent is None else _hash(parent), tokens, size, where, standard, extras)
 
 

@@ -113,6 +113,12 @@ class Holder:
     node: str
     blocks: int = 0
 
+    @property
+    def unit(self) -> str | int:
+        """What has a prefix together: hosts of one pool do, an engine's ranks and groups do not."""
+        told = self.source.registration
+        return (told.pool or told.instance) if told.store else self.id
+
 
 @dataclass(eq=False)
 class Parked:
@@ -178,4 +184,7 @@ class Late:
     tier: int
     copies: bool
     names: dict[int, int]
+    #: The first of their events, and its rank: others that say the same are collected without a look at all else.
+    like: Stored
+    rank: int
     count: int = 0

@@ -48,6 +48,12 @@ def _bits(lanes: NDArray[np.bool_]) -> NDArray[np.uint8]:
     return np.packbits(lanes.reshape(-1), bitorder="little")
 
 
+def all_different(keys: Keys) -> bool:
+    """Return whether no key comes twice. O(keys log keys)."""
+    inorder = np.sort(keys)
+    return bool((inorder[1:] != inorder[:-1]).all())
+
+
 class Table:
     """See above. Not thread-safe.
 
@@ -313,4 +319,4 @@ class Table:
                 self.columns[name][slot] = column[at]
 
 
-__all__ = ["BUCKET", "EMPTY", "GONE", "Keys", "Owners", "Slots", "Table"]
+__all__ = ["BUCKET", "EMPTY", "GONE", "Keys", "Owners", "Slots", "Table", "all_different"]
