@@ -180,7 +180,8 @@ class Table:
         self._undo_image = undo[8 : 8 + SLOT_BYTES]
         self._rows, self._digests = rows, rows[:, 1:3].view(DIGEST_FIELD)[:, 0]
         #: Where others are told what comes and goes (``arena/events/ring.py``); None: nobody is.
-        self.events: EventRing | None = None
+        self._events: EventRing | None = None
+        self._put_by: Callable[[int], None] | None = None
         self._pack_body = SLOT_BODY.pack_into
         #: Mask of used ways by set: private, rebuilt by recover().
         self._used = bytearray(geometry.sets)
@@ -324,14 +325,24 @@ class Table:
             used[first] = mask | 1 << way
             self.entries += 1
         tags[slot] = tag  # of an overwritten slot too: its digest may be one that somebody else has put there
-        if (told := self.events) is not None:
-            told.put_by.append(slot)
+        if (put_by := self._put_by) is not None:
+            put_by(slot)
         return old, offset, slot
+
+    @property
+    def events(self) -> EventRing | None:
+        """Where others are told what comes and goes; None: nobody is."""
+        return self._events
+
+    @events.setter
+    def events(self, ring: EventRing | None) -> None:
+        self._events = ring
+        self._put_by = None if ring is None else ring.put_by.append  # bound once: it is called for each PUT
 
     def tell(self) -> None:
         """Tell others what was published since the last call, as far as it is still there. O(that), by numpy."""
-        if self.events is not None:
-            self.events.tell(self._rows)
+        if self._events is not None:
+            self._events.tell(self._rows)
 
     def clear(self, slot: int) -> None:
         """Empty a slot. Its chunk may be reused only after the return."""
@@ -339,8 +350,8 @@ class Table:
         at = slot * SLOT_WORDS
         seq = words[at]
         start = slot * SLOT_BYTES + 8
-        if self.events is not None:
-            self.events.removed_one(self._slots[start : start + DIGEST_BYTES])
+        if self._events is not None:
+            self._events.removed_one(self._slots[start : start + DIGEST_BYTES])
         words[at] = seq | 1
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
         words[at] = self._high | (seq + 2) & SEQ_MASK
@@ -366,8 +377,8 @@ class Table:
         at = np.array(slots)
         if self._offsets[at].tolist() != offsets:
             raise CorruptionError(f"slots {slots} name other chunks than their own")
-        if self.events is not None:
-            self.events.removed(self._digests[at])
+        if self._events is not None:
+            self._events.removed(self._digests[at])
         seqs = self._seqs[at]
         self._seqs[at] = seqs | _ODD
         self._bodies[at] = _NO_BODY
@@ -479,8 +490,8 @@ class Table:
         """Empty a slot, of which nothing is believed. Its chunk may be reused only after the return."""
         self.clear(slot)
         self._restore(slot, _EMPTY_BODY)
-        if self.events is not None:
-            self.events.anew()  # the digest that was there is not known
+        if self._events is not None:
+            self._events.anew()  # the digest that was there is not known
 
     def live(self) -> LiveSlots:
         """Return all live slots in order, with the fields that recovery needs. O(slots), by numpy."""

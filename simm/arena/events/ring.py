@@ -106,7 +106,7 @@ STORED, REMOVED, SHARD, NAMESPACE, CLOSED, ANEW = range(1, 7)
 #: Positions of the header's words. MAGIC is stored last.
 _MAGIC, _VERSION, _CAPACITY, _HEAD, _RESERVED = range(5)
 #: Records that are reserved at a time, at least.
-RESERVE: Final = 256
+RESERVE: Final = 1024
 #: A worker tells what it is about to remove, so many entries at most, before it removes any of them. So whoever looks
 #: at the table applies this many records from before its look too.
 LOOKBACK: Final = 1 << 14
@@ -165,6 +165,7 @@ class EventRing:
         #: What a predecessor had reserved, as it may have stored something there.
         self._reserved_before = min(words[_RESERVED], self.head + LOOKBACK)
         #: Slots of the table whose entries are to be told as stored. "L", as an append of it costs half of one of "q".
+        #: It is always the same object: the table appends to it.
         self.put_by = array("L")
 
     def anew(self) -> None:
@@ -219,7 +220,8 @@ class EventRing:
         """Tell the entries that were put by, from the slots as they are now, rows of eight words each. O(those)."""
         if not self.put_by:
             return
-        slots, self.put_by = np.frombuffer(self.put_by, np.int64), array("L")
+        slots = np.array(self.put_by).view(np.int64)
+        del self.put_by[:]
         while len(slots):
             head = self.head
             at = head & self._mask

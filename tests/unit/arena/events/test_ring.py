@@ -127,10 +127,10 @@ def test_a_successor_does_not_believe_what_its_predecessor_made_ready() -> None:
     """Records behind the end may be of any kind, and what was reserved for them stays so for slow readers."""
     memory = new_ring()
     ring, reader = EventRing(memory), RingReader(memory)
-    ring.put_by.extend(range(1000))
-    ring.tell(images(list(range(1, 1001))))
+    ring.put_by.extend(range(5000))
+    ring.tell(images(list(range(1, 5001))))
     words = memory[:HEADER_BYTES].cast("Q")
-    words[3] -= 900  # it died before the end of its last telling
+    words[3] -= 4900  # it died before the end of its last telling
     reserved = words[4]
     ring = EventRing(memory)
     ring.anew()
