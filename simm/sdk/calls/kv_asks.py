@@ -17,16 +17,20 @@ class Asks(StorePart):
 
     def load_ms(self, keys: Sequence[str]) -> float:
         """Return how long getting these values with one call is expected to take, in milliseconds, as far as they are
-        stored; 0.0 if none is, or if that cannot be found out."""
+        stored; 0.0 if none is, or if that cannot be found out. Of a closed store INVALID_ARGUMENT: no time is negative.
+        """
+        if self._client is None:
+            self._refuse(len(keys), "the store is closed")
+            return float(Code.INVALID_ARGUMENT)
         client, digests, _, _ = self._checked(keys)
-        if client is None:
+        if client is None:  # no key is valid
             return 0.0
         try:
             expected_ms: float = client.load_ms_digests(digests)
             return expected_ms
         except UsageError as exc:  # another thread has just closed it
             self._refuse(len(digests), "%s", exc)
-            return 0.0
+            return float(Code.INVALID_ARGUMENT)
 
     def prefix(self, keys: Sequence[str], group: int = 1) -> int:
         """Return how many leading keys are stored now, a multiple of ``group``; 0 if that cannot be found out."""

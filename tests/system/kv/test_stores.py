@@ -123,6 +123,7 @@ def test_a_closed_store_answers_without_raising(cluster: Any, namespace: str) ->
         assert closed.exists("k") is False
         assert closed.mexists(["k", "l"]) == [False, False]
         assert closed.mput(["k"], [view]) == [bad]
+        assert closed.load_ms(["k"]) == asyncio.run(closed.load_ms_async(["k"])) == bad
         assert asyncio.run(closed.put_async("k", view)) == bad
         assert asyncio.run(closed.mexists_async(["k"])) == [False]
         assert closed.stats()["rejected"] > 0
