@@ -144,8 +144,9 @@ class StorePins(ArenaPins):
     def end(self) -> None:
         self.views.clear()
 
-    def addresses(self) -> None:
-        return None
+    def note_addresses(self, addresses: list[int]) -> bool:
+        """Return False: each read goes by way of :meth:`read`."""
+        return False
 
 
 class StorePinner(Pinner):
