@@ -5,7 +5,7 @@
 
 The bar: the first layer is there, the pin included, after 1/layers + 10 % of the time of the whole load. A whole load
 is one ``get_into_many`` of all pages. Bursts alternate, and the median of the pairs' ratios is the result, with the
-quartiles beside it. All buffers have been touched before.
+quartiles beside it. All buffers have been touched before. ``SIMM_COPY_THREADS`` says how many threads share both.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ def main() -> None:
             pins.release()
             return seconds
 
+        def layer_alone() -> float:
+            with client.pin(keys) as pins:
+                return took(lambda: pins.read([(0, layer, rows[0])]))
+
         def all_layers() -> None:
             with client.pin(keys) as pins:
                 for at in range(given.layers):
@@ -85,6 +89,7 @@ def main() -> None:
         lists = list(rows[0])
         ways: list[tuple[str, Callable[[], float], float | None]] = [
             ("pin alone", lambda: took(lambda: client.pin(keys).release()), None),
+            ("a layer of what is pinned, into an array", layer_alone, None),
             ("pin, first layer into an array", lambda: first([(0, layer, rows[0])]), 1 / given.layers + 0.1),
             ("pin, first layer into a list of buffers", lambda: first([(0, layer, lists)]), 1 / given.layers + 0.1),
             ("pin, first layer in two halves, as k and v", lambda: first(half[0]), 1 / given.layers + 0.1),

@@ -29,7 +29,7 @@ from .buffers import (
 Copy = tuple[int, int, int]
 
 #: From this many ranges on it is worth a look whether all have one size.
-EQUAL_FROM: Final = 8
+_EQUAL_FROM: Final = 8
 #: Ranges of a value below this size are sent together.
 JOIN_BYTES: Final = 16 << 10
 
@@ -66,7 +66,7 @@ def scatter(
     share, likewise. Large ranges are copied without the GIL, and by several threads if they are much together, on the
     NUMA node that the mapping names. O(ranges). Raises DeviceError.
     """
-    if shared is None and len(ranges.parts) >= EQUAL_FROM:
+    if shared is None and len(ranges.parts) >= _EQUAL_FROM:
         offsets, lengths, targets, _ = zip(*ranges.parts)
         if 0 not in targets and lengths.count(lengths[0]) == len(lengths):
             address += start

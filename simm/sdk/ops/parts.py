@@ -15,7 +15,6 @@ import numpy as np
 from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
 from ...host.buffers import RELEASE_BYTES, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
-from ...host.parts import EQUAL_FROM
 from ..batch import LargeValue, sink_of, source_of
 
 OVERLAP_TEXT: Final = (
@@ -23,10 +22,6 @@ OVERLAP_TEXT: Final = (
 )
 _addressof: Final = ctypes.addressof
 _from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
-_nbytes: Final[Callable[[Any], int]] = operator.attrgetter("nbytes")
-_dtype: Final[Callable[[Any], np.dtype[Any]]] = operator.attrgetter("dtype")
-_INT: Final = {int}
-_ARRAY: Final = {np.ndarray}
 
 
 def ranges_of(
@@ -43,8 +38,6 @@ def ranges_of(
     most = most or VALUE_BYTES_MAX
     if type(ranges) is not list:
         ranges = [*_items(ranges, "ranges")]
-    if len(ranges) >= EQUAL_FROM and (equal := _equal_ranges(ranges, most, apart)) is not None:
-        return equal
     parts: list[Part] = []
     least = total = 0
     ndarray, from_buffer, addressof = np.ndarray, _from_buffer, _addressof
@@ -79,34 +72,6 @@ def ranges_of(
     if apart and len(parts) > 1:
         check_apart([made])
     return made
-
-
-def _equal_ranges(ranges: list[Any], most: int, apart: bool) -> Ranges | None:
-    """Do :func:`ranges_of` for large ranges of one size, each with an array, in a third of the time.
-
-    That is most of what many ranges cost beside the copies. None for what is not like that, or is wrong somewhere.
-    """
-    try:
-        offsets, lengths, buffers = zip(*ranges)
-        length = lengths[0]
-        if (
-            {*map(type, offsets)} != _INT or {*map(type, lengths)} != _INT or {*map(type, buffers)} != _ARRAY
-            or length < RELEASE_BYTES or lengths.count(length) != len(lengths) or min(map(_nbytes, buffers)) < length
-            or any(dtype.hasobject for dtype in {*map(_dtype, buffers)})
-        ):  # fmt: skip
-            return None
-        addresses = list(map(_addressof, map(_from_buffer, buffers)))
-    except (TypeError, ValueError):  # read-only, not contiguous, no triple
-        return None
-    least = max(offsets) + length
-    total = length * len(lengths)
-    if min(offsets) < 0 or least > most or total > most or len(lengths) > RANGES_MAX:
-        return None
-    if apart:
-        ordered = sorted(addresses)
-        if min(map(operator.sub, ordered[1:], ordered)) < length:
-            return None
-    return Ranges(list(zip(offsets, lengths, addresses, buffers)), least, total)
 
 
 def wide_ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> Ranges:
