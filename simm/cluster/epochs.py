@@ -52,6 +52,10 @@ without any state, too: all who could say that there was a predecessor may be cu
 this manager: what a JOIN names proves nothing, nor does a map before those that it has skipped because a server named a
 later one.
 
+**Who has left.** Only a cold goodbye ends all reads: workers give their shards up before it. An arena that waits for a
+warm start stays mapped where clients are, with its lease, and so does that of a server that was given up, also when its
+shards have gone to others and when a new instance has its name.
+
 **ADVANCED follows the storing of E.** A manager that was killed and does not know E would send the epoch before, also
 to a server whose lease has ended. That one would be believed again, with its old values.
 

@@ -207,7 +207,8 @@ class Cluster:
         if (node := self._current(name, instance)) is None:
             return [refusal(Status.UNKNOWN_NODE, f"{name!r} is not in this cluster as this instance")]
         actions: list[Action] = []
-        node.released, node.overdue = not warm, warm and not self.timing.restart_grace_s
+        node.released = node.cold = not warm
+        node.overdue = warm and not self.timing.restart_grace_s
         ends = node.released or node.overdue
         wish = "" if ends else f", will be back within {self.timing.restart_grace_s:g} s"
         self._turn(node, NodeState.LEFT, f"said goodbye{wish}", actions)
@@ -483,7 +484,7 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
-            self.unsure = self.unsure if node.released else self._moment
+            self.unsure = self.unsure if node.left else self._moment
             renewed = self._placement.replace(node, msg.epoch if msg.warm else 0, fresh=not msg.epoch)
             node.asked, node.follows = False, None
         if before is None or node.instance != msg.instance:
@@ -493,7 +494,7 @@ class Cluster:
         node.instance, node.workers, node.loads = msg.instance, workers, []
         node.last_seen = self._observed
         node.linked = node.present = True
-        node.released = node.overdue = node.spared = False
+        node.released = node.overdue = node.spared = node.cold = False
         if before is None:
             actions.append(NodeChanged(msg.name, None, NodeState.JOINING, why))
         elif changed or before in (NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT):
@@ -552,7 +553,7 @@ class Cluster:
             node = self.nodes.get(name)
             # During the collection this cluster's id could still become that of its map. Now it must drop its values.
             if msg.cluster not in (0, self.cluster) and node is not None and node.instance == msg.instance:
-                node.released = True
+                node.released = node.cold = True
                 self._turn(node, NodeState.LEFT, "holds values of another cluster", actions)
         if self.nodes:
             self._remap(actions, changed=True)

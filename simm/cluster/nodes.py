@@ -77,8 +77,8 @@ class Node:
     """One logical node. ``last_seen`` and ``changed`` are observed seconds."""
 
     __slots__ = (
-        "acked_epoch", "asked", "changed", "draining", "follows", "instance", "last_seen", "linked", "loads", "name",
-        "overdue", "present", "released", "spared", "state", "told_epoch", "workers",
+        "acked_epoch", "asked", "changed", "cold", "draining", "follows", "instance", "last_seen", "linked", "loads",
+        "name", "overdue", "present", "released", "spared", "state", "told_epoch", "workers",
     )  # fmt: skip
 
     def __init__(self, name: str, instance: int, workers: list[WorkerInfo], state: NodeState, now: float) -> None:
@@ -102,6 +102,8 @@ class Node:
         self.spared = False
         #: It is not in the map: it owns nothing and is no shard's previous owner.
         self.released = False
+        #: Its goodbye, if it has said one, was cold: nobody finds a value in its arenas any more.
+        self.cold = False
         self.loads: list[WorkerLoad] = []
         #: Epoch of the newest map that all its workers hold, as far as they have acknowledged one.
         self.acked_epoch = 0
@@ -112,8 +114,12 @@ class Node:
 
     @property
     def left(self) -> bool:
-        """Whether it has said goodbye and is not in the map. A dead node may still serve clients that reach it."""
-        return self.released and self.state is NodeState.LEFT
+        """Whether it has said goodbye, and nobody finds a value in its arenas.
+
+        A dead node may still serve clients that reach it, and clients on its host read in arenas that wait for a warm
+        start, also if they wait in vain.
+        """
+        return self.released and self.cold and self.state is NodeState.LEFT
 
     def __repr__(self) -> str:
         return f"<Node {self.name} {self.state.value} instance={self.instance:#x} workers={len(self.workers)}>"

@@ -53,6 +53,7 @@ def dump(
                 "instance": node.instance,
                 "state": node.state.value,
                 "released": node.released,
+                "cold": node.cold,
                 "draining": node.draining,
                 "follows": node.follows,
                 "workers": [list(info) for info in node.workers],
@@ -111,7 +112,7 @@ def _node(row: Any, version: int) -> Node:
     old = version == 1 and row["state"] == _OLD_RUNNING
     state = NodeState.RUNNING if old else NodeState(row["state"])
     node = Node(name, instance, workers, NodeState.JOINING if state in SERVING else state, 0.0)
-    node.released = row["released"] is True
+    node.released, node.cold = row["released"] is True, row.get("cold", True) is True
     node.draining = version > 1 and row["draining"] is True
     follows = row.get("follows")
     node.follows = follows if isinstance(follows, bool) else None

@@ -11,7 +11,9 @@ import pytest
 from simm.arena.layout import EPOCH_WORD, LEASE_WORD, NAMESPACE_LINE_BYTES, NAMESPACES
 from simm.arena.namespaces import NamespaceTable
 from simm.arena.reader import ArenaReader
+from simm.cluster import recovery
 from simm.cluster.epochs import NamespaceEpochs
+from simm.cluster.machine import EPOCHS_RESERVED
 from simm.sdk.ops.epochs import ClientEpoch
 from simm.sim.faults import DEFAULT
 from simm.sim.oracle import SimFailure
@@ -65,6 +67,44 @@ def test_nothing_old_is_read_by_many_seeds(options: dict[str, Any]) -> None:
 
 
 OLD = "what was put before an advance that had returned"
+#: A manager that loses its state, servers that are away together, and hosts that are cut off.
+LOST: dict[str, Any] = {**ALL, "faults": ("forget", "all-away", "manager", "crash", "island", "warm")}
+
+
+def test_two_lives_of_a_manager_that_no_server_has_seen() -> None:
+    """The state is lost then. The next life must not give their epochs to other maps."""
+    report = run_scenario(1354, **ALL)
+    assert not report.failure, report.failure
+    assert report.figures["faults"]["all-away"] and report.figures["faults"]["forget"]
+
+
+def test_a_manager_that_goes_on_at_a_fixed_distance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not hear what the clients have. If it did, it would go beyond that."""
+    monkeypatch.setattr(recovery, "beyond_lost", lambda known, _chance: known + EPOCHS_RESERVED)
+    assert not run_scenario(1354, **ALL).failure
+    monkeypatch.setattr(recovery.Recovery, "claim", lambda *_: None)
+    with pytest.raises(SimFailure, match="names two maps"):
+        fail(1354, **ALL)
+
+
+def test_an_advance_of_a_manager_that_has_lost_its_state_and_met_nobody() -> None:
+    """All servers are cut off, with values of before."""
+    report = run_scenario(30009, **LOST)
+    assert not report.failure, report.failure
+
+
+def test_a_manager_without_state_that_takes_itself_for_the_first_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = NamespaceEpochs.awaited
+    done: Any = SimpleNamespace(name="done", told_epoch=1 << 62, follows=True, left=False)
+
+    def trusting(self: NamespaceEpochs, name: str, epoch: int, nodes: Any, now: float, since: float, unsure: float,
+                 lease_s: float) -> str:  # fmt: skip
+        known = list(nodes)
+        return real(self, name, epoch, known or [done], now, since, unsure if known else -1e9, lease_s)
+
+    monkeypatch.setattr(NamespaceEpochs, "awaited", trusting)
+    with pytest.raises(SimFailure, match=OLD):
+        fail(30009, **LOST)
 
 
 def test_an_advance_that_does_not_wait_for_leases_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ LEASE_S = 30.0
 def node(name: str, state: NodeState, acked: int, *, released: bool = False) -> Node:
     made = Node(name, 1, [], state, 0.0)
     made.told_epoch, made.released, made.follows = acked, released, True
+    made.cold = released and state is NodeState.LEFT
     return made
 
 
@@ -165,6 +166,70 @@ def test_a_manager_that_has_lost_its_state_does_not_know_all_leases(server: bool
     assert cluster.rebuilding and cluster.unsure == 4.0
     cluster.note_epoch(5.0, 8, server=server)
     assert cluster.unsure == 4.0, "it waits once"
+
+
+def live(cluster: Cluster, start: float, end: float, *names: str) -> None:
+    """Let time pass in which these servers send heartbeats."""
+    for step in range(1, round((end - start) * 4) + 1):
+        for name in names:
+            cluster.heartbeat(start + step / 4, name, cluster.nodes[name].instance, cluster.epoch, (), True)
+        cluster.maintain(start + step / 4)
+
+
+def waits_for(cluster: Cluster, now: float) -> str:
+    """Return what an advance that was made just before waits for."""
+    epoch = cluster.namespaces.newest
+    nodes = cluster.nodes.values()
+    return cluster.namespaces.awaited("n", cluster.first_epoch(epoch), nodes, now, now, cluster.unsure, LEASE_S)
+
+
+def settled(*names: str) -> Cluster:
+    """Return a cluster in which a namespace has advanced, a while after all leases of another manager have ended."""
+    cluster = cluster_of(*names)
+    live(cluster, 0.0, 2.0, *names)
+    cluster.advance(2.0, "n")
+    live(cluster, 2.0, 2 * LEASE_S, *names)
+    assert not waits_for(cluster, 2 * LEASE_S)
+    return cluster
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 3.0])
+def test_a_server_that_is_awaited_warm_and_does_not_come_may_be_read(grace_s: float) -> None:
+    """Its shards have gone to others. But clients on its host have its arena mapped, and its lease is as it was."""
+    cluster, now = settled("a", "b"), 2 * LEASE_S
+    cluster.timing = cluster.timing._replace(restart_grace_s=grace_s)
+    cluster.leave(now, "a", 1, warm=True)
+    live(cluster, now, now + 5.0, "b")
+    now += 5.0
+    assert cluster.nodes["a"].released and cluster.nodes["a"].state is NodeState.LEFT
+    cluster.advance(now, "n")
+    cluster.heartbeat(now, "b", 1, cluster.epoch, (), True)
+    assert waits_for(cluster, now).startswith("a must answer, or lose its lease")
+    again = Cluster.from_state(cluster.to_state(), -2 * LEASE_S)
+    assert not again.nodes["a"].left
+    # Control: after a cold goodbye nobody finds anything there.
+    cluster.join(now, join("a", 2))
+    cluster.leave(now, "a", 2)
+    assert cluster.nodes["a"].left and Cluster.from_state(cluster.to_state(), 0.0).nodes["a"].left
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_successor_of_a_server_that_was_given_up(cold: bool) -> None:
+    """The first one may be cut off, and go on: with clients on its host, until its lease ends."""
+    cluster, now = settled("a", "b"), 2 * LEASE_S
+    if cold:
+        cluster.leave(now, "a", 1)
+    live(cluster, now, now + 15.0, "b")
+    now += 15.0
+    assert cluster.nodes["a"].released
+    cluster.join(now, join("a", 2))
+    live(cluster, now, now + 1.0, "a", "b")
+    now += 1.0
+    cluster.advance(now, "n")
+    live(cluster, now, now + 0.25, "a", "b")
+    assert bool(waits_for(cluster, now + 0.25)) is not cold, "the new one has acknowledged it"
+    live(cluster, now, now + LEASE_S + 2.0, "a", "b")
+    assert not waits_for(cluster, now + LEASE_S + 2.0)
 
 
 def test_no_advance_is_confirmed_before_any_server_is_known() -> None:
