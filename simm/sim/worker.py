@@ -72,7 +72,6 @@ class Options:
     op_s: float = 0.15
     deadline_s: float = 1.0
     heartbeat_s: float = 1.0
-    restart_grace_s: float = 15.0
     entries: int = 400
     value_bytes: int = 1 << 20
     move_bytes_s: float = 200 << 20

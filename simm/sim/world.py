@@ -54,8 +54,7 @@ class World:
         self.net = Net(options.seed, options.latency_s)
         self.net.verbose = options.verbose
         self._numbers = 0
-        grace_s, moves = options.restart_grace_s, options.moves_at_once
-        timing = Timing(heartbeat_s=options.heartbeat_s, restart_grace_s=grace_s, moves_at_once=moves)
+        timing = Timing(heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once)
         self.oracle = Oracle(self)
         self.manager = ManagerHost(self.net, timing, options.lease_s)
         self.servers: dict[str, Server] = {}
