@@ -335,5 +335,5 @@ SMALLEST: Final[dict[str, dict[str, int]]] = {
     "trusts_equal": {"losses": 1, "deaths": 0, "ticks": 2, "settled": 1, "puts": 0},
     "unstored": {"restarts": 1, "deaths": 0, "ticks": 2, "settled": 1, "puts": 0},
     "deaf_acks": {"deaths": 0, "ticks": 2, "advances": 1, "old": 1},
-    "no_unsure": {"losses": 1, "deaths": 0, "ticks": 1, "settled": 1, "puts": 0},
+    "no_unsure": {"losses": 1, "deaths": 0, "ticks": 1, "settled": 1, "puts": 0, "servers": 2},
 }
