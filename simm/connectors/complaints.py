@@ -1,9 +1,11 @@
-"""Log lines about failures that tend to recur with every page of a prompt."""
+"""Log lines about failures that tend to recur with every page of a prompt, or that an engine's end must survive."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 #: A failure of one kind is logged at most this often, seconds.
@@ -22,3 +24,11 @@ class Complaints:
         if now - self._last.get(kind, -COMPLAIN_S) >= COMPLAIN_S:
             self._last[kind] = now
             self._log.warning(text, *arguments, exc_info=trace)
+
+    @contextmanager
+    def ending(self, what: str) -> Iterator[None]:
+        """Run the block; what it raises is logged, so that whatever else is to end still does."""
+        try:
+            yield
+        except Exception as exc:
+            self(what, "%s was not ended: %s", what, str(exc), trace=True)

@@ -103,7 +103,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         allocator = getattr(local_cpu_backend, "memory_allocator", None)
         try:
             self._arena = Arena(self._client, getattr(allocator, "buffer", None))
-        except (UsageError, TypeError) as exc:  # its chunks still work, by copies
+        except Exception as exc:  # its chunks still work, by copies
             log.info("LMCache's memory is not registered: %s", str(exc))
             self._arena = Arena(self._client, None)
         whole = Layout.of(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
@@ -335,7 +335,8 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         await asyncio.to_thread(self._harmless, "close", None, self._end)
 
     def _end(self) -> None:
-        self._arena.close()
+        with self._complain.ending("a registration"):
+            self._arena.close()
         if self._owns:
             self._client.close()
 

@@ -90,8 +90,12 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             )
         self._owns = client is None
         self._client = client or connect(str(wanted.get("manager_address", "")), **options_of(wanted))
-        self._arena = Arena(self._client, _registered(l1_memory_desc))
         self._complain = Complaints(log)
+        try:
+            self._arena = Arena(self._client, _registered(l1_memory_desc))
+        except Exception as exc:  # its objects still go, by copies
+            log.info("LMCache's arena is not registered: %s", str(exc))
+            self._arena = Arena(self._client, None)
         self._stored_notifier, self._found_notifier, self._loaded_notifier = (create_event_notifier() for _ in range(3))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-lmcache")
         self._lock = threading.Lock()
@@ -193,7 +197,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
                     held.locks += 1
                     self._locked.setdefault(names[at], deque()).append((held, at))
         if not held.locks:
-            held.pins.release()
+            self._release(held)
         for at in found if held.locks else ():
             bits.set(at)
         return bits
@@ -224,10 +228,8 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
                 self._release(held)
 
     def _release(self, held: _Held) -> None:
-        try:
+        with self._complain.ending("a lock"):
             held.pins.release()
-        except Exception as exc:
-            self._complain("release", "pins were not released: %s", str(exc))
 
     # -- load ---------------------------------------------------------------------------------------
 
@@ -326,9 +328,11 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         self._threads.shutdown(wait=True, cancel_futures=True)
         for each in held:
             self._release(each)
-        self._arena.close()
+        with self._complain.ending("a registration"):
+            self._arena.close()
         if self._owns:
-            self._client.close()
+            with self._complain.ending("a client"):
+                self._client.close()
         for notifier in (self._stored_notifier, self._found_notifier, self._loaded_notifier):
             notifier.close()
 

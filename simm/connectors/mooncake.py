@@ -40,6 +40,7 @@ from ..host.buffers import Pieces, Ranges, Span
 from ..sdk.batch import LargeValue
 from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
+from .complaints import Complaints
 from .keyspace import Keyspace, short_key
 from .keyspace import replace as replaced
 from .mooncake_types import (
@@ -138,6 +139,7 @@ class MooncakeDistributedStore:
         self._client: Client | None = None
         self._keys: Keyspace | None = None
         self._hostname = ""
+        self._complain = Complaints(log)
         self._lock = threading.Lock()
         #: Registered memory by its address.
         self._registered: dict[int, Span] = {}
@@ -190,12 +192,15 @@ class MooncakeDistributedStore:
         with self._lock:
             spans, self._registered = list(self._registered.values()), {}
             held, self._sessions = list(self._sessions.values()), {}
-        for each, _ in held:
-            each.pins.release()
+        for session in dict.fromkeys(each for each, _ in held):
+            with self._complain.ending("a get session"):
+                session.pins.release()
         if client is not None:
             for span in spans:
-                client.deregister(span)
-            client.close()
+                with self._complain.ending("a registration"):
+                    client.deregister(span)
+            with self._complain.ending("a client"):
+                client.close()
         return OK
 
     def get_hostname(self) -> str:
@@ -205,7 +210,8 @@ class MooncakeDistributedStore:
     @_guarded(lambda *_, **__: 1)
     def health_check(self) -> int:
         """Return 0 if a manager is connected, 1 before setup, 2 if none is reached."""
-        return 0 if self._ready()[0].stats()["manager"] == "connected" else 2
+        client, _ = self._ready()
+        return 0 if client.stats()["manager"] == "connected" else 2
 
     def _ready(self) -> tuple[Client, Keyspace]:
         client, keys = self._client, self._keys
@@ -234,10 +240,8 @@ class MooncakeDistributedStore:
             span = self._registered.pop(buffer_ptr, None)
         if span is None:
             return INVALID_PARAMS
-        try:
+        with self._complain.ending("a registration"):  # no call uses it any more, all the same
             client.deregister(span)
-        except Exception:  # no call uses it any more, all the same
-            log.exception("unregister_buffer failed")
         return OK
 
     def _memory(self, address: int, size: int) -> Span:
@@ -328,7 +332,7 @@ class MooncakeDistributedStore:
         todo = [each for each, known in zip(todo, there) if not known]
         if todo:
             digests, values = [digest for _, digest, _ in todo], [source for _, _, source in todo]
-            statuses = replaced(client, digests, values) if replace else client.put_digests(digests, values)
+            statuses = replaced(client, digests, values) if replace else client.put_digests(digests, values, True)
             for (at, _, _), status in zip(todo, statuses):
                 codes[at] = _put_code(status)
         return codes
@@ -437,7 +441,8 @@ class MooncakeDistributedStore:
                     self._sessions[key] = held, at
         self._end(zip(found, before))
         if not found:
-            pins.release()
+            with self._complain.ending("a get session"):
+                pins.release()
         return [OBJECT_NOT_FOUND if length is None else OK for length in pins.lengths]
 
     @_guarded(_all_invalid)
@@ -478,7 +483,8 @@ class MooncakeDistributedStore:
         for key, held in ended:
             held.left.discard(key)
             if not held.left:
-                held.pins.release()
+                with self._complain.ending("a get session"):
+                    held.pins.release()
 
     # -- the rest --------------------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         for buffer in buffers(host):
             try:
                 pool.spans.append(self._client.register(buffer))
-            except (UsageError, TypeError) as exc:  # its pages still work, by copies
+            except Exception as exc:  # its pages still work, by copies
                 log.info("a buffer of pool %s is not registered: %s", name, exc)
         self._pools[name] = pool
 

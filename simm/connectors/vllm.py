@@ -117,7 +117,11 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._keyspace = Keyspace(self._client, f"vllm/{identity(facts)}")
         # Not kept: vLLM releases the view, which nothing may refer to then. Jobs end before.
         memory = np.asarray(primary_kv_view)
-        self._span = self._client.register(Span(memory.__array_interface__["data"][0], memory.shape[0] * size))
+        self._span = Span(memory.__array_interface__["data"][0], memory.shape[0] * size)
+        try:
+            self._span = self._client.register(self._span)
+        except Exception as exc:  # its chunks still go, by copies
+            log.info("vLLM's memory is not registered: %s", str(exc))
         self._events: list[OffloadingEvent] | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
@@ -269,6 +273,8 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """End the jobs, close the connection."""
         self._lookups.shutdown()
         self._threads.shutdown(wait=True, cancel_futures=False)
-        self._client.deregister(self._span)
+        with self._complain.ending("a registration"):
+            self._client.deregister(self._span)
         if self._owns:
-            self._client.close()
+            with self._complain.ending("a client"):
+                self._client.close()

@@ -44,6 +44,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ..client import Client
 from ..errors import UsageError
 from ..host.buffers import Span
+from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
 from .vllm_plan import Group, Layer, Plan, Report, block_layout, tainted
 from .vllm_scheduler import SchedulerSide
@@ -181,6 +182,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         self._alike = all(kind in _ALIKE for kind in kinds)
         staging_bytes = _staging_of(options.get("staging_mb"))
         self._owns = client is None
+        self._complain = Complaints(log)
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._keyspace = Keyspace(self._client, f"vllm-connector/{identity(self._facts)}")
         self._scheduler: SchedulerSide | None = None
@@ -392,7 +394,8 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
             if side is not None:
                 side.close()
         if self._owns:
-            self._client.close()
+            with self._complain.ending("a client"):
+                self._client.close()
 
     # -- of the class -----------------------------------------------------------------------------
 

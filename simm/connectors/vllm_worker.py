@@ -439,8 +439,6 @@ class WorkerSide:
         for pool in (self._loaders, self._copiers, self._savers):
             pool.shutdown(wait=True, cancel_futures=False)
         for span in self._registered:
-            try:
+            with self._complain.ending("a registration"):
                 self._client.deregister(span)
-            except Exception as exc:
-                self._complain("close", "memory is still registered: %s", str(exc))
         self._registered = []

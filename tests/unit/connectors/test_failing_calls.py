@@ -7,6 +7,8 @@ clients no server ever answers: a call of an engine waits one deadline.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +20,9 @@ from simm.client import Client
 from simm.connectors.keyspace import Keyspace
 from simm.connectors.mooncake import MooncakeDistributedStore
 from simm.testing import FakeClient, FakeStore
-from tests.support import fake_sglang
+from tests.support import fake_sglang, fault_sites
 from tests.support.fake_sglang import Config, Pool, PoolName, PoolTransfer, Served
-from tests.support.faulty_client import FAULTS, Faulty
+from tests.support.faulty_client import FAULTS, NONE, Faulty
 from tests.support.pace import Pace
 from tests.support.silent_servers import Silent
 
@@ -41,10 +43,41 @@ WITHOUT = [computed(page) for prompt in PROMPTS for page in prompt]
 class SGLangEngine:
     """Restores what it finds of a prompt, computes the rest and stores it, by SGLang's calls."""
 
+    sources = ("sglang", "keyspace", "host_pools")
+
     def __init__(self, module: Any, client: Any) -> None:
         self.pool = Pool(pages=PAGES)
         self.backend = module.HiCacheSimm(Config(), {}, client=client)
         self.backend.register_mem_pool_host(self.pool)
+
+    @staticmethod
+    def adapter_of(module: Any) -> type:
+        adapter: type = module.HiCacheSimm
+        return adapter
+
+    def others(self, store: FakeStore) -> None:
+        """Make the calls that :meth:`run` does not, and end."""
+        backend, bools = self.backend, {True, False}
+        new, pages = [f"{number + 1000:064x}" for number in range(PAGES)], self.pool.indices(*ALL)
+        swa = PoolTransfer(PoolName.SWA, pages, KEYS)
+        backend.register_mem_host_pool_v2(Pool(pages=PAGES), PoolName.SWA)
+        store.fail(1, operation="put")
+        assert set(backend.batch_set_v1(new, pages)) <= bools
+        for _ in range(2):
+            assert backend.exists(KEYS[0]) in bools
+            assert set(backend.batch_set_v2([swa])[PoolName.SWA]) <= bools
+            assert 0 <= backend.batch_exists_v2(KEYS, [swa]).kv_hit_pages <= PAGES
+            assert set(backend.batch_get_v2([swa])[PoolName.SWA]) <= bools
+            assert backend.set("flat", np.ones(64, np.uint8)) in bools
+            assert backend.batch_set(KEYS[:2], [np.ones(64, np.uint8)] * 2) in bools
+            got = np.zeros(64, np.uint8)
+            assert backend.get("flat", got) is None or got.all()
+        short = np.zeros(32, np.uint8)
+        assert backend.batch_get(KEYS[:2], [short, short]) == [None, None] and not short.any(), "of another size"
+        assert backend.get_stats() is None
+        backend.clear()
+        backend._owns = True
+        backend.close()
 
     def run(self) -> list[bytes]:
         outputs = []
@@ -66,6 +99,23 @@ class SGLangEngine:
 
 class MooncakeEngine:
     """The same by Mooncake's calls, as consumers of its store make them."""
+
+    sources = ("mooncake", "keyspace")
+
+    @staticmethod
+    def adapter_of(_module: Any) -> type:
+        return MooncakeDistributedStore
+
+    def others(self, store: FakeStore) -> None:
+        """Make the calls that :meth:`run` does not, and end."""
+        self.store.put("k", b"v")
+        for at, call in enumerate(OTHERS):
+            assert call(self.store, self.at + 64, "k"), at
+        self.store.put("k", b"v")
+        self.store.batch_get_session_start(["k"])
+        assert self.store.unregister_buffer(self.at + 64) in (0, -600)
+        assert self.store.register_buffer(self.at + 64, 8) in (0, -600) and self.store.close() == 0
+        assert self.store.get_hostname() == "localhost" and self.store.batch_is_exist(KEYS) == [-1] * PAGES
 
     def __init__(self, _module: Any, client: Any) -> None:
         self.memory = (ctypes.c_ubyte * (PAGES * 192))()
@@ -94,6 +144,14 @@ class MooncakeEngine:
         return outputs
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the log: of thousands of failures, each with its trace, it takes most of the time."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.fixture
 def module() -> Iterator[Any]:
     with fake_sglang.install(Served()) as made:
@@ -105,17 +163,55 @@ def module() -> Iterator[Any]:
 @pytest.mark.parametrize("engine", [SGLangEngine, MooncakeEngine])
 def test_each_call_may_fail(module: Any, engine: Any, how: str) -> None:
     """The output is that of a run without a cache, also of the engine that comes next."""
-    for at in range(60):
+    for at in itertools.count():
         store = FakeStore()
         client = Faulty(store, how, at)
-        made = engine(module, client)
         client.armed = True
+        made = engine(module, client)
         assert made.run() == WITHOUT, (at, how)
+        stored = len(store)
+        made.others(store)
+        store._failing.clear()
         assert engine(module, FakeClient(store=store)).run() == WITHOUT, f"what the fault has left: {at}"
         if not client.hit:
             break
-    assert 10 < at < 59, "each call has failed once"
-    assert len(store) > PAGES, "the control: values were stored"
+    assert at > 30, "each call has failed once"
+    assert stored > PAGES, "the control: values were stored"
+
+
+@pytest.mark.parametrize("engine", [SGLangEngine, MooncakeEngine])
+def test_these_are_all_calls(module: Any, engine: Any) -> None:
+    """An engine's calls of the adapter, and the adapter's calls of the client: one that is added is missing here."""
+    adapter = engine.adapter_of(module)
+    reached = set()
+    with fault_sites.watched(adapter) as called:
+        for replicas in (1, 2):
+            store = FakeStore()
+            client = Faulty(store, "late", NONE, replicas=replicas)
+            client.armed = True
+            made = engine(module, client)
+            made.run()
+            made.others(store)
+            reached |= client.reached
+    assert fault_sites.unreached(fault_sites.sites(*engine.sources), reached) == []
+    assert fault_sites.methods(adapter) - called <= MAKING
+
+
+#: These make a client: what they meet is a code, as they return it for a wrong address.
+MAKING = {"setup", "setup_dummy"}
+
+
+def test_control_a_call_that_is_added_is_missed() -> None:
+    added = "class A:\n    def a(self):\n        self._client.put_group([], [])\n"
+    ((wanted,),) = [fault_sites.sites("sglang", source=added)]
+    assert wanted[:4] == ("sglang", 3, 3, "put_group")
+    assert fault_sites.unreached([wanted], [("put_group", "sglang", 4), ("put_many", "sglang", 3)]) == [wanted]
+    assert fault_sites.unreached([wanted], [("put_group", "sglang", 3)]) == []
+    for hidden in ("self._client.get_many", "c.get_many(1)", "a().pin([])"):
+        ((wanted,),) = [fault_sites.sites("sglang", source=f"x = [{hidden}]\n")]
+        assert wanted.wrong and fault_sites.unreached([wanted], [(wanted.call, "sglang", 1)]) == [wanted]
+    ((renamed,),) = [fault_sites.sites("sglang", source="c = self._client\n")]
+    assert renamed.wrong
 
 
 def test_control_a_value_of_another_page_is_seen(module: Any) -> None:
@@ -134,6 +230,7 @@ OTHERS: tuple[Callable[[MooncakeDistributedStore, int, str], Any], ...] = (
     lambda store, at, key: store.upsert(key, b"v") in (0, -900),
     lambda store, at, key: store.put_parts(key, b"v") in (0, -900),
     lambda store, at, key: store.put_batch([key], [b"v"]) in (0, -900),
+    lambda store, at, key: store.put_from(key, at, 1) in (0, -900),
     lambda store, at, key: store.batch_put_from_multi_buffers([key], [[at]], [[1]])[0] in (0, -900),
     lambda store, at, key: store.get(key) in (b"", b"v"),
     lambda store, at, key: store.get_batch([key])[0] in (b"", b"v"),
@@ -145,7 +242,9 @@ OTHERS: tuple[Callable[[MooncakeDistributedStore, int, str], Any], ...] = (
     lambda store, at, key: store.batch_get_session_end([key]) in (0, -600),
     lambda store, at, key: store.is_exist(key) in (0, 1, -1),
     lambda store, at, key: set(store.batch_get_replica_desc([key])) <= {key},
+    lambda store, at, key: store.batch_get_session_start(["absent"]) in ([-600], [-704]),
     lambda store, at, key: store.remove(key) in (0, -704, -900),
+    lambda store, at, key: store.batch_remove([key])[0] in (0, -704, -900),
     lambda store, at, key: store.remove_all() in (0, -900),
     lambda store, at, key: store.health_check() in (0, 1, 2),
     lambda store, at, key: store.unregister_buffer(at) in (0, -600),

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from simm.client import Client
+from simm.client import Client, source_of
 from simm.connectors.vllm_plan import Block, Load, Plan
+from simm.connectors.vllm_scheduler import SchedulerSide
+from simm.connectors.vllm_worker import WorkerSide
+from simm.schemes.vllm import block_hashes
 from simm.testing import FakeClient, FakeStore
+from tests.support import fake_vllm, fault_sites
 from tests.support.dose import dose
-from tests.support.faulty_client import FAULTS, Faulty
+from tests.support.fake_vllm import Role, World
+from tests.support.faulty_client import EVERY, FAULTS, NONE, Faulty
 from tests.support.pace import Pace
 from tests.support.silent_servers import Silent
 from tests.support.toy_vllm import FULL, WINDOWED, Engine
@@ -28,19 +36,44 @@ SILENT_DEADLINE_S = 0.3
 PLANNED = [Block(0, at + 1, bytes([at] * 32)) for at in range(4)]
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the log: of thousands of failures, each with its trace, it takes most of the time."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 def patient(store: FakeStore) -> FakeClient:
     return FakeClient(store=store, deadline_s=PATIENT_S)
 
 
 def outputs(client: Any, armed: Callable[[], None], form: dict[str, Any]) -> bool:
-    """Run the prompts; return whether all are as without a cache."""
+    """Run the prompts, one over a value of another size, and one after a reset; return if all are as without a cache.
+
+    A client that is armed is so from the engine's beginning.
+    """
+    armed()
     engine = Engine(client, **form)
     try:
-        armed()
         outputs = [engine.run(prompt) == engine.expected(engine.whole(prompt)) for prompt in PROMPTS]
+        shorten(engine, client.store, block_hashes(HEAD, FULL.block_tokens)[1])
+        outputs.append(engine.run(HEAD) == engine.expected(engine.whole(HEAD)))
+        engine.scheduler.reset()
+        outputs.append(engine.run(HEAD) == engine.expected(engine.whole(HEAD)))
         return all(outputs)
     finally:
         engine.close()
+
+
+def shorten(engine: Engine, store: FakeStore, block: bytes) -> None:
+    """Put a shorter value in place of a block's, if it is stored."""
+    with FakeClient(store=store) as other:
+        generation = engine.scheduler._generation
+        if generation is not None:
+            digests = engine.scheduler._keyspace.digests(generation, engine.worker._keys([Block(0, 0, block)]))
+            if other.delete_digests(digests) == [0]:
+                assert other.put_digests(digests, [source_of(b"short")]) == [0]
 
 
 @pytest.mark.fault("F30", ci="each call of the client", whole="each call of the client")
@@ -51,7 +84,7 @@ def outputs(client: Any, armed: Callable[[], None], form: dict[str, Any]) -> boo
 )
 def test_each_call_may_fail(form: dict[str, Any], how: str) -> None:
     """The output is that of a run without a cache, also of the engine that comes next."""
-    for at in range(80):
+    for at in itertools.count():
         store = FakeStore()
         client = Faulty(store, how, at)
         client.deadline_s = PATIENT_S
@@ -59,8 +92,77 @@ def test_each_call_may_fail(form: dict[str, Any], how: str) -> None:
         assert outputs(patient(store), lambda: None, form), f"what the fault has left: {at}"
         if not client.hit:
             break
-    assert 10 < at < 79, "each call has failed once"
+    assert at > 20, "each call has failed once"
     assert len(store) > 6, "the control: values were stored"
+
+
+def test_these_are_all_calls() -> None:
+    """vLLM's calls of both halves, and their calls of the client: one that is added is missing here."""
+    reached = set()
+    with fault_sites.watched(SchedulerSide) as asked, fault_sites.watched(WorkerSide) as worked:
+        for form, replicas in zip(FORMS, (1, 2, 1)):
+            store = FakeStore()
+            client = Faulty(store, "late", NONE, replicas=replicas)
+            client.deadline_s = PATIENT_S
+            assert outputs(client, lambda client=client: setattr(client, "armed", True), form)
+            reached |= client.reached
+    assert fault_sites.unreached(fault_sites.sites("vllm_scheduler", "vllm_worker", "keyspace"), reached) == []
+    # What these do touches no client: what happened is told, and a request is forgotten.
+    assert fault_sites.methods(SchedulerSide) - asked <= {"running", "take_counts", "take_events"}
+    assert fault_sites.methods(WorkerSide) - worked <= {"take_counts"}
+
+
+def nothing_scheduled() -> Any:
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={})
+
+
+@pytest.mark.parametrize("how", ["raises", "breaks", "outage"])
+def test_no_method_of_the_connector_raises(how: str) -> None:
+    """vLLM calls each that there is, of a scheduler's connector and of a worker's, and each call of a client fails."""
+    world, store = World(), FakeStore()
+    with fake_vllm.install(world) as module, fault_sites.watched(module.SimmConnector) as called:
+        made = []
+        for role in (Role.WORKER, Role.SCHEDULER):
+            client = Faulty(store, how, EVERY)
+            client.armed = True
+            one = module.SimmConnector(world.config(), role, world.cache(), client=client)
+            one._owns = True
+            made.append((one, client))
+        (worker, of_worker), (scheduler, of_scheduler) = made
+        worker.register_kv_caches(world.tensors())
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+        request: Any = SimpleNamespace(
+            request_id="r", num_tokens=17, block_hashes=[bytes([at] * 32) for at in range(4)], all_token_ids=[0] * 17,
+        )  # fmt: skip
+        scheduler.on_new_request(request)
+        until = time.monotonic() + PATIENT_S
+        while (found := scheduler.get_num_new_matched_tokens(request, 0))[0] is None and time.monotonic() < until:
+            time.sleep(0.001)
+        assert found == (0, False)
+        scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],)), 0)
+        scheduler.build_connector_meta(nothing_scheduled())
+        worker.bind_connector_metadata(module._Metadata(Plan([Load("r", "0" * 16, PLANNED)], {"0" * 16: PLANNED})))
+        worker.start_load_kv(None)
+        for layer in ("0.0", "0.1"):
+            worker.wait_for_layer_load(layer)
+            worker.save_kv_layer(layer, None, None)
+        worker.wait_for_save()
+        while not worker._worker._loaded and time.monotonic() < until:
+            time.sleep(0.001)
+        assert worker.get_finished(set())[1] == {"r"}
+        assert worker.get_block_ids_with_load_errors() == {each.number for each in PLANNED}
+        told = worker.build_connector_worker_meta()
+        scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids={1}))
+        assert worker.get_kv_connector_stats() and scheduler.reset_cache() is True
+        assert list(scheduler.take_events()) == []
+        assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+        for one, client in made:
+            one.shutdown()
+            assert client.hit
+        reached = of_worker.reached | of_scheduler.reached
+        assert fault_sites.methods(module.SimmConnector) - called == set()
+    assert fault_sites.unreached(fault_sites.sites("vllm_connector"), reached) == []
 
 
 @pytest.mark.parametrize("how", ["raises", "misses"])
