@@ -486,6 +486,15 @@ class Client(
         """Return whether the shard map names an owner for the digest, reachable or not."""
         return self._routes.target(digest) is not None
 
+    def mapped(self, digests: Sequence[bytes]) -> list[bool]:
+        """Return for each whether its owner's memory is mapped here: a get is a copy within this host. O(digests)."""
+        found = [False] * len(digests)
+        for target, positions in self._routes.group(digests):
+            if target is not None and target.path == "shm":
+                for at in positions:
+                    found[at] = True
+        return found
+
     # -- asyncio ------------------------------------------------------------------------------------
 
     put_async = awaitable(put)

@@ -158,8 +158,6 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
     Raises RuntimeError with a sentence for a wrong setting, or if the managers refuse this client.
     """
 
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-
     def __init__(
         self, vllm_config: Any, role: Any, kv_cache_config: Any = None, *, client: Client | None = None
     ) -> None:  # fmt: skip
@@ -318,6 +316,12 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return how many of a request's tokens come out of this host's memory, and how many from elsewhere."""
+        here = self._scheduler.found_here(request, num_external_tokens) if self._scheduler is not None else 0
+        found = {CacheHitSource.HOST: here, CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens - here}
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the blocks into which a request's tokens go."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 
-__all__ = ["Block", "BlockLayout", "Group", "Layer", "Load", "Plan", "Report", "ValueLayout", "block_layout", "first_needed", "restorable", "tainted"]  # fmt: skip  # noqa: E501
+__all__ = ["Block", "BlockLayout", "Group", "Layer", "Load", "Plan", "Report", "ValueLayout", "block_layout", "first_needed", "restorable", "supplied", "tainted"]  # fmt: skip  # noqa: E501
 
 
 class Group(NamedTuple):
@@ -108,6 +108,26 @@ def restorable(
         else:
             return tokens
     return computed
+
+
+def supplied(
+    groups: Sequence[Group], flags: Sequence[Sequence[bool]], computed: int, tokens: int, align: int
+) -> list[bool]:  # fmt: skip
+    """Return for each ``align`` tokens of a prefix from ``computed`` on if all blocks that are loaded for them are so.
+
+    False where none is, as behind a window. ``flags``: by group of each block from the one at ``computed`` on.
+    O(blocks).
+    """
+    found = []
+    for start in range(computed, tokens, align):
+        loaded = [
+            of_group[block - computed // group.block_tokens]
+            for group, of_group in zip(groups, flags)
+            for block in range(start // group.block_tokens, (start + align) // group.block_tokens)
+            if block >= first_needed(group, tokens)
+        ]
+        found.append(bool(loaded) and all(loaded))
+    return found
 
 
 def tainted(tables: Iterable[Sequence[int]], bad: Set[int]) -> set[int]:

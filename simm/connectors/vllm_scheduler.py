@@ -11,6 +11,7 @@ So a reset while a request runs leaves what it still stores under the generation
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from ..client import Client
 from ..schemes.vllm import connector_keys, merged
 from .complaints import Complaints
 from .keyspace import Keyspace
-from .vllm_plan import Block, Group, Load, Plan, Report, first_needed, restorable
+from .vllm_plan import Block, Group, Load, Plan, Report, first_needed, restorable, supplied
 
 __all__ = ["SchedulerSide", "Stored"]
 
@@ -44,6 +45,15 @@ class Stored(NamedTuple):
     lora: tuple[int, str] | None
 
 
+class _Found(NamedTuple):
+    """The answer to a lookup: the tokens that can be had, the generation, and whose memory each part of them is in."""
+
+    tokens: int
+    generation: str | None
+    #: For each ``align`` tokens of them whether they are in this host's.
+    here: Sequence[bool] = ()
+
+
 @dataclass
 class _Lookup:
     """A question to the store: of which tokens it is, and the answer, how many of them can be had."""
@@ -52,7 +62,7 @@ class _Lookup:
     most: int
     resets: int
     until: float
-    answer: Future[tuple[int, str | None]]
+    answer: Future[_Found]
 
 
 @dataclass
@@ -61,6 +71,7 @@ class _Tracked:
 
     request: Any
     generation: str | None = None
+    here: Sequence[bool] = ()
     lookup: _Lookup | None = None
     #: A load of it has failed: vLLM asks again, and is told to compute.
     failed: bool = False
@@ -144,26 +155,24 @@ class SchedulerSide:
             self._generation = generation
         return generation
 
-    def _look(self, computed: int, most: int, hashes: Sequence[Sequence[bytes]]) -> tuple[int, str | None]:
+    def _look(self, computed: int, most: int, hashes: Sequence[Sequence[bytes]]) -> _Found:
         """Return how many tokens can be had, and under which generation. Runs in a thread."""
         generation = self._read_generation()
         if generation is None:
-            return computed, None
+            return _Found(computed, None)
         names = [
             name
             for identity in self._identities
             for group, each in enumerate(hashes)
             for name in connector_keys(each, identity, group=group)
         ]
-        there = self._client.exists_digests(self._keyspace.digests(generation, names))
-        per = sum(map(len, hashes))
-        found = [all(there[at::per]) for at in range(per)]
-        of_groups = []
-        at = 0
-        for each in hashes:
-            of_groups.append(found[at : at + len(each)])
-            at += len(each)
-        return restorable(self._groups, of_groups, computed, most, self._align), generation
+        digests = self._keyspace.digests(generation, names)
+        of_groups = _of_groups(self._client.exists_digests(digests), hashes)
+        tokens = restorable(self._groups, of_groups, computed, most, self._align)
+        if tokens <= computed:
+            return _Found(tokens, generation)
+        here = _of_groups(self._client.mapped(digests), hashes)
+        return _Found(tokens, generation, supplied(self._groups, here, computed, tokens, self._align))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond those computed can be loaded, None for later; and whether without the engine.
@@ -199,11 +208,15 @@ class SchedulerSide:
             self._count("lookups_late")
             self._complain("late", "a lookup took longer than %.1f s: a miss", self._client.deadline_s)
             return 0, False
-        tokens, generation = lookup.answer.result()
-        tracked.generation = generation
+        tokens, tracked.generation, tracked.here = lookup.answer.result()
         if tokens <= computed:
             return 0, False
         return tokens - computed, not self._layerwise
+
+    def found_here(self, request: Any, tokens: int) -> int:
+        """Return how many of the tokens that were found for a request are in this host's memory."""
+        tracked = self._requests.get(request.request_id)
+        return sum(tracked.here[: tokens // self._align]) * self._align if tracked is not None else 0
 
     # -- loads ------------------------------------------------------------------------------------
 
@@ -350,6 +363,14 @@ class SchedulerSide:
     def close(self) -> None:
         """End the lookups."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _of_groups(answers: Sequence[bool], hashes: Sequence[Sequence[bytes]]) -> list[list[bool]]:
+    """Return by group and block what all ranks agree on. ``answers`` are by rank, group and block."""
+    per = sum(map(len, hashes))
+    found = [all(answers[at::per]) for at in range(per)]
+    ends = list(itertools.accumulate(map(len, hashes)))
+    return [found[end - len(each) : end] for end, each in zip(ends, hashes)]
 
 
 def _scheduled(output: Any) -> list[tuple[str, int, bool]]:

@@ -102,6 +102,12 @@ class FakeClient(Client):
         self._routes.restart()
         return True
 
+    def mapped(self, digests: Sequence[bytes]) -> list[bool]:
+        """Return whether the path allows shared memory: a fake's store is in this process."""
+        self._routes.restart()
+        here = self._options.path.partition(",")[0] in ("auto", "shm") and not self.store.unavailable
+        return [here] * len(digests)
+
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
         buffers."""

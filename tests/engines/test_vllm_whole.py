@@ -105,6 +105,7 @@ def test_between_the_steps(engines: Engines, say: Callable[[str], None]) -> None
     metrics = results[-1]
     assert metrics["vllm:simm_blocks_stored"] >= BLOCKS and metrics["vllm:simm_blocks_loaded"] >= 2 * 12
     assert metrics["vllm:simm_tokens_found"] == metrics["vllm:external_prefix_cache_hits"] > 2 * STORED
+    assert metrics["from host"] == metrics["vllm:simm_tokens_found"] and metrics["from external_unspecified"] == 0
 
 
 def test_layer_by_layer(engines: Engines) -> None:

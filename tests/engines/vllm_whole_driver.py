@@ -268,12 +268,15 @@ class Run:
         return self.counted
 
     def metrics(self) -> dict[str, float]:
-        """Return SiMM's counters among vLLM's metrics, and where vLLM says that tokens came from."""
+        """Return SiMM's counters among vLLM's metrics, and from where vLLM says that tokens came."""
         return {
             each.name: each.value
             for each in self.llm.get_metrics()
             if each.name.startswith(("vllm:simm_", "vllm:external_prefix")) and hasattr(each, "value")
-        }
+        } | {
+            f"from {each.labels['source']}": each.value
+            for each in self.llm.get_metrics() if each.name == "vllm:prompt_tokens_cached_by_source"
+        }  # fmt: skip
 
     def until(self, cached: int) -> list[dict[str, Any]]:
         """Forget and generate until this many tokens of each prompt came out of the store; return the last output."""

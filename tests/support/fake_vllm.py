@@ -183,7 +183,9 @@ def install(world: World) -> Iterator[Any]:
             "get_kv_cache_spec_kind": lambda spec: SimpleNamespace(value=spec.kind),
             "get_kv_cache_spec_sliding_window": lambda spec: spec.window,
         },
-        "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(EXTERNAL_UNSPECIFIED="external")},
+        "vllm.v1.metrics.cache_hit_source": {
+            "CacheHitSource": SimpleNamespace(HOST="host", EXTERNAL_UNSPECIFIED="external")
+        },
     }  # fmt: skip
     modules: dict[str, Any] = {}
     for name, content in named.items():

@@ -192,6 +192,7 @@ class Engine:
             for block in range(min(first_needed(group, found), len(mine[at]))):
                 mine[at][block] = 0
         self.scheduler.allocated(request, mine, found)
+        assert 0 <= self.scheduler.found_here(request, found) <= found
         return found, wait
 
     def wait_for(self, number: str, mine: list[list[int]], computed: int) -> int:

@@ -390,6 +390,17 @@ class CountsMisses(FakeClient):
 
 
 @promise
+def what_is_in_shared_memory_is_said_to_be_here(world: World) -> None:
+    client = world.client()
+    digests = [client.digest(f"k{number}") for number in range(40)]
+    here = {worker["path"] for worker in client.stats()["workers"]} == {"shm"}
+    assert client.mapped(digests) == [here] * 40 and client.mapped([]) == []
+    client.close()
+    with pytest.raises(UsageError):
+        client.mapped(digests)
+
+
+@promise
 def a_prefix_ends_at_the_first_key_that_is_not_stored(world: World) -> None:
     client = world.client()
     keys = [f"k{number}" for number in range(40)]

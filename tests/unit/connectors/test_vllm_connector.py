@@ -185,6 +185,18 @@ def test_what_workers_say_reaches_the_scheduler(engines: Engines) -> None:
     assert scheduler.reset_cache() is True and scheduler.requires_kv_delivery is False
 
 
+def test_hit_sources_are_vllms_and_sum_up(engines: Engines) -> None:
+    """By the interface of vLLM 0.32 and 0.33: counts by source that sum up to the tokens, and none of zero."""
+    scheduler, worker = engines(Role.SCHEDULER), engines()
+    request = SimpleNamespace(request_id="r")
+    scheduler._scheduler.added(request)
+    scheduler._scheduler._requests["r"].here = [True, False, True, True]
+    asked = [scheduler.get_external_cache_hit_sources(request, tokens) for tokens in (0, 4, 8, 16)]
+    assert asked == [{}, {"host": 4}, {"host": 4, "external": 4}, {"host": 12, "external": 4}]
+    assert scheduler.get_external_cache_hit_sources(SimpleNamespace(request_id="x"), 8) == {"external": 8}
+    assert worker.get_external_cache_hit_sources(request, 8) == {"external": 8}
+
+
 def output() -> Any:
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     return SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={})

@@ -140,6 +140,7 @@ def test_no_method_of_the_connector_raises(how: str) -> None:
         while (found := scheduler.get_num_new_matched_tokens(request, 0))[0] is None and time.monotonic() < until:
             time.sleep(0.001)
         assert found == (0, False)
+        assert scheduler.get_external_cache_hit_sources(request, 4) == {"external": 4}
         scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],)), 0)
         scheduler.build_connector_meta(nothing_scheduled())
         worker.bind_connector_metadata(module._Metadata(Plan([Load("r", "0" * 16, PLANNED)], {"0" * 16: PLANNED})))

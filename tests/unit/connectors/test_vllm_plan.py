@@ -16,6 +16,7 @@ from simm.connectors.vllm_plan import (
     block_layout,
     first_needed,
     restorable,
+    supplied,
     tainted,
 )
 from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
@@ -62,6 +63,20 @@ def test_a_window_needs_its_last_blocks() -> None:
     assert first_needed(Group((), 4, 9), 16) == 2
     assert first_needed(Group((), 4, 10), 16) == 1
     assert first_needed(Group((), 4, 99), 16) == 0
+
+
+def test_tokens_are_from_here_if_all_that_is_loaded_for_them_is() -> None:
+    """Of a window, what lies behind it is not loaded."""
+    full, window = Group(("a",), 4), Group(("b",), 8, 9)
+    assert supplied([full], [[True, False, True, True]], 0, 16, 4) == [True, False, True, True]
+    assert supplied([full], [[False, True, True]], 8, 16, 4) == [False, True]
+    both = [[True, True, True, True, False, True], [False, True, True]]
+    assert supplied([full, window], both, 0, 24, 8) == [True, True, False], "of the window the last block is loaded"
+    both[0][4] = True
+    assert supplied([full, window], both, 0, 24, 8) == [True, True, True]
+    both[1][2] = False
+    assert supplied([full, window], both, 0, 24, 8) == [True, True, False]
+    assert supplied([window], [[True, True, True]], 0, 24, 8) == [False, False, True], "nothing is loaded for others"
 
 
 def test_what_was_computed_on_a_bad_block_is_tainted() -> None:

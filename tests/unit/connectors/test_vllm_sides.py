@@ -345,6 +345,28 @@ def test_the_scheduler_is_told_to_ask_later_and_waits_for_nothing(engine: Any, s
     assert one.scheduler.take_counts()["lookups"] == 1
 
 
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_said_to_be_here_if_their_values_are(
+    engine: Any, store: FakeStore, form: dict[str, Any], path: str
+) -> None:
+    """And nothing is said of a request that is not known, or of one for which nothing was found."""
+    assert right(engine(**form), PROMPT)
+    one = engine(client=FakeClient(store=store, deadline_s=WAIT_S, path=path), **form)
+    said: list[tuple[int, int]] = []
+    allocated = one.scheduler.allocated
+
+    def note(request: Any, block_ids: Any, external: int) -> None:
+        allocated(request, block_ids, external)
+        said.append((external, one.scheduler.found_here(request, external)))
+
+    one.scheduler.allocated = note
+    assert right(one, PROMPT)
+    ((external, here),) = said
+    assert external >= 32 and here == (external if path == "shm" else 0)
+    assert one.scheduler.found_here(SimpleNamespace(request_id="unknown"), 8) == 0
+
+
 def test_short_prompts_ask_nothing(engine: Any) -> None:
     one = engine()
     assert right(one, PROMPT[:4]) and "lookups" not in one.scheduler.take_counts()
