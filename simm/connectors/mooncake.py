@@ -570,6 +570,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = dict(os.environ)
     given = {"SIMM_MANAGER": arguments.manager, "SIMM_NAMESPACE": arguments.namespace}
     environment.update({name: value for name, value in given.items() if value})
+    # SGLang else starts Mooncake's transfer engine beside the store, which must be installed, and which SiMM ignores.
+    environment.setdefault("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "0")
     # SiMM itself too, where it is run out of a checkout.
     paths = [str(PATH), str(PATH.parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

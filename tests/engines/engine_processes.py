@@ -185,6 +185,20 @@ class Engine:
             raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
         return {**report, "stderr": done.stderr}
 
+    def run_victims(
+        self, packages: str, steps: list[Any], options: dict[str, Any], *, manager: str, module: str = "",
+        as_expected: bool = False, **environment: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The report of victims_driver.py on one engine. RuntimeError if it brings none, with what it said."""
+        request = {"folder": str(self.folder), "weights": 1, "options": options, "manager": manager, "steps": steps}
+        path = (ROOT, HERE / "plugin", HERE / "shim", Path(packages))
+        done = self._run("victims_driver.py", request, path, module, as_expected, **environment)
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise RuntimeError(f"engine exit {done.returncode}\n{done.stderr[-4000:]}") from None
+        return {**report, "stderr": done.stderr}
+
     def run_vllm(self, **request: Any) -> dict[str, Any]:
         """The report of vllm_whole_driver.py on one engine. RuntimeError if it brings none, with what it said."""
         environment, module = {**VLLM, **request.pop("environment", {})}, request.pop("module", "")
