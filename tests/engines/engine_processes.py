@@ -46,7 +46,7 @@ def engine_python(*options: str) -> str:
     if os.environ.get("SIMM_ENGINES") == "0":
         raise Unavailable("SIMM_ENGINES=0")
     without = os.environ.get("SIMM_ENGINE_WITHOUT", "")
-    if without and without in options:
+    if set(without.split()) & set(options):
         raise Unavailable(f"SIMM_ENGINE_WITHOUT={without}")
     command = [str(ROOT / "scripts" / "engine-env"), *options]
     try:

@@ -45,7 +45,7 @@ STEPS = [
     step("cleared", "cleared", model="org/cleared"),
 ]
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(scope="module")
