@@ -40,11 +40,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .arena.hashing import SHARD_MASK, Hasher
 from .config.client_options import ClientOptions
-from .constants import PLAIN_BELOW
+from .constants import COUNT_FOUND, LOG_PUTS, PLAIN_BELOW
 from .errors import DeviceError, PeerError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Copier, Span
-from .ipc.counts import FOUND, NOT_FOUND, PUT, PUT_BYTES, PUTS, SAMPLE_MASK, Word, observe
+from .ipc.counts import NOT_FOUND, PUT, Word, observe
 from .sdk.batch import (
     LargeValue,
     NoValue,
@@ -266,8 +266,6 @@ class Client(
 
     def get(self, key: str) -> bytes | None:
         """Return the value as new bytes, or None. ``get_into`` saves the allocation and copies without the GIL."""
-        if self._gets.due:
-            return self._timed(key, self.get, key)
         digest = self._digest(key)
         if self._replicas is not None:
             got = self._replicas.read([digest], [None])[0]
@@ -284,8 +282,6 @@ class Client(
 
         Raises UsageError for a read-only buffer, or one that is too small (then nothing is written).
         """
-        if self._gets.due:
-            return self._timed(key, self.get_into, key, buffer)
         digest = self._digest(key)
         sink = sink_of(buffer)
         got = self.get_digest(digest, sink)
@@ -302,7 +298,7 @@ class Client(
         target = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
         reader = target.reader if target is not None else None
         if reader is not None and reader.contains(digest):  # exists_digest(), without the call
-            reader.counts[FOUND] += 1
+            reader.counts[COUNT_FOUND] = reader.founds = reader.founds + 1
             return True
         return self.exists_digest(digest)
 
@@ -410,14 +406,14 @@ class Client(
             status = Status.UNAVAILABLE
         if status == Status.WRONG_OWNER:
             status = self._puts.retry(target, digest, source, began)
-        counts, size = session.counts, len(source)
         if status == Status.OK:
-            puts = counts[PUTS] = counts[PUTS] + 1
-            counts[PUT_BYTES] += size
-            if not puts & SAMPLE_MASK:
-                observe(counts, PUT, int((time.monotonic() - began) * 1e9))
+            for entry in session.reader.logs[LOG_PUTS].free:
+                session.reader.entries[entry] = len(source)
+                return status
+            session.reader.count_more(LOG_PUTS, len(source))
+            observe(session.counts, PUT, int((time.monotonic() - began) * 1e9))
         else:
-            counts[Word.PUT_FAILURES] += 1
+            session.counts[Word.PUT_FAILURES] += 1
             self._puts.count([digest], [status])
         return status
 
@@ -440,7 +436,7 @@ class Client(
         reader = target.reader if target is not None else None
         if reader is not None:
             if reader.contains(digest):
-                reader.counts[FOUND] += 1
+                reader.counts[COUNT_FOUND] = reader.founds = reader.founds + 1
                 return True
             if self._replicas is None and 0 < reader.shard_word(digest) < PLAIN_BELOW:
                 reader.counts[NOT_FOUND] += 1
@@ -535,11 +531,6 @@ class Client(
     def counters(self) -> dict[str, int]:
         from .sdk.ops import counting
         return counting.counters_of(self._counters, self._tallies)
-
-    def _timed(self, key: str, call: Callable[..., _T], *arguments: Any) -> _T:
-        self._gets.due = False
-        from .sdk.ops import counting
-        return counting.timed_get(self._routes, self._digest(key), call, *arguments)
 
     def begin(self) -> None:
         """Wait until a lazy client has tried each manager once, and connect to the workers in the background.

@@ -50,8 +50,13 @@ RANGES_MAX = 4096
 GROUP_KEYS_MAX = 64
 #: Words in which a client counts what it does (ipc/counts.py): a commit ring's header page has so many to spare.
 COUNT_WORDS = 448
-# Of these, those of single gets: how many were hits, and their bytes.
-COUNT_HITS, COUNT_HIT_BYTES = 0, 20
+# Of these, how many keys were looked for one by one and found; and the logs of gets and puts of a single key
+# (host/count_log.py): where each begins, and entries of one of its banks.
+COUNT_FOUND = 20
+COUNT_LOGS = (224, 160), (389, 16)
+LOG_GETS, LOG_PUTS = range(len(COUNT_LOGS))
+#: Attempts to read an entry that changes, before the worker is asked.
+READ_ATTEMPTS = 3
 
 assert SLAB_BYTES % HUGE_PAGE_BYTES == 0 and HUGE_PAGE_BYTES % PAGE_BYTES == 0
 assert SLAB_CHUNK_BYTES_MAX % PAGE_BYTES == 0

@@ -18,8 +18,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import COUNT_HIT_BYTES, COUNT_HITS, COUNT_WORDS, KEEP_SHARES, SET_BYTES, SHARD_COUNT, SLOT_BYTES
+from ..constants import (
+    COUNT_WORDS,
+    KEEP_SHARES,
+    READ_ATTEMPTS,
+    SET_BYTES,
+    SHARD_COUNT,
+    SLOT_BYTES,
+)
 from ..errors import SegmentError
+from ..host.count_log import CallLogs
 from ..host.pages import populate_read
 from ..host.processes import boottime_ns
 from ..host.users import NOT_TRUSTED, trusts
@@ -48,7 +56,7 @@ from .namespaces import line_of, name_bytes, names_line
 ONE_SIDED: Final = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
 
 #: Attempts of a reader before it asks the worker.
-ATTEMPTS: Final = 3
+ATTEMPTS: Final = READ_ATTEMPTS
 #: To count them with: making a range takes four times as long as going over this one.
 EACH_ATTEMPT: Final = tuple(range(ATTEMPTS))
 #: From this many keys on, numpy finds a batch's slots faster than one call per key.
@@ -125,22 +133,7 @@ class Unsettled(Exception):
     """An entry changed at every attempt, its slot stays odd, or it names no place in the data: ask the worker."""
 
 
-class Singles:
-    """The counts of a reader's user, and beside them the sums of what only its single gets count.
-
-    Store a sum into its word before it is kept here, in one statement: a thread that does the same meanwhile may undo
-    one count, but never store less than is there, which the worker would not believe (``ipc/counts.py``).
-    """
-
-    __slots__ = ("bytes", "hits", "words")
-
-    def __init__(self, words: memoryview) -> None:
-        self.words = words
-        self.hits: int = words[COUNT_HITS]
-        self.bytes: int = words[COUNT_HIT_BYTES]
-
-
-class ArenaReader:
+class ArenaReader(CallLogs):
     """An arena's table, read-only, and its data and visited bytes.
 
     ``data_fd``: the data's file, as the worker passes it; the reader does not close it. Without one the file is opened
@@ -152,10 +145,6 @@ class ArenaReader:
 
     #: Returns CLOCK_BOOTTIME in ns, by which leases end.
     clock: Callable[[], int] = staticmethod(boottime_ns)
-
-    #: Where its user counts what it does (``ipc/counts.py``), see :meth:`count_in`.
-    counts: memoryview
-    singles: Singles
 
     def __init__(
         self, name: str, *, cluster: int = 0, data_fd: int | None = None, trusted: Container[int] = ()
@@ -202,7 +191,6 @@ class ArenaReader:
         self._slots_offset = geometry.slots_offset
         self._slot_word = geometry.slots_offset // 8
         self._shard_word = HEADER_BYTES // 8
-        self._name_word = geometry.names_offset // 8
         self._sets = geometry.sets
         #: The id of its user's namespace, and the NUMA node of its memory; -1 if it has none, or it is not known.
         self.namespace = self.node = -1
@@ -213,16 +201,17 @@ class ArenaReader:
             self._meta, dtype=np.uint64, count=geometry.slots * SLOT_WORDS, offset=self._slots_offset
         )
         self._np_rows = self._np_slots.reshape(-1, SLOT_WORDS)
-        self._np_lows = low_words(self._np_slots)
         self._np_shards: NDArray[np.uint64] = np.frombuffer(self._meta, np.uint64, SHARD_COUNT, HEADER_BYTES)
-        self._np_visited = np.frombuffer(self.visited, np.uint8)
-        self._np_names: NDArray[np.uint64] = np.frombuffer(
-            self._meta, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, geometry.names_offset
-        )
+        #: Lower halves of the slots' words, visited bytes, and namespaces. In one: an object of more than 30 attributes
+        #: has each of them more slowly.
+        self._np_more: tuple[NDArray[np.uint64], NDArray[np.uint8], NDArray[np.uint64]] = (
+            low_words(self._np_slots), np.frombuffer(self.visited, np.uint8),
+            np.frombuffer(self._meta, np.uint64, NAMESPACES * NAMESPACE_LINE_BYTES // 8, geometry.names_offset),
+        )  # fmt: skip
         #: Number of sets, and the addresses of slots, shard words and visited bytes, for searches of several arenas.
         self.place = (
             geometry.sets, _address(self._np_slots), _address(self._np_slots) - self._slots_offset + HEADER_BYTES,
-            _address(self._np_visited),
+            _address(self._np_more[1]),
         )  # fmt: skip
         # Close the descriptors only. The maps live as long as this object or a view of it: unmapping them while another
         # thread copies would be a segmentation fault.
@@ -362,10 +351,6 @@ class ArenaReader:
         word: int = self.words[self._shard_word + ((digest[0] | digest[1] << 8) & SHARD_MASK)]
         return word
 
-    def count_in(self, words: memoryview) -> None:
-        """Let its user count in these words from now on."""
-        self.counts, self.singles = words, Singles(words)
-
     def namespace_of(self, slot: int) -> int:
         """Return the namespace id in a slot. It is the entry's if its seq is the same before and after."""
         number: int = _unpack_body(self._meta, (self._slot_word + slot * SLOT_WORDS) * 8 + 8)[5]
@@ -376,13 +361,16 @@ class ArenaReader:
         seq: int = self.words[self._slot_word + found.slot * SLOT_WORDS]
         return seq == found.seq
 
+    def _line_word(self, number: int) -> int:
+        return self.geometry.names_offset // 8 + line_of(number) * NAMESPACE_LINE_BYTES // 8
+
     def has_namespace(self, number: int) -> bool:
         """Return True if the worker still has a namespace of this number (``arena/namespaces.py``)."""
-        return names_line(number, self.words[self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8])
+        return names_line(number, self.words[self._line_word(number)])
 
     def namespace_name(self, number: int) -> str | None:
         """Return the name of a namespace, None for an unknown one. The worker may change the line at any time."""
-        at = self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8
+        at = self._line_word(number)
         word = self.words[at]
         if not names_line(number, word):
             return None
@@ -409,7 +397,7 @@ class ArenaReader:
             return True
         words = self.words
         number = self.namespace_of(found.slot)
-        line = self._name_word + line_of(number) * NAMESPACE_LINE_BYTES // 8
+        line = self._line_word(number)
         until = words[line + LEASE_WORD]
         if self.clock() >= until:
             return False
@@ -419,7 +407,7 @@ class ArenaReader:
     @property
     def has_epochs(self) -> bool:
         """Return True if a namespace of this arena has epochs, or had."""
-        return bool(self._np_names[EPOCH_WORD :: NAMESPACE_LINE_BYTES // 8].any())
+        return bool(self._np_more[2][EPOCH_WORD :: NAMESPACE_LINE_BYTES // 8].any())
 
     def current_many(self, digests: Sequence[bytes]) -> list[bool]:
         """Do :meth:`contains_many`, and find nothing of an old epoch. Values without an epoch cost nothing more."""
@@ -472,7 +460,7 @@ class ArenaReader:
         """Return the words of a batch's digests, two each, and its slots, -1 for misses; unchecked."""
         keys = words_of(digests)
         low, high = keys[:, 0], keys[:, 1]
-        return keys, find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), low, high, self._np_lows)
+        return keys, find_slots(self._np_slots, np.intp(0), np.uint64(self._sets), low, high, self._np_more[0])
 
     def slots_of_many(self, digests: Sequence[bytes]) -> list[int]:
         """Return the slots of a batch, -1 for misses: unchecked."""
@@ -525,7 +513,7 @@ class ArenaReader:
         if not self.of_cluster:
             kept[:] = False
         if touch:
-            self._np_visited[found.slots[kept]] = 1
+            self._np_more[1][found.slots[kept]] = 1
         return kept
 
     def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
@@ -542,7 +530,7 @@ class ArenaReader:
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False
-        self._np_visited[slots.compress(hits)] = 1
+        self._np_more[1][slots.compress(hits)] = 1
         return hits, words
 
     def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:

@@ -8,14 +8,15 @@ at some of them ten times a second, and once more when a connection is gone. So 
       0..31   counters, see :class:`Word`
      32 + 32 n  latencies of operation n of TIMED: a sum in ns, then BUCKETS numbers of calls
                 bucket b has those of at most 2^(b + 10) ns, the last one all others
+    224..409  logs of gets and puts of a single key (``host/count_log.py``)
 
-Words that are not named here are 0; so are those of a client that counts nothing. They only grow.
+Words that are not named here are 0; so are those of a client that counts nothing. The numbers (:func:`numbers_in`)
+only grow.
 
-**What it costs.** A get stores two words, for the hit and its bytes, and reads no clock. One get and one put in
-SAMPLE is timed: two readings of the clock would cost 3 % of a 4 KiB get. Of batches that are got or looked for in an
-arena one in SAMPLE_BATCHES is timed, and each that is put. To read a word of shared memory, add to it and store it
-takes three times as long as the store alone. So the two words of a single get are its alone, and their sums are kept
-beside them (``arena/reader.py``, ``Singles``). ``benchmarks/counting.py`` measures it all.
+**What it costs.** A get or put of a single key stores its bytes into a log, which is 2 % of a get of 4 KiB, and reads
+no clock. When a log is full, once in SAMPLE gets and SAMPLE_PUTS puts, it is added up, and a call is timed, without the
+hash of its key: two readings of the clock would cost 3 % of a 4 KiB get. Of batches that are got or looked for in an
+arena one in SAMPLE_BATCHES is timed, and each that is put. ``benchmarks/counting.py`` measures it all.
 
 **Trust.** The client can store anything, at any time. The worker (``tally.py``) reads words, never an index or a
 length. It believes a session whose words only grow, by at most what a process could do in that time:
@@ -29,11 +30,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..constants import COUNT_HIT_BYTES, COUNT_HITS, COUNT_WORDS
+import numpy as np
+from numpy.typing import NDArray
 
-#: Of so many gets of one key, and puts of one, one is timed. A power of two.
-SAMPLE: Final = 64
-SAMPLE_MASK: Final = SAMPLE - 1
+from ..constants import COUNT_FOUND, COUNT_LOGS, COUNT_WORDS, LOG_GETS, LOG_PUTS
+from ..host.count_log import log_words, read_log
+
+#: Of so many gets of one key, and puts of one, one is timed.
+SAMPLE: Final = COUNT_LOGS[LOG_GETS][1]
+SAMPLE_PUTS: Final = COUNT_LOGS[LOG_PUTS][1]
 SAMPLE_BATCHES: Final = 8
 #: Operations with latencies. ``_many``: a call's keys at one worker, together.
 TIMED: Final = ("get", "get_many", "put", "put_many", "exists_many", "delete")
@@ -45,14 +50,14 @@ COUNTERS: Final = 32
 #: Words of one operation's latencies, and of all that is counted.
 STRIDE: Final = 32
 USED: Final = COUNTERS + len(TIMED) * STRIDE
-assert BUCKETS + 1 <= STRIDE and USED <= COUNT_WORDS
+assert BUCKETS + 1 <= STRIDE
 
 
 class Word:
     """Words of the counters."""
 
-    #: Values got by single gets; bytes of values got in other ways.
-    HITS: Final = COUNT_HITS
+    #: Values got by single gets; bytes of all values got.
+    HITS: Final = 0
     HIT_BYTES: Final = 1
     #: Keys that were not stored, or not any more.
     ABSENT: Final = 2
@@ -81,19 +86,40 @@ class Word:
     VIEWS: Final = 18
     #: Keys whose server did not answer.
     UNREACHABLE: Final = 19
-    #: Bytes of values got by single gets, which are not in HIT_BYTES.
-    SINGLE_BYTES: Final = COUNT_HIT_BYTES
+    #: Keys that exists() of one key found, which are among those of FOUND once they are read.
+    FOUND_SINGLY: Final = COUNT_FOUND
 
+
+#: The logs, and the words whose numbers their calls and bytes belong to as well.
+_LOGS: Final = tuple(
+    zip(COUNT_LOGS, ((Word.HITS, Word.HIT_BYTES), (Word.PUTS, Word.PUT_BYTES)))
+)  # fmt: skip
+_MASK: Final = (1 << 64) - 1
+_ENDS: Final = [USED, *(at + log_words(size) for at, size in COUNT_LOGS), COUNT_WORDS]
+assert sorted(_ENDS) == _ENDS
 
 #: By name, as each operation counts in them.
-HITS: Final = Word.HITS
 HIT_BYTES: Final = Word.HIT_BYTES
-SINGLE_BYTES: Final = Word.SINGLE_BYTES
 ABSENT: Final = Word.ABSENT
 FOUND: Final = Word.FOUND
 NOT_FOUND: Final = Word.NOT_FOUND
-PUTS: Final = Word.PUTS
-PUT_BYTES: Final = Word.PUT_BYTES
+
+
+def numbers_in(words: memoryview, fast: bytes | None = None) -> NDArray[np.uint64] | None:
+    """Return the words 0 to USED with what the logs have; None if a log's writer is faster. O(COUNT_WORDS).
+
+    ``fast``: a copy of the words that takes the place of the loads of single words (``Trust``).
+    """
+    found = np.frombuffer(fast, np.uint64, USED).copy() if fast else np.array(words[:USED].tolist(), np.uint64)
+    for place, counted in _LOGS:
+        in_log = read_log(words, *place)
+        if in_log is None:
+            return None
+        for word, more in zip(counted, in_log):
+            found[word] = int(found[word]) + more & _MASK
+    found[FOUND] = int(found[FOUND]) + int(found[COUNT_FOUND]) & _MASK
+    found[COUNT_FOUND] = 0
+    return found
 
 
 def new_words() -> memoryview:

@@ -33,6 +33,7 @@ from .counts import (
     bound_s,
     bucket_of,
     new_words,
+    numbers_in,
 )
 
 if TYPE_CHECKING:  # clients have no use for it
@@ -53,7 +54,7 @@ NAMESPACES_MAX: Final = 512
 #: No namespace has this name.
 OTHERS: Final = "(others)"
 #: Bytes and ns, not operations.
-_AMOUNTS: Final = (Word.HIT_BYTES, Word.SINGLE_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
+_AMOUNTS: Final = (Word.HIT_BYTES, Word.PUT_BYTES, *range(COUNTERS, USED, STRIDE))
 _LIMITS: Final = np.full(USED, float(COUNTS_A_SECOND))
 _LIMITS[list(_AMOUNTS)] = float(AMOUNT_A_SECOND)
 
@@ -291,14 +292,14 @@ class Tally:
         elapsed, counted.at = now - counted.at, now
         if not counted.believed:
             return
-        raw = bytes(counted.words[:USED])
+        raw = bytes(counted.words)
         if raw == counted.raw:
             return
-        new = np.frombuffer(raw, np.uint64)
-        if not self._plausible(counted.seen, new, elapsed):
+        new = numbers_in(counted.words, raw)
+        if new is not None and not self._plausible(counted.seen, new, elapsed):
             # A copy of many words promises nothing about each of them. Loads of single words do.
-            new = np.array(counted.words[:USED].tolist(), np.uint64)
-            if not self._plausible(counted.seen, new, elapsed):
+            new = numbers_in(counted.words)
+            if new is not None and not self._plausible(counted.seen, new, elapsed):
                 counted.believed = False
                 self.disbelieved += 1
                 self._noise(
@@ -306,6 +307,8 @@ class Tally:
                     counted.number, counted.namespace,
                 )  # fmt: skip
                 return
+        if new is None:
+            return  # its log turned all the time: the next look counts it, for as long as it takes
         self.totals.add_words(counted.namespace, new - counted.seen)
         counted.raw, counted.seen, counted.changed_at = raw, new, now
 
@@ -363,6 +366,13 @@ def claims(
 # -- the client's side -------------------------------------------------------------------------------
 
 
+def _own(words: memoryview) -> NDArray[np.uint64]:
+    """Return the numbers of this process, whose threads may count meanwhile."""
+    while (found := numbers_in(words)) is None:
+        pass
+    return found
+
+
 class Tallies:
     """All words in which one client counts, by path. Any thread may call it."""
 
@@ -393,7 +403,7 @@ class Tallies:
         for used, words in self._arenas:
             reader = used()
             if reader is None:
-                self._ended.add_words("", np.frombuffer(words[:USED], np.uint64))
+                self._ended.add_words("", _own(words))
             else:
                 kept.append((used, getattr(reader, "counts", words)))
         self._arenas = kept
@@ -410,10 +420,10 @@ class Tallies:
             self._release_ended_locked()
             shm.add(self._ended.as_json())
             for _, words in self._arenas:
-                shm.add_words("", np.frombuffer(words[:USED], np.uint64))
+                shm.add_words("", _own(words))
         found = {"shm": shm, "rdma": Totals(), "tcp": Totals()}
         for path, words in (("rdma", self.rdma), ("tcp", self.tcp)):
-            found[path].add_words("", np.frombuffer(words[:USED], np.uint64))
+            found[path].add_words("", _own(words))
         return found
 
     def outside_counters(self) -> tuple[int, int, int]:
@@ -447,7 +457,7 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
     return {
         "hits": hits,
         "misses": {reason: counts[word] for reason, word in MISSES.items()},
-        "bytes_read": counts[Word.HIT_BYTES] + counts[Word.SINGLE_BYTES],
+        "bytes_read": counts[Word.HIT_BYTES],
         "puts": counts[Word.PUTS] + counts[Word.BATCH_PUTS],
         "put_failures": counts[Word.PUT_FAILURES],
         "bytes_put": counts[Word.PUT_BYTES],

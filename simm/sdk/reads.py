@@ -20,18 +20,17 @@ from numpy.typing import NDArray
 from ..arena.hashing import shard_of, words_of
 from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
+from ..constants import LOG_GETS, VALUE_BYTES_MAX
 from ..errors import DeviceError, PeerError
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
 from ..host.company import COMPANY
 from ..host.parts import scatter
 from ..ipc.counts import (
     ABSENT,
+    GET,
     GET_MANY,
     HIT_BYTES,
-    HITS,
     SAMPLE_BATCHES,
-    SAMPLE_MASK,
-    SINGLE_BYTES,
     Word,
     observe,
 )
@@ -74,8 +73,6 @@ class Gets(ShmGet):
         self._owners = Owners(routes, counters)
         self._observe: Observe = observe or (lambda *_: None)
         self._batches = 0
-        #: The next get of a single key is timed (``ipc/counts.py``).
-        self.due = False
         self._tallies = tallies = tallies or Tallies()
         check = self.check if checksum else None
         self._remote = self.remote_kind(routes, copier, check, counters, self._observe, tallies)
@@ -97,17 +94,16 @@ class Gets(ShmGet):
                 return self._first(target, digest, sink)
             return self._one(self._remote_now, target, digest, sink)
         kind = type(sink)
-        singles = reader.singles
-        for _ in EACH_ATTEMPT:
+        for free in reader.attempts:
             try:
                 found = reader.locate(digest)
             except Unsettled:
                 break
             if found is None:
                 if 0 < reader.shard_word(digest) < PLAIN_BELOW:
-                    singles.words[ABSENT] += 1
+                    reader.counts[ABSENT] += 1
                     return MISS
-                return self._one_moved(target, singles.words, digest, sink)
+                return self._one_moved(target, reader.counts, digest, sink)
             slot, seq, offset, size, _, flags = found
             got: Answer = size
             odd = flags not in self.plain
@@ -121,7 +117,7 @@ class Gets(ShmGet):
                 sink.size if kind is Span else len(sink)  # type: ignore[union-attr]
             ) and not fits(size, sink):
                 if reader.confirm(digest, slot, seq):
-                    singles.words[Word.WRONG_SIZE] += 1
+                    reader.counts[Word.WRONG_SIZE] += 1
                     return misfit(size, sink)
                 break  # it is changing: read it from a pin
             # The most frequent cases of copy_out(), without the call.
@@ -135,21 +131,31 @@ class Gets(ShmGet):
             if reader.confirm(digest, slot, seq):
                 reader.visited[slot] = 1
                 if odd and not self.sound(reader, found, got, sink):
-                    singles.words[Word.UNSOUND] += 1
+                    reader.counts[Word.UNSOUND] += 1
                     return MISS
-                words = singles.words
-                words[HITS] = hits = singles.hits = singles.hits + 1
-                words[SINGLE_BYTES] = singles.bytes = singles.bytes + size
-                if not hits & SAMPLE_MASK:
-                    self.due = True
+                for entry in free:
+                    reader.entries[entry] = size
+                    return got
+                reader.count_more(LOG_GETS, size)
                 return got
             self.counters["retries"] += 1
-            singles.words[Word.RETRIES] += 1
+            reader.counts[Word.RETRIES] += 1
             if not 0 < reader.shard_word(digest) < _FROZEN:
-                return self._one_moved(target, singles.words, digest, sink)
+                return self._one_moved(target, reader.counts, digest, sink)
+        if not reader.attempts:
+            return self._timed(target, reader, digest, sink)
         self.counters["fallbacks"] += 1
-        singles.words[Word.PINNED] += 1
+        reader.counts[Word.PINNED] += 1
         return self._out_of(self._pinned(target, digest, copied=self.checksum), sink)
+
+    def _timed(self, target: Target, reader: ArenaReader, digest: bytes, sink: Sink) -> Answer:
+        """Do :meth:`read`, and note what it takes. Others that come meanwhile are not timed."""
+        reader.resume()
+        began = time.perf_counter_ns()
+        try:
+            return self.read(target, digest, sink)
+        finally:
+            observe(reader.counts, GET, time.perf_counter_ns() - began)
 
     def read_ranges(self, target: Target | None, digest: bytes, ranges: Ranges) -> Answer:
         """Do :meth:`read` for ranges of a value. The result is the value's length."""
@@ -162,14 +168,18 @@ class Gets(ShmGet):
                 found = reader.locate(digest)
             except Unsettled:
                 found = None
-            if found is not None and ranges.least <= found.length and found.flags in self.plain:
+            if (
+                found is not None and ranges.least <= found.length and found.flags in self.plain
+                and ranges.total <= VALUE_BYTES_MAX
+            ):  # fmt: skip
                 start = found.offset - reader.data_offset
                 scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
                 if reader.confirm(digest, found.slot, found.seq):
                     reader.visited[found.slot] = 1
-                    singles = reader.singles
-                    singles.words[HITS] = singles.hits = singles.hits + 1
-                    singles.words[SINGLE_BYTES] = singles.bytes = singles.bytes + ranges.total
+                    for entry in reader.logs[LOG_GETS].free:
+                        reader.entries[entry] = ranges.total
+                        return found.length
+                    reader.count_more(LOG_GETS, ranges.total)
                     return found.length
                 self.counters["retries"] += 1
                 reader.counts[Word.RETRIES] += 1

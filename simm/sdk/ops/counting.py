@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from ...ipc.counts import GET, observe
 from ...ipc.tally import Tallies, summary
 
 if TYPE_CHECKING:
-    from ..routing import Router, Routes
-
-_T = TypeVar("_T")
+    from ..routing import Router
 
 
 def counters_of(others: Mapping[str, int], tallies: Tallies) -> dict[str, int]:
@@ -36,15 +32,3 @@ def stats_of(counters: dict[str, int], tallies: Tallies, last_failure: str, rout
             for target in router.targets.values()
         ]
     return stats
-
-
-def timed_get(routes: Routes, digest: bytes, call: Callable[..., _T], *arguments: Any) -> _T:
-    """Carry out a get of one key, and note how long it takes if its owner's arena is mapped: others time their own."""
-    target = routes.target(digest)
-    reader = target.reader if target is not None else None
-    began = time.perf_counter_ns()
-    try:
-        return call(*arguments)
-    finally:
-        if reader is not None:
-            observe(reader.counts, GET, time.perf_counter_ns() - began)

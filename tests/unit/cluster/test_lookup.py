@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from simm.arena.reader import Singles
 from simm.cluster import lookup
 from simm.cluster.lookup import ASK_OWNER, HOPS, Unresolved
 from simm.errors import TransportError
+from simm.host.count_log import CallLogs
 from simm.ipc.counts import new_words
 from simm.ipc.patience import Patience
 from simm.sdk.batch import MISS
@@ -128,12 +128,11 @@ def by_the_client(case: Case) -> Outcome:
     """``Gets`` with readers that find a value once the owner was asked, or in another arena than N's."""
     did = SimpleNamespace(asked=0, refreshed=False, at="")
 
-    class Reader:
+    class Reader(CallLogs):
         def __init__(self, name: str) -> None:
             self.name = name
             self.data_offset = 0
-            self.counts = new_words()
-            self.singles = Singles(self.counts)
+            self.count_in(new_words())
 
         def locate(self, _digest: bytes) -> Any:
             there = self.name in case.there and (self.name != "N" or did.asked)
