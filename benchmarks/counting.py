@@ -1,6 +1,7 @@
 """What counting costs a call: the same client with the lines that count, and without them, in one process.
 
     python benchmarks/counting.py                     # two minutes; --seconds 300, --size 65536, --only get_into,put
+    python benchmarks/counting.py --what tracing      # the same for tracing, switched off, and a client that has none
 
 Two builds in two processes differ by some percent whatever their code does, as their memory lies elsewhere. So here one
 client changes its class between bursts, as one does that begins to trace. The classes are made from SiMM's own sources:
@@ -41,8 +42,8 @@ MODULES: Final = {
 _WORDS: Final = ("counts", "words")
 _HOLDERS: Final = ("counts",)
 _FREE: Final = ("free",)
-_CALLS: Final = ("observe", "count_puts", "count_moved", "count_more")
-_FLAGS: Final = ("SAMPLE_BATCHES", "attempts")
+_CALLS: Final = ("observe", "count_puts", "count_moved", "count_more", "missed")
+_FLAGS: Final = ("SAMPLE_BATCHES", "MISSES_MASK", "attempts")
 
 
 class _Remover(ast.NodeTransformer):
@@ -123,6 +124,38 @@ def without_counts(tree: ast.Module) -> int:
     return remover.removed
 
 
+class _Untraced(ast.NodeTransformer):
+    """Takes out all that has to do with tracing: bases, methods and statements. ``removed``: how many."""
+
+    def __init__(self) -> None:
+        self.removed = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.ClassDef):
+            kept = [base for base in node.bases if "trac" not in ast.unparse(base).lower()]
+            self.removed += len(node.bases) - len(kept)
+            node.bases = kept
+        said = getattr(node, "test", node) if isinstance(node, ast.Expr | ast.If) else None
+        if said is not None and not isinstance(getattr(node, "value", None), ast.Constant):
+            if "trac" not in ast.unparse(said).lower():
+                return super().visit(node)
+            self.removed += 1
+            return None
+        return super().visit(node)
+
+
+def without_tracing(tree: ast.Module) -> int:
+    """Take tracing out of a module; return how many statements and bases that were."""
+    remover = _Untraced()
+    remover.visit(tree)
+    ast.fix_missing_locations(tree)
+    return remover.removed
+
+
+#: What can be taken out.
+WHAT: Final = {"counting": without_counts, "tracing": without_tracing}
+
+
 def classes(change: Callable[[ast.Module], int]) -> tuple[dict[str, type], int]:
     """Return the classes of a client and its parts, made anew from their changed sources, and what ``change`` returns.
     """
@@ -155,6 +188,7 @@ def operations(client: Any, size: int) -> dict[str, Callable[[], Any]]:
         "get_into": lambda: client.get_into("k0", sink),
         "put": lambda: client.put("k0", value),
         "exists": lambda: client.exists("k0"),
+        "get_into, a miss": lambda: client.get_into("none", sink),
         f"get_into_many of {BATCH}": lambda: client.get_into_many(keys, sinks),
         f"put_many of {BATCH}": lambda: client.put_many(keys, values),
     }
@@ -187,7 +221,7 @@ def measure(client: Any, kinds: dict[str, list[dict[str, type]]], size: int, sec
                 took = burst(calls[call], 4 if "many" in call else CALLS)
                 least[call, kind, number] = min(least[call, kind, number], took)
     lines = [f"{size:,} bytes, {rounds} bursts of each class, processor ns of a call",
-             f"{'':22}{'as it is':>10}{'without':>10}{'counting':>10}{'of it':>8}{'spread':>8}"]  # fmt: skip
+             f"{'':22}{'as it is':>10}{'without':>10}{'cost':>10}{'of it':>8}{'spread':>8}"]  # fmt: skip
     for call in calls:
         counted, plain = ([least[call, kind, number] for number in range(BUILDS)] for kind in kinds)
         cost = statistics.mean(counted) - statistics.mean(plain)
@@ -205,19 +239,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="to measure for; three rounds at least")
     parser.add_argument("--size", type=int, default=4096, help="bytes of a value")
     parser.add_argument("--only", default="", help="these calls, with commas between them, as get_into,put")
+    parser.add_argument("--what", choices=WHAT, default="counting", help="what the other classes are without")
     arguments = parser.parse_args()
     from simm.client import Client
 
     kinds: dict[str, list[dict[str, type]]] = {"as it is": [], "without": []}
     for _ in range(BUILDS):
         kinds["as it is"].append(classes(lambda _: 0)[0])
-        without, removed = classes(without_counts)
+        without, removed = classes(WHAT[arguments.what])
         kinds["without"].append(without)
         if not removed:
-            raise SystemExit("counting: nothing counts in these sources")
+            raise SystemExit(f"counting: nothing of {arguments.what} is in these sources")
     with Client.local("256M", path="shm") as client:
         if not client.wait_ready():
             raise SystemExit("counting: the cluster does not come up")
+        if arguments.what == "tracing":  # the client's own thread asks its class for it
+            client._router._tick = lambda: None
         own = {part: type(getattr(client, part) if part else client) for _, part in MODULES.values()}
         try:
             lines = measure(client, kinds, arguments.size, arguments.seconds, arguments.only)

@@ -44,7 +44,7 @@ from .constants import COUNT_FOUND, LOG_PUTS, PLAIN_BELOW
 from .errors import DeviceError, PeerError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Copier, Span
-from .ipc.counts import NOT_FOUND, PUT, Word, observe
+from .ipc.counts import MISSES_MASK, NOT_FOUND, PUT, Word, observe
 from .sdk.batch import (
     LargeValue,
     NoValue,
@@ -439,7 +439,9 @@ class Client(
                 reader.counts[COUNT_FOUND] = reader.founds = reader.founds + 1
                 return True
             if self._replicas is None and 0 < reader.shard_word(digest) < PLAIN_BELOW:
-                reader.counts[NOT_FOUND] += 1
+                misses = reader.counts[NOT_FOUND] = reader.counts[NOT_FOUND] + 1
+                if misses & MISSES_MASK == 1:
+                    reader.missed(digest)
                 return False
         return self.exists_digests([digest])[0]
 

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simm.arena.coldest import NEVER, Coldest, Windows, coarse
-from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Victims
+from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Ghosts, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
 from simm.arena.queues import FRESH_PERIODS, KeyWords, Policy
@@ -129,7 +129,7 @@ class Space:
         self._is_used: Callable[[int], bool] | None = None
         self._heeded: tuple[Callable[[int], bool], Callable[[int], None]] | None = None
         #: Entries evicted so far, by reason.
-        self.victims = Victims()
+        self.victims = Victims(Ghosts(slots, keys) if keys is not None else None)
         self.evictions = self.victims.by_reason
         #: Returns the bytes of the largest free piece that is in no slab.
         self.largest_free: Callable[[], int] = lambda: sum(span.size for span in self._allocator.largest_free(1))

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from ..constants import COUNT_FOUND, COUNT_LOGS, LOG_GETS, READ_ATTEMPTS
+from ..constants import COUNT_FOUND, COUNT_LOGS, COUNT_MISSED, LOG_GETS, MISSED_KEYS, READ_ATTEMPTS
 
 _BANKS: Final = 5
 _MASK: Final = (1 << 64) - 1
@@ -121,6 +121,16 @@ class CallLogs:
     def resume(self) -> None:
         """Let gets find their entries in :attr:`attempts` again."""
         self.attempts = (self.logs[LOG_GETS].free,) * READ_ATTEMPTS
+
+    def missed(self, digest: bytes) -> None:
+        """Let the worker see a key that is not there, so that it can tell whether it has evicted it. O(1).
+
+        Threads that do so together may lose one of them.
+        """
+        words, key = self.counts, int.from_bytes(digest[8:16], "little")
+        so_far = words[COUNT_MISSED]
+        words[COUNT_MISSED + 1 + so_far % MISSED_KEYS] = key
+        words[COUNT_MISSED] = so_far + 1 & _MASK
 
     def count_more(self, log: int, amount: int) -> None:
         """Count a call whose log has no free entry. After a get, let the next one be timed. O(entries)."""

@@ -9,6 +9,7 @@ at some of them ten times a second, and once more when a connection is gone. So 
      32 + 32 n  latencies of operation n of TIMED: a sum in ns, then BUCKETS numbers of calls
                 bucket b has those of at most 2^(b + 10) ns, the last one all others
     224..409  logs of gets and puts of a single key (``host/count_log.py``)
+    410..442  a sample of keys that were not there: their number, and the last MISSED_KEYS of them
 
 Words that are not named here are 0; so are those of a client that counts nothing. The numbers (:func:`numbers_in`)
 only grow.
@@ -33,13 +34,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import COUNT_FOUND, COUNT_LOGS, COUNT_WORDS, LOG_GETS, LOG_PUTS
+from ..constants import COUNT_FOUND, COUNT_LOGS, COUNT_MISSED, COUNT_WORDS, LOG_GETS, LOG_PUTS, MISSED_KEYS
 from ..host.count_log import log_words, read_log
 
 #: Of so many gets of one key, and puts of one, one is timed.
 SAMPLE: Final = COUNT_LOGS[LOG_GETS][1]
 SAMPLE_PUTS: Final = COUNT_LOGS[LOG_PUTS][1]
 SAMPLE_BATCHES: Final = 8
+#: Of so many misses of single keys one is told to the worker, the first one too. A power of two.
+SAMPLE_MISSES: Final = 16
+MISSES_MASK: Final = SAMPLE_MISSES - 1
 #: Operations with latencies. ``_many``: a call's keys at one worker, together.
 TIMED: Final = ("get", "get_many", "put", "put_many", "exists_many", "delete")
 GET, GET_MANY, PUT, PUT_MANY, EXISTS_MANY, DELETE = range(len(TIMED))
@@ -88,6 +92,9 @@ class Word:
     UNREACHABLE: Final = 19
     #: Keys that exists() of one key found, which are among those of FOUND once they are read.
     FOUND_SINGLY: Final = COUNT_FOUND
+    #: Keys of ABSENT and NOT_FOUND that were there and were evicted, as the worker says: a client counts none of them.
+    EVICTED: Final = 21
+    NOT_FOUND_EVICTED: Final = 22
 
 
 #: The logs, and the words whose numbers their calls and bytes belong to as well.
@@ -95,7 +102,7 @@ _LOGS: Final = tuple(
     zip(COUNT_LOGS, ((Word.HITS, Word.HIT_BYTES), (Word.PUTS, Word.PUT_BYTES)))
 )  # fmt: skip
 _MASK: Final = (1 << 64) - 1
-_ENDS: Final = [USED, *(at + log_words(size) for at, size in COUNT_LOGS), COUNT_WORDS]
+_ENDS: Final = [USED, *(at + log_words(size) for at, size in COUNT_LOGS), COUNT_MISSED + 1 + MISSED_KEYS, COUNT_WORDS]
 assert sorted(_ENDS) == _ENDS
 
 #: By name, as each operation counts in them.
@@ -118,8 +125,15 @@ def numbers_in(words: memoryview, fast: bytes | None = None) -> NDArray[np.uint6
         for word, more in zip(counted, in_log):
             found[word] = int(found[word]) + more & _MASK
     found[FOUND] = int(found[FOUND]) + int(found[COUNT_FOUND]) & _MASK
-    found[COUNT_FOUND] = 0
+    found[COUNT_FOUND] = found[Word.EVICTED] = found[Word.NOT_FOUND_EVICTED] = 0
     return found
+
+
+def missed_keys(words: memoryview, before: int) -> tuple[int, list[int]]:
+    """Return how many keys the sample of missed ones has had, and the last ones of those after ``before``."""
+    so_far = words[COUNT_MISSED]
+    new = min(so_far - before, MISSED_KEYS) if so_far > before else 0
+    return so_far, [words[COUNT_MISSED + 1 + at % MISSED_KEYS] for at in range(so_far - new, so_far)]
 
 
 def new_words() -> memoryview:

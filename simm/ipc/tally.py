@@ -32,6 +32,7 @@ from .counts import (
     Word,
     bound_s,
     bucket_of,
+    missed_keys,
     new_words,
     numbers_in,
 )
@@ -238,7 +239,10 @@ class WorkerView(Protocol):
 class Counted:
     """What a worker knows of one session's words."""
 
-    __slots__ = ("at", "believed", "changed_at", "namespace", "number", "raw", "seen", "words")
+    __slots__ = (
+        "at", "believed", "changed_at", "evicted_share", "missed", "namespace", "number", "raw", "rests", "seen",
+        "words",
+    )  # fmt: skip
 
     def __init__(self, number: int, namespace: str, words: memoryview, now: float) -> None:
         self.number = number
@@ -250,13 +254,26 @@ class Counted:
         #: When they were looked at, and when they had changed; by the loop's clock.
         self.at = self.changed_at = now
         self.believed = True
+        #: Keys of its sample that have been looked at; the share of the last ones that had been evicted; and what is
+        #: left of misses that are shared out by it, by word.
+        self.missed = 0
+        self.evicted_share = 0.0
+        self.rests = {Word.ABSENT: 0.0, Word.NOT_FOUND: 0.0}
 
 
 class Tally:
-    """The counts of a worker's sessions, added up by namespace. ``names``: returns the names that the arena has now."""
+    """The counts of a worker's sessions, added up by namespace. ``names``: returns the names that the arena has now.
 
-    def __init__(self, clock: Callable[[], float], names: Callable[[], Collection[str]]) -> None:
+    ``evicted``: returns whether the worker has lately evicted a key with this upper half of its digest. Clients show a
+    sample of the keys that they miss, and all misses are shared out as the last of the sample are.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], names: Callable[[], Collection[str]],
+        evicted: Callable[[int], bool] = lambda _key: False,
+    ) -> None:  # fmt: skip
         self._clock = clock
+        self._evicted = evicted
         self._names = names
         self.totals = Totals()
         #: By session id.
@@ -309,8 +326,23 @@ class Tally:
                 return
         if new is None:
             return  # its log turned all the time: the next look counts it, for as long as it takes
-        self.totals.add_words(counted.namespace, new - counted.seen)
+        self.totals.add_words(counted.namespace, self._by_reason(counted, new - counted.seen))
         counted.raw, counted.seen, counted.changed_at = raw, new, now
+
+    def _by_reason(self, counted: Counted, more: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return new counts with the share of misses that goes to evicted keys. O(MISSED_KEYS)."""
+        if not (more[Word.ABSENT] or more[Word.NOT_FOUND]):
+            return more
+        counted.missed, keys = missed_keys(counted.words, counted.missed)
+        if keys:
+            counted.evicted_share = sum(map(self._evicted, keys)) / len(keys)
+        for word, evicted in ((Word.ABSENT, Word.EVICTED), (Word.NOT_FOUND, Word.NOT_FOUND_EVICTED)):
+            exact = int(more[word]) * counted.evicted_share + counted.rests[word]
+            share = min(int(exact), int(more[word]))
+            counted.rests[word] = min(exact - share, 1.0)
+            more[word] -= np.uint64(share)
+            more[evicted] = share
+        return more
 
     @staticmethod
     def _plausible(seen: NDArray[np.uint64], new: NDArray[np.uint64], elapsed: float) -> bool:
@@ -462,7 +494,8 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
         "put_failures": counts[Word.PUT_FAILURES],
         "bytes_put": counts[Word.PUT_BYTES],
         "exists_found": counts[Word.FOUND],
-        "exists_absent": counts[Word.NOT_FOUND],
+        "exists_absent": counts[Word.NOT_FOUND] + counts[Word.NOT_FOUND_EVICTED],
+        "exists_evicted": counts[Word.NOT_FOUND_EVICTED],
         "deletes": counts[Word.DELETES],
         "deletes_absent": counts[Word.DELETES_ABSENT],
         "retries": counts[Word.RETRIES],
@@ -473,5 +506,5 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
 #: Why a get has no value -> its word.
 MISSES: Final = {
     "absent": Word.ABSENT, "moving": Word.MOVING, "wrong_size": Word.WRONG_SIZE, "unsound": Word.UNSOUND,
-    "unreachable": Word.UNREACHABLE,
+    "unreachable": Word.UNREACHABLE, "evicted": Word.EVICTED,
 }  # fmt: skip

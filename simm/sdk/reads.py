@@ -30,6 +30,7 @@ from ..ipc.counts import (
     GET,
     GET_MANY,
     HIT_BYTES,
+    MISSES_MASK,
     SAMPLE_BATCHES,
     Word,
     observe,
@@ -101,7 +102,9 @@ class Gets(ShmGet):
                 break
             if found is None:
                 if 0 < reader.shard_word(digest) < PLAIN_BELOW:
-                    reader.counts[ABSENT] += 1
+                    misses = reader.counts[ABSENT] = reader.counts[ABSENT] + 1
+                    if misses & MISSES_MASK == 1:
+                        reader.missed(digest)
                     return MISS
                 return self._one_moved(target, reader.counts, digest, sink)
             slot, seq, offset, size, _, flags = found
@@ -321,7 +324,7 @@ class Gets(ShmGet):
         mine = digests if len(positions) == len(digests) else [digests[position] for position in positions]
         locate, confirm, visited, copy_out = reader.locate, reader.confirm, reader.visited, self.copy_out
         plain, data, base = self.plain, reader.data, reader.data_offset
-        hits = misses = 0
+        hits, misses, missed = 0, 0, b""
         apart: list[int] = []
         left = positions
         unresolved = Unresolved()
@@ -342,7 +345,7 @@ class Gets(ShmGet):
                 if found is None:
                     word = reader.shard_word(digest)
                     if 0 < word < PLAIN_BELOW:
-                        misses += 1
+                        misses, missed = misses + 1, digest
                     else:
                         unresolved.by_word(position, word)
                     continue
@@ -372,6 +375,7 @@ class Gets(ShmGet):
             size = sum([results[position] for position in positions if position not in others])
             counts[HIT_BYTES] += size
         if misses:
+            reader.missed(missed)
             counts[ABSENT] += misses
         return unresolved
 

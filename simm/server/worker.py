@@ -129,7 +129,7 @@ class Worker(Service):
         self.movers: dict[int, int] = {}  # the epoch of the map by which a mover copies, by its pid
         told = partial(loop.noise, logging.ERROR, f"%d %s of {settings.segment} were overwritten by others: mended")
         self._mender = Mender(store, loop.call_later, told)
-        self.tally = Tally(loop.clock, store.ledger.namespaces.names.values)
+        self.tally = Tally(loop.clock, store.ledger.namespaces.names.values, store.space.victims.evicted)
         self.shards = ShardRequests(self)
         store.ledger.namespaces.clock = boottime_ns
         self.rings = RingPoller(loop, settings.poll_us, self._commit_one, self.handle, store.apply_pending)

@@ -117,6 +117,20 @@ def test_nothing_is_lost_when_a_client_is_killed(cluster: Cluster, value: Value)
     assert value("simm_op_seconds_count", path="shm", op="get") >= 2, "one in so many is timed"
 
 
+def test_a_page_tells_evicted_keys_from_those_that_were_never_there(cluster: Cluster, value: Value) -> None:
+    name = next(names)
+    with Client(cluster.manager, namespace=name) as client:
+        assert all(client.put(str(number), b"e" * 100_000) for number in range(600)), "16 MiB hold a quarter of them"
+        assert not any(client.get(str(number)) for number in range(200))
+        who = {"namespace": name, "path": "shm"}
+        wait_until(lambda: value("simm_misses_total", **who) == 200, "they are counted")
+        evicted = value("simm_misses_total", reason="evicted", **who)
+        assert evicted > 100, "the worker remembers most of them, not all"
+        assert client.get_many([f"never {number}" for number in range(200)]) == [None] * 200
+        wait_until(lambda: value("simm_misses_total", **who) == 400, "these too")
+        assert value("simm_misses_total", reason="evicted", **who) == evicted
+
+
 @pytest.mark.quick
 def test_a_client_that_claims_nonsense_spoils_nothing_but_its_own(cluster: Cluster, value: Value) -> None:
     mine, theirs = next(names), next(names)

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from ...constants import SLAB_CHUNK_BYTES_MAX
+from ..queues import KeyWords
 
 #: Reasons: keys of :attr:`Victims.by_reason`.
 OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR = "own", "reassigned", "window", "last_resort", "near"
 AGE_SAMPLE: Final = 8
+#: Bits of the number of evicted keys that are remembered, two bytes each.
+GHOST_BITS_MIN, GHOST_BITS_MAX = 10, 22
 #: Bucket b has ages of at most 2^b seconds, the last one all others: up to 12 days, and beyond.
 AGE_BUCKETS: Final = 22
 #: In place of a size: any above those of slabs.
@@ -25,10 +30,40 @@ def age_bound_s(bucket: int) -> float:
     return float(1 << bucket) if bucket < AGE_BUCKETS - 1 else float("inf")
 
 
-class Victims:
-    """Counts what one arena has evicted. ``age_ms(slot)`` of an entry that is still there: how long it is stored."""
+class Ghosts:
+    """Remembers about as many evicted keys as there are slots: 15 bits of each, at a place by its hash; the last wins.
 
-    def __init__(self) -> None:
+    A key that was never there is taken for an evicted one once in 2,000 times at most, with memory for 4 million keys.
+    One that was stored again and then deleted is still remembered. ``keys``: where 64 bits of each slot's key are.
+    """
+
+    def __init__(self, slots: int, keys: KeyWords) -> None:
+        self._words, self._stride, self._at = keys
+        self._bits = min(max(GHOST_BITS_MIN, slots.bit_length()), GHOST_BITS_MAX)
+        self._mask = (1 << self._bits) - 1
+        # The kernel gives its pages one by one, as they are used.
+        self._tags = np.zeros(1 << self._bits, np.uint16).data
+
+    def note(self, slot: int) -> None:
+        """Remember the key of a slot. O(1)."""
+        key = self._words[slot * self._stride + self._at]
+        self._tags[key & self._mask] = key >> self._bits & 0x7FFF | 0x8000
+
+    def has(self, key: int) -> bool:
+        """Return True for these 64 bits of a key that is remembered. O(1)."""
+        return self._tags[key & self._mask] == (key >> self._bits & 0x7FFF | 0x8000)
+
+
+class Victims:
+    """Counts what one arena has evicted. ``age_ms(slot)`` of an entry that is still there: how long it is stored.
+
+    ``ghosts`` remember the keys.
+    """
+
+    def __init__(self, ghosts: Ghosts | None = None) -> None:
+        self._remember = ghosts.note if ghosts is not None else None
+        #: Returns whether a key with these 64 bits was evicted lately.
+        self.evicted: Callable[[int], bool] = ghosts.has if ghosts is not None else lambda _key: False
         self.by_reason = dict.fromkeys((OWN, REASSIGNED, WINDOW, LAST_RESORT, NEAR), 0)
         #: By size of chunk, bytes; 0 for all large values.
         self.by_chunk: dict[int, int] = {}
@@ -42,15 +77,20 @@ class Victims:
         self.by_reason[reason] += 1
         size = chunk if chunk <= SLAB_CHUNK_BYTES_MAX else 0
         self.by_chunk[size] = self.by_chunk.get(size, 0) + 1
+        if self._remember is not None:
+            self._remember(slot)
         self._turn += 1
         if not self._turn % AGE_SAMPLE:
             self._note_age(slot)
 
     def many(self, slots: Sequence[int], chunk: int) -> None:
-        """Note entries that are about to be evicted for others of their size. O(1)."""
+        """Note entries that are about to be evicted for others of their size. O(slots)."""
         self.by_reason[OWN] += len(slots)
         self.by_chunk[chunk] = self.by_chunk.get(chunk, 0) + len(slots)
         self._note_age(slots[0])
+        if self._remember is not None:
+            for slot in slots:
+                self._remember(slot)
 
     def _note_age(self, slot: int) -> None:
         age = max(0, self.age_ms(slot))

@@ -268,6 +268,9 @@ def exist_in(reader: ArenaReader, positions: Sequence[int], batch: Batch, *, obs
     if observed:
         observe(counts, EXISTS_MANY, time.perf_counter_ns() - began)
     absent = len(hits) - found  # no call while counting
+    if absent:
+        gone = [at for at, hit in enumerate(hits) if not hit]
+        reader.missed(wanted[gone[len(gone) // 2]])
     counts[FOUND] += found
     counts[NOT_FOUND] += absent
     if whole:

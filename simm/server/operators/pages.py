@@ -174,9 +174,10 @@ _OPERATIONS: Final = _worker(
 _HITS: Final = _worker("simm_hits_total", "counter", "Values that clients have got or viewed.", "namespace", "path")
 _MISSES: Final = _worker(
     "simm_misses_total", "counter",
-    "Keys that clients have not got. Reason absent: not stored, or not any more; moving: not found at either owner of "
-    "a shard that moves; wrong_size: the buffer has another size; unsound: another checksum or namespace; unreachable: "
-    "a server that was asked did not answer. Of a namespace with two copies each copy that was tried counts.",
+    "Keys that clients have not got. Reason absent: not stored, or deleted; evicted: it had to make room (of clients "
+    "on the host, by a sample of the keys; by tcp it is absent); moving: not found at either owner of a shard that "
+    "moves; wrong_size: the buffer has another size; unsound: another checksum or namespace; unreachable: a server "
+    "that was asked did not answer. Of a namespace with two copies each copy that was tried counts.",
     "namespace", "path", "reason",
 )  # fmt: skip
 _OP_BYTES: Final = _worker(

@@ -30,7 +30,7 @@ def _done(counts: Mapping[str, Any]) -> Row:
         "gets": counts["hits"] + misses, "hits": counts["hits"], "hit_ratio": ratio(counts["hits"], misses),
         "misses": counts["misses"], "bytes_read": counts["bytes_read"], "puts": counts["puts"],
         "put_failures": counts["put_failures"], "bytes_put": counts["bytes_put"],
-        "exists": counts["exists_found"] + counts["exists_absent"],
+        "exists": counts["exists_found"] + counts["exists_absent"], "exists_evicted": counts["exists_evicted"],
     }  # fmt: skip
 
 

@@ -91,6 +91,11 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
         causes = _causes(workers)
         yield Finding(name, f"{asked}; {row['put_failures']:,} of {puts + row['put_failures']:,} puts failed{causes}",
                       "more memory, a larger quota, or fewer pins; `simm ctl clients`")  # fmt: skip
+    gone = misses["evicted"] + row["exists_evicted"]
+    if gone > MUCH * (gets + row["exists"]):
+        yield Finding(name, f"{asked}; about {gone:,} of the keys that were asked for had been there and were evicted",
+                      "more memory; docs/eviction.md on policies")  # fmt: skip
+        return
     if misses["absent"] <= MUCH * gets and gets:
         return
     evicted = sum(each.get("evictions", 0) for each in workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 import threading
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simm.constants import COUNT_LOGS, LOG_GETS, LOG_PUTS
+from simm.constants import COUNT_LOGS, COUNT_MISSED, LOG_GETS, LOG_PUTS, MISSED_KEYS
 from simm.host.count_log import CallLogs, CountLog, log_words, read_log
 from simm.ipc.counts import Word, new_words, numbers_in
 from simm.ipc.tally import Tally
@@ -191,3 +192,46 @@ def test_a_log_whose_writer_is_faster_waits_for_the_next_look(monkeypatch: pytes
     monkeypatch.undo()
     tally.maintain()
     assert tally.totals.counters("a")[Word.PUT_BYTES] == 9 and not tally.disbelieved
+
+
+def test_misses_are_shared_out_as_a_sample_of_their_keys_is() -> None:
+    """All that the sample cannot say stays as it was said last; the sum is exact."""
+    gone = {digest_of(number) for number in range(300)}
+    evicted = {int.from_bytes(digest[8:], "little") for digest in gone}
+    tally = Tally(lambda: 0.0, lambda: (), evicted.__contains__)
+    logs = CallLogs()
+    logs.count_in(new_words())
+    tally.open(1, "a", logs.counts)
+    counters = tally.totals.counters("a")
+    for number in range(12):  # three of four were evicted
+        logs.counts[Word.ABSENT] += 10
+        logs.missed(digest_of(number if number % 4 else 1000 + number))
+    tally.maintain()
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (30, 90)
+    logs.counts[Word.NOT_FOUND] += 5
+    tally.maintain()
+    logs.counts[Word.NOT_FOUND] += 3
+    tally.maintain()
+    assert (counters[Word.NOT_FOUND], counters[Word.NOT_FOUND_EVICTED]) == (2, 6), "without a new key: as before"
+    for number in range(2000, 2000 + 3 * MISSED_KEYS):
+        logs.missed(digest_of(number))
+    logs.counts[Word.ABSENT] += 7
+    tally.maintain()
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (37, 90), "the last keys were never there"
+
+
+def test_what_a_client_says_of_evictions_itself_is_not_believed() -> None:
+    tally = Tally(lambda: 0.0, lambda: (), lambda _key: False)
+    words = new_words()
+    tally.open(1, "a", words)
+    words[Word.EVICTED] = words[Word.NOT_FOUND_EVICTED] = words[Word.ABSENT] = 5
+    for so_far in (1, 1 << 63, (1 << 64) - 1, 3):
+        words[COUNT_MISSED] = so_far
+        words[Word.ABSENT] += 1
+        tally.maintain()
+    counters = tally.totals.counters("a")
+    assert (counters[Word.ABSENT], counters[Word.EVICTED], counters[Word.NOT_FOUND_EVICTED]) == (9, 0, 0)
+
+
+def digest_of(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(4, "little")).digest()[:16]

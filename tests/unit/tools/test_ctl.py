@@ -64,6 +64,8 @@ def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[wh
         ([row(UNREACHABLE=5, MOVING=2, ABSENT=1, PUTS=5)], {}, "did not answer"),
         ([row(ABSENT=9, PUTS=1, PUT_FAILURES=9)], {"put_failures": {"over_quota": 9}}, "over_quota 9"),
         ([row(ABSENT=90, PUTS=1000, entries=5)], {"evictions": {"own": 995}}, "evicted before they are asked for"),
+        ([row(ABSENT=50, EVICTED=40, PUTS=100, entries=100)], {}, "about 40 of the keys"),
+        ([row(NOT_FOUND=50, NOT_FOUND_EVICTED=40, PUTS=100, entries=100)], {}, "were evicted"),
         ([row(ABSENT=90, PUTS=100, entries=100)], {}, "other keys are asked for"),
         ([row(ABSENT=90, PUTS=100)], {"evictions": {"own": 0}, "set_evictions": 0}, "none is left"),
         ([row("b", HITS=1)], {}, "no client on this host has named it"),

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from simm.arena.events.victims import AGE_BUCKETS, AGE_SAMPLE, Victims, age_bound_s
+from simm.arena.events.victims import AGE_BUCKETS, AGE_SAMPLE, Ghosts, Victims, age_bound_s
+from simm.arena.queues import KeyWords
 from simm.constants import SLAB_CHUNK_BYTES_MAX
 from simm.server.operators.pages import Row, metrics
 from tests.support.store_world import World, new_segment, remove_segment
@@ -72,3 +73,15 @@ def test_the_metrics_of_a_store_that_is_full(world: World) -> None:
     room = number - evicted
     assert room * 0.75 < ages[0] / seen / 1000 < 2 * room
     assert f'simm_largest_free_bytes{{server="a",worker="0",numa="0"}} {stats["room"]}\n' in text
+
+
+def test_evicted_keys_are_remembered_and_others_are_not() -> None:
+    digests = [hashlib.sha256(number.to_bytes(2, "little")).digest() for number in range(600)]
+    keys = [int.from_bytes(digest[:8], "little") for digest in digests]
+    victims = Victims(Ghosts(1024, KeyWords(keys, 1, 0)))
+    victims.many(range(200), 4096)
+    for slot in range(200, 400):
+        victims.one(slot, "window", 4096)
+    assert sum(map(victims.evicted, keys[:400])) > 300, "of those at one place the last one is"
+    assert victims.evicted(keys[399]) and not any(map(victims.evicted, keys[400:]))
+    assert not Victims().evicted(keys[0]), "without a memory nothing is known"
