@@ -188,7 +188,7 @@ def operations(client: Any, size: int) -> dict[str, Callable[[], Any]]:
         "get_into": lambda: client.get_into("k0", sink),
         "put": lambda: client.put("k0", value),
         "exists": lambda: client.exists("k0"),
-        "get_into, a miss": lambda: client.get_into("none", sink),
+        "get_into_miss": lambda: client.get_into("none", sink),
         f"get_into_many of {BATCH}": lambda: client.get_into_many(keys, sinks),
         f"put_many of {BATCH}": lambda: client.put_many(keys, values),
     }
