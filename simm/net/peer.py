@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import selectors
 import socket
@@ -32,6 +31,7 @@ from typing import Any, Final, Protocol
 
 from ..constants import FRAME_BYTES_MAX
 from ..errors import CorruptionError, RemoteProtocolError
+from ..host.closer import CLOSER
 from ..rpc import Connection, Flag, Frame, encode, reply
 from ..wire import messages as M
 from .admission import LogLimit, Strangers
@@ -51,7 +51,8 @@ OUT_LEAST_BYTES: Final = 32 << 10
 #: A request that waited longer than this, in seconds, may come from a peer that has given up since.
 LAG_S: Final = 0.1
 _FDS_MAX: Final = 4
-_FD_SPACE: Final = socket.CMSG_SPACE(4 * _FDS_MAX)
+#: Room for as many as a message can have (SCM_MAX_FD): the kernel closes at once those that find none.
+_FD_SPACE: Final = socket.CMSG_SPACE(4 * 253)
 
 
 class PeerLoop(Protocol):
@@ -114,9 +115,9 @@ class Peer:
     """One connection of a server: parser, output queue and flow control."""
 
     __slots__ = (
-        "address", "bulk", "closed", "conn", "context", "fds", "in_bytes", "in_mark", "loop", "mark_at", "mark_bytes",
-        "out", "out_bytes", "parse_more", "paused", "progress_at", "queued", "sent_bytes", "service", "sock",
-        "take_fds", "wants",
+        "address", "bulk", "closed", "conn", "context", "distrusted", "fds", "in_bytes", "in_mark", "loop", "mark_at",
+        "mark_bytes", "out", "out_bytes", "parse_more", "paused", "progress_at", "queued", "sent_bytes", "service",
+        "sock", "take_fds", "wants",
     )  # fmt: skip
 
     def __init__(self, loop: PeerLoop, sock: socket.socket, service: Service, address: str) -> None:
@@ -131,6 +132,8 @@ class Peer:
         self.bulk = False
         #: Receive descriptors (SCM_RIGHTS) into ``fds``. Off by default, as it needs recvmsg.
         self.take_fds = False
+        #: Of another user by a UNIX socket: what it sends, and the socket itself, may take hours to close.
+        self.distrusted = False
         self.fds: list[int] = []
         self.out: deque[bytes | memoryview] = deque()
         self.out_bytes = 0
@@ -220,15 +223,19 @@ class Peer:
             return
         self.closed = True
         self.loop.unregister(self)
-        for fd in self.fds:
-            os.close(fd)
+        CLOSER.close(self.fds)
         self.fds.clear()
         self.out.clear()
         self.out_bytes = 0
         self.loop.queued_bytes -= self.queued
         self.queued = 0
-        with contextlib.suppress(OSError):
-            self.sock.close()
+        if self.distrusted:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            CLOSER.close([self.sock.detach()])
+        else:
+            with contextlib.suppress(OSError):
+                self.sock.close()
         try:
             self.service.on_close(self, reason)
         except CorruptionError:
@@ -317,13 +324,13 @@ class Peer:
             self.service.on_bulk(self, 0)
             return
         try:
-            if self.take_fds:
+            if self.take_fds or self.distrusted:
                 buffer = self.loop.input
                 size, anc, *_ = self.sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
                 for level, kind, raw in anc:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         self.fds.extend(struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4]))
-                if len(self.fds) > _FDS_MAX:
+                if len(self.fds) > (_FDS_MAX if self.take_fds else 0):
                     self.close("the peer sent descriptors without being asked")
                     return
             else:

@@ -24,6 +24,7 @@ from typing import Final, Protocol
 
 from ..arena.sessions import Session
 from ..errors import CorruptionError, RemoteProtocolError
+from ..host.closer import CLOSER
 from ..host.numa import avoid_cpu
 from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from ..net.loop import Loop
@@ -169,7 +170,7 @@ class RingPoller:
         try:
             ring = Ring.attach(fd)
         finally:
-            os.close(fd)
+            CLOSER.close([fd])
         peer.take_fds = False
         connection.ring = ring
         ring.words[SLEEPING] = 1

@@ -38,6 +38,7 @@ from ..config.logs import on_reload
 from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
+from ..host.closer import CLOSER, WAITING_MAX
 from ..host.processes import boottime_ns, process_start
 from ..ipc.commit_ring import Ring
 from ..ipc.tally import Tally, claims
@@ -214,6 +215,9 @@ class Worker(Service):
     def on_connect(self, peer: Peer) -> None:
         pid, uid, _gid = credentials(peer.sock)
         peer.context = ConnectionState(pid, uid, -1)
+        peer.distrusted = peer.sock.family == socket.AF_UNIX and uid not in (os.geteuid(), 0)
+        if peer.distrusted and CLOSER.waiting > WAITING_MAX:
+            peer.close("descriptors of other users are still being closed")
 
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Serve the supervisor on a socket pair. The worker ends when it closes."""
@@ -340,7 +344,7 @@ class Worker(Service):
         state.session, state.cluster = session, msg.cluster
         state.role = msg.role if serves else M.Role.CLIENT
         peer.admit()
-        peer.take_fds = peer.sock.family == socket.AF_UNIX  # a stranger's descriptors are closed by the kernel
+        peer.take_fds = peer.sock.family == socket.AF_UNIX  # a stranger's descriptors are kept by nobody
         session.relays = state.role == M.Role.STREAM
         if state.role == M.Role.MOVER:
             session.copies = self.movers.get(state.pid, 0)
@@ -359,14 +363,20 @@ class Worker(Service):
         """Pass the data's descriptor by the socket that came with the message. Raises RemoteProtocolError."""
         if state.session is None or len(peer.fds) != 1:
             raise RemoteProtocolError("DATA_ATTACH needs a session and one descriptor")
-        fd = peer.fds[0]  # closed with the connection if it is no socket
         try:
-            with socket.socket(fileno=fd) as way:
-                peer.fds.clear()
-                way.setblocking(False)
-                socket.send_fds(way, [b"d"], [self.settings.data_fd])
+            way = socket.socket(fileno=peer.fds[0])  # closed with the connection if it is no socket
+        except OSError as exc:
+            raise RemoteProtocolError(f"DATA_ATTACH with no socket: {exc}") from exc
+        peer.fds.clear()
+        try:
+            if way.family != socket.AF_UNIX:
+                raise OSError("it is of another family")
+            # Without a wait, whatever the sender makes of the socket's mode meanwhile.
+            socket.send_fds(way, [b"d"], [self.settings.data_fd], socket.MSG_DONTWAIT)
         except OSError as exc:
             raise RemoteProtocolError(f"DATA_ATTACH with no UNIX socket that takes a descriptor: {exc}") from exc
+        finally:
+            CLOSER.close([way.detach()])
 
     def _hold_pid(self, pid: int) -> bool:
         """Open a pidfd for a process, once. Return False if it has ended. Raises OSError if that cannot be told."""

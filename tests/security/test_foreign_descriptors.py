@@ -1,15 +1,23 @@
-"""A descriptor that is not what its message needs costs its sender the connection, and the worker no descriptor."""
+"""A descriptor that is not what its message needs costs its sender the connection, and the worker no descriptor.
+
+Nor does it cost the worker the time that it takes to close, which its sender chooses.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
+from simm.host.closer import CLOSER
 from simm.rpc import encode
 from simm.wire import messages as M
+from tests.support.child import Child
+from tests.support.other_user import command_as, let_through, needs_root
+from tests.support.waiting import wait_until
 from tests.support.worker_thread import WorkerThread
 
 
@@ -33,4 +41,75 @@ def test_the_worker_keeps_no_foreign_descriptor(msg: M.DataAttach | M.RingAttach
                 socket.send_fds(channel.sock, [encode(msg, 99)], [foreign.fileno()])
                 while channel.sock.recv(1 << 16):
                     pass  # the refusal, until the worker closes
-        assert held() == before
+        wait_until(lambda: held() == before, "the worker closes them")
+
+
+#: Sends descriptors that take an hour to close, as the last who has them, and prints what it has sent; ends with stdin.
+LINGER = """if True:
+    import socket, struct, sys
+    from simm.net.channel import Channel
+    from simm.rpc import encode
+    from simm.wire import messages as M
+    from simm.wire.hello import client_hello
+    path, what = sys.argv[1:]
+    kept = []
+
+    def lingering():
+        listener = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(listener.getsockname())
+        kept.append(listener.accept()[0])
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+        ours.setblocking(False)
+        try:
+            while True:
+                ours.send(bytes(1 << 16))
+        except BlockingIOError:
+            return ours
+
+    def send(sock, data, count=1):
+        made = [lingering() for _ in range(count)]
+        socket.send_fds(sock, [data], [each.fileno() for each in made])
+        for each in made:
+            each.close()
+
+    sock = socket.socket(socket.AF_UNIX)
+    if what in ("data", "ring", "kick"):
+        kept.append(Channel.unix(path, 60.0))
+        sock = kept[-1].sock
+        kept[-1].call(client_hello(M.Role.CLIENT, namespace="default", pid=os.getpid()))
+    else:
+        sock.connect(path)
+    kept.append(sock)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if what == "unread":  # behind what ends the connection
+        sock.sendall(b"no frame of SiMM's")
+        send(sock, b"x")
+    elif what in ("data", "ring", "kick"):
+        send(sock, encode({"data": M.DataAttach(0), "ring": M.RingAttach(1 << 20), "kick": M.Kick(1)}[what], 5))
+    else:
+        send(sock, b"S", 20 if what == "many" else 1)
+        if what == "gone":
+            sock.close()
+    print("sent", flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["stranger", "many", "unread", "gone", "data", "ring", "kick"])
+def test_descriptors_that_take_an_hour_to_close_hold_nobody_up(what: str) -> None:
+    """Of another user, who may use the worker's socket by --group."""
+    with WorkerThread() as worker:
+        worker.worker.settings.any_uid = True
+        let_through(Path(worker.folder))
+        os.chmod(worker.path, 0o666)
+        with Child(command_as(LINGER, worker.path, what), name="lingering", talks=True) as intruder:
+            assert intruder.read_line().strip() == "ready"
+            with worker.frozen():  # so that it is the last one who has them
+                intruder.tell("go")
+                assert intruder.read_line().strip() == "sent"
+            for _ in range(3):
+                with contextlib.closing(worker.session()) as session:
+                    assert session.exchange(M.Exists([bytes(range(16))])).statuses == [M.Status.NOT_FOUND]
+        wait_until(lambda: not CLOSER.waiting, "their owner has ended, and they are closed")

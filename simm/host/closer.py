@@ -1,0 +1,78 @@
+"""Close descriptors that came from other processes, in threads of their own.
+
+How long ``close`` takes is for the other process to choose. A TCP socket with SO_LINGER waits for its peer, and a file
+in user space (FUSE) for the program that serves it: for hours, in whichever thread closes the last descriptor. It is
+enough that a message with descriptors lies unread in a socket that is closed, or is read without room for them: the
+kernel drops them at once, in the same thread. So whoever serves others takes all descriptors out of a message, and lets
+these threads close them, and the socket too.
+
+A thread that waits in ``close`` can do nothing else, so there are ``THREADS_MAX``. They end when nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from . import fork
+
+THREADS_MAX: Final = 16
+#: Beyond so many that are not closed yet, no more of those should be taken who send them.
+WAITING_MAX: Final = 64
+
+
+class Closer:
+    """See above. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: deque[int] = deque()
+        self._threads = 0
+        self._closing = 0
+        fork.in_child(self._in_child)
+
+    @property
+    def waiting(self) -> int:
+        """Number of descriptors that are not closed yet."""
+        return len(self._left) + self._closing
+
+    def close(self, fds: Iterable[int]) -> None:
+        """Close these descriptors soon. Does not wait."""
+        with self._lock:
+            self._left.extend(fds)
+            if not self._left or self._threads >= min(THREADS_MAX, self.waiting):
+                return
+            self._threads += 1
+        try:
+            threading.Thread(target=self._run, name="simm-closer", daemon=True).start()
+        except RuntimeError:  # no more threads: those that run go on, and the next call tries again
+            with self._lock:
+                self._threads -= 1
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    self._threads -= 1
+                    return
+                fd = self._left.popleft()
+                self._closing += 1
+            try:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            finally:
+                with self._lock:
+                    self._closing -= 1
+
+    def _in_child(self) -> None:
+        """The threads, and perhaps the lock's holder, are the parent's; so are the descriptors that they close."""
+        self._lock = threading.Lock()
+        self._left.clear()
+        self._threads = self._closing = 0
+
+
+CLOSER: Final = Closer()
