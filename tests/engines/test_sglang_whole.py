@@ -252,15 +252,3 @@ def test_two_tp_widths_on_one_store(engines: Engines, opt: Report, say: Any) -> 
     for each in (wide, narrow, again):
         same_output(each, opt)
     say("engines: SGLang as a whole, OPT on a CPU at TP 1 and TP 2, on one store")
-
-
-@pytest.mark.engines
-@pytest.mark.slow
-def test_two_tp_widths_by_its_built_in_backend(engines: Engines, opt: Report) -> None:
-    """In one namespace: pages of half of the heads have half of the size, and none is taken for another."""
-    wide = engines.built_in("widths", ranks=2, kind="opt")
-    assert sources(wide["first"]) == NOWHERE and sources(wide["last"]) == STORAGE
-    narrow = engines.built_in("widths", kind="opt")
-    assert sources(narrow["first"]) == NOWHERE and sources(narrow["last"]) == STORAGE
-    for each in (wide, narrow):
-        same_output(each, opt)
