@@ -35,7 +35,7 @@ import numpy as np
 
 from ..constants import DEFAULT_POLICY, KEEP_SHARES
 from ..errors import CorruptionError
-from ..host.beats import beating
+from ..host.threads import beating
 from ..table import ZERO_DIGEST, Entry, Table
 from ..wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN

@@ -31,7 +31,7 @@ from typing import Any, Final, Protocol
 
 from ..constants import FRAME_BYTES_MAX
 from ..errors import CorruptionError, RemoteProtocolError
-from ..host.closer import CLOSER
+from ..host.threads import CLOSER
 from ..rpc import Connection, Flag, Frame, encode, reply
 from ..wire import messages as M
 from .admission import LogLimit, Strangers

@@ -24,8 +24,8 @@ from typing import Final, Protocol
 
 from ..arena.sessions import Session
 from ..errors import CorruptionError, RemoteProtocolError
-from ..host.closer import CLOSER
 from ..host.numa import avoid_cpu
+from ..host.threads import CLOSER
 from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
 from ..net.loop import Loop
 from ..net.peer import Peer

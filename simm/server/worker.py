@@ -38,8 +38,8 @@ from ..config.logs import on_reload
 from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
-from ..host.closer import CLOSER, WAITING_MAX
 from ..host.processes import boottime_ns, process_start
+from ..host.threads import CLOSER, WAITING_MAX
 from ..ipc.commit_ring import Ring
 from ..ipc.tally import Tally, claims
 from ..net.loop import Loop

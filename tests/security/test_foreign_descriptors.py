@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from simm.host.closer import CLOSER
+from simm.host.threads import CLOSER
 from simm.rpc import encode
 from simm.wire import messages as M
 from tests.support.child import Child

@@ -18,7 +18,7 @@ from simm.arena.space import Space
 from simm.arena.store import Store
 from simm.constants import DEFAULT_POLICY, POLICY_NAMES, SHARD_COUNT
 from simm.errors import CorruptionError
-from simm.host import beats
+from simm.host import threads
 from simm.ipc.arena_files import OwnedArena
 from simm.slab import SLAB_BYTES, Allocator, class_of
 from simm.table import LiveSlots, Table
@@ -260,10 +260,10 @@ def test_issue_the_heartbeat_goes_on_in_each_step_for_all_entries(
 
 
 def test_a_recovery_that_hangs_stops_beating(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "BEATS_S_MAX", 0.0)
-    monkeypatch.setattr(beats, "BEAT_S", 0.001)
+    monkeypatch.setattr(threads, "BEATS_S_MAX", 0.0)
+    monkeypatch.setattr(threads, "BEAT_S", 0.001)
     counted: list[int] = []
-    with beats.beating(lambda: counted.append(1)):
+    with threads.beating(lambda: counted.append(1)):
         wait_until(
             lambda: not [each for each in threading.enumerate() if each.name == "simm-beat"], "it has ended"
         )

@@ -1,10 +1,10 @@
-"""Close descriptors that came from other processes, in threads of their own.
+"""Threads for what may take long: a heartbeat beside one long call, and the closing of descriptors.
 
-How long ``close`` takes is for the other process to choose. A TCP socket with SO_LINGER waits for its peer, and a file
-in user space (FUSE) for the program that serves it: for hours, in whichever thread closes the last descriptor. It is
-enough that a message with descriptors lies unread in a socket that is closed, or is read without room for them: the
-kernel drops them at once, in the same thread. So whoever serves others takes all descriptors out of a message, and lets
-these threads close them, and the socket too.
+A descriptor that came from another process is closed in a thread of its own. How long ``close`` takes is for the other
+process to choose. A TCP socket with SO_LINGER waits for its peer, and a file in user space (FUSE) for the program that
+serves it: for hours, in whichever thread closes the last descriptor. It is enough that a message with descriptors lies
+unread in a socket that is closed, or is read without room for them: the kernel drops them at once, in the same thread.
+So whoever serves others takes all descriptors out of a message, and lets these threads close them, and the socket too.
 
 A thread that waits in ``close`` can do nothing else, so there are ``THREADS_MAX``. They end when nothing is left to do.
 """
@@ -14,15 +14,43 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from . import fork
 
+#: Between two beats, seconds: a tenth of what readers of an arena wait for one.
+BEAT_S: Final = 0.05
+#: No block takes as long. One that does has hung, and its heartbeat stops.
+BEATS_S_MAX: Final = 600.0
 THREADS_MAX: Final = 16
 #: Beyond so many that are not closed yet, no more of those should be taken who send them.
 WAITING_MAX: Final = 64
+
+
+@contextlib.contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call ``beat`` from a thread every ``BEAT_S`` within the block, for ``BEATS_S_MAX`` at most.
+
+    A sort of 10^7 entries is one call of numpy, which takes seconds. It holds no interpreter lock, so a thread beats
+    meanwhile. A process that is stopped or has ended does not.
+    """
+    ended = threading.Event()
+    until = time.monotonic() + BEATS_S_MAX
+
+    def run() -> None:
+        while not ended.wait(BEAT_S) and time.monotonic() < until:
+            beat()
+
+    thread = threading.Thread(target=run, name="simm-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Closer:
