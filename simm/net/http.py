@@ -469,10 +469,10 @@ def _is_loopback(host: str) -> bool:
 
 def _names_this_host(headers: Mapping[str, str]) -> bool:
     """Return False if a Host header names what may be another host's page. HTTP/1.0 needs none."""
-    given = headers.get("host")
-    if given is None:
+    named = headers.get("host")
+    if named is None:
         return True
-    found = _HOST.fullmatch(given)
+    found = _HOST.fullmatch(named)
     if found is None:
         return False
     host = (found["six"] or found["host"]).lower().rstrip(".")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..arena.hashing import TAG_AT, shard_of
 from ..arena.layout import ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES, SLOT_WORDS
+from ..arena.namespaces import line_of
 from ..arena.reader import ArenaReader, Located
 from ..constants import SHARD_COUNT
 from ..table import Entry
@@ -88,8 +89,11 @@ class Reader(ArenaReader):
     def __init__(self, arena: Arena, clock: Callable[[], int]) -> None:
         self.clock = clock
         self.words = Words(arena)  # type: ignore[assignment]
-        self._name_word, self._slot_word = 0, _LINES_WORDS
+        self._slot_word = _LINES_WORDS
         self._arena = arena
+
+    def _line_word(self, number: int) -> int:
+        return line_of(number) * NAMESPACE_LINE_BYTES // 8
 
     def namespace_of(self, slot: int) -> int:
         return self._arena.slots.entry(slot).namespace

@@ -282,7 +282,7 @@ def test_what_a_bound_client_plants_is_not_believed(worker: WorkerThread, connec
             [Status.OK], [Status.NOT_FOUND], [Status.NOT_FOUND]
         ], "or a put of what is absent would leave it alone"
         assert not reads_locally(near, "k") and reads_locally(friend, "k")
-        assert near.pin(digest_of("k"))[0] == Status.NOT_FOUND and friend.pin(digest_of("k"))[0] == Status.OK
+        assert near.pin_one(digest_of("k"))[0] == Status.NOT_FOUND and friend.pin_one(digest_of("k"))[0] == Status.OK
         assert put(free, "k", b"right") == Status.OK, "it does not keep the place from those who are not bound"
         assert get(blue, "k") == get(free, "k") == b"right" and reads_locally(near, "k")
         assert get(red, "k") == Status.NOT_FOUND and put(red, "k", b"again") == Status.UNAUTHORIZED

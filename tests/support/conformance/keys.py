@@ -400,6 +400,12 @@ def what_is_in_shared_memory_is_said_to_be_here(world: World) -> None:
         client.mapped(digests)
 
 
+@breaks(what_is_in_shared_memory_is_said_to_be_here)
+class MapsNothing(FakeClient):
+    def mapped(self, digests: Sequence[bytes]) -> list[bool]:
+        return [False for _ in super().mapped(digests)]
+
+
 @promise
 def a_prefix_ends_at_the_first_key_that_is_not_stored(world: World) -> None:
     client = world.client()

@@ -248,17 +248,17 @@ def test_pins_are_released_on_the_way_before_others_are_made(worker: WorkerThrea
         put(session, "k", b"k" * 4096)
         put(session, "l", b"l" * 4096)
         session.begin_copy()
-        before = [session.pin(digest_of("k"))[5] for _ in range(20)]
+        before = [session.pin_one(digest_of("k"))[5] for _ in range(20)]
         with worker.frozen() as store:
             store.sessions.pinned_bytes_max = 24 * 4096  # of which one session gets four fifths
-        assert session.pin(digest_of("l"))[0] == Status.NO_SPACE
+        assert session.pin_one(digest_of("l"))[0] == Status.NO_SPACE
         for pin in before:
             session.unpin_later(pin)
         (entry,) = session.pin_many([digest_of("l")])
         assert entry[0] == Status.OK and not session.unpins
         with worker.frozen() as store:
             assert store.stats()["pins"] == 1
-        many = [session.pin(digest_of("k"))[5] for _ in range(16)]
+        many = [session.pin_one(digest_of("k"))[5] for _ in range(16)]
         for pin in many:
             session.unpin_later(pin)
         real, session.exchange = session.exchange, lost  # type: ignore[method-assign]
