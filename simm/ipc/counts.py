@@ -14,7 +14,7 @@ at some of them ten times a second, and once more when a connection is gone. So 
 Words that are not named here are 0; so are those of a client that counts nothing. The numbers (:func:`numbers_in`)
 only grow.
 
-**What it costs.** A get or put of a single key stores its bytes into a log, which is 2 % of a get of 4 KiB, and reads
+**What it costs.** A get or put of a single key stores its bytes into a log, which is 3 % of a get of 4 KiB, and reads
 no clock. When a log is full, once in SAMPLE gets and SAMPLE_PUTS puts, it is added up, and a call is timed, without the
 hash of its key: two readings of the clock would cost 3 % of a 4 KiB get. Of batches that are got or looked for in an
 arena one in SAMPLE_BATCHES is timed, and each that is put. ``benchmarks/counting.py`` measures it all.

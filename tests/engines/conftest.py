@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.engines import engine_processes
 from tests.engines.engine_processes import Cluster, Engine, Unavailable
 from tests.support import report
+
+#: Names of what SGLang, and multiprocessing in processes that it kills, leave in /dev/shm.
+ENGINES_OWN = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
+
+
+def in_shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(ENGINES_OWN)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_leave_nothing() -> Iterator[None]:
+    """SGLang ends its processes by SIGKILL, and what they share stays: remove what nobody has mapped."""
+    before = in_shared_memory()
+    yield
+    left = in_shared_memory() - before
+    for process in psutil.process_iter():
+        try:
+            left -= {os.path.basename(each.path) for each in process.memory_maps(grouped=True)} if left else set()
+        except psutil.Error:
+            continue
+    for name in left:
+        Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
