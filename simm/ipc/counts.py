@@ -35,7 +35,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..constants import COUNT_FOUND, COUNT_LOGS, COUNT_MISSED, COUNT_WORDS, LOG_GETS, LOG_PUTS, MISSED_KEYS
-from ..host.count_log import log_words, read_log
 
 #: Of so many gets of one key, and puts of one, one is timed.
 SAMPLE: Final = COUNT_LOGS[LOG_GETS][1]
@@ -102,8 +101,6 @@ _LOGS: Final = tuple(
     zip(COUNT_LOGS, ((Word.HITS, Word.HIT_BYTES), (Word.PUTS, Word.PUT_BYTES)))
 )  # fmt: skip
 _MASK: Final = (1 << 64) - 1
-_ENDS: Final = [USED, *(at + log_words(size) for at, size in COUNT_LOGS), COUNT_MISSED + 1 + MISSED_KEYS, COUNT_WORDS]
-assert sorted(_ENDS) == _ENDS
 
 #: By name, as each operation counts in them.
 HIT_BYTES: Final = Word.HIT_BYTES
@@ -117,6 +114,8 @@ def numbers_in(words: memoryview, fast: bytes | None = None) -> NDArray[np.uint6
 
     ``fast``: a copy of the words that takes the place of the loads of single words (``Trust``).
     """
+    from ..host.count_log import read_log  # which importing the client does not need
+
     found = np.frombuffer(fast, np.uint64, USED).copy() if fast else np.array(words[:USED].tolist(), np.uint64)
     for place, counted in _LOGS:
         in_log = read_log(words, *place)

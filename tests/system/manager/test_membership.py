@@ -248,7 +248,7 @@ def test_a_server_that_keeps_its_map_to_itself_still_raises_the_epoch(run: Calla
         with pytest.raises(Refused, match=f"map {epoch}"):
             client.heartbeat(9, "a", epoch)
         client.join(9, "a", workers())
-        assert client.heartbeat(9, "a", epoch) == epoch + 1, "an epoch that was seen never comes again"
+        assert client.heartbeat(9, "a", epoch) > epoch, "an epoch that was seen never comes again"
         assert client.get_map().cluster != cluster
 
 

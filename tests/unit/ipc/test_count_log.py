@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from simm.constants import COUNT_LOGS, COUNT_MISSED, LOG_GETS, LOG_PUTS, MISSED_KEYS
+from simm.constants import COUNT_LOGS, COUNT_MISSED, COUNT_WORDS, LOG_GETS, LOG_PUTS, MISSED_KEYS
 from simm.host.count_log import CallLogs, CountLog, log_words, read_log
-from simm.ipc.counts import Word, new_words, numbers_in
+from simm.ipc.counts import USED, Word, new_words, numbers_in
 from simm.ipc.tally import Tally
 
 AT, SIZE = 3, 8
@@ -28,6 +28,14 @@ def count(log: CountLog, amount: int) -> None:
         log.entries[entry] = amount
         return
     log.add(amount)
+
+
+def test_nothing_lies_over_something_else() -> None:
+    ends = [USED]
+    for at, size in COUNT_LOGS:
+        ends += [at, at + log_words(size)]
+    ends += [COUNT_MISSED, COUNT_MISSED + 1 + MISSED_KEYS, COUNT_WORDS]
+    assert sorted(ends) == ends
 
 
 def test_each_call_and_its_amount_are_there_at_once() -> None:
@@ -186,7 +194,7 @@ def test_a_log_whose_writer_is_faster_waits_for_the_next_look(monkeypatch: pytes
     logs.count_in(new_words())
     tally.open(1, "a", logs.counts)
     logs.count_more(LOG_PUTS, 9)
-    monkeypatch.setattr("simm.ipc.counts.read_log", lambda *_: None)
+    monkeypatch.setattr("simm.host.count_log.read_log", lambda *_: None)
     tally.maintain()
     assert not any(tally.totals.counters("a"))
     monkeypatch.undo()
