@@ -137,7 +137,8 @@ def test_a_manager_that_uses_epochs_again_is_found(monkeypatch: pytest.MonkeyPat
     made = Cluster.__init__
     monkeypatch.setattr(Cluster, "__init__", lambda self, _cluster, *rest: made(self, 1, *rest))
     monkeypatch.setattr(Cluster, "_note_epoch", lambda self, epoch, *, server: None)
-    monkeypatch.setattr(Recovery, "is_unknown", lambda self, epoch, current: False)
+    monkeypatch.setattr(Recovery, "is_unknown", lambda self, epoch, current, limit: False)
+    monkeypatch.setattr(Recovery, "beyond", lambda self, epoch: epoch)  # of a server that it takes in
     run = partial(fail, faults=("forget", "join"))
     first_failure(range(6), run, SimFailure, wanted=("names two maps", "accepted at epoch"))
 
