@@ -523,7 +523,7 @@ class Copier:
         """
         copy = self.way(size)
         pairs = zip(targets, sources)
-        if len(sources) >= _SAMPLES_FROM and BLOCK_BYTES <= size < SPLIT_BYTES:
+        if len(sources) >= _SAMPLES_FROM and BLOCK_BYTES <= size < OBSERVED_BYTES:
             left, copy = self._batch_ways[magnitude := size.bit_length()]
             if not left:
                 now = time.perf_counter_ns
@@ -564,7 +564,7 @@ class Copier:
 
     def way(self, size: int) -> Callable[[int, int, int], Any]:
         """Return a function that does :meth:`copy` for this size, to spare many copies of one size the choice."""
-        if size >= BLOCK_BYTES and (size < SPLIT_BYTES or self.threads == 1):
+        if BLOCK_BYTES <= size < OBSERVED_BYTES:
             return self._ways[size.bit_length()] or self.copy
         return memmove if size < RELEASE_BYTES else self.copy
 

@@ -11,12 +11,18 @@ from simm.host import buffers
 from simm.host.buffers import PART_BYTES, Copier
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["on trial", "known"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize(
     ("count", "size"),
-    [(0, 5), (1, 1), (40, 100), (40, 40_000), (70, 64 << 10), (33, 100_001), (3, 3 << 20), (1, 9 << 20), (5, 700_000)],
+    [(0, 5), (1, 1), (40, 100), (40, 40_000), (70, 64 << 10), (33, 100_001), (3, 3 << 20), (1, 9 << 20), (5, 700_000),
+     (17, 1 << 20)],
 )
-def test_each_target_gets_its_source_and_nothing_else(threads: int, count: int, size: int) -> None:
+def test_each_target_gets_its_source_and_nothing_else(
+    threads: int, count: int, size: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And large ones are observed, whether it is known already which way is faster or not."""
+    monkeypatch.setattr(Copier, "_ways", [buffers.memmove if known else None] * 64)
     rng = np.random.default_rng(count * size + threads)
     data = rng.integers(0, 256, count * size + 1000, dtype=np.uint8)
     gap = 64
