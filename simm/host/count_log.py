@@ -41,6 +41,11 @@ def log_words(entries: int) -> int:
     return _BANKS + entries
 
 
+#: Where each log begins and ends, and what comes next.
+_PLACES: Final = [*(place for at, size in COUNT_LOGS for place in (at, at + log_words(size))), COUNT_MISSED]
+assert sorted(_PLACES) == _PLACES
+
+
 class CountLog:
     """The writer's side of the log that begins at a word. ``size``: entries of a bank. Any thread may count in it."""
 
