@@ -70,7 +70,7 @@ def leading(held: Table, units: Sequence[Sequence[int]], keys: Keys) -> list[lis
             if len(members) == 1:
                 run = min(hole[row] - place, length)
             else:
-                run = _run(np.asarray(counts[place : place + whole].reshape(-1, length).any(axis=0)))
+                run = run_of(np.asarray(counts[place : place + whole].reshape(-1, length).any(axis=0)))
             for member, begin in enumerate(range(place, place + whole, length)):
                 members[member].append(counts[begin : begin + run])
             if run == length and start + length < limits[number]:
@@ -109,7 +109,7 @@ def _joined(parts: Sequence[Counts]) -> Counts:
     return np.concatenate(parts) if parts else _NO_COUNTS
 
 
-def _run(flags: NDArray[np.bool_]) -> int:
+def run_of(flags: NDArray[np.bool_]) -> int:
     """Return how many are True before the first that is not."""
     return len(flags) if flags.all() else int(flags.argmin())
 

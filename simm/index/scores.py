@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import Blocks
-from .prefixes import alike, tiers_of
+from .prefixes import alike, run_of, tiers_of
 from .sources import TIERS, U64, Holder, Registration, Source, Space
 
 #: Of llm-d for gpu and cpu, of Dynamo for disk and shared storage. ``expected``: of what a router has just sent there.
@@ -32,11 +32,6 @@ WEIGHTS: Final[Mapping[str, float]] = {
 
 _Bits = NDArray[np.bool_]
 _NONE: Final = np.zeros((0, len(TIERS)), np.bool_)
-
-
-def _run(flags: NDArray[np.bool_]) -> int:
-    """Return how many are True before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
 
 
 @dataclass
@@ -92,7 +87,7 @@ def _arrays(weights: Sequence[NDArray[np.float64] | tuple[int, float]]) -> list[
 
 
 def _sum(weights: NDArray[np.float64]) -> float:
-    return float(weights[: _run(weights > 0)].sum())
+    return float(weights[: run_of(weights > 0)].sum())
 
 
 @dataclass
@@ -177,7 +172,8 @@ def score(
             shared[: len(each)] = np.maximum(shared[: len(each)], each)
         for holder, bits in holders:
             if holder.node:
-                _match(matches, f"node:{holder.node}", space).add(0, bits[: _run(np.asarray(bits.any(axis=1)))], vector)
+                run = run_of(np.asarray(bits.any(axis=1)))
+                _match(matches, f"node:{holder.node}", space).add(0, bits[:run], vector)
     matches = {name: match for name, match in matches.items() if match.blocks or match.expected}
     return _answer(len(keys), matches, shared, sources, space, loads, load_weight)
 
@@ -243,5 +239,5 @@ def _expected(source: Source, space: Space, keys: NDArray[np.uint64], now: float
     for each in source.expected:
         if each.until > now and each.space == space:
             length = min(len(keys), len(each.keys))
-            most = max(most, _run(keys[:length] == each.keys[:length]))
+            most = max(most, run_of(keys[:length] == each.keys[:length]))
     return most

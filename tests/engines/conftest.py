@@ -18,6 +18,10 @@ from tests.support import report
 ENGINES_OWN = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
 
 
+#: An engine refuses to start with less available: 10 GB that it leaves to others, its own 2, and some for a run beside.
+WHOLE_MEMORY = 14 << 30
+
+
 def in_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(ENGINES_OWN)}
 
@@ -37,34 +41,45 @@ def engines_leave_nothing() -> Iterator[None]:
         Path("/dev/shm", name).unlink(missing_ok=True)
 
 
+def _python(what: str, *options: str) -> str:
+    """``engine_python``; skips, with the reason, where that cannot be had."""
+    try:
+        return engine_processes.engine_python(*options)
+    except Unavailable as why:
+        pytest.skip(f"no {what}: {why}")
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """The engine environment; skips, with the reason, where it cannot be had."""
-    try:
-        python = engine_processes.engine_python()
-    except Unavailable as why:
-        pytest.skip(f"no engine environment: {why}")
-    return Engine(python, tmp_path_factory.mktemp("engine"))
+    return Engine(_python("engine environment"), tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="session")
 def lmcache(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """LMCache's environment; skips, with the reason, where it cannot be had."""
-    try:
-        python = engine_processes.engine_python("lmcache")
-    except Unavailable as why:
-        pytest.skip(f"no LMCache environment: {why}")
-    return Engine(python, tmp_path_factory.mktemp("lmcache"))
+    return Engine(_python("LMCache environment", "lmcache"), tmp_path_factory.mktemp("lmcache"))
 
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """vLLM's environment; skips, with the reason, where it cannot be had."""
-    try:
-        python = engine_processes.engine_python("vllm")
-    except Unavailable as why:
-        pytest.skip(f"no vLLM environment: {why}")
-    return Engine(python, tmp_path_factory.mktemp("vllm"))
+    return Engine(_python("vLLM environment", "vllm"), tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def whole_packages() -> str:
+    """What SGLang's whole engine needs on PYTHONPATH; skips, with the reason, where it cannot be had."""
+    return _python("whole engine", "--whole")
+
+
+@pytest.fixture(scope="module")
+def packages(request: pytest.FixtureRequest) -> str:
+    """The same, for engines with a host pool: skips where there is too little memory for one."""
+    if psutil.virtual_memory().available < WHOLE_MEMORY:
+        pytest.skip("SGLang's host pool leaves 10 GB of memory alone, and there is hardly more available")
+    found: str = request.getfixturevalue("whole_packages")
+    return found
 
 
 @pytest.fixture(scope="session")

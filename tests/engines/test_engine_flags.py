@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from simm.tools import engine as printed
-from tests.engines import engine_processes
-from tests.engines.engine_processes import Engine, Unavailable
+from tests.engines.engine_processes import Engine
 
 MANAGER = "10.0.0.5:30001"
 
@@ -22,12 +21,8 @@ def parsed(engine: Engine, *names: str, **environment: str) -> dict[str, Any]:
     return ran.report
 
 
-def test_sglang(engine: Engine) -> None:
-    try:
-        packages = engine_processes.engine_python("--whole")
-    except Unavailable as why:
-        pytest.skip(f"no whole engine: {why}")
-    report = parsed(engine, "sglang", "sglang-builtin", "sglang-mooncake", ENGINE_PACKAGES=packages)
+def test_sglang(engine: Engine, whole_packages: str) -> None:
+    report = parsed(engine, "sglang", "sglang-builtin", "sglang-mooncake", ENGINE_PACKAGES=whole_packages)
     assert all((each["cache"], each["layout"]) == (True, "page_first") for each in report.values())
     assert [each["backend"] for each in report.values()] == ["dynamic", "simm", "mooncake"]
     own, builtin, mooncake = (each["extra"] for each in report.values())

@@ -26,8 +26,7 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
-from tests.engines import engine_processes
-from tests.engines.engine_processes import Engine, Unavailable
+from tests.engines.engine_processes import Engine
 from tests.support.child import Child
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
@@ -143,11 +142,7 @@ def publisher(request: pytest.FixtureRequest) -> tuple[str, Engine, str]:
     """An engine's name, its environment, and what else it needs on PYTHONPATH."""
     if request.param == "vLLM":
         return "vLLM", request.getfixturevalue("vllm"), ""
-    engine = request.getfixturevalue("engine")
-    try:
-        return "SGLang", engine, engine_processes.engine_python("--whole")
-    except Unavailable as why:
-        pytest.skip(f"no whole engine: {why}")
+    return "SGLang", request.getfixturevalue("engine"), request.getfixturevalue("whole_packages")
 
 
 #: Of an engine: tokens in a block; its publisher's configuration beyond addresses; and how much it can hold.

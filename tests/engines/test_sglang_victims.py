@@ -13,18 +13,14 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 
 from simm.tools.engine import SGLANG
-from tests.engines import engine_processes
-from tests.engines.engine_processes import Engine, Unavailable
+from tests.engines.engine_processes import Engine
 from tests.engines.vllm_turns import STOPPED_S, victims_of
 
 #: Whole pages of 16 tokens in a prompt of 400 that the last token does not need, and of both prompts.
 STORED, PAGES = 384, 48
-#: An engine refuses to start with less available: 10 GB that it leaves to others, its own 2, and some for a run beside.
-MEMORY = 14 << 30
 DEADLINE_MS = 400
 
 Turn = list[dict[str, Any]]
@@ -49,16 +45,6 @@ WAYS = (
     Way("dynamic", "HiCacheSimm", "tcp"), Way("dynamic", "HiCacheSimm", "shm"), Way("simm", "HiCacheSiMM", "tcp"),
     Way("mooncake", "MooncakeStore", "tcp"),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def packages(engine: Engine) -> str:
-    if psutil.virtual_memory().available < MEMORY:
-        pytest.skip("SGLang's host pool leaves 10 GB of memory alone, and there is hardly more available")
-    try:
-        return engine_processes.engine_python("--whole")
-    except Unavailable as why:
-        pytest.skip(f"no whole engine: {why}")
 
 
 @pytest.fixture(scope="module")

@@ -13,32 +13,18 @@ import json
 import os
 from typing import Any
 
-import psutil
 import pytest
 
 from simm.tools.engine import SGLANG
-from tests.engines import engine_processes
-from tests.engines.engine_processes import Cluster, Engine, Unavailable
+from tests.engines.engine_processes import Cluster, Engine
 
 #: Whole pages of 16 tokens in a prompt of 400 that the last token does not need.
 STORED = 384
 ONE, OTHER = 1, 2
-#: An engine refuses to start with less available: 10 GB that it leaves to others, its own 2, and some for a run beside.
-MEMORY = 14 << 30
 #: Two engines that an operator has told, wrongly, that they serve the same model.
 SAME = {"model": "said to be one"}
 
 Report = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def packages(engine: Engine) -> str:
-    if psutil.virtual_memory().available < MEMORY:
-        pytest.skip("SGLang's host pool leaves 10 GB of memory alone, and there is hardly more available")
-    try:
-        return engine_processes.engine_python("--whole")
-    except Unavailable as why:
-        pytest.skip(f"no whole engine: {why}")
 
 
 class Engines:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from driver_steps import carry_out
 from whole_driver import OPTIONS, STORED_S, generate, model
 
 from simm.arena.events.listing import at_rest
@@ -85,14 +86,8 @@ def main() -> int:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = Run(request)
-    results, took = [], []
     try:
-        for step in request["steps"]:
-            name, *arguments = step if isinstance(step, list) else [step]
-            assert name in COMMANDS
-            began = time.monotonic()
-            results.append(getattr(run, name)(*arguments))
-            took.append(time.monotonic() - began)
+        results, took = carry_out(run, request["steps"], COMMANDS)
     finally:
         run.engine.shutdown()
     print(json.dumps({"sglang": run.version, "results": results, "took": took}), file=report, flush=True)

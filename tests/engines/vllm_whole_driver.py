@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from driver_steps import carry_out
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 #: The second one is whole blocks of 32 tokens.
@@ -303,13 +305,7 @@ def main() -> int:
     if request.get("transfer"):
         stand_in()
     run = Run(request)
-    results, took = [], []
-    for step in request["steps"]:
-        name, *arguments = step if isinstance(step, list) else [step]
-        assert name in COMMANDS
-        began = time.monotonic()
-        results.append(getattr(run, name)(*arguments))
-        took.append(time.monotonic() - began)
+    results, took = carry_out(run, request["steps"], COMMANDS)
     print(json.dumps({"vllm": vllm.__version__, "results": results, "took": took}), file=report, flush=True)
     run.llm.llm_engine.engine_core.shutdown()
     return 0
