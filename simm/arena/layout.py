@@ -260,7 +260,7 @@ class Geometry(NamedTuple):
     def read(cls, words: memoryview, size: int, name: str) -> Geometry:
         """Return an existing arena's geometry, checked. Raise SegmentError if it is no arena of this layout.
 
-        ``size``: bytes of both files.
+        ``size``: bytes of both files. A file of huge pages has whole ones, see :func:`laid_out`.
         """
         if words[Word.MAGIC] != MAGIC:
             raise SegmentError(f"{name} is no arena (or not ready yet): its header has no SiMM magic")
@@ -283,6 +283,14 @@ class Geometry(NamedTuple):
         if not ordered:
             raise SegmentError(f"{name} has a header that contradicts itself or its size of {size} bytes")
         return found
+
+
+def laid_out(size: int) -> int:
+    """Return the bytes of an arena whose files, or map, have ``size`` bytes.
+
+    A data file in huge pages ends with a whole one, less than a slab beyond the arena's last word.
+    """
+    return size // SLAB_BYTES * SLAB_BYTES
 
 
 def slots_for(size: int, chunk: int) -> int:

@@ -49,6 +49,7 @@ from .layout import (
     Geometry,
     State,
     Word,
+    laid_out,
 )
 from .namespaces import line_of, name_bytes, names_line
 
@@ -167,13 +168,13 @@ class ArenaReader(CallLogs):
                 raise SegmentError(f"{name} belongs to uid {metadata.owner_uid}, {NOT_TRUSTED}")
             head = metadata.map(0, HEADER_BYTES, writable=False)
             words = memoryview(head).cast("Q")
-            geometry = Geometry.read(words, metadata.size + shared.size, name)
+            geometry = Geometry.read(words, laid_out(metadata.size + shared.size), name)
             if metadata.size != geometry.meta_bytes:
                 raise SegmentError(f"{name} has {metadata.size} bytes of metadata, and its header says otherwise")
             self.geometry = geometry
             meta = metadata.map(0, geometry.names_end, writable=False)
             data = shared.map(0, geometry.data_bytes, writable=True)
-            visited = shared.map(geometry.data_bytes, geometry.data_file_bytes - geometry.data_bytes, writable=True)
+            visited = shared.map(geometry.data_bytes, shared.size - geometry.data_bytes, writable=True)
             files.pop_all()
         words.release()
         #: Which files it maps.

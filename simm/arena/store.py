@@ -131,7 +131,7 @@ class Store:
         the arena itself is.
         """
         geometry = Geometry.plan(len(mm), slots)
-        memoryview(mm)[-STAMP_BYTES:].cast("Q")[0] = generation
+        memoryview(mm)[geometry.size - STAMP_BYTES : geometry.size].cast("Q")[0] = generation
         words = memoryview(mm)[:HEADER_BYTES].cast("Q")
         geometry.write(words)
         words[Word.GENERATION] = generation

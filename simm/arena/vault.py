@@ -52,6 +52,7 @@ from .layout import (
     Geometry,
     State,
     Word,
+    laid_out,
 )
 from .ledger import Ledger
 from .shard_words import ShardWords
@@ -124,7 +125,7 @@ class Vault:
         geometry = self.geometry()
         self.show_header(arena[:HEADER_BYTES].cast("Q"))
         arena[HEADER_BYTES:_LEDGER_AT] = self.shards.cast("B")
-        arena[-STAMP_BYTES:].cast("Q")[0] = self.header[Word.GENERATION]
+        arena[geometry.size - STAMP_BYTES : geometry.size].cast("Q")[0] = self.header[Word.GENERATION]
         at = geometry.ledger_offset
         arena[at : at + geometry.ledger_bytes] = self.ledger[: geometry.ledger_bytes]
 
@@ -139,7 +140,7 @@ def take_over(mm: mmap.mmap, name: str, vault: Vault | None) -> tuple[Geometry, 
         if vault is not None and vault.filled:
             geometry = vault.geometry()
         else:
-            geometry = Geometry.read(words, len(mm), name)
+            geometry = Geometry.read(words, laid_out(len(mm)), name)
             if vault is not None:
                 vault.load(mm, geometry)
         if kept[Word.STATE] == State.CLOSED:

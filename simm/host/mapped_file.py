@@ -41,6 +41,10 @@ class MappedFile:
         """Return every bound on the memory of such a file."""
         return memory.process_bounds()
 
+    def free_on_node(self, node: int) -> int | None:
+        """Return the bytes that a NUMA node has left for such a file, None if the kernel does not say."""
+        return numa.node_free_bytes(node)
+
     def populate(
         self, offset: int = 0, length: int | None = None, *, huge: bool = True, node: int | None = None
     ) -> bool:
@@ -95,7 +99,7 @@ class MappedFile:
     def _require_on_node(self, node: int, wanted: int) -> None:
         """Raise SegmentError if the node is too full, where MPOL_BIND would call the OOM killer."""
         missing = min(wanted, self.missing_bytes)
-        free = numa.node_free_bytes(node)
+        free = self.free_on_node(node)
         if free is not None and missing > free:
             raise SegmentError(
                 f"segment {self.name} needs {mib(missing)} on NUMA node {node}, which has {mib(free)} left; "

@@ -102,6 +102,22 @@ def huge_pages_allowed(sys_root: str = "/") -> bool:
     return effective in ("always", "within_size", "advise", "force")
 
 
+def reserved_bytes(sys_root: str = "/") -> int:
+    """Return the bytes of reserved huge pages (HugeTLB) of 2 MiB that are free; 0 on a kernel without any.
+
+    What other programs have been promised and not yet touched is not free. Pages that the kernel may still take from
+    ordinary memory (``vm.nr_overcommit_hugepages``) count, although it may find none that hang together.
+    """
+    base = Path(sys_root, "sys/kernel/mm/hugepages", f"hugepages-{HUGE_PAGE_BYTES >> 10}kB")
+
+    def count(name: str) -> int:
+        return _number(base / name) or 0
+
+    free = count("free_hugepages") - count("resv_hugepages")
+    free += max(0, count("nr_overcommit_hugepages") - count("surplus_hugepages"))
+    return max(0, free) * HUGE_PAGE_BYTES
+
+
 class Bound(NamedTuple):
     """A limit on the size of a new segment: bytes, a phrase that says what sets it, and how to raise it."""
 
@@ -141,6 +157,16 @@ def process_bounds() -> list[Bound]:
     if available is not None:
         bounds.append(Bound(available, "of memory are available", "end other programs"))
     return bounds
+
+
+def reserved_bound(wanted: int = 0, sys_root: str = "/") -> Bound:
+    """Return the bound on what HugeTLB pages can hold. ``wanted``: bytes that the remedy makes room for."""
+    free = reserved_bytes(sys_root)
+    more = -(-max(0, wanted - free) // HUGE_PAGE_BYTES)
+    return Bound(
+        free, "are free in reserved huge pages of 2 MiB",
+        f"as root: sysctl vm.nr_hugepages=N, {more} more than now; a container also needs a limit of hugepages-2Mi",
+    )  # fmt: skip
 
 
 def default_arena_bytes(directory: str, workers: int = 1) -> int:

@@ -27,6 +27,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..constants import HUGE_PAGE_BYTES
 from ..errors import ConfigError, UsageError
 from .memory import field_bytes, meminfo_bytes, text_of
 
@@ -109,6 +110,13 @@ def node_free_bytes(node: int, sys_root: str = "/") -> int | None:
     if free is None:
         return None
     return free + sum(field_bytes(text, name) or 0 for name in ("Inactive(file)", "SReclaimable"))
+
+
+def reserved_free_bytes(node: int, sys_root: str = "/") -> int | None:
+    """Return the bytes of a node's free HugeTLB pages of 2 MiB, None if the kernel does not say."""
+    pages = f"hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB/free_hugepages"
+    text = text_of(Path(sys_root, f"sys/devices/system/node/node{node}", pages))
+    return int(text) * HUGE_PAGE_BYTES if text and text.strip().isdecimal() else None
 
 
 def allowed_memory_nodes(sys_root: str = "/") -> tuple[int, ...] | None:

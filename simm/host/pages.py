@@ -29,6 +29,9 @@ from . import fork
 #: Bytes that one madvise call populates: enough to be efficient, few enough to end soon on an error.
 POPULATE_STEP_BYTES = 256 << 20
 
+#: Ranges of addresses that are tried until one lies on the boundary that is asked for.
+RANGE_TRIES = 256
+
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
@@ -130,13 +133,46 @@ def populate_read(mm: mmap.mmap, offset: int = 0, length: int | None = None) -> 
     return True
 
 
-def map_side_by_side(files: Sequence[tuple[int, int]]) -> mmap.mmap:
-    """Map files, (descriptor, bytes) each, read-write and one after the other, as one map.
+def _address_range(length: int, offset: int, align: int) -> mmap.mmap:
+    """Reserve ``length`` bytes of addresses, of which that at ``offset`` is a multiple of ``align``.
 
-    The sizes are multiples of the page size. Raises OSError, or ValueError for a map beyond the address space.
+    Python's mmap takes no address. The kernel gives out the highest range that is large enough, so this frees one that
+    fits in the middle of a larger one, and fills those that lie higher until its turn comes. Raises OSError.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    whole = mmap.mmap(-1, sum(size for _, size in files), flags=flags)  # the address range
+    if align <= PAGE_BYTES:
+        return mmap.mmap(-1, length, flags=flags)
+    outer = length + align
+    at = _LIBC.mmap(0, outer, 0, flags, -1, 0)
+    if at in _NO_MEMORY:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    start = at + -(at + offset) % align
+    pieces = [(at, start - at), (start + length, at + outer - start - length)]
+    _LIBC.munmap(start, length)
+    higher: list[mmap.mmap] = []
+    try:
+        for _ in range(RANGE_TRIES):
+            found = mmap.mmap(-1, length, flags=flags)
+            with address_of(found) as base:
+                if (base + offset) % align == 0:
+                    return found
+            higher.append(found)
+    finally:
+        for each in higher:
+            each.close()
+        for base, count in pieces:
+            if count:
+                _LIBC.munmap(base, count)
+    raise OSError(errno.ENOMEM, f"no {length} bytes of addresses on a boundary of {align} bytes")
+
+
+def map_side_by_side(files: Sequence[tuple[int, int]], align: int = PAGE_BYTES) -> mmap.mmap:
+    """Map files, (descriptor, bytes) each, read-write and one after the other, as one map.
+
+    The sizes are multiples of the page size. ``align``: the last file begins at a multiple of this, a power of 2.
+    Raises OSError, or ValueError for a map beyond the address space.
+    """
+    whole = _address_range(sum(size for _, size in files), sum(size for _, size in files[:-1]), align)
     with address_of(whole) as base:
         for fd, size in files:
             protection = mmap.PROT_READ | mmap.PROT_WRITE

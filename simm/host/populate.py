@@ -125,13 +125,14 @@ class _Work:
 def _require_room(wanted: Sequence[Wanted]) -> None:
     """Raise SegmentError if bound files need more than their node has, where the kernel would call the OOM killer.
 
-    All of a node's together, as they take its pages at the same time.
+    All of a node's that take pages of one kind together, as they do so at the same time.
     """
-    missing: dict[int, int] = {}
+    together: dict[tuple[type[MappedFile], int], list[MappedFile]] = {}
     for file, node, _ in wanted:
-        missing[node] = missing.get(node, 0) + file.missing_bytes
-    for node, count in missing.items():
-        free = numa.node_free_bytes(node)
+        together.setdefault((type(file), node), []).append(file)
+    for (_, node), files in together.items():
+        count = sum(file.missing_bytes for file in files)
+        free = files[0].free_on_node(node)
         if free is not None and count > free:
             raise SegmentError(
                 f"the arenas need {mib(count)} on NUMA node {node}, which has {mib(free)} left; configure smaller "

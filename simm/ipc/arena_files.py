@@ -5,7 +5,7 @@ the metadata and the data are files of their own (``arena/layout.py`` has their 
 
     metadata   /dev/shm/NAME         written by the worker; clients map it read-only. 0600, with a group 0640
     data       /dev/shm/NAME.data    written by clients too; 0600
-               or a sealed memfd     with a group
+               or a sealed memfd     with a group, or in reserved huge pages (``--hugetlb``)
     events     /dev/shm/NAME.events  where a server tells its events (arena/events/ring.py): as the metadata
 
 The worker passes the data to a client as a descriptor, over its UNIX socket, whose mode decides who may connect. So
@@ -24,6 +24,16 @@ a name cannot be sealed, and a memfd cannot be given a name.
   stop with ``--warm`` moves it into the named file, which only the user may open, and the next start moves it out again
   (:func:`move_bytes`, which holds no more than a piece twice). A move costs about a second for each GiB. A supervisor
   that is killed in the middle, or at work, takes the data with it: the next start is cold.
+
+Reserved huge pages
+-------------------
+Where the kernel gives /dev/shm no huge pages, a host may have reserved some (HugeTLB). Only a hugetlbfs that is mounted
+gives them names, and few are; so with ``--hugetlb`` the data is a sealed memfd of such pages. The kernel promises them
+when the owner maps the file. Such a file ends with a whole huge page, so it is up to 2 MiB longer than the arena.
+
+It ends with its processes, and pages that it gives back do not become ordinary memory: a stop with ``--warm`` would
+need the arena's size a second time. So it goes without ``--warm``. Nor does it go with a group: a page that a member
+punches out of the file goes back to the host's pool, and with the pool empty the next access to it is a SIGBUS.
 
 What the seals leave open: a process with the data's descriptor can punch holes into it (``fallocate``). Their bytes
 read as zeros, as if it had written them, and the next access takes pages anew. With memory overcommit switched off that
@@ -50,10 +60,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from .. import shm
-from ..arena.layout import Geometry
-from ..errors import SegmentError, TransportError
+from ..arena.layout import Geometry, laid_out
+from ..constants import HUGE_PAGE_BYTES, PAGE_BYTES
+from ..errors import SegmentError, TransportError, UsageError
+from ..host import numa
 from ..host.mapped_file import MappedFile
-from ..host.memory import mib
+from ..host.memory import Bound, mib, reserved_bound
 from ..host.pages import map_side_by_side
 from ..net.channel import Channel
 from ..shm import OwnedSegment, data_name, events_name
@@ -72,18 +84,17 @@ def new_generation() -> int:
 class SealedData(MappedFile):
     """The data of an arena as a memfd that nobody can shrink or grow. It has no name, and ends with its processes."""
 
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+
     def __init__(self, name: str, size: int, *, moved: bool = False) -> None:
         """Make one of ``size`` zero bytes, none faulted in yet. Raises SegmentError.
 
         ``moved``: it takes no more memory than a file gives back meanwhile.
         """
-        for at_hand, what, remedy in () if moved else self.bounds():
-            if size > at_hand:
-                raise SegmentError(
-                    f"{name} needs {mib(size)}, but only {mib(at_hand)} {what}; {remedy}, or configure a smaller arena"
-                )
+        if not moved:
+            self._require_room(name, size)
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create(name, self.flags)
         except OSError as error:
             raise SegmentError(f"cannot create {name} as a memfd: {error.strerror}") from error
         try:
@@ -98,6 +109,14 @@ class SealedData(MappedFile):
             os.close(fd)
             raise
 
+    def _require_room(self, name: str, size: int) -> None:
+        """Raise SegmentError unless all bounds have room for ``size`` bytes."""
+        for at_hand, what, remedy in self.bounds():
+            if size > at_hand:
+                raise SegmentError(
+                    f"{name} needs {mib(size)}, but only {mib(at_hand)} {what}; {remedy}, or configure a smaller arena"
+                )
+
     def release_in_child(self) -> None:
         """Do nothing: it has no locks."""
 
@@ -106,6 +125,29 @@ class SealedData(MappedFile):
 
     def unlink(self) -> None:
         """Do nothing: it has no name."""
+
+
+class ReservedData(SealedData):
+    """The same in reserved huge pages (HugeTLB). ``size``: up to whole ones."""
+
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+
+    def __init__(self, name: str, size: int) -> None:
+        """Make one of ``size`` zero bytes, for which the kernel has promised pages. Raises SegmentError."""
+        self._wanted = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            super().__init__(name, self._wanted)
+        except SegmentError:
+            self._require_room(name, self._wanted)  # others have taken pages since
+            raise
+
+    def bounds(self) -> list[Bound]:
+        """Return the bound on its memory: no other limits it."""
+        return [reserved_bound(self._wanted)]
+
+    def free_on_node(self, node: int) -> int | None:
+        """Return the bytes of the node's reserved huge pages that are free."""
+        return numa.reserved_free_bytes(node)
 
 
 class OwnedArena:
@@ -122,29 +164,37 @@ class OwnedArena:
         #: The ring of events; None without one. A warm start makes a new one.
         self.events: OwnedSegment | None = None
         self.name = meta.name
-        self.size = meta.size + data.size
+        self.size = laid_out(meta.size + data.size)
 
     @functools.cached_property
     def mm(self) -> mmap.mmap:
         """Both files, mapped read-write one after the other at the first use: a supervisor needs no such map."""
         try:
-            return map_side_by_side([(self.meta.fd, self.meta.size), (self.data.fd, self.data.size)])
+            align = HUGE_PAGE_BYTES if isinstance(self.data, ReservedData) else PAGE_BYTES
+            return map_side_by_side([(self.meta.fd, self.meta.size), (self.data.fd, self.data.size)], align)
         except (OSError, ValueError) as error:
             raise SegmentError(f"cannot map {mib(self.size)} of {self.name}: {error}; see ulimit -v") from error
 
     @classmethod
-    def create(cls, name: str, size: int, *, slots: int = 0, group: int | None = None) -> OwnedArena:
+    def create(
+        cls, name: str, size: int, *, slots: int = 0, group: int | None = None, hugetlb: bool = False
+    ) -> OwnedArena:
         """Make an arena of ``size`` zero bytes in all, for a table of ``slots`` slots (0: by its size).
 
-        ``group``: a gid whose members may read the metadata; the data is sealed then. Raises UsageError for impossible
-        sizes, SegmentError if a name is taken or memory is short. Nothing is left behind then.
+        ``group``: a gid whose members may read the metadata; the data is sealed then. ``hugetlb``: the data is in
+        reserved huge pages. Raises UsageError for impossible sizes and for both together, SegmentError if a name is
+        taken or memory is short. Nothing is left behind then.
         """
+        if hugetlb and group is not None:
+            raise UsageError("data in reserved huge pages is for its owner's processes, not for a group's")
         geometry = Geometry.plan(size, slots)
         with contextlib.ExitStack() as undo:
             meta = OwnedSegment.create(name, geometry.meta_bytes, **_access(group))
             undo.callback(_discard, meta)
             data: OwnedSegment | SealedData
-            if group is None:
+            if hugetlb:
+                data = ReservedData(data_name(name), geometry.data_file_bytes)
+            elif group is None:
                 data = OwnedSegment.create(data_name(name), geometry.data_file_bytes)
             else:
                 data = SealedData(data_name(name), geometry.data_file_bytes)

@@ -1,4 +1,4 @@
-"""simm.host.memory on fake trees: cgroup limits of both versions, and the kernel's switches for huge pages."""
+"""simm.host.memory on fake trees: cgroup limits of both versions, and huge pages."""
 
 from __future__ import annotations
 
@@ -67,3 +67,20 @@ def test_huge_pages_allowed(tmp_path: Path, general: str | None, own: str | None
     if own is not None:
         write(tmp_path, f"{base}/hugepages-2048kB/shmem_enabled", own)
     assert memory.huge_pages_allowed(str(tmp_path)) is allowed
+
+
+def reserve(root: Path, **counts: int) -> None:
+    for name, count in counts.items():
+        write(root, f"sys/kernel/mm/hugepages/hugepages-2048kB/{name}", f"{count}\n")
+
+
+def test_reserved_pages_that_are_free(tmp_path: Path) -> None:
+    """Those that others were promised are not; those that the kernel may still make are."""
+    assert memory.reserved_bytes(str(tmp_path)) == 0, "a kernel without any"
+    reserve(tmp_path, free_hugepages=10, resv_hugepages=3, nr_overcommit_hugepages=0, surplus_hugepages=0)
+    assert memory.reserved_bytes(str(tmp_path)) == 14 << 20
+    reserve(tmp_path, nr_overcommit_hugepages=4, surplus_hugepages=1)
+    assert memory.reserved_bytes(str(tmp_path)) == 20 << 20
+    reserve(tmp_path, free_hugepages=1, resv_hugepages=8)
+    assert memory.reserved_bytes(str(tmp_path)) == 0
+    assert "13 more than now" in memory.reserved_bound(26 << 20, str(tmp_path)).remedy

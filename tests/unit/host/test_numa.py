@@ -131,6 +131,12 @@ def test_one_node_is_no_node_in_particular(tmp_path: Path) -> None:
     assert numa.own_node(root, allowed_cpus={0}) == -1 and numa.own_node() in (-1, *range(64))
 
 
+def test_reserved_free_bytes_of_a_node(two: str) -> None:
+    assert numa.reserved_free_bytes(0, two) is None
+    write(Path(two), "sys/devices/system/node/node0/hugepages/hugepages-2048kB/free_hugepages", "12\n")
+    assert numa.reserved_free_bytes(0, two) == 24 << 20 and numa.reserved_free_bytes(1, two) is None
+
+
 def test_node_free_bytes_counts_what_can_be_dropped(two: str) -> None:
     assert numa.node_free_bytes(0, two) == 32 * GIB + 3072 * 1024
     assert numa.node_free_bytes(7, two) is None
