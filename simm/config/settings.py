@@ -220,6 +220,10 @@ class Settings:
         SERVER, default=0, metavar="BYTES",
     )
     huge_pages: bool = _setting(q.boolean, "use huge pages where the system offers them", SERVER, default=True)
+    hugetlb: bool = _setting(
+        q.boolean, "hold values in reserved huge pages (vm.nr_hugepages); not with --warm or --group",
+        SERVER, default=False,
+    )
     group: str | None = _setting(
         q.optional(q.group), "group whose members may map the segments (0660); empty: the owner only",
         SERVER, metavar="GROUP",

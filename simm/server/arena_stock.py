@@ -31,7 +31,7 @@ from ..arena.layout import HEADER_BYTES, Geometry, State, Word, slots_for
 from ..arena.marks.kept import Shares
 from ..arena.store import Store
 from ..arena.vault import Vault
-from ..constants import SLAB_BYTES
+from ..constants import ARENA_BYTES_MIN, HUGE_PAGE_BYTES, SLAB_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import memory, numa
 from ..host.memory import mib
@@ -153,6 +153,8 @@ class ArenaStock:
         """
         workers = len(self.options.nodes)
         with self._explained():
+            if self.options.hugetlb:
+                return self._size_in_reserved(workers)
             size = self.options.memory or memory.default_arena_bytes(shm.SHM_DIR, workers)
             in_shm, *bounds = memory.segment_bounds(shm.SHM_DIR)
             if size * workers > in_shm.bytes:
@@ -177,28 +179,70 @@ class ArenaStock:
             Geometry.plan(size, self.slots_for(size))  # raises for impossible sizes before memory is taken
         return size
 
+    def _size_in_reserved(self, workers: int) -> int:
+        """Return the bytes of a new arena whose data is in reserved huge pages: by default all that are free.
+
+        Raises SegmentError or UsageError. The table is in ordinary memory, of which it takes 2 % of that.
+        """
+        bound = memory.reserved_bound(ARENA_BYTES_MIN * workers)
+        free = bound.bytes
+        if not self.options.memory and free // workers < ARENA_BYTES_MIN:
+            raise SegmentError(
+                f"{workers} arena(s) in reserved huge pages need at least {mib(ARENA_BYTES_MIN * workers)}, but only "
+                f"{mib(free)} {bound.what}; {bound.remedy}, or leave --hugetlb out"
+            )
+        size = (self.options.memory or free // workers) // SLAB_BYTES * SLAB_BYTES
+        geometry = Geometry.plan(size, self.slots_for(size))
+        reserved = _whole_pages(geometry.data_file_bytes)
+        if reserved * workers > free:
+            bound = memory.reserved_bound(reserved * workers)
+            raise SegmentError(
+                f"{workers} arena(s) of {mib(size)} need {mib(reserved * workers)} of reserved huge pages (--hugetlb), "
+                f"but only {mib(free)} {bound.what}; {bound.remedy}, or configure a smaller arena"
+            )
+        processes = SUPERVISOR_BYTES + workers * (2 + self.options.streams) * CHILD_BYTES
+        for bound in memory.segment_bounds(shm.SHM_DIR):
+            if (needed := geometry.meta_bytes * workers + processes) > bound.bytes:
+                raise SegmentError(
+                    f"{workers} table(s) of {mib(geometry.meta_bytes)} and the processes of a data server need "
+                    f"{mib(needed)}, but only {mib(bound.bytes)} {bound.what}; {bound.remedy}, or ask for fewer --slots"
+                )
+        return size
+
     def require_room(self, size: int, node: int) -> None:
         """Raise SegmentError or UsageError unless a running server can have one more arena of ``size`` bytes."""
-        Geometry.plan(size, self.slots_for(size))
+        geometry = Geometry.plan(size, self.slots_for(size))
+        reserved = _whole_pages(geometry.data_file_bytes) if self.options.hugetlb else 0
+        ordinary = geometry.meta_bytes if reserved else size
         processes = 2 + self.options.streams
-        needed = size + size // PAGE_TABLE_PART * processes + processes * CHILD_BYTES
+        needed = ordinary + ordinary // PAGE_TABLE_PART * processes + processes * CHILD_BYTES
         with self._explained():
             in_shm, *bounds = memory.segment_bounds(shm.SHM_DIR)
-            wanted = [(size, "the arena needs", in_shm)]
+            wanted = [(ordinary, "the arena needs", in_shm)]
             wanted += [(needed, "the arena and its processes need", bound) for bound in bounds]
+            if reserved:
+                wanted.append((reserved, "the arena needs", memory.reserved_bound(reserved)))
             for count, what, bound in wanted:
                 if count > bound.bytes:
                     raise SegmentError(f"{what} {mib(count)}, but only {mib(bound.bytes)} {bound.what}; {bound.remedy}")
-            free = numa.node_free_bytes(node) if len(numa.nodes()) > 1 else None
-            if free is not None and size > free:
-                raise SegmentError(f"the arena needs {mib(size)} on NUMA node {node}, which has {mib(free)} left")
+            if len(numa.nodes()) > 1:
+                for count, what, left in (
+                    (ordinary, "", numa.node_free_bytes(node)),
+                    (reserved, " in reserved huge pages", numa.reserved_free_bytes(node)),
+                ):
+                    if left is not None and count > left:
+                        raise SegmentError(
+                            f"the arena needs {mib(count)}{what} on NUMA node {node}, which has {mib(left)} left"
+                        )
 
     def create(self, number: int, size: int) -> OwnedArena:
         """Make the files of a worker's arena, none of their pages yet. Raises SegmentError; nothing is left then."""
         options = self.options
         name = str(segments.ArenaName(os.geteuid(), options.name, number, self.instance))
         with contextlib.ExitStack() as undo:
-            arena = OwnedArena.create(name, size, slots=self.slots_for(size), group=options.group)
+            arena = OwnedArena.create(
+                name, size, slots=self.slots_for(size), group=options.group, hugetlb=options.hugetlb
+            )
             undo.callback(arena.close)
             undo.callback(arena.unlink)
             if options.events:
@@ -249,6 +293,8 @@ class ArenaStock:
         for number, arena in arenas.items():
             arena.remap(huge=huge)
             extra = ", huge pages asked for" if huge else ""
+            if self.options.hugetlb:
+                extra = ", its data in reserved huge pages"
             log.info("worker %d: %d MiB on node %d%s", number, arena.size >> 20, nodes[number], extra)
         total = sum(arena.size for arena in arenas.values())
         log.info("faulted in %s in %.1f s, %s/s", mib(total), spent, mib(round(total / spent)))
@@ -287,6 +333,11 @@ class ArenaStock:
                 f"{exc}; {names} is kept for another cluster's data server of this name: remove it if that one will "
                 "not come back"
             ) from exc
+
+
+def _whole_pages(size: int) -> int:
+    """Return the bytes of the huge pages that ``size`` bytes take."""
+    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _files(name: str) -> str:

@@ -45,6 +45,8 @@ class DataServerOptions:
     #: Bytes of each worker's ring of events; 0 for none.
     events: int = 0
     huge_pages: bool = True
+    #: The data is in reserved huge pages; not with a group, nor warm.
+    hugetlb: bool = False
     group: int | None = None
     warm: bool = False
     #: What clients and other servers may prove here.
@@ -110,6 +112,12 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
             f"slots ({settings.slots}, {settings.origin('slots')}) and value_size ({settings.value_size}, "
             f"{settings.origin('value_size')}) both say how large the table is: give one of them"
         )
+    for given, flag in ((settings.warm, "--warm"), (group is not None, "--group")):
+        if settings.hugetlb and given:
+            raise ConfigError(
+                f"--hugetlb ({settings.origin('hugetlb')}) does not go with {flag}: reserved huge pages end with the "
+                "server, and are for its own user; leave one of them out"
+            )
     # In turns, so that a worker keeps its node, and a warm arena its memory, when their number changes.
     nodes = numa.parse_numa(settings.numa) * settings.workers
     check_socket_paths(str(settings.runtime_dir), settings.name, len(nodes))
@@ -130,6 +138,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         value_bytes=settings.value_size or 0,
         events=settings.events,
         huge_pages=settings.huge_pages,
+        hugetlb=settings.hugetlb,
         group=group,
         warm=settings.warm,
         tokens=tokens,

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from simm import shm
 from simm.arena.layout import State
+from simm.constants import ARENA_BYTES_MIN
 from simm.errors import SegmentError, SimmError
 from simm.host import memory, numa, pages
 from simm.ipc import segments
@@ -105,6 +106,9 @@ def check_huge_pages(sys_root: str) -> Verdict:
         return ok("this kernel has no transparent huge pages for shared memory")
     if memory.huge_pages_allowed(sys_root):
         return ok(f"huge pages for shared memory: {switch}")
+    reserved = memory.reserved_bytes(sys_root)
+    if reserved >= ARENA_BYTES_MIN:
+        return ok(f"huge pages for shared memory: {switch}; {memory.mib(reserved)} of reserved ones: see --hugetlb")
     return warn(
         f"huge pages for shared memory: {switch}",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (as root, before the server starts)",

@@ -101,6 +101,7 @@ BY_ETCD: Final = {
 }
 #: Options that go with others or need more than a value, and the test that runs them.
 ELSEWHERE: Final = {
+    "--hugetlb": ("test_hugetlb.py", '"--hugetlb"'),
     "--tls-ca": ("../security/test_tls.py", '"--tls-ca"'),
     "--tls-cert": ("../security/test_tls.py", '"--tls-cert"'),
     "--tls-client-ca": ("../security/test_tls.py", '"--tls-client-ca"'),

@@ -114,6 +114,12 @@ def test_huge_pages(tmp_path: Path, switch: str | None, status: str) -> None:
     judged(doctor.check_huge_pages(str(tmp_path)), status, *([switch] if switch else []))
 
 
+def test_reserved_huge_pages_in_their_place(tmp_path: Path) -> None:
+    write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always advise [never]\n")
+    write(tmp_path, "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "512\n")
+    judged(doctor.check_huge_pages(str(tmp_path)), "ok", "1,024.0 MiB of reserved ones", "--hugetlb")
+
+
 def test_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "populate_read", lambda _: True)
     monkeypatch.setattr(os, "memfd_create", lambda *_: -1, raising=False)
