@@ -197,9 +197,11 @@ def _local(argv: Sequence[str], prog: str) -> int:
             return super()._start(module, *arguments, *flags[module])
 
     name = "" if settings.origin("name").startswith("default") else settings.name
+    own_folder = settings.origin("runtime_dir").startswith("default")
     others = bool(settings.token_file or settings.insecure or settings.allow_uid)
     with Cluster(
-        memory=LOCAL_MEMORY, name=name, own_token=not others, runtime_dir=settings.runtime_dir
+        memory=LOCAL_MEMORY, name=name, own_token=not others, runtime_dir=settings.runtime_dir,
+        sockets=None if own_folder else settings.runtime_dir,
     ) as cluster:
         token_file = cluster.token_file or settings.token_file
         say(

@@ -72,6 +72,7 @@ class LocalCluster:
             (``--warm``) is left for the next one.
         own_token: draw a token; without one ``arguments`` say who may connect.
         runtime_dir: a folder in which to publish the token, besides that of this user's settings.
+        sockets: the data server's runtime folder; None for one of its own.
 
     Raises ConfigError for a size that no arena has, SimmError with the reason if a server does not start. Nothing is
     left then.
@@ -79,7 +80,7 @@ class LocalCluster:
 
     def __init__(
         self, memory: int | str = 1 << 30, *, arguments: tuple[str, ...] = (), name: str = "", own_token: bool = True,
-        runtime_dir: Path | None = None,
+        runtime_dir: Path | None = None, sockets: Path | None = None,
     ) -> None:  # fmt: skip
         self._pid = os.getpid()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -93,6 +94,7 @@ class LocalCluster:
         self._finalizer = weakref.finalize(self, _close_in, self._pid, self._undo)
         try:
             self.folder = _make_folder(self._undo)
+            self.sockets = Path(self.folder, _SOCKETS) if sockets is None else sockets.absolute()
             self._undo.callback(_remove_arenas, self.name, keep_suspended=bool(name))
             self._write_token()
             state = os.path.join(self.folder, "state")
@@ -101,7 +103,7 @@ class LocalCluster:
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
-                "--runtime-dir", os.path.join(self.folder, _SOCKETS), *arguments,
+                "--runtime-dir", str(self.sockets), *arguments,
             )  # fmt: skip
             self._publish_token(runtime_dir)
         except OSError as exc:
@@ -141,13 +143,12 @@ class LocalCluster:
 
         Also beside the data server's sockets, for commands that are told of that folder.
         """
-        sockets = Path(self.folder, _SOCKETS)
-        folders = [sockets] if folder is None else [sockets, folder]
+        folders = [self.sockets] if folder is None else [self.sockets, folder]
         with contextlib.suppress(ConfigError):
             folders.append(load("client").runtime_dir)
         for each in dict.fromkeys(folders) if self.token else ():
             with contextlib.suppress(ConfigError, OSError):
-                made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token, sockets)
+                made = PublishedToken(ensure_runtime_dir(each), parse_address(self.manager), self.token, self.sockets)
                 self._undo.callback(made.close)
 
     def _start(self, module: str, *arguments: str) -> str:

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import urllib.request
@@ -391,6 +392,20 @@ def test_local_draws_a_token(given: tuple[str, ...], nothing_is_left: Path) -> N
     finally:
         process.terminate()
         process.communicate(timeout=WAIT_S)
+
+
+def test_commands_look_where_local_was_told_to_put_its_sockets(nothing_is_left: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="l", dir=nothing_is_left) as folder:
+        process, manager = start_local("--runtime-dir", folder)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "simm", "ctl", "workers", "--manager", manager, "--runtime-dir", folder],
+                capture_output=True, text=True, timeout=WAIT_S, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0 and "/0 " in done.stdout, done
+        finally:
+            process.terminate()
+            process.communicate(timeout=WAIT_S)
 
 
 def test_local_tells_a_person_where_the_page_is(nothing_is_left: Path) -> None:

@@ -310,3 +310,27 @@ def test_top_shows_the_cluster_with_a_manager_and_without(cluster: Cluster) -> N
         text = top()
         assert "no manager answers" in text and "seen-by-top" in text and f"{cluster.name}/0  serving" in text
         start_manager(cluster)
+
+
+def test_values_of_an_arena_whose_data_has_no_name() -> None:
+    """With a group it is a sealed memfd, which the worker passes: also to who only looks at values, or evicts them."""
+    with Cluster(new_folder(), memory="16M", server_arguments=("--group", str(os.getgid()))) as cluster:
+        segment = next(name for name in os.listdir("/dev/shm") if f"-{cluster.name}-" in name)
+        assert not os.path.exists(f"/dev/shm/{segment}.data"), "the positive control"
+        with Client(cluster.manager, namespace="sealed") as client:
+            assert all(client.put(f"key {number}", b"x" * 5000) for number in range(20))
+        found = {row["namespace"]: row for row in rows(cluster, "namespaces")}
+        assert (found["sealed"]["entries"], found["sealed"]["bytes"]) == (20, 100_000)
+        assert sum(row["entries"] for row in rows(cluster, "slabs")) == 20
+        assert len(rows(cluster, "keys")) == 20
+        code, said = ctl(cluster, "evict", "sealed", "--json")
+        assert code == 0 and json.loads(said)[0]["evicted"] == 20
+
+
+def test_an_arena_that_cannot_be_read_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are missing from the table, which says so and is no success."""
+    for module in ("command", "entries", "workers"):
+        monkeypatch.setattr(f"simm.tools.ctl.{module}.reader_of", lambda asked: None)
+    for what in ("keys", "namespaces", "slabs"):
+        code, said = ctl(cluster, what)
+        assert code == 1 and "its arena cannot be read by this user" in said, what

@@ -57,16 +57,22 @@ def test_a_local_cluster_is_gone_after_its_block() -> None:
         client.get("k")
 
 
+@pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("told", [False, True])
 def test_commands_find_the_servers_of_a_local_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, chosen: bool
 ) -> None:
-    """Its sockets are in a folder of its own. Commands look there by the manager's address, or told of that folder."""
+    """Its sockets are in a folder of its own, or in the one that was chosen.
+
+    Commands look there by the manager's address, or told of that folder.
+    """
     monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
-    with LocalCluster(memory="16M") as cluster:
+    sockets = tmp_path / "own" if chosen else None
+    with LocalCluster(memory="16M", sockets=sockets) as cluster:
+        assert cluster.sockets == (sockets or Path(cluster.folder, "run"))
         line = ["--manager", cluster.manager]
         if told:
-            line += ["--runtime-dir", os.path.join(cluster.folder, "run")]
+            line += ["--runtime-dir", str(cluster.sockets)]
         command = [sys.executable, "-m", "simm"]
         run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
         for what in ("workers", "settings"):

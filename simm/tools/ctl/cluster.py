@@ -16,9 +16,8 @@ from ...wire.messages import MapGet, MapReply
 from ...wire.shard_set import FROZEN, MOVING
 from .. import nodes
 from ..connect import manager_client
-from .entries import reader_of
 from .tables import Row
-from .workers import Asked
+from .workers import Asked, reader_of
 
 
 def node_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple[list[Row], str]:
@@ -140,7 +139,7 @@ def _local_shards(asked: Sequence[Asked]) -> list[Row]:
     """Return the shards of this host's workers, as their arenas have them."""
     rows = []
     for each in asked:
-        reader = reader_of(each) if each.stats else None
+        reader = reader_of(each)
         if reader is not None:
             words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES).copy()
             owned = (words != 0) & (words < np.uint64(FROZEN))

@@ -16,14 +16,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arena.reader import ArenaReader
-from ...errors import SegmentError, TransportError, UsageError
+from ...errors import TransportError, UsageError
 from ...ipc.arena_lister import Lister
 from ...net.channel import Channel
 from ...wire import messages as M
 from ...wire.hello import client_hello
 from ...wire.messages import Role, Status
-from .workers import ANSWER_S, Asked
+from .workers import ANSWER_S, Asked, reader_of
 
 #: Slots that are read at a time: 16 MiB.
 _PAGE: Final = 1 << 18
@@ -33,14 +32,6 @@ BATCH: Final = 512
 ORDERS: Final = ("sample", "hot", "large", "old", "new")
 
 Rows = NDArray[np.void]
-
-
-def reader_of(asked: Asked) -> ArenaReader | None:
-    """Return a reader of a worker's arena; None if it cannot be read."""
-    try:
-        return ArenaReader(str(asked.stats["segment"]), trusted=(os.stat(asked.path).st_uid,))
-    except (OSError, SegmentError):
-        return None
 
 
 def pages(lister: Lister) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
@@ -99,7 +90,7 @@ def key_rows(
         raise UsageError(f"no {order!r} keys: one of {', '.join(ORDERS)}")
     rng, now, found = np.random.default_rng(), time.time(), []
     for each in asked:
-        reader = reader_of(each) if each.stats else None
+        reader = reader_of(each)
         if reader is None:
             continue
         lister = Lister(reader)
@@ -132,7 +123,7 @@ def evict(
     for each in asked:
         row: dict[str, Any] = {"worker": each.name, "found": 0, "bytes": 0, "evicted": 0, "reason": each.why}
         found.append(row)
-        reader = reader_of(each) if each.stats else None
+        reader = reader_of(each)
         if reader is None:
             row["reason"] = each.why or "its arena cannot be read"
             continue

@@ -94,7 +94,7 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
     for name, counts in totals_of(asked).namespaces.items():
         row(name).update(_done(counters_summary(counts)))
     for each in asked:
-        stored = stored_in(each) if each.stats else None
+        stored = stored_in(each)
         for name, (count, size) in (stored.namespaces if stored else {}).items():
             row(name)["entries"] += count
             row(name)["bytes"] += size
@@ -131,7 +131,7 @@ def chunk_rows(asked: Sequence[Asked]) -> list[Row]:
     """Return a row for each size of chunk that has values. O(slots)."""
     found: dict[int, list[int]] = {}
     for each in asked:
-        stored: Stored | None = stored_in(each) if each.stats else None
+        stored: Stored | None = stored_in(each)
         for chunk, (count, size) in (stored.chunks if stored else {}).items():
             mine = found.setdefault(chunk, [0, 0])
             mine[0] += count

@@ -18,12 +18,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...arena.reader import ArenaReader
-from ...errors import SegmentError, TransportError, UsageError
+from ...errors import SegmentError, SimmError, TransportError, UsageError
 from ...host.users import NOT_TRUSTED, trusts
+from ...ipc.arena_files import passed_data
 from ...ipc.arena_lister import Lister
 from ...net.channel import Channel
 from ...net.peer_uid import credentials
 from ...wire import messages as M
+from ...wire.hello import client_hello
 
 #: A worker that takes longer is shown as silent, seconds.
 ANSWER_S: Final = 3.0
@@ -85,6 +87,23 @@ def require_one(asked: Sequence[Asked]) -> None:
         raise TransportError(f"{asked[0].name} does not answer: {asked[0].why}")
 
 
+def reader_of(asked: Asked) -> ArenaReader | None:
+    """Return a reader of a worker's arena; None if it cannot be read.
+
+    Data that has no name (with a group, or in reserved huge pages) is passed by the worker, to a session's holder.
+    """
+    if not asked.stats:
+        return None
+    name, trusted = str(asked.stats.get("segment")), (asked.uid,)
+    with contextlib.suppress(OSError, SegmentError):
+        return ArenaReader(name, trusted=trusted)
+    with contextlib.suppress(OSError, SimmError), contextlib.closing(Channel.unix(asked.path, ANSWER_S)) as channel:
+        channel.call(client_hello(M.Role.CLIENT, namespace="default", pid=os.getpid()))
+        with passed_data(channel, asked.path) as data_fd:
+            return ArenaReader(name, data_fd=data_fd, trusted=trusted)
+    return None
+
+
 class Stored(NamedTuple):
     """Entries and bytes of values, by namespace and by size of chunk."""
 
@@ -94,9 +113,8 @@ class Stored(NamedTuple):
 
 def stored_in(asked: Asked) -> Stored | None:
     """Return what an arena holds now; None if it cannot be read. O(slots), by numpy."""
-    try:
-        reader = ArenaReader(str(asked.stats["segment"]), trusted=(asked.uid,))
-    except (OSError, SegmentError):
+    reader = reader_of(asked)
+    if reader is None:
         return None
     lister = Lister(reader)
     namespaces: dict[int, tuple[int, int]] = {}
