@@ -56,10 +56,8 @@ from .namespaces import line_of, name_bytes, names_line
 #: The protocol relies on x86's order of loads and stores. On other machines clients use TCP.
 ONE_SIDED: Final = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
 
-#: Attempts of a reader before it asks the worker.
-ATTEMPTS: Final = READ_ATTEMPTS
-#: To count them with: making a range takes four times as long as going over this one.
-EACH_ATTEMPT: Final = tuple(range(ATTEMPTS))
+#: To count attempts with: making a range takes four times as long as going over this one.
+EACH_ATTEMPT: Final = tuple(range(READ_ATTEMPTS))
 #: From this many keys on, numpy finds a batch's slots faster than one call per key.
 VECTOR_KEYS: Final = 16
 #: And than one loop over them, which only asks whether they are there.

@@ -27,7 +27,9 @@ What can go wrong, and what we chose
   them. Clients are believed only by a manager that has adopted a map, within 2^30 epochs: all at once at the end of the
   collection, and later once in ``HEED_S``. So a client can drive the epochs by no more than a data server can. A
   manager that was restarted since does not believe them.
-* *The lost map never comes.* After ``rebuild_beats`` the manager goes on with what it has.
+* *The lost map never comes.* After ``rebuild_beats`` the manager goes on with what it has. If the servers that alone
+  had the newest map have died cold, nobody knows of it: an older owner of a shard serves what it has, and a value that
+  was superseded there shows again. So it does only for a key that was put with two values, which no content hash is.
 """
 
 from __future__ import annotations
