@@ -48,7 +48,7 @@ def compare(name: str, base: Callable[[int], Any], other: Callable[[int], Any], 
         times.append((first + last) / 2)
         ratios.append(2 * middle / (first + last))
     low, ratio, high = statistics.quantiles(ratios, n=4)
-    print(f"{name:<76}{statistics.median(times):10.1f}{ratio:9.2f}   {low:.2f} to {high:.2f}", flush=True)
+    print(f"{name:<84}{statistics.median(times):10.1f}{ratio:9.2f}   {low:.2f} to {high:.2f}", flush=True)
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
         assert client.put("value", value)
         assert all(client.put(key, value[:PAGE_BYTES]) for key in keys)
         page = bytearray(PAGE_BYTES)
-        print(f"{'us of the first, ratio of the second to it, quartiles':<76}")
+        print(f"{'us of the first, ratio of the second to it, quartiles':<84}")
         compare(
             "a value of 4 KiB, one of 4,096; 4 KiB out of one of 16 MiB",
             lambda number: client.get_into(keys[places[number % KEYS]], page),
@@ -99,8 +99,13 @@ def main() -> None:
             for offset, length, row in into[number]:
                 row[:] = source[offset : offset + length]
 
+        prepared = [client.prepare_ranges(each) for each in into]
+
         def ranges(number: int) -> None:
             client.get_ranges(names[number], into[number])
+
+        def ready(number: int) -> None:
+            client.get_ranges(names[number], prepared[number])
 
         gathers: list[tuple[str, Callable[[int], None]]] = [
             ('numpy.take(out=, mode="clip") of 64 rows of 64 KiB', take_clipped),
@@ -109,9 +114,11 @@ def main() -> None:
             ("numpy.take(out=), which copies twice", take),
         ]
         for name, gather in gathers:
-            compare(f"{name}; 64 ranges, warm", lambda _, gather=gather: gather(0), lambda _: ranges(0), 8, given.pairs)
-            compare(f"{name}; 64 ranges, cold", lambda number, gather=gather: gather(number % COLD_VALUES),
-                    lambda number: ranges(number % COLD_VALUES), 8, given.pairs)  # fmt: skip
+            for form, read in (("64 ranges", ranges), ("64 prepared ranges", ready)):
+                compare(f"{name}; {form}, warm", lambda _, gather=gather: gather(0), lambda _, read=read: read(0), 8,
+                        given.pairs)  # fmt: skip
+                compare(f"{name}; {form}, cold", lambda number, gather=gather: gather(number % COLD_VALUES),
+                        lambda number, read=read: read(number % COLD_VALUES), 8, given.pairs)  # fmt: skip
         pieces = [value[int(at) * RANGE_BYTES :][:RANGE_BYTES] for at in place]
         whole = value[: RANGES * RANGE_BYTES]
         compare("a put of 4 MiB; of 64 pieces of 64 KiB", lambda _: client.put("whole", whole),

@@ -369,6 +369,8 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         checked = self._checked(keys, PartedViews.to_get(ranges, wide=True), no_wide, problem_of)
         return self._many(_get_all, _ranges_codes, len(keys), checked)
 
+    prepare_ranges = staticmethod(PartedViews.prepared)
+
     def mpin(self, keys: Sequence[str]) -> PinnedKeys:
         """Keep these values as they are, to read ranges of them as often as wanted, and to release (docs/pins.md).
 

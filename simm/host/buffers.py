@@ -1,26 +1,19 @@
 """Callers' memory: what it is, where it lies, and how to copy it.
 
-Kinds of memory
----------------
 Operations take a value's memory as one of three types. A ``memoryview`` is memory of a Python object. A :class:`Span`
 is host memory by address. A :class:`DeviceBuffer` is memory that the CPU cannot address, a GPU's; its methods copy it.
 For a value that is read or put in parts, :class:`Ranges` and :class:`Pieces` list such memory, and ``host/parts.py``
 copies it.
 
-Copies in host memory
----------------------
 Slicing a memoryview is cheapest for small values but holds the GIL. ``memmove`` through ctypes costs a little more and
 releases it, so it is used from ``RELEASE_BYTES`` on.
 
 Larger copies can go by libc's ``memmove`` or by numpy's loop for ``+x`` over bytes, which is a plain run of vector
 loads and stores and releases the GIL too. Which is faster depends on the processor and libc, by up to a factor of
 four. With glibc 2.36 on an EPYC, libc copies up to a MiB by ``rep movsb``. That crawls if the target lies 1 to 31
-bytes further into its page than the source, as every large numpy array does relative to an arena's pages. Elsewhere
-``memmove`` may win. So the first few copies of each magnitude go by both ways in turns, timed, and the others by the
-faster way (:class:`_Trial`). Nothing is copied only to measure. ``python -m simm bench`` shows the effect.
-
-Very large copies, and large batches, are divided among a few threads on machines with more than two cores
-(``copy_pool.py``).
+bytes further into its page than the source, as every large numpy array does relative to an arena's pages. So the first
+few copies of each magnitude go by both ways in turns, timed, and the others by the faster way (:class:`_Trial`).
+``copy_pool.py`` divides very large copies, and large batches, among threads on machines with more than two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from functools import partial
 from typing import Any, ClassVar, Final, Protocol, TypeGuard
 
 import numpy as np
@@ -51,20 +44,22 @@ DEFAULT_COPY_THREADS: Final = default_threads()
 
 #: From here on numpy's loop may be faster: it costs more to call.
 BLOCK_BYTES: Final = 64 << 10
-#: From here on a copy's time is taken: more says how fast memory is, and it costs nothing beside it.
+#: From here on a copy's time is taken, which then says how fast memory is.
 OBSERVED_BYTES: Final = 1 << 20
 #: How many copies of each magnitude each of the two ways is tried with.
 TRIALS: Final = 8
 #: memmove wins the trial if it takes less than this share of the other's time: its slow cases are slower.
 CLEARLY: Final = 0.95
 #: Batches of so many copies are tried by themselves: each way with the first of them, once in so many batches.
-_SAMPLES_FROM: Final = 16
+SAMPLES_FROM: Final = 16
 _SAMPLES: Final = 4
 _BATCHES: Final = 8
 #: ``rep movsb`` crawls if the target lies up to so many bytes further into its page than the source.
 ALIAS_BYTES: Final = 32
 
 memmove: Final = ctypes.memmove
+#: Copies some pieces of a batch, from one number up to another.
+CopySome = Callable[[int, int], None]
 
 _U8: Final = np.dtype(np.uint8)
 _frombuffer: Final = np.frombuffer
@@ -261,8 +256,8 @@ class Ranges(Span):
     memory overlaps. The object itself has no address, so code that takes it for one piece of memory fails.
     """
 
-    #: Sum of the parts' bytes. ``least`` is where the last of them ends in the value.
-    __slots__ = ("parts", "total")
+    #: ``total``: the parts' bytes. ``least``: where the last of them ends in the value. ``rows``: parts as HostRows.
+    __slots__ = ("parts", "rows", "total")
 
     #: As of a sink with room for any value. Not set for each object, as that takes a fifth of a small get's time.
     size = VALUE_BYTES_MAX
@@ -270,10 +265,11 @@ class Ranges(Span):
     keep = None
     registration = None
 
-    def __init__(self, parts: list[Part], least: int, total: int) -> None:
+    def __init__(self, parts: list[Part], least: int, total: int, rows: Any = None) -> None:
         self.parts = parts
         self.least = least
         self.total = total
+        self.rows = rows
 
     def __len__(self) -> int:
         """Return the bytes that a value must have at least."""
@@ -409,8 +405,7 @@ def block_copy(target: int, source: int, size: int) -> None:
 class _Trial:
     """Finds the faster way for copies of one magnitude: both in turns at first, then the one whose fastest was faster.
 
-    The fastest counts, as anything else that may happen to a copy (page faults, preemption) only makes it slower.
-    Threads may race here, which costs one turn more or less.
+    The fastest counts, as all else (page faults, preemption) only makes copies slower. Racing threads cost a turn.
     """
 
     __slots__ = ("_best", "_left")
@@ -437,12 +432,11 @@ class _Trial:
 class Copier:
     """Copies between addresses, large ones over ``threads`` threads."""
 
-    #: By the bit length of the size: the way for copies of that magnitude, or None while that is on trial. It depends
-    #: on the machine, so all copiers share it.
+    #: By the bit length of the size: the way for such copies on this machine, or None while that is on trial.
     _ways: ClassVar[list[Callable[[int, int, int], Any] | None]] = [None] * 64
     _trials: ClassVar[list[_Trial]] = [_Trial() for _ in range(64)]
-    #: The same for batches of one size: how many go before the next trial, and the way that won the last one.
-    _batch_ways: ClassVar[list[tuple[int, Callable[[int, int, int], Any]]]] = [(0, memmove)] * 64
+    #: The same for batches of one size: how many go before the next trial, and whether numpy's loop won the last one.
+    _batch_ways: ClassVar[list[tuple[int, bool]]] = [(0, False)] * 64
 
     def __init__(self, threads: int = DEFAULT_COPY_THREADS) -> None:
         self.threads = max(1, threads)
@@ -476,11 +470,11 @@ class Copier:
     def _copy_large(self, target: int, source: int, size: int, node: int) -> None:
         if size < SPLIT_BYTES or self.threads == 1:
             self._copy_block(target, source, size)
-            return
-        self._copy_parts([(target, source, size)], size, node)
+        else:
+            self._copy_parts([(target, source, size)], size, node)
 
     def shares(self, total: int) -> bool:
-        """Return whether :meth:`copy_all` divides a batch of so many bytes among threads."""
+        """Return whether a batch of so many bytes is divided among threads."""
         return self.threads > 1 and total >= SPREAD_BYTES
 
     def copy_all(self, copies: Sequence[tuple[int, int, int]], node: int = -1) -> None:
@@ -498,46 +492,59 @@ class Copier:
     def copy_equal(self, targets: Sequence[int], sources: Sequence[int], size: int, node: int = -1) -> None:
         """Do :meth:`copy_all` for copies of ``size`` bytes each. O(1) before the first byte is copied."""
         count = len(sources)
-        total = count * size
-        each = max(PART_BYTES, total // (2 * self.threads)) // size
-        if not self.shares(total):
-            self._copy_each(targets, sources, size)
-        elif not each:  # fewer copies than parts
+        if self.shares(count * size) and size > max(PART_BYTES, count * size // (2 * self.threads)):
             self.copy_all([(target, source, size) for target, source in zip(targets, sources)], node)
+            return
+
+        def by(copy: Callable[[int, int, int], Any], first: int, last: int) -> None:
+            for target, source in zip(targets[first:last], sources[first:last]):
+                copy(target, source, size)
+
+        if BLOCK_BYTES <= size < OBSERVED_BYTES and count >= SAMPLES_FROM:
+            self.copy_some(count, size, partial(by, memmove), partial(by, block_copy), node)
         else:
-            began = time.perf_counter()
+            self.copy_some(count, size, partial(by, self.way(size)), None, node)
 
-            def copy_part(number: int) -> None:
-                at = number * each
-                self._copy_each(targets[at : at + each], sources[at : at + each], size)
+    def copy_some(self, count: int, size: int, move: CopySome, block: CopySome | None, node: int = -1) -> None:
+        """Copy ``count`` pieces of ``size`` bytes by ``move``, or by ``block`` if that is given and is faster now."""
+        if not self.shares(count * size):
+            self._in_turns(0, count, size, move, block)
+            return
+        each = max(PART_BYTES, count * size // (2 * self.threads)) // size
+        began = time.perf_counter()
 
-            POOL.run(copy_part, -(-count // each), self.threads, node)
-            if self.observe is not None:
-                self.observe(total, time.perf_counter() - began)
+        def copy_part(number: int) -> None:
+            self._in_turns(number * each, min(count, (number + 1) * each), size, move, block)
 
-    def _copy_each(self, targets: Sequence[int], sources: Sequence[int], size: int) -> None:
-        """Do :meth:`copy_equal` in this thread.
+        POOL.run(copy_part, -(-count // each), self.threads, node)
+        if self.observe is not None:
+            self.observe(count * size, time.perf_counter() - began)
 
-        Which way is faster also depends on what the caches hold: of values that were used just now memmove copies, on
-        some machines, a fifth faster than the loop, and of others a fifth slower. So batches go on trying both.
+    def _in_turns(self, first: int, last: int, size: int, move: CopySome, block: CopySome | None) -> None:
+        """Do :meth:`copy_some` for some of the pieces in this thread.
+
+        The faster way also depends on the caches: of values that were used just now memmove copies, on some machines, a
+        fifth faster than the loop, and of others a fifth slower. So batches go on trying both.
         """
-        copy = self.way(size)
-        pairs = zip(targets, sources)
-        if len(sources) >= _SAMPLES_FROM and BLOCK_BYTES <= size < OBSERVED_BYTES:
-            left, copy = self._batch_ways[magnitude := size.bit_length()]
-            if not left:
-                now = time.perf_counter_ns
-                began = now()
-                for target, source in islice(pairs, _SAMPLES):
-                    memmove(target, source, size)
-                middle = now()
-                for target, source in islice(pairs, _SAMPLES):
-                    block_copy(target, source, size)
-                copy = memmove if middle - began < (now() - middle) * CLEARLY else block_copy
-                left = _BATCHES
-            self._batch_ways[magnitude] = left - 1, copy
-        for target, source in pairs:
-            copy(target, source, size)
+        if block is not None:
+            by_block = self.next_way(size)
+            if by_block is None and last - first >= 2 * _SAMPLES:
+                began = time.perf_counter_ns()
+                move(first, first + _SAMPLES)
+                middle = time.perf_counter_ns()
+                block(first + _SAMPLES, first + 2 * _SAMPLES)
+                by_block = time.perf_counter_ns() - middle <= middle - began
+                self._batch_ways[size.bit_length()] = _BATCHES - 1, by_block
+                first += 2 * _SAMPLES
+            if by_block:
+                move = block
+        move(first, last)
+
+    def next_way(self, size: int) -> bool | None:
+        """Return whether numpy's loop is faster for a batch of copies of ``size`` bytes; None: it is time to try."""
+        left, by_block = self._batch_ways[magnitude := size.bit_length()]
+        self._batch_ways[magnitude] = max(0, left - 1), by_block
+        return by_block if left else None
 
     def _copy_parts(self, copies: Sequence[tuple[int, int, int]], total: int, node: int = -1) -> None:
         """Divide copies among threads: twice as many parts as threads, of whole pages, as some cores are slower."""

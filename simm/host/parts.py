@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .buffers import (
+    BLOCK_BYTES,
+    PART_BYTES,
     RELEASE_BYTES,
+    SAMPLES_FROM,
     Copier,
     DeviceBuffer,
     DeviceCopy,
@@ -24,6 +31,7 @@ from .buffers import (
     host_view,
     on_device,
 )
+from .company import COMPANY
 
 #: A copy in host memory: target, source, bytes.
 Copy = tuple[int, int, int]
@@ -32,6 +40,91 @@ Copy = tuple[int, int, int]
 _EQUAL_FROM: Final = 8
 #: Ranges of a value below this size are sent together.
 JOIN_BYTES: Final = 16 << 10
+
+
+class HostRows:
+    """Ranges of a value whose memory is arrays of just their bytes: what is copied with the fewest steps of Python.
+
+    A copy between slices takes 0.4 us less than one between addresses. As slices it also checks itself: what does not
+    fit raises ValueError.
+    """
+
+    __slots__ = ("_arrays", "_places", "_size", "_total", "_views", "high", "low")
+
+    def __init__(
+        self, offsets: Iterable[int], ends: Iterable[int], arrays: Sequence[NDArray[np.uint8]],
+        views: list[memoryview] | None = None, low: int = 0, high: int = 0,
+    ) -> None:  # fmt: skip
+        #: Where each array's bytes are in the value.
+        self._places = [*map(slice, offsets, ends)]
+        self._arrays = arrays
+        #: The same memory, for copies that keep the GIL. It takes a quarter of a microsecond each to make them.
+        self._views = views
+        lengths = [len(array) for array in arrays] if views is not None else [len(arrays[0])] * len(arrays)
+        self._total = sum(lengths)
+        #: Bytes of each, if they are many of one size that both ways of copying are worth trying with.
+        self._size = lengths[0]
+        if len(lengths) < SAMPLES_FROM or not BLOCK_BYTES <= self._size <= PART_BYTES or len(set(lengths)) > 1:
+            self._size = 0 if max(lengths) < RELEASE_BYTES else -1
+        #: All of the memory lies from ``low`` to ``high``; 0 and 0: not known.
+        self.low, self.high = low, high
+
+    @classmethod
+    def of(cls, ranges: Ranges) -> HostRows | None:
+        """Return the rows of ranges that are read again and again; None if some are on a device. O(ranges)."""
+        arrays: list[NDArray[np.uint8]] = []
+        low, high = 1 << 63, 0
+        for _, length, address, keeper in ranges.parts:
+            if address:
+                keeper = Span(address, length).view()
+            elif type(keeper) is not memoryview:
+                return None
+            arrays.append(np.frombuffer(keeper, np.uint8))
+            address = address or address_of(keeper)
+            low, high = min(low, address), max(high, address + length)
+        offsets = [part[0] for part in ranges.parts]
+        ends = [part[0] + part[1] for part in ranges.parts]
+        return cls(offsets, ends, arrays, [array.data for array in arrays], low, high)
+
+    def copy(self, data: memoryview, start: int, copier: Copier, node: int) -> bool:
+        """Copy a value that begins at byte ``start`` of ``data``; False: not done, as addresses are no slower.
+
+        Raises ValueError if the value ends before a range does.
+        """
+        size = self._size
+        if size < 0:
+            return False
+        # What keeps the GIL keeps other threads from it for one of the interpreter's turns at most.
+        held = self._views is not None and COMPANY.held_bytes
+        if not size:
+            if held:
+                self._hold(data[start:])
+            return bool(held)
+        # Large copies have driven all that Python needs out of the caches. So the most frequent cases take few steps.
+        shares = copier.shares(self._total)
+        by_block = None if shares else copier.next_way(size)
+        if by_block is False and held:
+            self._hold(data[start:])
+            return True
+        value = np.frombuffer(data, np.uint8)[start:]
+        if by_block is None:
+            copier.copy_some(len(self._arrays), size, partial(self._move, value), partial(self._block, value), node)
+        else:
+            (self._block if by_block else self._move)(value, 0, len(self._arrays))
+        return True
+
+    def _hold(self, value: memoryview) -> None:
+        for view, place in zip(self._views or (), self._places):
+            view[:] = value[place]
+
+    def _move(self, value: NDArray[np.uint8], first: int, last: int) -> None:
+        for array, place in zip(self._arrays[first:last], self._places[first:last]):
+            array[:] = value[place]
+
+    def _block(self, value: NDArray[np.uint8], first: int, last: int) -> None:
+        positive = np.positive
+        for array, place in zip(self._arrays[first:last], self._places[first:last]):
+            positive(value[place], array)
 
 
 def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> Iterator[memoryview | bytes]:
@@ -66,6 +159,9 @@ def scatter(
     share, likewise. Large ranges are copied without the GIL, and by several threads if they are much together, on the
     NUMA node that the mapping names. O(ranges). Raises DeviceError.
     """
+    rows: HostRows | None = ranges.rows if shared is None else None
+    if rows is not None and rows.copy(data, start, copier, getattr(mapping, "node", -1)):
+        return
     if shared is None and len(ranges.parts) >= _EQUAL_FROM:
         offsets, lengths, targets, _ = zip(*ranges.parts)
         if 0 not in targets and lengths.count(lengths[0]) == len(lengths):

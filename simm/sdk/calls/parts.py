@@ -12,7 +12,9 @@ from ..batch import LARGE, Answer, LargeValue, Result, WrongSize, awaitable
 
 if TYPE_CHECKING:
     from ...arena.hashing import Hasher
+    from ...host.buffers import Ranges
     from ..large.values import Large
+    from ..ops.parts import Wanted
     from ..ops.replicas import Replicas
     from ..reads import Gets
     from ..routing import Routes
@@ -61,14 +63,14 @@ class PartCalls:
         except LargeValue as exc:
             return self.put_mixed([digest], [exc.memory])[0] == Status.OK
 
-    def get_ranges(self, key: str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+    def get_ranges(self, key: str, ranges: Wanted) -> int | None:
         """Copy ranges of the value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
 
         All are parts of one value. None for a miss; the buffers may then hold parts of a value that was replaced. At
         most 4,096 ranges, together of the largest value's size. They may overlap in the value, their buffers may not.
 
         Raises UsageError for a range that ends beyond the value (then nothing is written), of no byte, longer than its
-        buffer, or with a read-only buffer.
+        buffer, or with a read-only buffer. What :meth:`prepare_ranges` returned is not checked again.
         """
         digest = self._digest(key)
         got: Answer
@@ -94,9 +96,19 @@ class PartCalls:
             raise UsageError(sink.ends_beyond(key, got.length))
         return None
 
-    def get_ranges_many(
-        self, keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
-    ) -> list[int | None]:
+    @staticmethod
+    def prepare_ranges(ranges: Wanted) -> Ranges:
+        """Return these ranges in a form that ``get_ranges`` and ``get_ranges_many`` take for any key, of pins too.
+
+        For ranges that are read of one value after the other: they are checked once, here. O(n log n) for n ranges.
+        The buffers must stay where they are, and writable, as long as the result is used. Raises UsageError as
+        :meth:`get_ranges` does.
+        """
+        from ..ops.parts import prepared  # loads with the first client
+
+        return prepared(ranges)
+
+    def get_ranges_many(self, keys: Sequence[str], ranges: Sequence[Wanted]) -> list[int | None]:
         """:meth:`get_ranges` for many keys, each with a list of ranges. No two buffers of the call may overlap.
 
         Raises UsageError if a range ends beyond its value, after the ranges of all other values are read.

@@ -25,7 +25,7 @@ from ...errors import UsageError
 from ...host.buffers import DeviceBuffer, OnDevice, Pieces, Ranges, Span, on_device, tensor_span
 from ...rdma.registration import registered
 from ..batch import LargeValue, device_buffer
-from .parts import OVERLAP_TEXT, is_wide, overlapping, pieces_of, ranges_of
+from .parts import OVERLAP_TEXT, is_wide, overlapping, pieces_of, prepared, ranges_of
 
 log = logging.getLogger("simm.kv")
 
@@ -223,7 +223,10 @@ class BlockView:
 
 
 class PartedViews:
-    """Views that are parts of one value, or why they cannot be. As a view, to what checks a batch of views."""
+    """Views that are parts of one value, or why they cannot be. As a view, to what checks a batch of views.
+
+    ``Store.prepare_ranges`` returns one.
+    """
 
     __slots__ = ("_piece", "problem")
 
@@ -246,11 +249,25 @@ class PartedViews:
 
         ``wide``: also those that only a value in parts can have.
         """
-        made = [cls(_ranges_of_views, each, wide) for each in ranges]
+        made = [cls(_ranges_of_views if type(each) is not cls else each._again, each, wide) for each in ranges]
         good = [each for each in made if each._piece is not None]
         for position in overlapping([each._piece for each in good]):  # type: ignore[misc]
             good[position]._piece, good[position].problem = None, OVERLAP_TEXT
         return made
+
+    def _again(self, _: Any) -> Ranges:
+        """Return prepared ranges for one call. Raises UsageError, LargeValue."""
+        if self._piece is None:
+            raise UsageError(self.problem)
+        return ranges_of(self._piece)  # type: ignore[arg-type]
+
+    @classmethod
+    def prepared(cls, ranges: Any) -> PartedViews:
+        """Return ranges, (offset, length, view) each, as ``get_ranges`` and ``mget_ranges`` take them for any key.
+
+        They are checked once, here. A call that reads ranges with a mistake logs it, and returns INVALID_ARGUMENT.
+        """
+        return cls(lambda views: prepared(_ranges_of_views(views)), ranges)
 
     @classmethod
     def to_put(cls, pieces: Sequence[Any]) -> list[PartedViews]:

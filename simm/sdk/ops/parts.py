@@ -8,24 +8,31 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, pairwise, repeat
 from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
 from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
-from ...host.buffers import RELEASE_BYTES, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
+from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
+from ...host.parts import HostRows
 from ..batch import LargeValue, sink_of, source_of
 
 OVERLAP_TEXT: Final = (
     "the buffers of two ranges overlap: what they would hold depends on the order of the copies"
 )
+_U8: Final = np.dtype(np.uint8)
 _addressof: Final = ctypes.addressof
 _from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 
 
+#: What callers pass: (offset, bytes, buffer) each, or what :func:`prepared` made of it.
+Wanted = Ranges | Iterable[tuple[int, int, Any]]
+
+
 def ranges_of(
-    ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True, most: int = 0
+    ranges: Wanted, *, apart: bool = True, most: int = 0
 ) -> Ranges:
     """Return ranges of a value, (offset, bytes, buffer) each, in the form that get takes. O(n log n) for n ranges.
 
@@ -33,11 +40,16 @@ def ranges_of(
     that only a value in parts can have. ``most``: bytes of the largest value, if not one without
     parts.
     """
-    if type(ranges) is list and len(ranges) == 1 and not most:
-        return _one_range(ranges[0])
-    most = most or VALUE_BYTES_MAX
-    if type(ranges) is not list:
+    if type(ranges) is list:
+        if len(ranges) == 1 and not most:
+            return _one_range(ranges[0])
+    elif type(ranges) is Ranges:
+        return _ready(ranges, most)
+    else:
         ranges = [*_items(ranges, "ranges")]
+    most = most or VALUE_BYTES_MAX
+    if len(ranges) >= SAMPLES_FROM and (made := _equal_ranges(ranges, apart, most)) is not None:
+        return made
     parts: list[Part] = []
     least = total = 0
     ndarray, from_buffer, addressof = np.ndarray, _from_buffer, _addressof
@@ -74,7 +86,52 @@ def ranges_of(
     return made
 
 
-def wide_ranges_of(ranges: Iterable[tuple[int, int, Any]], *, apart: bool = True) -> Ranges:
+def _ready(ranges: Ranges, most: int) -> Ranges:
+    """Return ranges that were prepared. Raises LargeValue for those that only a value in parts can have."""
+    if not most and is_wide(ranges):
+        raise LargeValue(f"a value in one part has no {ranges.total} bytes up to {ranges.least}", ranges)
+    return ranges
+
+
+def _equal_ranges(ranges: Sequence[Any], apart: bool, most: int) -> Ranges | None:
+    """Do :func:`ranges_of` for many of one size, each with a plain array of that size; None: some are not of that kind.
+
+    Each property of all of them is looked at in one pass. Raises UsageError for buffers that overlap.
+    """
+    try:
+        offsets, lengths, buffers = zip(*ranges, strict=True)
+        size, count = lengths[0], len(lengths)
+        if {*map(type, offsets), *map(type, lengths)} != {int} or {*map(type, buffers)} != {np.ndarray}:
+            return None
+        if size < RELEASE_BYTES or lengths.count(size) < count or [*map(len, buffers)].count(size) < count:
+            return None
+        for buffer in buffers:
+            if buffer.dtype is not _U8 or buffer.ndim != 1:
+                return None
+        addresses = [_addressof(_from_buffer(buffer)) for buffer in buffers]
+    except (TypeError, ValueError):  # ranges of another form, buffers that are read-only or not contiguous
+        return None
+    ends = [offset + size for offset in offsets]
+    least, total = max(ends), count * size
+    if min(offsets) < 0 or least > most or total > most or count > RANGES_MAX:
+        return None
+    if apart:
+        starts = sorted(addresses)
+        if not all(map(operator.le, map(operator.add, starts, repeat(size)), islice(starts, 1, None))):
+            raise UsageError(OVERLAP_TEXT)
+    parts = [*zip(offsets, lengths, addresses, buffers)]
+    return Ranges(parts, least, total, HostRows(offsets, ends, buffers))
+
+
+def prepared(ranges: Wanted) -> Ranges:
+    """Return ranges that have been checked, for calls that read them again and again. Raises UsageError."""
+    made = wide_ranges_of(ranges)
+    if made.rows is None or not made.rows.high:
+        made.rows = HostRows.of(made)
+    return made
+
+
+def wide_ranges_of(ranges: Wanted, *, apart: bool = True) -> Ranges:
     """Do :func:`ranges_of` for a value that may be in parts. Raises UsageError."""
     try:
         return ranges_of(ranges, apart=apart)
@@ -120,8 +177,12 @@ def _part(offset: int, length: int, buffer: Any) -> Part:
 def overlapping(sinks: Sequence[Ranges]) -> set[int]:
     """Return positions without which no two ranges share memory; of two keys it is the later one's.
 
-    O(n log n) for n ranges.
+    O(n log n) for n ranges; O(k log k) for k keys if all are prepared, and no two keys' memory is in one area.
     """
+    if all(sink.rows is not None and sink.rows.high for sink in sinks):
+        areas = sorted((sink.rows.low, sink.rows.high) for sink in sinks)
+        if all(high <= low for (_, high), (low, _) in pairwise(areas)):
+            return set()
     heads = [
         (address or (address_of(keeper) if type(keeper) is memoryview else keeper.address), length, position)
         for position, sink in enumerate(sinks) for _, length, address, keeper in sink.parts
@@ -147,7 +208,7 @@ def check_apart(sinks: Sequence[Ranges]) -> None:
         raise UsageError(OVERLAP_TEXT)
 
 
-def ranges_of_many(keys: Sequence[str], ranges: Sequence[Iterable[tuple[int, int, Any]]]) -> list[Ranges]:
+def ranges_of_many(keys: Sequence[str], ranges: Sequence[Wanted]) -> list[Ranges]:
     """Do :func:`ranges_of` for each key; no two buffers of the whole call overlap. Raises UsageError, LargeValue."""
     if len(keys) != len(ranges):
         raise UsageError(f"{len(keys)} keys and {len(ranges)} lists of ranges")

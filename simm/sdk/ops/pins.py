@@ -24,7 +24,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...arena.reader import ArenaReader, Located
@@ -35,7 +35,7 @@ from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
 from ..routing import Routes
-from .parts import Rows, check_apart, check_rows_apart, is_wide, rows_of, wide_ranges_of
+from .parts import Rows, Wanted, check_apart, check_rows_apart, is_wide, rows_of, wide_ranges_of
 
 if TYPE_CHECKING:
     from ...ipc.session import WorkerSession
@@ -186,7 +186,7 @@ class Pins:
 
     # -- reads ------------------------------------------------------------------------------------
 
-    def get_ranges(self, key: int | str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+    def get_ranges(self, key: int | str, ranges: Wanted) -> int | None:
         """Copy ranges of a value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
 
         None for a miss; the buffers may then hold anything. See ``Client.get_ranges`` for what a range may be. Raises
@@ -196,7 +196,7 @@ class Pins:
         return self.read_wants([(number, wide_ranges_of(ranges))])[0]
 
     def get_ranges_many(
-        self, keys: Sequence[int | str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
+        self, keys: Sequence[int | str], ranges: Sequence[Wanted]
     ) -> list[int | None]:
         """:meth:`get_ranges` for many values, each with a list of ranges. No two buffers of the call may overlap."""
         if len(keys) != len(ranges):
@@ -360,14 +360,14 @@ class Pins:
 
     # -- asyncio ----------------------------------------------------------------------------------
 
-    async def get_ranges_async(self, key: int | str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
+    async def get_ranges_async(self, key: int | str, ranges: Wanted) -> int | None:
         """:meth:`get_ranges`, awaitable."""
         assert self.in_thread is not None
         got: int | None = await self.in_thread(self.get_ranges, key, ranges)
         return got
 
     async def get_ranges_many_async(
-        self, keys: Sequence[int | str], ranges: Sequence[Iterable[tuple[int, int, Any]]]
+        self, keys: Sequence[int | str], ranges: Sequence[Wanted]
     ) -> list[int | None]:
         """:meth:`get_ranges_many`, awaitable."""
         assert self.in_thread is not None

@@ -11,6 +11,8 @@ import pytest
 
 from simm.constants import LARGE_BYTES_MAX
 from simm.errors import UsageError
+from simm.host.buffers import Span
+from simm.host.company import COMPANY
 from simm.testing import FakeClient
 from tests.support.client_values import pattern
 from tests.support.conformance.world import World, breaks, promise
@@ -42,6 +44,109 @@ def ranges_of_a_value_come_back(world: World) -> None:
 class ReadsTheHead(FakeClient):
     def get_ranges(self, key: str, ranges: Iterable[tuple[int, int, Any]]) -> int | None:
         return super().get_ranges(key, [(0, length, buffer) for _, length, buffer in ranges])
+
+
+@promise
+def prepared_ranges_are_read_of_one_value_after_the_other(world: World) -> None:
+    """Of all kinds of memory, many of one size and few of any, whoever else works in this process."""
+    client = world.client()
+    size = 64 << 10
+    values = [pattern(40 * size + 7, seed) for seed in (1, 2)]
+    assert client.put_many(["a", "b"], values) == [True, True]
+    rows = np.zeros((40, size), np.uint8)
+    many = [((at * 7 % 40) * size + at % 7, size, row) for at, row in enumerate(rows)]
+    odd: list[Any] = [
+        bytearray(40_000), np.zeros((3, 100), np.int16), np.zeros(70_000, np.uint8), client.register(bytearray(5)),
+        memoryview(bytearray(9))[2:8], np.zeros(1, np.float64),
+    ]  # fmt: skip
+    mixed = [(11 * at, memoryview(each).nbytes if type(each) is not Span else 5, each) for at, each in enumerate(odd)]
+    small = [(at * 3, 3, bytearray(4)) for at in range(30)]
+    for ranges in (many, mixed, small, many[:2], small[:1]):
+        prepared = client.prepare_ranges(iter(ranges))
+        held = COMPANY.held_bytes
+        for held_bytes in (held, 0, held):
+            COMPANY.held_bytes = held_bytes
+            try:
+                for key, value in zip("ab", values):
+                    assert client.get_ranges(key, prepared) == len(value)
+                    check_ranges(value, ranges)
+            finally:
+                COMPANY.held_bytes = held
+        assert client.get_ranges("no", prepared) is None
+        assert client.get_ranges_many(["no", "a"], [[(0, 1, bytearray(1))], prepared]) == [None, len(values[0])]
+        check_ranges(values[0], ranges)
+        assert asyncio.run(client.get_ranges_async("b", prepared)) == len(values[1])
+        check_ranges(values[1], ranges)
+        assert client.prepare_ranges(prepared) is prepared
+        with client.pin(["a", "no", "b"]) as pins:
+            assert pins.get_ranges("a", prepared) == len(values[0])
+            check_ranges(values[0], ranges)
+            assert pins.get_ranges_many([2], [prepared]) == [len(values[1])]
+            check_ranges(values[1], ranges)
+    beyond = client.prepare_ranges([(len(values[0]) - size, size, rows[0]), (0, size, rows[1])])
+    assert client.get_ranges("a", beyond) == len(values[0])
+    assert client.put("a", values[0][:-1])
+    rows[:] = 0xEE
+    with pytest.raises(UsageError, match="a range of it ends at byte"):
+        client.get_ranges("a", beyond)
+    assert (rows == 0xEE).all()
+
+
+def check_ranges(value: bytes, ranges: Iterable[tuple[int, int, Any]]) -> None:
+    """Each buffer has its range at its head; it is cleared then."""
+    for offset, length, buffer in ranges:
+        view = buffer.view() if type(buffer) is Span else memoryview(buffer).cast("B")
+        assert view[:length] == value[offset : offset + length]
+        view[:length] = bytes(length)
+
+
+@breaks(prepared_ranges_are_read_of_one_value_after_the_other)
+class RemembersTheFirst(FakeClient):
+    _first: int | None = None
+
+    def get_ranges(self, key: str, ranges: Any) -> int | None:
+        if self._first is None:
+            self._first = super().get_ranges(key, ranges)
+        return self._first
+
+
+@promise
+def mistakes_in_ranges_are_told_when_they_are_prepared(world: World) -> None:
+    client = world.client()
+    size = 64 << 10
+    assert client.put("k", pattern(20 * size))
+    rows = np.zeros((20, size), np.uint8)
+    good = [(at * size, size, row) for at, row in enumerate(rows)]
+    locked = rows[3].copy()
+    locked.flags.writeable = False
+    for wrong in (
+        (-1, size, rows[3]), (0, size + 1, rows[3]), (0, size, rows[4]), (0, size, locked), (0, 0, rows[3]),
+        (0.0, size, rows[3]), (0, float(size), rows[3]), (True, size, rows[3]), (0, size, rows[3, ::2]),
+        (0, size, rows[3].tobytes()), (0, size), (0, size, rows[3], 1), (LARGE_BYTES_MAX, size, rows[3]),
+        (0, size, rows[3:5, : size // 2]), (0, size, rows.reshape(-1)[3 * size + 1 :][:size]), (0, size, None),
+    ):  # fmt: skip
+        ranges: list[Any] = [*good[:3], wrong, *good[4:]]
+        for call in (client.prepare_ranges, lambda given: client.get_ranges("k", given)):
+            with pytest.raises(UsageError):
+                call(ranges)
+        assert not rows.any()
+    one, two = client.prepare_ranges(good[:10]), client.prepare_ranges(good[9:])
+    for lists in ([one, two], [one, one], [one, good[9:]]):
+        with pytest.raises(UsageError, match="overlap"):
+            client.get_ranges_many(["k", "k"], lists)
+    assert not rows.any()
+    across = [client.prepare_ranges(good[::2]), client.prepare_ranges(good[1::2])]
+    assert client.get_ranges_many(["k", "k"], across) == [20 * size] * 2
+    assert rows.tobytes() == pattern(20 * size)
+    with pytest.raises(UsageError):
+        client.prepare_ranges([])
+
+
+@breaks(mistakes_in_ranges_are_told_when_they_are_prepared)
+class PreparesAnything(FakeClient):
+    @staticmethod
+    def prepare_ranges(ranges: Any) -> Any:
+        return ranges
 
 
 @promise

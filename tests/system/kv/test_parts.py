@@ -43,6 +43,30 @@ def test_layers_of_a_page_by_rank(store: Store) -> None:
     assert [content(each) for each in (one, two, three)] == [b"xyz", VALUE[1:3] + b"\0", VALUE[:1]]
 
 
+def test_prepared_ranges(store: Store) -> None:
+    """They are read of one value after the other. A mistake is told by each call that meets it, and spoils no other."""
+    views = [view_of(4) for _ in range(3)]
+    assert store.mput(["a", "b"], [filled(bytes(range(20))), filled(bytes(range(20, 40)))]) == [0, 0]
+    ranges = store.prepare_ranges([(at * 5, 4, view) for at, view in enumerate(views)])
+    for key, first in (("a", 0), ("b", 20), ("a", 0)):
+        assert store.get_ranges(key, ranges) == 20
+        assert [content(each) for each in views] == [bytes(range(first + at, first + at + 4)) for at in (0, 5, 10)]
+    other = view_of(2)
+    assert store.mget_ranges(["a", "a"], [ranges, ranges]) == [20, Code.INVALID_ARGUMENT]  # the same memory
+    assert store.mget_ranges(["a", "b"], [[(0, 2, other)], ranges]) == [20, 20]
+    assert store.mget_ranges(["b", "a"], [[(0, 2, views[1])], ranges]) == [20, Code.INVALID_ARGUMENT]
+    assert asyncio.run(store.get_ranges_async("no", ranges)) == Code.GET_FAILED
+    beyond = store.prepare_ranges([(15, 6, view_of(6))])
+    assert store.get_ranges("a", beyond) == Code.GET_FAILED
+    for wrong in ([], [(0, 5, views[0])], [(0, 1, views[0]), (1, 1, views[0])], [(0, 1)], None, [(-1, 2, views[0])]):
+        refused = store.prepare_ranges(wrong)
+        assert store.mget_ranges(["a", "b"], [refused, ranges]) == [Code.INVALID_ARGUMENT, 20]
+    with store.mpin(["a", "b"]) as pins:
+        assert [pins.get_ranges(key, ranges) for key in ("b", "a")] == [20, 20]
+        assert pins.mget_ranges(["b", "a"], [ranges, store.prepare_ranges([(0, 2, other)])]) == [20, 20]
+    assert content(views[0]) == bytes(range(20, 24)) and content(other) == b"\0\1"
+
+
 def test_the_asyncio_forms(store: Store) -> None:
     async def run() -> Any:
         room = view_of(2)

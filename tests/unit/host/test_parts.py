@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from simm.errors import UsageError
 from simm.host import buffers
 from simm.host.buffers import RELEASE_BYTES, Copier, Pieces, Ranges, Span, address_of, fits, host_view
+from simm.host.company import COMPANY
 from simm.host.copy_pool import POOL
-from simm.host.parts import checksum, cut, extents, gather, host_pieces, scatter, section, views_of
+from simm.host.parts import HostRows, checksum, cut, extents, gather, host_pieces, scatter, section, views_of
 
 LARGE = RELEASE_BYTES + 3
 KIB = 1 << 10
@@ -136,3 +137,44 @@ def test_they_are_no_single_piece_of_memory() -> None:
             _ = each.address
     with pytest.raises(UsageError):
         ranges.view()
+
+
+@pytest.mark.parametrize("held_bytes", [0, RELEASE_BYTES])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("sizes", "done"),
+    [([64 * KIB] * 16, True), ([64 * KIB] * 70, True), ([100_001] * 33, True), ([512 * KIB] * 17, True),
+     ([5] * 3, False), ([1, 70, 300], False), ([64 * KIB] * 15, False), ([40 * KIB] * 20, False),
+     ([700 * KIB] * 16, False), ([64 * KIB, 5], False)],
+)  # fmt: skip
+def test_rows_take_what_addresses_take(
+    threads: int, held_bytes: int, sizes: list[int], done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever way they are copied, nothing outside of them is written. Small ones go as views, if alone."""
+    monkeypatch.setattr(COMPANY, "held_bytes", held_bytes)
+    monkeypatch.setattr(Copier, "_batch_ways", [(0, False)] * 64)
+    rng = random.Random(threads)
+    value = rng.randbytes(sum(sizes) + 100)
+    data = memoryview(b"before" + value)
+    room = bytearray(sum(sizes) + 9 * len(sizes) + 9)
+    parts, wanted, at = [], bytearray(len(room)), 9
+    for size in sizes:
+        offset = rng.randrange(len(value) - size)
+        view = memoryview(room)[at : at + size]
+        parts.append((offset, size, rng.choice((0, address_of(view))), view))
+        wanted[at : at + size] = value[offset : offset + size]
+        at += size + 9
+    ranges = Ranges(parts, max(part[0] + part[1] for part in parts), sum(sizes))
+    rows = HostRows.of(ranges)
+    assert rows is not None and rows.low == address_of(memoryview(room)) + 9
+    assert rows.high == rows.low + len(room) - 18
+    copier = Copier(threads)
+    small = max(sizes) < RELEASE_BYTES and held_bytes > 0
+    for _ in range(3):
+        room[:] = bytes(len(room))
+        assert rows.copy(data, 6, copier, -1) is (done or small)
+        assert room == (wanted if done or small else bytes(len(room)))
+    if done or small:
+        with pytest.raises(ValueError, match=r"broadcast|different structures"):
+            rows.copy(data[: 6 + ranges.least - 1], 6, copier, -1)
+    copier.close()
