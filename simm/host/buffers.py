@@ -2,8 +2,7 @@
 
 Operations take a value's memory as one of three types. A ``memoryview`` is memory of a Python object. A :class:`Span`
 is host memory by address. A :class:`DeviceBuffer` is memory that the CPU cannot address, a GPU's; its methods copy it.
-For a value that is read or put in parts, :class:`Ranges` and :class:`Pieces` list such memory, and ``host/parts.py``
-copies it.
+For a value that is read or put in parts, :class:`Ranges` and :class:`Pieces` list it, and ``host/parts.py`` copies.
 
 Slicing a memoryview is cheapest for small values but holds the GIL. ``memmove`` through ctypes costs a little more and
 releases it, so it is used from ``RELEASE_BYTES`` on.
@@ -13,7 +12,7 @@ loads and stores and releases the GIL too. Which is faster depends on the proces
 four. With glibc 2.36 on an EPYC, libc copies up to a MiB by ``rep movsb``. That crawls if the target lies 1 to 31
 bytes further into its page than the source, as every large numpy array does relative to an arena's pages. So the first
 few copies of each magnitude go by both ways in turns, timed, and the others by the faster way (:class:`_Trial`).
-``copy_pool.py`` divides very large copies, and large batches, among threads on machines with more than two cores.
+``copy_pool.py`` divides very large copies and batches among threads on machines with more than two cores.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ OBSERVED_BYTES: Final = 1 << 20
 TRIALS: Final = 8
 #: memmove wins the trial if it takes less than this share of the other's time: its slow cases are slower.
 CLEARLY: Final = 0.95
-#: Batches of so many copies are tried by themselves: each way with the first of them, once in so many batches.
+#: Batches of so many copies are tried by themselves, once in so many: whether by numpy's loop, in turns that favour
+#: neither as copies become faster. The first of each only loads its code into the caches.
 SAMPLES_FROM: Final = 16
-_SAMPLES: Final = 4
+_TURNS: Final = (False, True, False, True, True, False, True, False)
 _BATCHES: Final = 8
 #: ``rep movsb`` crawls if the target lies up to so many bytes further into its page than the source.
 ALIAS_BYTES: Final = 32
@@ -523,19 +523,19 @@ class Copier:
     def _in_turns(self, first: int, last: int, size: int, move: CopySome, block: CopySome | None) -> None:
         """Do :meth:`copy_some` for some of the pieces in this thread.
 
-        The faster way also depends on the caches: of values that were used just now memmove copies, on some machines, a
-        fifth faster than the loop, and of others a fifth slower. So batches go on trying both.
+        The faster way depends on the caches, too: of values that were used just now memmove copies, on some machines, a
+        fifth faster than the loop, of others a fifth slower. So batches go on trying both.
         """
         if block is not None:
             by_block = self.next_way(size)
-            if by_block is None and last - first >= 2 * _SAMPLES:
-                began = time.perf_counter_ns()
-                move(first, first + _SAMPLES)
-                middle = time.perf_counter_ns()
-                block(first + _SAMPLES, first + 2 * _SAMPLES)
-                by_block = time.perf_counter_ns() - middle <= middle - began
+            if by_block is None and last - first >= len(_TURNS):
+                spent = [0, 0]
+                for turn, by_block in enumerate(_TURNS):
+                    began = time.perf_counter_ns()
+                    (block if by_block else move)(first, first := first + 1)
+                    spent[by_block] += (time.perf_counter_ns() - began) * (turn > 1)
+                by_block = spent[1] <= spent[0]
                 self._batch_ways[size.bit_length()] = _BATCHES - 1, by_block
-                first += 2 * _SAMPLES
             if by_block:
                 move = block
         move(first, last)

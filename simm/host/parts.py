@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..constants import RANGES_MAX
 from .buffers import (
     BLOCK_BYTES,
     PART_BYTES,
@@ -108,20 +109,24 @@ class HostRows:
             return True
         value = np.frombuffer(data, np.uint8)[start:]
         if by_block is None:
-            copier.copy_some(len(self._arrays), size, partial(self._move, value), partial(self._block, value), node)
+            move = partial(self._hold, data[start:]) if held and not shares else partial(self._move, value)
+            copier.copy_some(len(self._arrays), size, move, partial(self._block, value), node)
+        elif by_block:
+            self._block(value)
         else:
-            (self._block if by_block else self._move)(value, 0, len(self._arrays))
+            self._move(value)
         return True
 
-    def _hold(self, value: memoryview) -> None:
-        for view, place in zip(self._views or (), self._places):
+    def _hold(self, value: memoryview, first: int = 0, last: int = RANGES_MAX) -> None:
+        assert self._views is not None
+        for view, place in zip(self._views[first:last], self._places[first:last]):
             view[:] = value[place]
 
-    def _move(self, value: NDArray[np.uint8], first: int, last: int) -> None:
+    def _move(self, value: NDArray[np.uint8], first: int = 0, last: int = RANGES_MAX) -> None:
         for array, place in zip(self._arrays[first:last], self._places[first:last]):
             array[:] = value[place]
 
-    def _block(self, value: NDArray[np.uint8], first: int, last: int) -> None:
+    def _block(self, value: NDArray[np.uint8], first: int = 0, last: int = RANGES_MAX) -> None:
         positive = np.positive
         for array, place in zip(self._arrays[first:last], self._places[first:last]):
             positive(value[place], array)

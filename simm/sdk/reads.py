@@ -176,7 +176,9 @@ class Gets(ShmGet):
                 and ranges.total <= VALUE_BYTES_MAX
             ):  # fmt: skip
                 start = found.offset - reader.data_offset
-                scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
+                rows = ranges.rows
+                if rows is None or not rows.copy(reader.data, start, self._copier, reader.node):
+                    scatter(ranges, reader.data, reader.data_address, start, self._copier, reader)
                 if reader.confirm(digest, found.slot, found.seq):
                     reader.visited[found.slot] = 1
                     for entry in reader.logs[LOG_GETS].free:

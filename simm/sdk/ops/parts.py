@@ -88,7 +88,7 @@ def ranges_of(
 
 def _ready(ranges: Ranges, most: int) -> Ranges:
     """Return ranges that were prepared. Raises LargeValue for those that only a value in parts can have."""
-    if not most and is_wide(ranges):
+    if not most and (ranges.least > VALUE_BYTES_MAX or ranges.total > VALUE_BYTES_MAX):
         raise LargeValue(f"a value in one part has no {ranges.total} bytes up to {ranges.least}", ranges)
     return ranges
 
