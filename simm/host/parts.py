@@ -50,7 +50,7 @@ class HostRows:
     fit raises ValueError.
     """
 
-    __slots__ = ("_arrays", "_places", "_size", "_total", "_views", "high", "low")
+    __slots__ = ("_arrays", "_places", "_size", "_table", "_total", "_views", "high", "low")
 
     def __init__(
         self, offsets: Iterable[int], ends: Iterable[int], arrays: Sequence[NDArray[np.uint8]],
@@ -69,6 +69,24 @@ class HostRows:
             self._size = 0 if max(lengths) < RELEASE_BYTES else -1
         #: All of the memory lies from ``low`` to ``high``; 0 and 0: not known.
         self.low, self.high = low, high
+        self._table = self._as_table() if high else None
+
+    def _as_table(self) -> tuple[slice, NDArray[np.intp], NDArray[np.uint8]] | None:
+        """Return ranges that are rows of a table, if their memory is one array: one ``take`` copies all of them.
+
+        That is: where the table is in the value, the rows' numbers, the array. None if they are not.
+        """
+        size, count = self._size, len(self._arrays)
+        if size <= 0:
+            return None
+        offsets = np.array([place.start for place in self._places])
+        starts = np.array([address_of(view) for view in self._views or ()])
+        first = int(offsets.min())
+        rows = (offsets - first) // size
+        if (rows * size + first != offsets).any() or (starts != self.low + np.arange(count) * size).any():
+            return None
+        memory = np.frombuffer(Span(self.low, count * size).view(), np.uint8)
+        return slice(first, int(offsets.max()) + size), rows, memory.reshape(count, size)
 
     @classmethod
     def of(cls, ranges: Ranges) -> HostRows | None:
@@ -104,7 +122,7 @@ class HostRows:
         # Large copies have driven all that Python needs out of the caches. So the most frequent cases take few steps.
         shares = copier.shares(self._total)
         by_block = None if shares else copier.next_way(size)
-        if by_block is False and held:
+        if by_block is False and held and self._table is None:
             self._hold(data[start:])
             return True
         value = np.frombuffer(data, np.uint8)[start:]
@@ -113,6 +131,9 @@ class HostRows:
             copier.copy_some(len(self._arrays), size, move, partial(self._block, value), node)
         elif by_block:
             self._block(value)
+        elif self._table is not None:
+            place, rows, memory = self._table
+            value[place].reshape(-1, size).take(rows, 0, memory, "clip")
         else:
             self._move(value)
         return True

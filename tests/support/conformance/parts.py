@@ -61,7 +61,8 @@ def prepared_ranges_are_read_of_one_value_after_the_other(world: World) -> None:
     ]  # fmt: skip
     mixed = [(11 * at, memoryview(each).nbytes if type(each) is not Span else 5, each) for at, each in enumerate(odd)]
     small = [(at * 3, 3, bytearray(4)) for at in range(30)]
-    for ranges in (many, mixed, small, many[:2], small[:1]):
+    table = [((at * 7 % 40) * size + 3, size, row) for at, row in enumerate(rows)]
+    for ranges in (many, table, mixed, small, many[:2], small[:1]):
         prepared = client.prepare_ranges(iter(ranges))
         held = COMPANY.held_bytes
         for held_bytes in (held, 0, held):

@@ -178,3 +178,31 @@ def test_rows_take_what_addresses_take(
         with pytest.raises(ValueError, match=r"broadcast|different structures"):
             rows.copy(data[: 6 + ranges.least - 1], 6, copier, -1)
     copier.close()
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_rows_of_a_table_that_go_to_one_array(by_block: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, some of them twice, with bytes before and behind; and those that only look like it."""
+    monkeypatch.setattr(Copier, "_batch_ways", [(7, by_block)] * 64)
+    size, rng = 64 * KIB, random.Random(4)
+    value = rng.randbytes(30 * size)
+    data = memoryview(b"before" + value + b"behind")
+    for step, order, base in (
+        (size, [*range(20)], 0), (size, [3, 3, 9, 17] * 5, 77), (size, [19, *range(19)], 5),
+        (size + 1, [*range(20)], 0), (size // 2, [*range(0, 40, 2)], 1), (size // 2, [*range(20)], 0),
+    ):  # fmt: skip
+        offsets = [base + at * step for at in order]
+        for places in ([*range(20)], [1, 0, *range(2, 20)], [0, *range(2, 21)]):
+            room = bytearray(22 * size)
+            view = memoryview(room)[size:]
+            parts = [
+                (offset, size, address_of(view[at * size :]), view) for offset, at in zip(offsets, places)
+            ]  # fmt: skip
+            rows = HostRows.of(Ranges(parts, max(offsets) + size, 20 * size))
+            assert rows is not None and rows.copy(data, 6, Copier(1), -1)
+            wanted = bytearray(len(room))
+            for offset, at in zip(offsets, places):
+                wanted[(at + 1) * size : (at + 2) * size] = value[offset : offset + size]
+            assert room == wanted
+            with pytest.raises(ValueError, match=r"shape|different structures|broadcast"):
+                rows.copy(data[: 6 + max(offsets) + size - 1], 6, Copier(1), -1)
