@@ -30,6 +30,7 @@ import pytest
 
 from simm.client import Client
 from simm.errors import SimmError, UsageError
+from simm.host.buffers import Ranges
 from tests.support.fleet import Fleet, Server
 from tests.support.processes import new_folder
 from tests.support.several_hosts import HostClient, separate
@@ -77,6 +78,8 @@ class Engine:
         self._least = 1
         self._next = 1
         self._kept: dict[str, int] = {}
+        #: By the bytes of a value, memory for it and ranges that read it.
+        self._ready: dict[int, tuple[bytearray, Ranges]] = {}
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -87,7 +90,8 @@ class Engine:
             calls = (
                 (self.put, 8), (self.get, 8), (self.ranges, 4), (self.pin, 3), (self.put_group, 5), (self.get_group, 4),
                 (self.keep, 2), (self.look_at_kept, 3), (self.gather, 2), (self.delete, 1), (self.put_large, 1),
-                (self.get_large, 2), (self.put_once, 3), (self.get_once, 6), (self.prefetch, 1), (self.ask, 2),
+                (self.get_large, 2), (self.ready, 3), (self.put_once, 3), (self.get_once, 6), (self.prefetch, 1),
+                (self.ask, 2),
             )  # fmt: skip
             kinds, weights = zip(*calls)
             while not self.stop.is_set():
@@ -164,6 +168,26 @@ class Engine:
             return
         if again == length:
             self._check(key, bytes(head + middle + rest[: length - HEAD - 1000]))
+
+    def ready(self) -> None:
+        """Read the same prepared ranges of many values, some of them pinned: those of that size."""
+        size = self._size()
+        if size not in self._ready:
+            room = bytearray(size)
+            view = memoryview(room)
+            ranges = [(at, min(KIB, size - at), view[at : at + KIB]) for at in range(0, size, KIB)]
+            self._ready[size] = room, self._reader.prepare_ranges(ranges)
+        room, prepared = self._ready[size]
+        keys = list({self._key() for _ in range(5)})
+        with self._reader.pin(keys[:2]) as pins:
+            for at, key in enumerate(keys):
+                try:
+                    got = pins.get_ranges(at, prepared) if at < len(pins) else self._reader.get_ranges(key, prepared)
+                except UsageError:  # it is a shorter one
+                    continue
+                if got == size:
+                    self._check(key, bytes(room))
+                    self.counts["prepared"] += 1
 
     def pin(self) -> None:
         """Read pinned values again after their keys have got others."""

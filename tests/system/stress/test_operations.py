@@ -13,8 +13,8 @@ from tests.system.stress.operations import Engine, storm
 ORPHANED_MAX = 0.01
 #: What each storm does at least once, however slow the machine is.
 NEEDS = (
-    "hits", "advanced", "pin", "ranges", "gather", "groups stored", "look_at_kept", "large stored", "large hits",
-    "in parts", "near hits", "prefetch", "ask",
+    "hits", "advanced", "pin", "ranges", "gather", "groups stored", "look_at_kept", "prepared", "large stored",
+    "large hits", "in parts", "near hits", "prefetch", "ask",
 )  # fmt: skip
 
 
