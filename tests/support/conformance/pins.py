@@ -67,7 +67,7 @@ class PinsKeys(FakeClient):
 def a_layer_of_all_pinned_values_is_one_call(world: World) -> None:
     client = world.client()
     pages, layers = 40, 4
-    for layer in (64, 40_000):
+    for layer in (64, 100, 40_000):
         keys = [f"page {layer} {number}" for number in range(pages)]
         values = [pattern(layers * layer, number) for number in range(pages)]
         assert all(client.put_many(keys[1:], values[1:]))
@@ -79,6 +79,14 @@ def a_layer_of_all_pinned_values_is_one_call(world: World) -> None:
                 for number in range(1, pages):
                     assert rows[number, :layer].tobytes() == values[number][at * layer : (at + 1) * layer]
                 assert not rows[0].any() and not rows[:, layer:].any()
+                if at == 0:
+                    continue
+                with client.pin(keys[:0:-1]) as others:  # all are there, and the rows have no gap: one copy may do
+                    rows = np.full((pages + 1, layer), 7, np.uint8)
+                    assert others.read([(at * layer - 1, layer, rows[1:-1])]) == [layers * layer] * (pages - 1)
+                    wanted_rows = [value[at * layer - 1 :][:layer] for value in values[:0:-1]]
+                    assert [row.tobytes() for row in rows[1:-1]] == wanted_rows
+                    assert (rows[[0, -1]] == 7).all()
                 keys_of, values_of = [bytearray(8) for _ in keys], np.zeros((pages, 3), np.int16)[::-1]
                 assert asyncio.run(pins.read_async([(at, 8, keys_of), (at + 9, 5, values_of)])) == wanted
                 for number in range(1, pages):

@@ -14,7 +14,7 @@ from simm.arena.reader import ArenaReader
 from simm.client import Client
 from simm.constants import SHARD_COUNT, VALUE_BYTES_MAX
 from simm.host import buffers
-from simm.sdk.ops.pins import ArenaPins, Pins
+from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
 from simm.server.worker_session import Leased, Leases
 from simm.wire import messages as M
 from simm.wire.messages import Status
@@ -273,3 +273,43 @@ def test_threads_share_a_layer(monkeypatch: pytest.MonkeyPatch, threads: int) ->
                 assert pins.get_ranges_many(list(values), ranges) == [layer * layers] * pages
                 assert rooms == wanted
                 assert len(runs) == (2 if threads > 1 else 0), "one for each arena"
+
+
+def test_many_pins_that_are_released_wake_the_thread_that_says_so(cluster: FakeCluster) -> None:
+    """So the next pins need not wait for the worker's work on them."""
+    cluster.settled({0: ALL})
+    client = cluster.client("shm")
+    keys = [f"k{number}" for number in range(WAKE_KEYS)]
+    assert all(client.put_many(keys, [b"value"] * len(keys)))
+    woken: list[bool] = []
+    real = client._routes.wake
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(client._routes), "wake", lambda _: (woken.append(True), real())[1])
+        for count, wanted in ((WAKE_KEYS - 1, 0), (WAKE_KEYS, 1)):
+            pins = client.pin(keys[:count])
+            pins.release()
+            assert len(woken) == wanted
+            pins.release()
+            assert len(woken) == wanted, "nothing was left"
+        wait_until(lambda: not pinned(cluster), "all pins are released")
+
+
+def test_rows_of_a_table_are_gathered_by_one_copy(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose places in the arena are whole rows apart; others are copied one by one, to the same effect."""
+    cluster.settled({0: ALL})
+    client = cluster.client("shm", copy_threads=1)
+    singly: list[int] = []
+    real = client._copier.copy_equal
+    monkeypatch.setattr(client._copier, "copy_equal", lambda *each: (singly.append(each[2]), real(*each))[1])
+    rng = random.Random(2)
+    cases = ((512, 4096, True), (500, 4096, False), (512, 1 << 16, True), (32_768, 1 << 17, False))
+    for length, whole, gathered in cases:
+        values = {f"{length} {whole} {number}": rng.randbytes(whole) for number in range(20)}
+        assert all(client.put_many(list(values), list(values.values())))
+        with client.pin(list(values)) as pins:
+            for offset in (0, length, 77):
+                rows = np.zeros((20, length), np.uint8)
+                singly.clear()
+                assert pins.read([(offset, length, rows)]) == [whole] * 20
+                assert [row.tobytes() for row in rows] == [value[offset:][:length] for value in values.values()]
+                assert singly == ([] if gathered else [length])
