@@ -6,6 +6,7 @@ Commands beside those of sglang_driver.py, of cases with ``"backend": "dynamic"`
 - ``outage``: HiCacheController while no manager answers: pages go nowhere, none is found, the pool stays as it is.
 - ``clear``: pages that are stored, until the engine flushes its storage.
 - ``paused``: all servers pause for some seconds under an engine, which goes on asking, and finds everything then.
+- ``widths``: engines of two TP widths that are told to share, and read each other's pages by groups of heads.
 - ``hybrid``: a main pool with a Mamba pool and a paged pool, by interface v2, under each hit policy.
 """
 
@@ -170,6 +171,50 @@ def paused(case: Case, manager: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def widths(case: Case, manager: str, seed: int) -> dict[str, Any]:
+    """TP 1 and TP 2 read what the other one stored, if both are told the widest; without, they find nothing."""
+    halves = case.heads // 2
+    wide = replace(case, widest=2)
+    narrow = [replace(wide, heads=halves, rank=rank, ranks=2) for rank in range(2)]
+    down, up = (page_hashes(seed, replace(case, prompt=f"{case.prompt}/{way}"), case.pages) for way in ("down", "up"))
+
+    def opened(each: Case) -> tuple[Any, Any, Any]:
+        pools = make_pools(each, case.pages + 1)
+        scatter(pools, random.Random(f"widths/{seed}/{each}"))
+        return pools, make_backend(each, pools, manager), pools.host.alloc(case.pages * PAGE_TOKENS)
+
+    def written(each: Case, hashes: list[str]) -> tuple[bool, Any]:
+        """Whether all pages were stored, and their bytes."""
+        pools, backend, indices = opened(each)
+        fill(pools.raw, rows_of(indices), seed, case.prompt, each.rank)
+        results = [ok for keys, at in batches(hashes, indices) for ok in backend.batch_set_v1(keys, at)]
+        return all_true(results, case), pools.raw[:, rows_of(indices)]
+
+    def found(each: Case, hashes: list[str]) -> tuple[int, Any]:
+        """How many pages are there, and the bytes of what was read."""
+        pools, backend, indices = opened(each)
+        hits = backend.batch_exists(hashes)
+        got = [ok for keys, at in batches(hashes, indices) for ok in backend.batch_get_v1(keys, at)]
+        return (hits if got.count(True) == hits and not strayed(pools.raw, rows_of(indices)) else -1,
+                pools.raw[:, rows_of(indices)])  # fmt: skip
+
+    stored, whole = written(wide, down)
+    parts = np.split(whole, 2, axis=2)  # the heads of a page's keys, and of its values, lie one behind the other
+    read = [found(each, down) for each in narrow]
+    apart = [found(replace(each, widest=0), down)[0] for each in (case, *narrow)]
+    first = written(narrow[0], up)
+    half = found(wide, up)[0]
+    second = written(narrow[1], up)
+    back, joined = found(wide, up)
+    same = [bool((got == part).all()) for (_, got), part in zip(read, parts)]
+    same_up = bool((joined == np.concatenate([first[1], second[1]], axis=2)).all())
+    return {
+        "ok": stored and first[0] and second[0] and [hits for hits, _ in read] == [case.pages] * 2 and all(same)
+        and same_up and back == case.pages and apart == [0, 0, 0] and half == 0 and not (parts[0] == parts[1]).all(),
+        "hits": [hits for hits, _ in read], "back": back, "half": half, "apart": apart, "same": [*same, same_up],
+    }  # fmt: skip
+
+
 def hybrid(case: Case, manager: str, seed: int) -> dict[str, Any]:
     """Store some pages of three pools and ask what can be restored; then restore it into other pools, and compare."""
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -281,7 +326,9 @@ def bytes_of(host: Any) -> list[Any]:
     return [each.view(torch.uint8).reshape(each.shape[0], -1).numpy() for each in host.get_hybrid_pool_buffer()]
 
 
-sglang_driver.COMMANDS.update({"absent": absent, "outage": outage, "clear": clear, "hybrid": hybrid, "paused": paused})
+sglang_driver.COMMANDS.update({
+    "absent": absent, "outage": outage, "clear": clear, "hybrid": hybrid, "paused": paused, "widths": widths,
+})  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(sglang_driver.main())

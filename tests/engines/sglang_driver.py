@@ -79,6 +79,7 @@ class Case:
     operator set SIMM_NAMESPACE to. ``backend``: SGLang's own ("simm"), its one for Mooncake ("mooncake"), or the one
     that SiMM brings ("dynamic"). ``model``: the model's name. ``failing``: how much of its calls SGLang's failure
     injector turns into failures; what SGLang warns of meanwhile is no fault. ``servers``: the processes of the cluster.
+    ``widest``: the TP width by whose groups of heads pages are stored (SGLang's ``tp_lcm_size``); 0: none.
     """
 
     prompt: str
@@ -96,6 +97,7 @@ class Case:
     model: str = "simm-engine-test"
     failing: float = 0.0
     servers: Sequence[int] = ()
+    widest: int = 0
 
 
 class Problems(logging.Handler):
@@ -216,6 +218,8 @@ def make_backend(case: Case, pools: Pools, manager: str) -> Any:
         enable_storage_metrics=False,
         is_page_first_layout=case.layout == "page_first",
         model_name=case.model,
+        tp_lcm_size=case.widest or None,
+        should_split_heads=case.widest > case.ranks,
         extra_config=extra_config(case, manager),
     )
     with in_namespace(case.namespace), injected(case.failing):

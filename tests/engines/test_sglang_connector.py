@@ -49,6 +49,7 @@ WRITER = [
     case("clear", "clear", pages=20, model="flushed"),
     case("hybrid", "hybrid", pages=12),
     case("hybrid", "hybrid/direct", layout="page_first_direct", pages=12),
+    case("widths", "widths", layout="page_head"),
 ]
 READER = [
     *all_pools("read", "direct"),
