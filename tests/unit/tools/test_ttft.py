@@ -173,12 +173,19 @@ def test_the_page_has_the_chart_and_a_row_of_each_cache(of: Any) -> None:
 
 def test_what_an_engine_says_with_a_cache_is_compared(of: Any) -> None:
     module = of("multi_turn")
-    row = {"conversation": 0, "tokens": 1024, "history": 768, "ttft": 2.0, "token": 7, "logprob": -1.0, "storage": 0}
+    row = {"conversation": 0, "tokens": 1024, "history": 768, "ttft": 2.0, "token": 7, "logprob": -1.0, "storage": 0,
+           "round": 0}  # fmt: skip
     good = {**row, "ttft": 0.5, "storage": 768, "logprob": -1.0001}
     assert module.differences([row], [good]) == []
     for wrong in ({"token": 8}, {"logprob": -1.1}, {"storage": 704}):
         assert len(module.differences([row], [{**good, **wrong}])) == 1
     assert module.table([row], [good]).endswith("| 1,024 | 2.00 s | 0.50 s | 0.250 | 768 tokens |")
+    slower = [{**row, "ttft": 9.0, "round": 1}], [{**good, "ttft": 0.75, "round": 1}]
+    assert module.table([row, *slower[0]], [*slower[1], good]) == module.table([row], [good]), "the fastest rounds"
+    turn = of("conversations").conversation(1, 0, (512,), 512)[0]
+    messages = [module.other_message(1, 0, turn, number) for number in (1, 2)]
+    assert all(tuple(each[: turn.history]) == turn.prompt[: turn.history] for each in messages)
+    assert len({tuple(each) for each in (*messages, turn.prompt)}) == 3 and {len(each) for each in messages} == {512}
 
 
 def test_every_style_is_another(of: Any) -> None:
