@@ -51,6 +51,7 @@ from .mooncake_types import (
     OK,
     RPC_FAIL,
     TRANSFER_FAIL,
+    BufferHandle,
     MooncakeHostMemAllocator,
     ObjectDataType,
     ReplicaDescriptor,
@@ -61,8 +62,8 @@ from .mooncake_types import (
 )
 
 __all__ = [
-    "MooncakeDistributedStore", "MooncakeHostMemAllocator", "ObjectDataType", "ReplicaDescriptor", "ReplicaStatus",
-    "ReplicateConfig", "SoftPinAction", "bind_to_numa_node",
+    "BufferHandle", "MooncakeDistributedStore", "MooncakeHostMemAllocator", "ObjectDataType", "ReplicaDescriptor",
+    "ReplicaStatus", "ReplicateConfig", "SoftPinAction", "bind_to_numa_node",
 ]  # fmt: skip
 
 log = logging.getLogger("simm.connectors.mooncake")
@@ -351,6 +352,16 @@ class MooncakeDistributedStore:
         client, _ = self._ready()
         names = self._names(keys)
         return [got or b"" for got in client.get_many(names)] if names is not None else [b""] * len(keys)
+
+    def get_buffer(self, key: str) -> BufferHandle | None:
+        """Return the value as a buffer, None for a miss."""
+        found: BufferHandle | None = self.batch_get_buffer([key])[0]
+        return found
+
+    @_guarded(lambda keys, *_, **__: [None] * len(keys))
+    def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+        """:meth:`get_buffer` for several."""
+        return [BufferHandle(got) if got else None for got in self.get_batch(keys)]
 
     @_guarded(_invalid)
     def get_size(self, key: str) -> int:

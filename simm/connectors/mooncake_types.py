@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import logging
 import mmap
@@ -92,6 +93,18 @@ class ReplicaDescriptor:
     def is_local_disk_replica(self) -> bool:
         """Return False."""
         return False
+
+
+class BufferHandle(bytearray):
+    """A value in memory of its own: a buffer, which the caller may write to."""
+
+    def ptr(self) -> int:
+        """Return the address, which is good while this object lives and keeps its length."""
+        return ctypes.addressof((ctypes.c_char * len(self)).from_buffer(self))
+
+    def size(self) -> int:
+        """Return the length in bytes."""
+        return len(self)
 
 
 class MooncakeHostMemAllocator:

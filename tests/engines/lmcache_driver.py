@@ -72,7 +72,8 @@ class Case:
     chunks: int = 6
     #: Tokens of the last chunk.
     last: int = CHUNK
-    #: How LMCache is told of SiMM: a plugin's name, or an address; ``mooncakestore`` for Mooncake's API.
+    #: How LMCache is told of SiMM: a plugin's name, or an address; ``mooncakestore`` for Mooncake's API, and
+    #: ``mooncakestore+meta`` for it with LMCache's metadata in the values.
     seat: str = "plugin"
     deadline_ms: int = 3000
     salt: str = ""
@@ -101,12 +102,12 @@ class Remote:
             f"{head}manager_address": manager, f"{head}deadline_ms": case.deadline_ms,
         }  # fmt: skip
         url = f"simm://{manager}/?deadline_ms={case.deadline_ms}"
-        if case.seat == "mooncakestore":
-            # With metadata in its values this connector calls what few builds of Mooncake have.
+        mooncake = case.seat.startswith("mooncakestore")
+        if mooncake:
             extra = {"local_hostname": "localhost", "master_server_address": manager, "metadata_server": "none",
-                     "save_chunk_meta": False}  # fmt: skip
+                     "save_chunk_meta": case.seat.endswith("+meta")}  # fmt: skip
             url = f"mooncakestore://{manager}/"
-        plugins = [] if case.seat == "mooncakestore" else ["simm"]
+        plugins = [] if mooncake else ["simm"]
         self.config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.05, save_unfull_chunk=True, extra_config=extra,
             remote_storage_plugins=plugins, remote_url=None if case.seat == "plugin" else url, remote_serde="naive",

@@ -36,8 +36,8 @@ WHOLE: dict[str, Step] = {
     "remote/plugin": {}, "remote/address": {"seat": "url"}, "remote/short": {"last": 17},
     "remote/rank": {"world": 2, "worker": 1}, "remote/half": {"dtype": "float16"},
 }  # fmt: skip
-#: Stored and found by LMCache's connector for Mooncake, over SiMM.
-MOONCAKE = {"seat": "mooncakestore"}
+#: Stored and found by LMCache's connector for Mooncake, over SiMM: chunks alone, and with LMCache's metadata.
+MOONCAKE = {"mooncake": {"seat": "mooncakestore"}, "mooncake+meta": {"seat": "mooncakestore+meta"}}
 OBJECTS: dict[str, Step] = {"l2/plain": {}, "l2/salted": {"salt": "tenant-1"}, "l2/rank": {"world": 2, "worker": 1}}
 FLIP = 4097
 #: Engines that make the same hashes of a prompt, and must share nothing: the writer, the reader.
@@ -55,7 +55,7 @@ FOUND_ALL_THE_SAME = ("data types", "layouts of one size")
 
 ABSENT = step("absent-manager", "absent", deadline_ms=3000)
 WRITER = [
-    step("remote-write", "mooncake", **MOONCAKE),
+    *(step("remote-write", name, **case) for name, case in MOONCAKE.items()),
     *(step("remote-write", name, **case) for name, case in WHOLE.items()),
     *(step("l2-write", name, **case) for name, case in OBJECTS.items()),
     *(step("remote-write", f"apart/{name}", **APART[name][0]) for name in REMOTE_APART),
@@ -64,8 +64,8 @@ WRITER = [
     step("l2-write", "l2/damaged", flip=FLIP),
 ]
 READER = [
-    step("remote-read", "mooncake", **MOONCAKE),
-    step("remote-read", "mooncake", model="org/other", **MOONCAKE),
+    *(step("remote-read", name, **case) for name, case in MOONCAKE.items()),
+    *(step("remote-read", name, model="org/other", **case) for name, case in MOONCAKE.items()),
     *(step("remote-read", name, **case) for name, case in WHOLE.items()),
     *(step("l2-read", name, **case) for name, case in OBJECTS.items()),
     *(step("remote-read", f"apart/{name}", **APART[name][1]) for name in REMOTE_APART),
@@ -137,12 +137,13 @@ def test_chunks_of_another_process(of: Any, prompt: str) -> None:
 
 
 @pytest.mark.engines
-def test_lmcaches_connector_for_mooncake(of: Any) -> None:
+@pytest.mark.parametrize("name", MOONCAKE)
+def test_lmcaches_connector_for_mooncake(of: Any, name: str) -> None:
     """It gets batches only, and raises for one chunk."""
-    read = of(READER, step("remote-read", "mooncake", **MOONCAKE))
+    read = of(READER, step("remote-read", name, **MOONCAKE[name]))
     assert read["one"] and read["sync"] and read["hits"] == CHUNKS
     assert read["found"] == [CHUNKS, 0, 0] and read["wrong"] == [[], [], []] and read["used"] == 0
-    other = of(READER, step("remote-read", "mooncake", model="org/other", **MOONCAKE))
+    other = of(READER, step("remote-read", name, model="org/other", **MOONCAKE[name]))
     assert other["hits"] == 0 and other["found"] == [0, 0, 0]
 
 

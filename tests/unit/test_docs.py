@@ -28,6 +28,7 @@ from simm.net.loop import Loop
 from simm.net.metrics import CERTIFICATE
 from simm.server.operators.pages import _RDMA, _WORKER, METRICS, Row, metrics
 from simm.tools.ctl.command import _SUBJECTS
+from simm.tools.engine import ENGINES
 from tests.support import metrics_page
 from tests.support.endpoint_thread import EndpointThread
 from tests.support.fake_fabric import FakeNetwork
@@ -100,8 +101,15 @@ def test_every_setting_is_in_the_operators_page() -> None:
 
 def test_the_readme_says_what_keeps_models_apart() -> None:
     """SGLang's own backend names no model in its keys: without namespaces it reads another model's pages as hits."""
-    sglang = README.partition("\n**SGLang**")[2].partition("\n**LMCache**")[0]
-    assert "simm engine sglang" in sglang and "`SIMM_NAMESPACE`" in sglang
+    sglang = README.partition("\n- **SGLang**")[2].partition("\n- **vLLM**")[0]
+    assert "`SIMM_NAMESPACE`" in sglang
+
+
+def test_the_readme_has_three_lines_for_each_engine() -> None:
+    rows = rows_of(README, "| SGLang | vLLM | LMCache |")
+    assert len(rows) == 3 and all(re.fullmatch("`[^`]+`", cell) for row in rows for cell in row)
+    printed = [cell.strip("`").removeprefix("simm engine ") for cell in rows[1]]
+    assert len(printed) == 3 and set(printed) <= set(ENGINES)
 
 
 # --- metrics ----------------------------------------------------------------------------------

@@ -234,6 +234,8 @@ OTHERS: tuple[Callable[[MooncakeDistributedStore, int, str], Any], ...] = (
     lambda store, at, key: store.batch_put_from_multi_buffers([key], [[at]], [[1]])[0] in (0, -900),
     lambda store, at, key: store.get(key) in (b"", b"v"),
     lambda store, at, key: store.get_batch([key])[0] in (b"", b"v"),
+    lambda store, at, key: store.get_buffer(key) in (None, b"v"),
+    lambda store, at, key: store.batch_get_buffer([key])[0] in (None, b"v"),
     lambda store, at, key: store.get_size(key) in (1, -600, -704),
     lambda store, at, key: store.get_into(key, at, 64) in (1, -600, -704),
     lambda store, at, key: store.batch_get_into_multi_buffers([key], [[at]], [[1]])[0] in (1, -600, -704),

@@ -103,6 +103,9 @@ SCRIPT: list[tuple[Call, Any]] = [
     (lambda s, at: [(key, [each.is_memory_replica() for each in found])
                     for key, found in s.batch_get_replica_desc(["m1", "z"]).items()], [("m1", [True])]),
     (lambda s, at: s.get_batch(["k", "z"]), [b"hello", b""]),
+    (lambda s, at: [each and (bytes(memoryview(each)), each.size(), len(each), memoryview(each).readonly)
+                    for each in s.batch_get_buffer(["k", "z"])], [(b"hello", 5, 5, False), None]),
+    (lambda s, at: (s.get_buffer("z"), s.get_buffer(""), s.batch_get_buffer([])), (None, None, [])),
     (lambda s, at: s.put_batch(["b1", "b2"], [b"1", b"2"]), 0),
     (lambda s, at: (s.put_parts("pp", b"a", b"b"), s.get("pp")), (0, b"ab")),
     (lambda s, at: (s.upsert("k", b"new"), s.get("k")), (0, b"new")),
@@ -111,6 +114,15 @@ SCRIPT: list[tuple[Call, Any]] = [
     (lambda s, at: (s.unregister_buffer(at), s.unregister_buffer(at)), (0, -600)),
     (lambda s, at: (s.close(), s.close()), (0, 0)),
 ]  # fmt: skip
+
+
+def test_a_buffer_is_memory_by_its_address(store: MooncakeDistributedStore) -> None:
+    assert store.put("k", b"hello") == 0
+    buffer = store.get_buffer("k")
+    assert buffer is not None and isinstance(buffer, mooncake.BufferHandle)
+    assert ctypes.string_at(buffer.ptr(), buffer.size()) == b"hello"
+    ctypes.memset(buffer.ptr(), ord("j"), 1)
+    assert bytes(buffer) == b"jello" and store.get("k") == b"hello", "a copy"
 
 
 def test_codes_are_those_of_mooncake(store: MooncakeDistributedStore, memory: Any) -> None:
@@ -235,7 +247,8 @@ def calls(store: MooncakeDistributedStore, at: int) -> dict[str, Any]:
         "put_batch": store.put_batch(["k"], [b"v"]), "put_from": store.put_from("k", at, 8),
         "batch_put_from": store.batch_put_from(["k"], [at], [8]),
         "multi": store.batch_put_from_multi_buffers(["k"], [[at]], [[8]]), "upsert": store.upsert("k", b"v"),
-        "get": store.get("k"), "get_batch": store.get_batch(["k"]), "get_size": store.get_size("k"),
+        "get": store.get("k"), "get_batch": store.get_batch(["k"]),
+        "buffer": store.get_buffer("k"), "buffers": store.batch_get_buffer(["k"]), "get_size": store.get_size("k"),
         "get_into": store.get_into("k", at, 8), "batch_get_into": store.batch_get_into(["k"], [at], [8]),
         "multi_get": store.batch_get_into_multi_buffers(["k"], [[at]], [[8]]),
         "session": store.batch_get_session_start(["k"]), "is_exist": store.is_exist("k"),
@@ -248,9 +261,9 @@ def calls(store: MooncakeDistributedStore, at: int) -> dict[str, Any]:
 #: What every call returns during an outage: puts say that they failed, reads miss.
 OUTAGE = {
     "put": -900, "put_parts": -900, "put_batch": -900, "put_from": -900, "batch_put_from": [-900], "multi": [-900],
-    "upsert": -900, "get": b"", "get_batch": [b""], "get_size": -704, "get_into": -704, "batch_get_into": [-704],
-    "multi_get": [-704], "session": [-704], "is_exist": 0, "ranges": [-600], "end": 0, "batch_is_exist": [0],
-    "desc": {}, "remove": -900, "remove_all": -900,
+    "upsert": -900, "get": b"", "get_batch": [b""], "buffer": None, "buffers": [None], "get_size": -704,
+    "get_into": -704, "batch_get_into": [-704], "multi_get": [-704], "session": [-704], "is_exist": 0,
+    "ranges": [-600], "end": 0, "batch_is_exist": [0], "desc": {}, "remove": -900, "remove_all": -900,
 }  # fmt: skip
 
 
@@ -276,6 +289,7 @@ def test_before_setup_and_after_close_calls_return_codes(memory: Any, closed: bo
     found = calls(store, ctypes.addressof(memory))
     assert found.pop("is_exist") == -1 and found.pop("batch_is_exist") == [-1] and found.pop("desc") == {}
     assert found.pop("get") == b"" and found.pop("get_batch") == [b""] and found.pop("end") in (0, -600)
+    assert found.pop("buffer") is None and found.pop("buffers") == [None]
     assert all(code in (-600, [-600]) for code in found.values()), found
     assert store.health_check() == 1
 
@@ -287,7 +301,7 @@ def test_an_error_of_any_kind_is_a_code(store: MooncakeDistributedStore, shared:
     shared.latency = broken
     found = calls(store, ctypes.addressof(memory))
     for code in found.values():
-        assert code in (-600, [-600], -900, [-900], -1, [-1], b"", [b""], {}, 0), code
+        assert code in (-600, [-600], -900, [-900], -1, [-1], b"", [b""], None, [None], {}, 0), code
     assert {name: found[name] for name in CHANGES} == {name: OUTAGE[name] for name in CHANGES}
 
 
