@@ -134,11 +134,7 @@ class SGLang:
 
 
 class VLLM:
-    """vLLM; with SiMM's connector, if it stores.
-
-    Its core is in a process of its own, as in a server. In this one it would ask without a pause whether a load has
-    ended, and so keep the interpreter from the threads that load.
-    """
+    """vLLM, its core in a process of its own as in a server; with SiMM's connector, if it stores."""
 
     def __init__(self, request: dict[str, Any], path: str) -> None:
         from vllm import LLM, SamplingParams

@@ -47,12 +47,13 @@ class Plan:
     """What the workers do in a step.
 
     Blocks to store are given by the generation under which they are. ``failures``: how many failed steps the scheduler
-    knows of, see ``vllm_worker.py``.
+    knows of, see ``vllm_worker.py``. ``idle``: the step computes nothing.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, list[Block]] = field(default_factory=dict)
     failures: int = 0
+    idle: bool = False
 
 
 @dataclass

@@ -243,7 +243,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> Plan:
         """Return what the workers do in a step."""
-        plan = Plan(self._due, failures=self._failures)
+        plan = Plan(self._due, failures=self._failures, idle=not output.num_scheduled_tokens)
         self._due = []
         if not self._saves or not self._identities or self._muted:
             return plan

@@ -50,6 +50,8 @@ _COPY_THREADS: Final = 2
 STAGING_BYTES: Final = 256 << 20
 #: Values of a call that stores.
 _BATCH: Final = 64
+#: An idle step lasts so long, unless a load ends. Seconds.
+IDLE_S: Final = 0.001
 
 
 class _Layers:
@@ -125,6 +127,7 @@ class WorkerSide:
         self._saving = 0
         self._idle = threading.Condition(self._lock)
         # Of the step that runs.
+        self._idle_step = False
         self._layers: _Layers | None = None
         self._step_failed = False
         self._failures = self._known_failures = 0
@@ -158,6 +161,7 @@ class WorkerSide:
     def begin(self, plan: Plan) -> None:
         """Begin a step: get ready for its saves."""
         self._known_failures = plan.failures
+        self._idle_step = plan.idle
         self._step_failed = False
         wait(self._copies)
         self._release(self._saves)  # of a step that has not ended, as the model has failed
@@ -300,6 +304,7 @@ class WorkerSide:
             self._report.gone += [(block.group, block.hash) for block in gone]
             if not self._layerwise:
                 self._loaded.add(load.request)
+                self._idle.notify_all()
             if bad:
                 self._bad.update(block.number for block in bad)
                 self._failed.add(load.request)
@@ -404,8 +409,14 @@ class WorkerSide:
     # -- what vLLM asks -----------------------------------------------------------------------------
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended since the last call, and those of them that have failed."""
+        """Return the requests whose loads have ended since the last call, and those of them that have failed.
+
+        An idle step waits for one, ``IDLE_S`` at most. An engine whose core is in its caller's process else makes the
+        next step at once, and so keeps the interpreter from the threads that look up and load.
+        """
         with self._lock:
+            if self._idle_step:
+                self._idle.wait_for(lambda: self._loaded, IDLE_S)
             loaded, self._loaded = self._loaded, set()
             failed = self._failed & loaded
             self._failed -= failed

@@ -180,7 +180,7 @@ def test_what_workers_say_reaches_the_scheduler(engines: Engines) -> None:
     (event,) = scheduler.take_events()
     assert (event.block_hashes, event.medium, event.group_idx) == ([7], "STORAGE", 0)
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
-    assert scheduler.build_connector_meta(output()).plan == Plan(failures=1)
+    assert scheduler.build_connector_meta(output()).plan == Plan(failures=1, idle=True)
     assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
     assert scheduler.reset_cache() is True and scheduler.requires_kv_delivery is False
 

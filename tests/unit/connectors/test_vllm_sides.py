@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from simm.connectors import vllm_worker
 from simm.connectors.keyspace import replace
 from simm.connectors.vllm_plan import Block, Group, Load, Plan, Report
 from simm.connectors.vllm_worker import WorkerSide
@@ -243,6 +245,32 @@ def test_a_late_lookup_is_a_miss(engine: Any, store: FakeStore) -> None:
     store.latency = slow
     assert right(other, PROMPT) and other.external == [0]
     assert other.scheduler.take_counts() == {"lookups": 1, "lookups_late": 1}
+
+
+def test_an_idle_step_leaves_the_interpreter_to_its_loads(
+    engine: Any, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for one. An engine that asks again at once kept the interpreter from the threads that load."""
+    monkeypatch.setattr(vllm_worker, "IDLE_S", WAIT_S)
+    one, other = engine(), engine()
+    one.run(PROMPT)
+    go = threading.Event()
+    begin, finished = other.begin, other.worker.finished
+    answers: list[tuple[set[str], set[str]]] = []
+
+    def begun(*given: Any) -> tuple[int, bool]:
+        found: tuple[int, bool] = begin(*given)
+        store.latency = lambda operation, _: go.wait(WAIT_S)
+        return found
+
+    def asked() -> tuple[set[str], set[str]]:
+        threading.Timer(0.2, go.set).start()  # the load ends while the step waits
+        answers.append(finished())
+        return answers[-1]
+
+    other.begin, other.worker.finished = begun, asked
+    assert right(other, PROMPT) and other.external == [36]
+    assert answers == [({"request-1"}, set())]
 
 
 # -- staging ----------------------------------------------------------------------------------------------
