@@ -37,6 +37,10 @@ class TransportError(PeerError):
     """A link failed or a deadline passed. Requests in flight have an unknown outcome."""
 
 
+class DeadlineError(TransportError):
+    """A deadline passed before the peer had answered, or taken what was sent."""
+
+
 class DeviceError(TransportError):
     """A GPU's driver failed, or there is none. The paths to the servers are unaffected."""
 

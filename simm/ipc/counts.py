@@ -87,13 +87,19 @@ class Word:
     #: Values got by batches; values viewed in place.
     BATCH_HITS: Final = 17
     VIEWS: Final = 18
-    #: Keys whose server did not answer.
+    #: Keys whose server could not be asked: it is gone, has no path, or its connection broke.
     UNREACHABLE: Final = 19
     #: Keys that exists() of one key found, which are among those of FOUND once they are read.
     FOUND_SINGLY: Final = COUNT_FOUND
     #: Keys of ABSENT and NOT_FOUND that were there and were evicted, as the worker says: a client counts none of them.
     EVICTED: Final = 21
     NOT_FOUND_EVICTED: Final = 22
+    #: Keys whose server had not answered when the call's deadline passed.
+    TIMEOUT: Final = 23
+    #: Keys of servers elsewhere that could not be asked, or had not answered in time. A server without an answer cannot
+    #: count them, so the client shows them to one of its host.
+    AWAY_UNREACHABLE: Final = 24
+    AWAY_TIMEOUT: Final = 25
 
 
 #: The logs, and the words whose numbers their calls and bytes belong to as well.

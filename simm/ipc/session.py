@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
-from ..errors import RemoteProtocolError, TransportError
+from ..errors import DeadlineError, RemoteProtocolError, TransportError
 from ..host import fork
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
@@ -170,9 +170,9 @@ class WorkerSession:
     def acquire(self) -> None:
         """Take the lock within the deadline. Raises TransportError, also if the call has no time left."""
         if ALLOWANCE.seconds <= 0.0:
-            raise TransportError("the call's deadline has passed")
+            raise DeadlineError("the call's deadline has passed")
         if not self.lock.acquire(False) and not self.lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise TransportError("deadline passed while another thread waited for the worker")
+            raise DeadlineError("deadline passed while another thread waited for the worker")
         if self.channel.broken:
             self.lock.release()
             raise TransportError(self.channel.broken)
@@ -366,7 +366,7 @@ class WorkerSession:
         lock = self.lock
         # An acquire with a timeout costs several times as much.
         if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise TransportError("deadline passed while another thread waited for the worker")
+            raise DeadlineError("deadline passed while another thread waited for the worker")
         try:
             channel = self.channel
             if channel.broken:

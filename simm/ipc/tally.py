@@ -123,6 +123,14 @@ class Totals:
             if place <= BUCKETS:
                 self._latencies(TIMED[operation])[place] += count
 
+    def move_away(self, tcp: Totals) -> None:
+        """Count what clients have shown of servers elsewhere as the path tcp does, the last one that is tried."""
+        for name, counts in self.namespaces.items():
+            for word, away in ((Word.UNREACHABLE, Word.AWAY_UNREACHABLE), (Word.TIMEOUT, Word.AWAY_TIMEOUT)):
+                if counts[away]:
+                    tcp.counters(name)[word] += counts[away]
+                    counts[away] = 0
+
     def forget_but(self, names: Collection[str]) -> None:
         """Forget namespaces that are not among these."""
         kept = {*names, OTHERS}
@@ -453,10 +461,29 @@ class Tallies:
             shm.add(self._ended.as_json())
             for _, words in self._arenas:
                 shm.add_words("", _own(words))
+        shm.move_away(Totals())  # they are in the words of the path
         found = {"shm": shm, "rdma": Totals(), "tcp": Totals()}
         for path, words in (("rdma", self.rdma), ("tcp", self.tcp)):
             found[path].add_words("", _own(words))
         return found
+
+    def unanswered(self, words: memoryview, unreachable: int, late: int) -> None:
+        """Count keys of servers elsewhere that could not be asked, or had not answered in time, in a path's words.
+
+        A server of this host is shown them too, if there is one.
+        """
+        if not (unreachable or late):
+            return
+        with self._lock:
+            words[Word.UNREACHABLE] += unreachable
+            words[Word.TIMEOUT] += late
+            for used, shown in reversed(self._arenas):
+                reader = used()
+                if reader is not None:
+                    shown = getattr(reader, "counts", shown)
+                    shown[Word.AWAY_UNREACHABLE] += unreachable
+                    shown[Word.AWAY_TIMEOUT] += late
+                    break
 
     def outside_counters(self) -> tuple[int, int, int]:
         """Return hits of single gets, misses and single puts in arenas, which no other counter of the client has."""
@@ -488,7 +515,7 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
     hits = counts[Word.HITS] + counts[Word.BATCH_HITS] + counts[Word.MOVED_HITS] + counts[Word.VIEWS]
     return {
         "hits": hits,
-        "misses": {reason: counts[word] for reason, word in MISSES.items()},
+        "misses": {reason: sum([counts[word] for word in words]) for reason, words in MISSES.items()},
         "bytes_read": counts[Word.HIT_BYTES],
         "puts": counts[Word.PUTS] + counts[Word.BATCH_PUTS],
         "put_failures": counts[Word.PUT_FAILURES],
@@ -503,8 +530,9 @@ def counters_summary(counts: Sequence[int]) -> dict[str, Any]:
     }
 
 
-#: Why a get has no value -> its word.
+#: Why a get has no value -> its words.
 MISSES: Final = {
-    "absent": Word.ABSENT, "moving": Word.MOVING, "wrong_size": Word.WRONG_SIZE, "unsound": Word.UNSOUND,
-    "unreachable": Word.UNREACHABLE, "evicted": Word.EVICTED,
+    "absent": (Word.ABSENT,), "moving": (Word.MOVING,), "wrong_size": (Word.WRONG_SIZE,), "unsound": (Word.UNSOUND,),
+    "unreachable": (Word.UNREACHABLE, Word.AWAY_UNREACHABLE), "timeout": (Word.TIMEOUT, Word.AWAY_TIMEOUT),
+    "evicted": (Word.EVICTED,),
 }  # fmt: skip

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container
 from typing import Any, Final, NoReturn
 
 from ..config.parsers import TlsOptions
-from ..errors import RemoteProtocolError, TransportError, printable
+from ..errors import DeadlineError, RemoteProtocolError, TransportError, printable
 from ..host import fork
 from ..rpc import Connection, Flag, Frame, decode, encode
 from ..wire import messages as M
@@ -36,6 +36,8 @@ BACKOFF_S: Final = (0.05, 1.0)
 _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 _RECV_BYTES: Final = 64 << 10
+#: A socket's timeout has passed.
+_LATE: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ETIMEDOUT))
 #: The channel sets the kernel's timeouts again when they are off by more than this.
 _SLACK_S: Final = 0.01
 #: Pieces handled in one poll for pushes, or after a deadline, so that a peer that never stops sending delays no caller.
@@ -208,7 +210,7 @@ class Channel:
         """Set the kernel's timeout to the time left. Raises TransportError when the deadline has passed."""
         left = self.until - time.monotonic()
         if left <= 0:
-            self.fail(f"deadline passed while {doing}")
+            self.fail(f"deadline passed while {doing}", DeadlineError)
         self._arm(left, sending)
 
     def _arm(self, left: float, sending: bool) -> None:
@@ -234,7 +236,7 @@ class Channel:
                 # One call per value: the kernel wakes the thread when all bytes are there, or at the deadline.
                 got = sock.recv_into(target[at:] if at else target, 0, socket.MSG_WAITALL)
             except OSError as exc:
-                self.fail(f"connection lost while receiving a value, or deadline passed: {exc.strerror or exc}")
+                self.lose(exc, "receiving a value")
             if not got:
                 self.fail("the server closed the connection in the middle of a value")
             at += got
@@ -251,7 +253,7 @@ class Channel:
                 data = data[sent:]
                 sent = self.sock.send(data)
         except OSError as exc:
-            self.fail(_reason(exc, "sending"))
+            self.lose(exc, "sending")
 
     def wait(self, number: int, polls: int = 0) -> Frame:
         """Return the reply to request ``number``. Raises TransportError and breaks the channel on failure.
@@ -279,7 +281,7 @@ class Channel:
                         late += 1
                         data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
                     else:
-                        self.fail("deadline passed in the middle of a reply")
+                        self.fail("deadline passed in the middle of a reply", DeadlineError)
                     if not data:
                         self.fail("the peer closed the connection")
                     conn.receive_data(data)
@@ -295,7 +297,7 @@ class Channel:
                     raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
                 self._early[frame.request_id] = frame
         except OSError as exc:
-            self.fail(_reason(exc, "waiting for a reply"))
+            self.lose(exc, "waiting for a reply")
         except RemoteProtocolError as exc:
             self.fail(str(exc))
 
@@ -349,7 +351,7 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as exc:
-            self.fail(_reason(exc, "reading"))
+            self.lose(exc, "reading")
         except RemoteProtocolError as exc:
             self.fail(str(exc))
 
@@ -363,10 +365,17 @@ class Channel:
             return printable(decode(frame).text)
         return "the peer reported an error"
 
-    def fail(self, reason: str) -> NoReturn:
-        """Mark the channel broken and raise TransportError."""
+    def fail(self, reason: str, error: type[TransportError] = TransportError) -> NoReturn:
+        """Mark the channel broken and raise ``error``."""
         self.broken = self.broken or reason
-        raise TransportError(reason)
+        raise error(reason)
+
+    def lose(self, exc: OSError, doing: str) -> NoReturn:
+        """Mark the channel broken by an error of its socket. Raises DeadlineError if that was its timeout, else
+        TransportError."""
+        if exc.errno in _LATE or isinstance(exc, TimeoutError):
+            self.fail(f"deadline passed while {doing}", DeadlineError)
+        self.fail(f"connection lost while {doing}: {exc.strerror or exc}")
 
     def close(self) -> None:
         """Close the socket. A second call does nothing.
@@ -496,13 +505,8 @@ def _connect(sock: socket.socket, address: Any, name: str, deadline_s: float) ->
         sock.connect(address)
     except OSError as exc:
         sock.close()
-        raise TransportError(f"cannot connect to {name}: {exc.strerror or exc}") from exc
-
-
-def _reason(exc: OSError, doing: str) -> str:
-    if exc.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.ETIMEDOUT) or isinstance(exc, TimeoutError):
-        return f"deadline passed while {doing}"
-    return f"connection lost while {doing}: {exc.strerror or exc}"
+        error = DeadlineError if isinstance(exc, TimeoutError) else TransportError
+        raise error(f"cannot connect to {name}: {exc.strerror or exc}") from exc
 
 
 def is_numeric(host: str) -> bool:

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..config.parsers import TlsOptions
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, DeadlineError, TransportError
 from .admission import HELLO_BYTES_MAX
 
 log = logging.getLogger("simm.net.tls")
@@ -479,7 +479,7 @@ def connected(sock: socket.socket, options: TlsOptions, host: str, until: float)
                 made._wait(select.POLLOUT, until)
     except BlockingIOError as exc:
         made.close()
-        raise TransportError(f"deadline passed during the TLS handshake with {host}") from exc
+        raise DeadlineError(f"deadline passed during the TLS handshake with {host}") from exc
     except OSError as exc:
         made.close()
         raise TransportError(explained(exc, host, options.name)) from exc

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..errors import TransportError
+from ..errors import DeadlineError, TransportError
 from ..host import fork
 from ..host.buffers import address_of
 from .registration import Registration
@@ -119,7 +119,7 @@ class StagingPool:
             while not (taken := self._take_locked(wanted)):
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise TransportError("deadline passed while waiting for a staging buffer")
+                    raise DeadlineError("deadline passed while waiting for a staging buffer")
                 self._changed.wait(left)
         return taken
 

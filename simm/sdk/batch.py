@@ -225,7 +225,7 @@ class Batch:
     Without ``sinks`` the batch only asks whether the keys are stored. The result is then 1 for a stored key.
     """
 
-    __slots__ = ("digests", "patience", "plain", "results", "sinks")
+    __slots__ = ("digests", "late", "patience", "plain", "results", "sinks")
 
     def __init__(
         self, digests: Sequence[bytes], sinks: Sequence[Sink] | None, patience: Patience | None = None
@@ -235,6 +235,8 @@ class Batch:
         self.digests = digests
         self.sinks = sinks
         self.results: list[Any] = [MISS] * len(digests)
+        #: Positions whose server had not answered when the deadline passed: if they have no value, that is why.
+        self.late: set[int] = set()
         #: Of a call that may touch several servers.
         self.patience = patience
 

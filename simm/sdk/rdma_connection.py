@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..arena.layout import HEADER_BYTES, HEADER_WORDS, Geometry, State, Word
 from ..config.client_options import ClientOptions
 from ..constants import SET_BYTES, SLOT_BYTES, WAYS
-from ..errors import RemoteProtocolError, SegmentError, TransportError
+from ..errors import DeadlineError, RemoteProtocolError, SegmentError, TransportError
 from ..ipc import grant_pool
 from ..ipc.grant_pool import GrantPool, KeyedGrant
 from ..net.channel import Channel, greet, weakly
@@ -143,7 +143,7 @@ class RdmaConnection:
         self.pages_count = PAGES_PER_QUEUE_PAIR * queue_pairs
         left = until - time.monotonic()
         if left <= 0:
-            raise TransportError("deadline passed before the connection was made")
+            raise DeadlineError("deadline passed before the connection was made")
         self._scratch = StagingMemory(4096 + HEADER_BYTES + self.pages_count * _PAGE_BYTES)
         try:
             self.memory = self._scratch.memory

@@ -28,7 +28,7 @@ import logging
 import time
 from typing import Final
 
-from ..errors import PeerError, TransportError
+from ..errors import DeadlineError, PeerError, TransportError
 from ..ipc.steps import Polled, Steps
 from ..rdma.api import Absence, FabricError, Rail
 from ..rdma.registration import close_dropped
@@ -179,7 +179,7 @@ class RdmaPath(Path):
             while (found := self._reserve()) is False:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise TransportError("deadline passed while all connections were in use")
+                    raise DeadlineError("deadline passed while all connections were in use")
                 self._changed.wait(left)
         return self._new(until) if found is True else found
 

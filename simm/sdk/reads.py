@@ -21,7 +21,7 @@ from ..arena.hashing import shard_of, words_of
 from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..constants import LOG_GETS, VALUE_BYTES_MAX
-from ..errors import DeviceError, PeerError
+from ..errors import DeadlineError, DeviceError, PeerError
 from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
 from ..host.company import COMPANY
 from ..host.parts import scatter
@@ -43,7 +43,7 @@ from ..wire import messages as M
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
 from .batch import MISS, UNAVAILABLE, Answer, Batch, NoValue, Sink, View, answer_of, is_hit, misfit, view_of_answer
-from .ops.owners import COPY_KEYS, Owners, count_moved, exist_in, holds_in
+from .ops.owners import COPY_KEYS, Owners, exist_in, holds_in
 from .remote_reads import Observe, RemoteReads
 from .routing import Routes
 from .worker_path import Target
@@ -53,8 +53,6 @@ log = logging.getLogger("simm.client")
 #: Keys in one exchange that carries no values.
 CALL_KEYS: Final = 1024
 _PLAIN_SINKS: Final = frozenset((Span, memoryview))
-
-_FROZEN: Final = FROZEN
 
 #: Reads the keys at these positions at one target.
 _Read = Callable[[Target, Sequence[int], Batch], Unresolved]
@@ -71,10 +69,10 @@ class Gets(ShmGet):
     ) -> None:  # fmt: skip
         super().__init__(copier, checksum, counters)
         self._routes = routes
-        self._owners = Owners(routes, counters)
+        self._tallies = tallies = tallies or Tallies()
+        self._owners = Owners(routes, counters, tallies)
         self._observe: Observe = observe or (lambda *_: None)
         self._batches = 0
-        self._tallies = tallies = tallies or Tallies()
         check = self.check if checksum else None
         self._remote = self.remote_kind(routes, copier, check, counters, self._observe, tallies)
 
@@ -87,8 +85,7 @@ class Gets(ShmGet):
     def read(self, target: Target | None, digest: bytes, sink: Sink) -> Answer:
         """Read one value from its owner, and count the result. O(1) exchanges."""
         if target is None:
-            self.counters["outages"] += 1
-            return UNAVAILABLE
+            return self._unanswered(late=False)
         reader = target.reader
         if reader is None:
             if target.fresh:
@@ -143,7 +140,7 @@ class Gets(ShmGet):
                 return got
             self.counters["retries"] += 1
             reader.counts[Word.RETRIES] += 1
-            if not 0 < reader.shard_word(digest) < _FROZEN:
+            if not 0 < reader.shard_word(digest) < FROZEN:
                 return self._one_moved(target, reader.counts, digest, sink)
         if not reader.attempts:
             return self._timed(target, reader, digest, sink)
@@ -194,33 +191,39 @@ class Gets(ShmGet):
         """Do :meth:`read` at a server that no call has been at before."""
         with self._routes.patience(time.monotonic()) as patience:
             if not patience.has_time_for(target):
-                self.counters["outages"] += 1
-                return UNAVAILABLE
+                return self._unanswered(late=True)
             if target.reader is not None:
                 return self.read(target, digest, sink)
-            return self._one(self._remote_now, target, digest, sink, patience)
+            return self._one(self._remote_now, target, digest, sink, patience=patience)
+
+    def _unanswered(self, *, late: bool) -> NoValue:
+        """Count a key whose owner is not asked: there is none or, if ``late``, no time for it."""
+        self.counters["outages"] += 1
+        self._tallies.unanswered(self._tallies.tcp, int(not late), int(late))
+        return UNAVAILABLE
 
     def _remote_now(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
         return finish(self._remote.read(target, positions, batch))
 
     def _one(
-        self, read: _Read, target: Target, digest: bytes, sink: Sink, patience: Patience | None = None
-    ) -> Answer:
-        """Run the slow cases of :meth:`read` as a batch of one."""
+        self, read: _Read, target: Target, digest: bytes, sink: Sink, counts: memoryview | None = None,
+        patience: Patience | None = None,
+    ) -> Answer:  # fmt: skip
+        """Run the slow cases of :meth:`read` as a batch of one. ``counts``: of the owner's arena."""
         began = time.monotonic()
         batch = Batch([digest], [sink], patience)
         unresolved = read(target, (0,), batch)
         if unresolved:
             self._resolve(target, batch, unresolved, began=began)
+        if unresolved or counts is not None:
+            self._owners.count_moved(counts, batch, (0,))
         self._owners.count(batch, (0,))
         answer: Answer = batch.results[0]
         return answer
 
     def _one_moved(self, target: Target, counts: memoryview, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`_one` for a key that is not at its owner, whose shard may be moving."""
-        got = self._one(self._by_word, target, digest, sink)
-        count_moved(counts, got)
-        return got
+        return self._one(self._by_word, target, digest, sink, counts)
 
     def _by_word(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
         """Return keys that are not at their owner, by its shard words."""
@@ -284,9 +287,7 @@ class Gets(ShmGet):
         if batch.sinks is not None:
             self._owners.count(batch, positions)
             reader = target.reader
-            counts = reader.counts if reader is not None else self._tallies.tcp
-            for position in positions:
-                count_moved(counts, batch.results[position])
+            self._owners.count_moved(reader.counts if reader is not None else None, batch, positions)
 
     def device_failed(self, exc: DeviceError, count: int = 1) -> NoValue:
         """Count and log the failure of a GPU; return UNAVAILABLE."""
@@ -418,12 +419,12 @@ class Gets(ShmGet):
             routes.refresh()
         for previous, positions in found.at_previous.items():
             if self._owners.leaves_out(previous, batch):
-                self._owners.count_unavailable(positions, batch)
+                self._owners.count_unavailable(positions, batch, late=True)
             else:
                 self._read_previous(previous, positions, batch)
         for owner, positions in found.start_over.items():
             if self._owners.leaves_out(owner, batch):
-                self._owners.count_unavailable(positions, batch)
+                self._owners.count_unavailable(positions, batch, late=True)
             else:
                 self._start_over(owner, positions, batch, hops - 1)
 
@@ -441,6 +442,8 @@ class Gets(ShmGet):
                 digests = [batch.digests[position] for position, _ in asked[start : start + CALL_KEYS]]
                 entries += session.exchange(M.Locate(0, digests)).entries
         except PeerError as exc:
+            if isinstance(exc, DeadlineError):
+                batch.late.update(position for position, _ in asked[len(entries) :])
             self._routes.session_failed(target, session, exc)
         for each, (status, _flags, _length, _crc, epoch, _pin) in zip(asked, entries):
             unresolved.answered(each, status, epoch)
@@ -561,7 +564,7 @@ class Gets(ShmGet):
         """
         session = target.session
         if session is None:
-            self.counters["outages"] += 1
+            self._unanswered(late=False)
             return View.miss()
         view: View | None = None
         try:
@@ -574,6 +577,7 @@ class Gets(ShmGet):
                 if view is None:
                     session.end_copy()
         except PeerError as exc:
+            session.counts[Word.TIMEOUT if isinstance(exc, DeadlineError) else Word.UNREACHABLE] += 1
             self._routes.session_failed(target, session, exc)
             return View.miss()
         counts = session.counts

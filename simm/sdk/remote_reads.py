@@ -76,15 +76,17 @@ class RemoteReads:
             self._observe(path, len(sizes), sum(sizes), seconds)
         counts = self._tallies.rdma if path == "rdma" else self._tallies.tcp
         got = [batch.results[position] for position in positions]
-        absent, unreachable = got.count(MISS), got.count(UNAVAILABLE)
+        absent, unanswered = got.count(MISS), got.count(UNAVAILABLE)
         open_ = len(left.positions()) if left else 0  # until the second look
         hits, size, missed = len(sizes), sum(sizes), max(0, absent - open_)
-        unfit = len(got) - hits - absent - unreachable - got.count(LARGE)
+        unfit = len(got) - hits - absent - unanswered - got.count(LARGE)
         counts[Word.BATCH_HITS] += hits
         counts[Word.HIT_BYTES] += size
-        counts[Word.UNREACHABLE] += unreachable
         counts[Word.ABSENT] += missed
         counts[Word.WRONG_SIZE] += unfit
+        if unanswered:
+            late = sum(batch.results[position] == UNAVAILABLE for position in batch.late.intersection(positions))
+            self._tallies.unanswered(counts, unanswered - late, late)
         observe(counts, GET if len(positions) == 1 else GET_MANY, int(seconds * 1e9))
         return left
 
@@ -132,6 +134,7 @@ class RemoteReads:
             def read_host(part: Sequence[int], hosts: Any, got: dict[int, Any]) -> list[int]:
                 nonlocal until
                 staged = Batch(batch.digests, hosts)
+                staged.late = batch.late
                 finish(self._fetch(target, tcp, part, staged, unresolved, previous, until))
                 until = 0.0
                 got.update((position, staged.results[position]) for position in part)
@@ -157,7 +160,7 @@ class RemoteReads:
                 most = min(len(sink), VALUE_BYTES_MAX)  # a buffer for a value in parts has more
                 wants.append((digests[position], most, _fitting(sink, host_view(sink))))
         call = tcp.fetch(wants, previous=previous, until=until, kind=self.kind)
-        answers = yield from self._routes.call_tcp(target, tcp, call)
+        answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
@@ -187,7 +190,8 @@ class RemoteReads:
         digests, results = batch.digests, batch.results
         sinks: Sequence[Any] = batch.sinks or ()
         wants = [(digests[position], sinks[position]) for position in positions]
-        answers = yield from self._routes.call_tcp(target, tcp, tcp.fetch_ranges(wants, previous=previous, until=until))
+        call = tcp.fetch_ranges(wants, previous=previous, until=until)
+        answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
         if not answers:
             for position in positions:
                 results[position] = UNAVAILABLE
@@ -222,6 +226,7 @@ class RemoteReads:
             for position in part:
                 hosted[position], wanted[position] = in_host_memory(sinks[position])
             inner = Batch(batch.digests, hosted)
+            inner.late = batch.late
             together.extend((yield from read(part, inner)))
             copies = [copy for position in part if inner.results[position] > 0 for copy in wanted[position]]
             if copies:
@@ -236,8 +241,8 @@ class RemoteReads:
         """Ask by TCP what misses of RDMA mean, if values must not go by TCP. No value is sent."""
         unresolved = Unresolved()
         digests, results = batch.digests, batch.results
-        asked = [digests[each] for each in positions]
-        answers = yield from self._routes.call_tcp(target, tcp, tcp.resolve_misses(asked, previous=previous))
+        call = tcp.resolve_misses([digests[each] for each in positions], previous=previous)
+        answers = yield from self._routes.call_tcp(target, tcp, call, lambda: batch.late.update(positions))
         for position, (status, since) in zip(positions, answers or [(Status.UNAVAILABLE, 0)] * len(positions)):
             if status == Status.OK and since & ENTRY_LARGE:
                 results[position] = self.other_kind()

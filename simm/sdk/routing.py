@@ -34,7 +34,7 @@ from ..arena.hashing import SHARD_MASK
 from ..cluster.shard_map import ShardMap
 from ..config.client_options import DEFAULT_DEADLINE_S, ClientOptions
 from ..constants import NO_OWNER, SHARD_COUNT
-from ..errors import PeerError, RemoteProtocolError, TransportError, UsageError
+from ..errors import DeadlineError, PeerError, RemoteProtocolError, TransportError, UsageError
 from ..host import fork
 from ..host.company import COMPANY
 from ..ipc.patience import Patience
@@ -481,11 +481,18 @@ class Routes:
             target.lost(str(exc))
             self.wake()
 
-    def call_tcp(self, target: Target, tcp: TcpPath, call: Steps[list[Any]]) -> Steps[list[Any]]:
-        """Carry out an operation of a TCP path; return [] if it failed, which closes the path."""
+    def call_tcp(
+        self, target: Target, tcp: TcpPath, call: Steps[list[Any]], late: Callable[[], object] | None = None
+    ) -> Steps[list[Any]]:
+        """Carry out an operation of a TCP path; return [] if it failed, which closes the path.
+
+        ``late`` is called if that was by the deadline.
+        """
         try:
             return (yield from call)
         except PeerError as exc:
+            if late is not None and isinstance(exc, DeadlineError):
+                late()
             target.tcp_lost(tcp, str(exc))
             self.wake()
             return []

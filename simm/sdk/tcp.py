@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from ..arena.layout import ENTRY_LARGE
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
-from ..errors import PeerError, TransportError
+from ..errors import DeadlineError, PeerError, TransportError
 from ..host.buffers import RELEASE_BYTES, Ranges
 from ..host.parts import views_of
 from ..ipc.steps import Steps, side_by_side
@@ -126,7 +126,7 @@ class TcpPath(Path):
     def _make(self, until: float) -> Channel:
         left = until - time.monotonic()
         if left <= 0:
-            raise TransportError("deadline passed before the connection was made")
+            raise DeadlineError("deadline passed before the connection was made")
         channel = Channel.tcp(self.host, self.port, left, tls=self._context.options.tls)
         channel.deadline_s = self.deadline_s
         channel.bound(until)
@@ -237,7 +237,7 @@ class TcpPath(Path):
                     self._end(channel)
                 else:
                     self.give(channel)
-                if attempt == 0 and not new and "deadline" not in str(exc) and not isinstance(exc, Refused):
+                if attempt == 0 and not new and not isinstance(exc, Refused | DeadlineError):
                     self._drop_idle()
                     while lent:
                         self._end(lent.pop())
@@ -395,7 +395,7 @@ class TcpPath(Path):
                     room = yield ChannelWait(channel, number, sending=True)
                     flags = socket.MSG_DONTWAIT if room else 0
                     continue
-                channel.fail(f"connection lost while sending a value, or deadline passed: {exc.strerror or exc}")
+                channel.lose(exc, "sending a value")
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1

@@ -418,6 +418,7 @@ class WorkerSlot:
         for stream in self.streams:
             tcp.add(stream.counted.totals().as_json())
         found = {"shm": self.counted.totals(), "tcp": tcp}
+        found["shm"].move_away(tcp)
         return found if endpoint is None else {**found, "rdma": endpoint}
 
     def failures(self, endpoint: Mapping[str, int]) -> dict[str, int]:

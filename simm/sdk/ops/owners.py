@@ -25,6 +25,7 @@ from ...errors import DeviceError
 from ...ipc.arenas import Arenas, Columns
 from ...ipc.counts import EXISTS_MANY, FOUND, HIT_BYTES, NOT_FOUND, Word, observe
 from ...ipc.steps import Steps, finish
+from ...ipc.tally import Tallies
 from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Batch, NoValue, is_hit
 from ..routing import Routes
 from ..worker_path import Target
@@ -47,9 +48,10 @@ Settle = Callable[[Target, Unresolved, Batch], None]
 class Owners:
     """The owners of a client's keys. Any thread may call it."""
 
-    def __init__(self, routes: Routes, counters: dict[str, int]) -> None:
+    def __init__(self, routes: Routes, counters: dict[str, int], tallies: Tallies | None = None) -> None:
         self._routes = routes
         self.counters = counters
+        self._tallies = tallies or Tallies()
 
     def read(self, batch: Batch, local: Local, remote: Remote, settle: Settle) -> None:
         """Read all keys of a batch, and fill in its results."""
@@ -64,7 +66,7 @@ class Owners:
         if len(groups) == 1:
             for target, positions in groups:
                 if target is None or self.leaves_out(target, batch):
-                    self.count_unavailable(positions, batch)
+                    self._leave_out(target, positions, batch)
                 elif left := finish(self._visit(target, positions, batch, local, remote)):
                     settle(target, left, batch)
             return
@@ -95,8 +97,8 @@ class Owners:
             assert batch.patience is not None  # see _may_wait
             batch.patience.together([(target, visit(target)) for target in elsewhere], visit_arenas)
         visit_arenas()  # these cost no wait, so there is always time for them
-        for positions in unvisited.values():
-            self.count_unavailable(positions, batch)
+        for target, positions in unvisited.items():
+            self._leave_out(target, positions, batch)
         for target, left in unsettled:
             settle(target, left, batch)
 
@@ -228,13 +230,36 @@ class Owners:
         self.counters["hits"] += hits
         self.counters["misses"] += misses
 
-    def count_unavailable(self, positions: Sequence[int], batch: Batch) -> None:
-        """Count keys whose owner cannot be asked."""
+    def count_unavailable(self, positions: Sequence[int], batch: Batch, *, late: bool) -> None:
+        """Count keys whose owner cannot be asked: there is none or, if ``late``, the call has no time left for it."""
+        count = len(positions)
         if batch.sinks is not None:
             for position in positions:
                 batch.results[position] = UNAVAILABLE
-        count = len(positions)
+            if late:
+                batch.late.update(positions)
         self.counters["outages"] += count
+
+    def _leave_out(self, target: Target | None, positions: Sequence[int], batch: Batch) -> None:
+        """Count keys that have no owner, or for whose owner there is no time, where misses are counted too."""
+        self.count_unavailable(positions, batch, late=target is not None)
+        if batch.sinks is not None:
+            self.count_moved(None, batch, positions)
+
+    def count_moved(self, counts: memoryview | None, batch: Batch, positions: Sequence[int]) -> None:
+        """Count the answers of second looks; ``counts``: of the owner's arena, None if the owner is elsewhere."""
+        unreachable = late = 0
+        for position in positions:
+            got, is_late = batch.results[position], position in batch.late
+            if counts is not None:
+                count_moved(counts, got, late=is_late)
+            elif is_late and got in (MISS, UNAVAILABLE):
+                late += 1
+            elif got == UNAVAILABLE:
+                unreachable += 1
+            else:
+                count_moved(self._tallies.tcp, got, late=False)
+        self._tallies.unanswered(self._tallies.tcp, unreachable, late)
 
     def device_failed(self, exc: DeviceError, count: int) -> NoValue:
         """Count and log the failure of a GPU; return UNAVAILABLE."""
@@ -316,12 +341,14 @@ def holds_in(
     return Unresolved()
 
 
-def count_moved(counts: memoryview, got: Answer) -> None:
-    """Count the answer of a second look."""
+def count_moved(counts: memoryview, got: Answer, *, late: bool) -> None:
+    """Count the answer of a second look. ``late``: a server had not answered in time."""
     if is_hit(got):
         counts[Word.MOVED_HITS] += 1
         size = len(got) if type(got) is bytes else int(got)
         counts[HIT_BYTES] += size
+    elif late and got in (MISS, UNAVAILABLE):
+        counts[Word.TIMEOUT] += 1
     elif got == MISS:
         counts[Word.MOVING] += 1
     elif got == UNAVAILABLE:

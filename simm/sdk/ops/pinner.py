@@ -232,7 +232,7 @@ class Pinner:
 
     def _visit(self, target: Target, positions: Sequence[int], batch: Any, how: int) -> Unresolved:
         if self._owners.leaves_out(target, batch):
-            self._owners.count_unavailable(positions, batch)
+            self._owners.count_unavailable(positions, batch, late=True)
             return Unresolved()
         reader = target.arena()
         if reader is not None:

@@ -176,8 +176,10 @@ _MISSES: Final = _worker(
     "simm_misses_total", "counter",
     "Keys that clients have not got. Reason absent: not stored, or deleted; evicted: it had to make room (of clients "
     "on the host, by a sample of the keys; by tcp it is absent); moving: not found at either owner of a shard that "
-    "moves; wrong_size: the buffer has another size; unsound: another checksum or namespace; unreachable: a server "
-    "that was asked did not answer. Of a namespace with two copies each copy that was tried counts.",
+    "moves; wrong_size: the buffer has another size; unsound: another checksum or namespace; unreachable: its server "
+    "could not be asked; timeout: its server had not answered when the call's deadline passed. Clients on the host "
+    "count these two for servers elsewhere as well, by path tcp. Of a namespace with two copies each copy that was "
+    "tried counts.",
     "namespace", "path", "reason",
 )  # fmt: skip
 _OP_BYTES: Final = _worker(

@@ -77,8 +77,11 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
     if misses["unsound"] > MUCH * gets:
         yield Finding(name, f"{asked}, and {misses['unsound']:,} values had another checksum or namespace",
                       "look for errors of memory, and for a program that writes into /dev/shm")  # fmt: skip
+    if misses["timeout"] > MUCH * gets:
+        yield Finding(name, f"{asked}; {misses['timeout']:,} had an owner that did not answer within the deadline",
+                      "`simm status`: does a server hang? `simm doctor`; the network; deadline_ms")  # fmt: skip
     if misses["unreachable"] + misses["moving"] > MUCH * gets:
-        yield Finding(name, f"{asked}; {misses['unreachable']:,} had an owner that did not answer, and "
+        yield Finding(name, f"{asked}; {misses['unreachable']:,} had an owner that could not be asked, and "
                       f"{misses['moving']:,} were in shards that move", "`simm status`")  # fmt: skip
     if not puts and not row["entries"]:
         others = [each["namespace"] for each in namespaces if each["puts"] or each["entries"]]

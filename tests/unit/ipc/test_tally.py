@@ -10,11 +10,26 @@ import weakref
 from collections.abc import Iterator
 from itertools import count as numbers
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from simm.constants import COUNT_WORDS
 from simm.ipc.commit_ring import Ring
-from simm.ipc.counts import BUCKETS, COUNTERS, GET, PUT, STRIDE, TIMED, USED, Word, bound_s, new_words, observe
+from simm.ipc.counts import (
+    BUCKETS,
+    COUNTERS,
+    GET,
+    PUT,
+    STRIDE,
+    TIMED,
+    USED,
+    Word,
+    bound_s,
+    new_words,
+    numbers_in,
+    observe,
+)
 from simm.ipc.tally import (
     AMOUNT_A_SECOND,
     COUNTS_A_SECOND,
@@ -58,7 +73,7 @@ def tally(clock: Clock) -> Tally:
 def test_each_word_has_a_place_of_its_own() -> None:
     words = [value for name, value in vars(Word).items() if name.isupper()]
     assert sorted(words) == list(range(len(words))) and len(words) <= COUNTERS
-    assert set(MISSES.values()) <= set(words)
+    assert {word for several in MISSES.values() for word in several} <= set(words)
 
 
 def test_words_are_the_clients_alone() -> None:
@@ -299,6 +314,33 @@ def test_a_client_adds_up_what_it_counts_and_lets_go_of_what_it_left(tallies: Ta
     words.release()  # a BufferError if it were still there
     tallies.after_fork()  # in the child of a fork that met another thread in the middle
     assert tallies.outside_counters() == (0, 0, 0)
+
+
+def test_keys_of_servers_elsewhere_that_do_not_answer_are_counted_once(tallies: Tallies) -> None:
+    """Where the client counts all of its own; and by a server of its host, which no other one could take for it."""
+    tallies.unanswered(tallies.tcp, 1, 2)  # there is no arena to show it in
+    arena, gone = Arena(), Arena()
+    words, old = new_words(), new_words()
+    tallies.add(weakref.ref(arena), words)
+    tallies.add(weakref.ref(gone), old)
+    del gone
+    words[Word.TIMEOUT] += 7  # at the arena's own worker
+    tallies.unanswered(tallies.rdma, 10, 20)
+    found = {path: summary(totals)["misses"] for path, totals in tallies.totals().items()}
+    seen = {path: (misses["unreachable"], misses["timeout"]) for path, misses in found.items()}
+    assert seen == {"shm": (0, 7), "rdma": (10, 20), "tcp": (1, 2)}
+    shm, tcp = Totals(), Totals()
+    shm.add_words("a", numbers_of(words))
+    shm.move_away(tcp)
+    shm.move_away(tcp)  # there is nothing left
+    shown = [{reason: count for reason, count in summary(totals)["misses"].items() if count} for totals in (shm, tcp)]
+    assert shown == [{"timeout": 7}, {"unreachable": 10, "timeout": 20}] and list(tcp.namespaces) == ["a"]
+
+
+def numbers_of(words: memoryview) -> NDArray[np.uint64]:
+    found = numbers_in(words)
+    assert found is not None
+    return found
 
 
 def test_threads_that_look_while_sessions_end_count_each_once(tallies: Tallies) -> None:
