@@ -74,6 +74,8 @@ def test_alerts_say_what_they_are() -> None:
 
 _GETS = 'simm_operations_total{server="a",worker="0",namespace="n",path="shm",op="get"}'
 _FOUND = 'simm_hits_total{server="a",worker="0",namespace="n",path="shm"}'
+_EVICTED = 'simm_misses_total{server="a",worker="0",namespace="n",path="shm",reason="evicted"}'
+_LATE = 'simm_misses_total{server="a",worker="0",namespace="n",path="tcp",reason="timeout"}'
 #: A cluster without any fault: a manager that leads, one that stands by and knows nothing, a full data server at work.
 WELL = {
     'up{job="simm-manager",instance="m"}': "1x600",
@@ -116,6 +118,8 @@ WELL = {
     'simm_keep_namespace_max_bytes{server="a",worker="0"}': "25x600",
     _GETS: "0+6000x600",
     _FOUND: "0+3000x600",
+    _EVICTED: "0+300x600",
+    _LATE: "0x50 90x550",
     'simm_sessions_disbelieved_total{server="a",worker="0"}': "0x600",
     'simm_publisher_gaps_total{instance="e"}': "0x100 2x500",
     'simm_index_stale{instance="i",endpoint="vllm-0",tenant="default",rank="0"}': "0x100 1x3 0x497",
@@ -162,6 +166,10 @@ FAULTS: dict[str, list[dict[str, str | None]]] = {
     "SimmTableTooSmall": [{'simm_evictions_total{server="a",worker="0",reason="set_full"}': "0x80 0+1000x520"}],
     "SimmPinsGrow": [{'simm_pins{server="a",worker="0"}': "200+1x600"}],
     "SimmNoHits": [{_FOUND: "7x600"}],
+    "SimmEvictedBeforeRead": [{_EVICTED: "0+900x600"}],
+    "SimmGetsUnanswered": [{_LATE: "0x99 0+20x500"},
+                           {'simm_misses_total{server="a",worker="0",namespace="n",path="tcp",reason="unreachable"}':
+                            "0x99 0+20x500"}],
     "SimmCountsDisbelieved": [{'simm_sessions_disbelieved_total{server="a",worker="0"}': "0x115 1x485"}],
     "SimmFileDescriptors": [{'process_open_fds{job="simm-manager",instance="m"}': "0x99 900x500"}],
     "SimmEventsLost": [{'simm_publisher_gaps_total{instance="e"}': "0x99 0+1x500"}],
