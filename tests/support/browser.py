@@ -1,6 +1,6 @@
 """A headless Chromium that tests drive by WebDriver, with the standard library alone.
 
-Debian's packages ``chromium`` and ``chromium-driver``; :func:`missing` says why there is none.
+``scripts/status-page-browser`` installs one; :func:`missing` says why there is none.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _found(names: tuple[str, ...]) -> str:
 def missing() -> str:
     """Return why there is no browser here; empty if there is one."""
     if not _found(_BROWSERS):
-        return "no Chromium: install the package chromium"
-    return "" if _found(_DRIVERS) else "no chromedriver: install the package chromium-driver"
+        return "no Chromium (scripts/status-page-browser gets one)"
+    return "" if _found(_DRIVERS) else "no chromedriver (scripts/status-page-browser gets one)"
 
 
 class Browser:

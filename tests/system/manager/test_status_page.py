@@ -22,7 +22,8 @@ from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
 
 EVIL = "n<img src=x onerror=\"document.title='owned'\">&amp;"
-SCREENS = (("phone", 390, 844), ("wall", 1920, 1080))
+SCREENS = (("phone", 360, 780), ("wall", 1920, 1080))
+LONG = "llama-3.1-405b-instruct-fp8-tp8-p64-with-a-name-of-64-bytes-in-all"[:64]
 
 needs_a_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -87,9 +88,8 @@ def test_clients_are_in_the_api_within_moments(cluster: Shown) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "width", "height"), SCREENS)
 def test_the_page(cluster: Shown, window: Browser, name: str, width: int, height: int, scheme: str) -> None:
-    with Client(cluster.manager, namespace=EVIL) as client:
-        client.put("k", b"x")
-        client.get("k")
+    with Client(cluster.manager, namespace=EVIL) as client, Client(cluster.manager, namespace=LONG) as other:
+        assert client.put("k", b"x") and client.get("k") and other.put("k", b"x" * 2048)
         window.screen(width, height, scheme)
         window.complaints()
         window.open(f"http://{cluster.http}/")
@@ -98,8 +98,15 @@ def test_the_page(cluster: Shown, window: Browser, name: str, width: int, height
         assert "1 running" in window.text("#tiles") and cluster.name in window.text("#nodes")
         assert window.text("#state") == "● all is well" and "joining" in window.text("#events")
         assert window.run("return document.images.length") == 0 and "owned" not in window.run("return document.title")
+        wait_until(lambda: LONG in window.text("#clients"), "and who they are")
+        assert str(os.getpid()) in window.text("#clients") and "KiB of 14.0 MiB" in window.text("#nodes")
         wide = window.run("return [document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], "no scrolling to the side"
+        boxes = "[...document.querySelectorAll('.box')]"
+        wider = window.run(f"return {boxes}.filter(e => e.scrollWidth > e.clientWidth).map(e => e.id)")
+        assert wider == [], "nor in a table"
+        origins = "return performance.getEntriesByType('resource').map(e => new URL(e.name).origin)"
+        assert set(window.run(origins)) == {f"http://{cluster.http}"}, "no outside request"
         back = window.run("return getComputedStyle(document.body).backgroundColor")
         light = sum(int(part) for part in back.removeprefix("rgb(").removesuffix(")").split(",")) > 3 * 128
         assert light == (scheme == "light")
@@ -124,10 +131,18 @@ def contrast_faults(window: Browser) -> list[str]:
           }
           return [255, 255, 255];
         };
+        const page = behind(document.body);
+        const shown = (color, element) => {
+          for (let at = element; at; at = at.parentElement) {
+            const share = Number(getComputedStyle(at).opacity);
+            color = color.slice(0, 3).map((v, place) => share * v + (1 - share) * page[place]);
+          }
+          return color;
+        };
         const bad = [];
         for (const element of document.querySelectorAll('h1,h2,h3,th,td,div,span,a,p,footer,li')) {
           if (!element.innerText || !element.checkVisibility()) continue;
-          const both = [light(parts(getComputedStyle(element).color)), light(behind(element))];
+          const both = [parts(getComputedStyle(element).color), behind(element)].map((v) => light(shown(v, element)));
           const ratio = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
           if (ratio < 4.5) bad.push(element.tagName + ' ' + element.innerText.slice(0, 40));
         }
@@ -143,6 +158,8 @@ def test_control_a_pale_text_is_found(cluster: Shown, window: Browser) -> None:
     window.until("return !document.getElementById('main').hidden", "the page shows the cluster")
     window.run("document.querySelector('h1').style.color = '#bbb'")
     assert any(each.startswith("H1") for each in contrast_faults(window))
+    window.run("document.querySelector('main').style.opacity = 0.5")
+    assert any(each.startswith("H2") for each in contrast_faults(window))
 
 
 @needs_a_browser
@@ -173,9 +190,10 @@ def test_the_policy_refuses_what_a_name_might_bring(cluster: Shown, window: Brow
 
 
 @needs_a_browser
-def test_a_data_server_and_a_manager_that_are_down(window: Browser) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_data_server_and_a_manager_that_are_down(window: Browser, scheme: str) -> None:
     with Shown() as cluster:
-        window.screen(1280, 800, "light")
+        window.screen(1280, 800, scheme)
         window.open(f"http://{cluster.http}/")
         window.until("return !document.getElementById('main').hidden", "the page shows the cluster")
         cluster.kill("dataserver")
@@ -184,7 +202,8 @@ def test_a_data_server_and_a_manager_that_are_down(window: Browser) -> None:
         cluster.kill("manager")
         wait_until(lambda: "the manager does not answer" in window.text("#state"), "it is shown as silent")
         assert cluster.name in window.text("#nodes"), "what was known stays"
-        keep_picture(window, "manager-down")
+        assert contrast_faults(window) == [], "and can be read"
+        keep_picture(window, f"manager-down-{scheme}")
         cluster.start_manager()
         wait_until(lambda: "does not answer" not in window.text("#state"), "it goes on by itself")
 
