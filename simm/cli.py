@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
-from .errors import SimmError, UsageError
+from .errors import SimmError, TransportError, UsageError
 from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
 
 if TYPE_CHECKING:
@@ -275,13 +275,23 @@ def _status(argv: Sequence[str], prog: str) -> int:
     settings = _settings("client", arguments)
     from .tools import nodes
 
-    with _client(settings) as client:
-        found = nodes.collect(settings, client)
+    try:
+        with _client(settings) as client:
+            found = nodes.collect(settings, client)
+    except TransportError as exc:
+        return _of_this_host("server", settings, exc, as_json=arguments.json)
     if arguments.json:
         _print_json(found)
     else:
         print(nodes.cluster_table(found))
     return EXIT_OK if nodes.healthy(found) else EXIT_NO
+
+
+def _of_this_host(what: str, settings: Settings, why: TransportError, *, as_json: bool) -> int:
+    """Show what this host knows of its servers or nodes, as no manager answers. Raises ``why`` if that is nothing."""
+    from .tools.ctl.command import show_of_this_host
+
+    return show_of_this_host(what, settings, why, as_json=as_json)
 
 
 def _node(argv: Sequence[str], prog: str) -> int:
@@ -307,14 +317,18 @@ def _node(argv: Sequence[str], prog: str) -> int:
     if arguments.node is not None:
         node_name(arguments.node)  # before anything is sent
     settings = _settings("client", arguments)
+    if arguments.what == "list":
+        try:
+            with manager_client(settings) as link:
+                found = link.status()
+        except TransportError as exc:
+            return _of_this_host("node", settings, exc, as_json=arguments.json)
+        if arguments.json:
+            _print_json(found["nodes"])
+        else:
+            print(nodes.node_table(found))
+        return EXIT_OK
     with manager_client(settings) as link:
-        if arguments.what == "list":
-            found = link.status()
-            if arguments.json:
-                _print_json(found["nodes"])
-            else:
-                print(nodes.node_table(found))
-            return EXIT_OK
         drain = arguments.what == "drain"
         warning = nodes.room_text(link.status(), arguments.node) if drain else ""
         if warning:

@@ -147,7 +147,7 @@ class ManagerClient:
         self.close()
         self._channel, reasons = self._addresses.connect_any(self._connect, _leads_not)
         if self._channel is None:
-            raise TransportError(f"no manager answers ({reasons}): start one with `python -m simm.manager`")
+            raise TransportError(f"no manager answers ({reasons}): start one with `simm manager`")
         return self._channel
 
     def _connect(self, host: str, port: int) -> Channel:
@@ -284,7 +284,7 @@ class Subscription:
             if time.monotonic() + 0.1 > until:
                 raise TransportError(
                     f"no manager answers ({self.down_reason}): start one with "
-                    "`python -m simm.manager`, or name it by manager= or SIMM_MANAGER"
+                    "`simm manager`, or name it by manager= or SIMM_MANAGER"
                 )
             time.sleep(0.1)
 

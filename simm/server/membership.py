@@ -363,7 +363,7 @@ class Membership(Service):
             self.delegate.give_up(
                 f"{self._where}: {reason}, for {self.join_timeout_s:.0f} s" if reason.startswith(_REFUSED) else
                 f"manager {self._where} not reachable for {self.join_timeout_s:.0f} s ({reason}): start it "
-                f"(python -m simm.manager --listen {self._where}), or name another with --manager"
+                f"(simm manager --listen {self._where}), or name another with --manager"
             )
             return
         self.loop.call_later((RECONNECT_S if round_over else NEXT_S) * random.uniform(0.7, 1.3), self._connect)

@@ -238,8 +238,8 @@ def test_a_value_that_is_too_large_is_refused_before_it_is_sent(run: Run, at: li
 
 
 @pytest.mark.parametrize("argv", [["get", "k"], ["put", "k", __file__], ["exists", "k"], ["delete", "k"], ["status"]])
-def test_no_manager_is_not_a_miss(run: Run, argv: list[str]) -> None:
-    code, out, err = run(*argv, "--manager", "127.0.0.1:1")
+def test_no_manager_is_not_a_miss(run: Run, argv: list[str], tmp_path: Path) -> None:
+    code, out, err = run(*argv, "--manager", "127.0.0.1:1", "--runtime-dir", str(tmp_path))
     assert code == 2 and out == "" and err.count("\n") == 1
     assert "no manager answers" in err and "--manager or SIMM_MANAGER" in err
 

@@ -284,6 +284,12 @@ def test_upstreams_commands_by_their_names(cluster: Cluster) -> None:
     for what in ("cluster", "server"):
         code, text = ctl(cluster, what, "status", *there)
         assert code == 1 and cluster.name in text and "no manager answers" in text and "serving" in text
+    for argv, key in ((["status"], "servers"), (["node", "list"], "nodes")):
+        at = [sys.executable, "-m", "simm", *argv, "--runtime-dir", str(cluster.folder / "run"), *there]
+        done = subprocess.run(at, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and cluster.name in done.stdout and "no manager answers" in done.stdout, done
+        shown = json.loads(subprocess.run([*at, "--json"], capture_output=True, text=True, check=False).stdout)
+        assert shown[key][0]["shards"] == 16_384 and "no manager answers" in shown["trouble"]
     start_manager(cluster)
 
 

@@ -137,8 +137,8 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [["list"], ["drain", "a"], ["resume", "a"]])
-def test_no_manager(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "node", *argv, "--manager", "127.0.0.1:1")
+def test_no_manager(argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "node", *argv, "--manager", "127.0.0.1:1", "--runtime-dir", str(tmp_path))
     assert code == 2 and out == "" and "no manager answers" in err and err.count("\n") == 1
 
 

@@ -28,7 +28,7 @@ def node_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple
     try:
         found = status(settings)
     except TransportError as exc:
-        return _local_nodes(asked(), str(exc)), str(exc)
+        return local_nodes(asked(), str(exc)), str(exc)
     return rows_of(found), ""
 
 
@@ -61,7 +61,7 @@ def server_rows(
     try:
         found, trouble = status(settings)["nodes"], ""
     except TransportError as exc:
-        rows, trouble = _local_workers(asked(), str(exc)), str(exc)
+        rows, trouble = local_workers(asked(), str(exc)), str(exc)
     else:
         rows = [
             {"server": node["name"], "worker": worker["worker"], "state": nodes.state_text(node),
@@ -75,10 +75,11 @@ def server_rows(
     return rows, trouble
 
 
-def _local_workers(asked: Sequence[Asked], why: str) -> list[Row]:
+def local_workers(asked: Sequence[Asked], why: str) -> list[Row]:
+    """Return a row for each worker that was asked, as it says itself. ``why``: the manager does not tell."""
     rows = []
     for each in asked:
-        (row,) = _local_nodes([each], why)
+        (row,) = local_nodes([each], why)
         rows.append({**row, "server": each.server, "worker": each.worker, "numa_node": None})
     return rows
 
@@ -86,7 +87,8 @@ def _local_workers(asked: Sequence[Asked], why: str) -> list[Row]:
 _SUMS: Final = ("shards", "moving_in", "moving_out", "used_bytes", "capacity_bytes", "entries", "puts", "evictions")
 
 
-def _local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
+def local_nodes(asked: Sequence[Asked], why: str) -> list[Row]:
+    """Return a row for each data server of this host, as its workers say. Raises TransportError if there is none."""
     rows: dict[str, Row] = {}
     for each in asked:
         row = rows.setdefault(each.server, {

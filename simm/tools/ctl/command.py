@@ -13,6 +13,7 @@ from ...config.client_options import ClientOptions
 from ...config.parsers import node_name, parse_bytes, parse_duration
 from ...config.settings import Settings, add_arguments
 from ...errors import TransportError, UsageError, printable
+from ...net.channel import Refused
 from ..connect import command_settings, manager_client, on_host, token_of
 from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
 from ..nodes import bytes_text, cluster_lines, request, room_text, wait_drained
@@ -142,7 +143,26 @@ def _cluster(settings: Settings, words: Sequence[str], asked: Callable[[], list[
 
 
 def _noted(text: str, trouble: str) -> str:
-    return f"{text}\nno manager answers, this is what this host knows: {printable(trouble)}" if trouble else text
+    return f"{text}\n{printable(trouble)}; above is what this host knows" if trouble else text
+
+
+def show_of_this_host(what: str, settings: Settings, why: TransportError, *, as_json: bool) -> int:
+    """Show this host's data servers (``node``) or their workers (``server``), as the manager does not, and why.
+
+    Return the exit code. Raises ``why`` if this user sees none, or the manager does answer.
+    """
+    if isinstance(why, Refused):
+        raise why
+    settings = on_host(settings)
+    try:
+        asked = ask_all(settings.runtime_dir, "", settings.server_uid)
+    except UsageError:
+        raise why from None
+    find = cluster.local_workers if what == "server" else cluster.local_nodes
+    rows = find(asked, str(why))
+    shown = {"trouble": str(why), f"{what}s": rows}
+    _print(shown, _noted(table(what, rows), str(why)), as_json=as_json)
+    return EXIT_NO
 
 
 #: What is counted in the arenas themselves.

@@ -38,9 +38,9 @@ def explain(workers: Sequence[Row], namespaces: Sequence[Row], only: str = "") -
             only, f"no client on this host has named it, and no value is of it. There are: {names}",
             "SIMM_NAMESPACE of the engines says another name, or they use other servers",
         )]  # fmt: skip
-    for row in looked:
-        found += _of_namespace(row, namespaces, workers)
-    if not looked:
+    said = [finding for row in looked for finding in _of_namespace(row, namespaces, workers)]
+    found += said
+    if not said:
         found.append(Finding("", "no client of this host has asked for anything, and nothing is stored",
                              "do the engines run on this host, and name this cluster? `simm doctor`"))  # fmt: skip
     return found

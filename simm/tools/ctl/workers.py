@@ -60,7 +60,9 @@ def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -
             found.append(_ask(name, int(number), path, trusted))
     if not found:
         of = f" of the data server {server!r}" if server else ""
-        raise UsageError(f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir")
+        raise UsageError(
+            f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir, and be its user or root"
+        )
     return found
 
 

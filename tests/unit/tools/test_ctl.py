@@ -73,6 +73,7 @@ def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[wh
         ([row("b", HITS=1)], {}, "no client on this host has named it"),
         ([row(ABSENT=9, PUTS=9)], {"fenced": True}, "takes no puts"),
         ([row(ABSENT=9, PUTS=9)], {"shards": 0}, "owns no shard"),
+        ([row()], {}, "no client of this host has asked for anything"),
     ],
 )  # fmt: skip
 def test_each_cause_has_a_finding(rows: list[dict[str, Any]], changes: dict[str, Any], words: str) -> None:
