@@ -32,6 +32,9 @@ WEIGHTS: Final[Mapping[str, float]] = {
 
 _Bits = NDArray[np.bool_]
 _NONE: Final = np.zeros((0, len(TIERS)), np.bool_)
+assert TIERS[:2] == ("gpu", "cpu")
+#: The bits of these two.
+_NEAR: Final = 3
 
 
 @dataclass
@@ -41,14 +44,18 @@ class Match:
     Attributes:
         blocks: leading blocks, in any tier.
         tiers: leading blocks that are in one tier all, by tier.
+        near: leading blocks that are in the memory of a device or of its host.
         ranks: leading blocks by data-parallel rank.
+        devices: of these those in the memory of devices.
         expected: leading blocks that a router has just sent there, as far as it said so.
     """
 
     tenant: str
     blocks: int = 0
     tiers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    near: int = 0
     ranks: dict[int, int] = field(default_factory=dict)
+    devices: dict[int, int] = field(default_factory=dict)
     expected: int = 0
     score: float = 0.0
     #: Of the leading blocks, for each rank; or a number of blocks and the weight of each.
@@ -61,6 +68,8 @@ class Match:
             runs = np.where(bits.all(axis=0), len(bits), bits.argmin(axis=0)).tolist()
             for name, run in zip(TIERS, runs):
                 self.tiers[name] = max(self.tiers[name], run)
+            self.devices[rank] = max(self.devices.get(rank, 0), runs[0])
+            self.near = max(self.near, run_of(np.asarray(bits[:, 0] | bits[:, 1])))
         self.ranks[rank] = max(self.ranks.get(rank, 0), len(bits))
         self.expected = max(self.expected, expected)
         mine = np.zeros(max(len(bits), expected))
@@ -77,6 +86,9 @@ class Match:
                 self.tiers[name] = max(self.tiers[name], blocks)
                 best = max(best, weights[tier])
         self.blocks = max(self.blocks, blocks)
+        if tiers & _NEAR:
+            self.near = max(self.near, blocks)
+        self.devices[rank] = max(self.devices.get(rank, 0), blocks if tiers & 1 else 0)
         self.ranks[rank] = max(self.ranks.get(rank, 0), blocks)
         self.weights.append((blocks, best))
         self.score = max(self.score, best * blocks)

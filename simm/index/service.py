@@ -234,7 +234,10 @@ class Service:
         return Asked(space, keys, [each(names, size) for each in self._namers] if hashed else [])
 
     def query(self, body: Body) -> dict[str, Any]:
-        """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError."""
+        """Return what each instance has of a prompt, in tokens, as Mooncake's conductor does. Raises UsageError.
+
+        A request that names the model as Dynamo's indexer has it gets that one's fields, too.
+        """
         space, keys, names = self._asked(body)
         instance = _text(body, "instance_id") if body.get("instance_id") is not None else ""
         found = score(
@@ -245,6 +248,8 @@ class Service:
             space.tenant: {name: _tokens(match, size) for name, match in found.matches.items()},
             "stale": found.stale,
         }  # fmt: skip
+        if body.get("model_name"):
+            answer |= _as_dynamo(found, size)
         if self._shared is not None and "token_ids" in body:
             tokens = body["token_ids"]
             answer["shared"] = self._shared({**body, "token_ids": tokens.ids} if isinstance(tokens, Prompt) else body)
@@ -359,6 +364,19 @@ def _tokens(match: Match, size: int) -> dict[str, Any]:
     tiers |= {name.upper(): size * blocks for name, blocks in match.tiers.items() if blocks}
     ranks = {str(rank): size * blocks for rank, blocks in sorted(match.ranks.items())}
     return {"longest_matched": size * match.blocks, **tiers, "DP": ranks}
+
+
+def _as_dynamo(found: Scores, size: int) -> dict[str, Any]:
+    """Return the answer of Dynamo's indexer: there a tier counts from where the tier before it ends."""
+    matches = {name: match for name, match in found.matches.items() if not name.startswith(("pool:", "node:"))}
+    scores, instances = {}, {}
+    for name, match in matches.items():
+        scores[name] = {str(rank): size * blocks for rank, blocks in sorted(match.devices.items())}
+        instances[name] = {
+            "longest_matched": size * match.blocks, "gpu": size * match.tiers["gpu"], "dp": scores[name],
+            "cpu": size * match.near, "disk": size * match.blocks,
+        }  # fmt: skip
+    return {"scores": scores, "frequencies": [], "instances": instances}
 
 
 def _scored(found: Scores) -> dict[str, Any]:

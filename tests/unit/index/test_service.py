@@ -64,6 +64,26 @@ def test_a_query_is_answered_as_by_the_conductor() -> None:
         assert "a" not in next(iter(_post(service, "/query", {**asked, **other})[1].values()))
 
 
+def test_a_query_with_dynamos_names_is_answered_as_by_its_indexer_too() -> None:
+    """A tier counts on from the one before it, scores are of devices alone; pools are no workers there."""
+    index = _index()
+    for medium, instance in (("DISK", "7"), ("STORAGE", "store")):
+        kind = "simm" if instance == "store" else "vllm"
+        told = Registration(instance, MODEL, kind, 16, pool="p", storage_removals=True)
+        stored = Stored([7, 8, 9], None, token_bytes(TOKENS[:48]), 16, Where(medium))
+        index.apply(index.register(told), [stored])
+    asked = {"model_name": MODEL, "token_ids": TOKENS, "block_size": 16}
+    status, answer = _post(Service(index), "/query", asked)
+    assert status == 200 and set(answer["default"]) >= {"a", "7"}
+    assert answer["scores"] == {"a": {"0": 32, "1": 16}, "7": {"0": 0}} and answer["frequencies"] == []
+    assert answer["instances"] == {
+        "a": {"longest_matched": 64, "gpu": 32, "cpu": 64, "disk": 64, "dp": {"0": 32, "1": 16}},
+        "7": {"longest_matched": 48, "gpu": 0, "cpu": 0, "disk": 48, "dp": {"0": 0}},
+    }
+    _, plain = _post(Service(index), "/query", {**asked, "model": MODEL, "model_name": None})
+    assert not {"scores", "instances"} & set(plain)
+
+
 def test_scores_are_answered_as_by_llm_d() -> None:
     service = Service(_index())
     status, found = _post(service, "/score", {"model": MODEL, "token_ids": TOKENS, "loads": {"a": 3.0, "b": 0}})
