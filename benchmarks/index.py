@@ -31,6 +31,7 @@ from simm.index.scores import score
 from simm.index.service import BODY_BYTES_MAX, Service
 from simm.index.sources import Registration, Source, Space
 from simm.net.http import Web
+from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
 
 SIZE = 16
@@ -172,7 +173,7 @@ def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float
     def serve() -> None:
         loop = Loop()
         server = Service(index)
-        Web(loop, listener, server.routes, posts=server.posts, body_max=BODY_BYTES_MAX, keep_s=60.0)
+        Web(loop, listener, server.routes, posts=server.posts, body_max=BODY_BYTES_MAX, keep_s=60.0, users=LocalUsers())
         loop.run()
 
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)

@@ -44,6 +44,8 @@ EXPECT_S: Final = 2.0
 LEASE_S_MAX: Final = 86_400.0
 NAMES_MAX: Final = 4096
 _NONE_S: Final = 1.0
+assert TIERS[:3] == ("gpu", "cpu", "disk")
+_MORE_TIERS: Final = tuple(name.upper() for name in TIERS[3:])
 
 #: Tells what the store itself has of a prompt: of the request's fields.
 Shared = Callable[[Mapping[str, Any]], dict[str, Any] | None]
@@ -360,10 +362,14 @@ class Service:
 
 
 def _tokens(match: Match, size: int) -> dict[str, Any]:
-    tiers = {name.upper(): size * match.tiers[name] for name in ("gpu", "cpu", "disk")}
-    tiers |= {name.upper(): size * blocks for name, blocks in match.tiers.items() if blocks}
-    ranks = {str(rank): size * blocks for rank, blocks in sorted(match.ranks.items())}
-    return {"longest_matched": size * match.blocks, **tiers, "DP": ranks}
+    gpu, cpu, disk, *others = match.tiers.values()
+    told: dict[str, Any] = {
+        "longest_matched": size * match.blocks, "GPU": size * gpu, "CPU": size * cpu, "DISK": size * disk
+    }  # fmt: skip
+    if any(others):
+        told |= {name: size * blocks for name, blocks in zip(_MORE_TIERS, others) if blocks}
+    told["DP"] = {str(rank): size * match.ranks[rank] for rank in sorted(match.ranks)}
+    return told
 
 
 def _as_dynamo(found: Scores, size: int) -> dict[str, Any]:

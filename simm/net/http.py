@@ -23,7 +23,8 @@ With tokens, every page except / (a file), /healthz, /readyz and /leader require
 ``Basic``, for clients that have nothing but an address: ``http://any:TOKEN@HOST:PORT``.
 
 With ``users``, for a server on loopback whose requests are not for every user of the host, a token is one way, and a
-process of one of these users the other (``net/local_users.py``). Pages above and /metrics are for all.
+process of one of these users the other (``net/local_users.py``). Pages above and /metrics are for all. A connection's
+other end is looked up once, with its first request.
 
 With ``keep_s`` a connection stays open for that time after an answer, for the next request (HTTP/1.1, persistent
 connections), unless the client says ``Connection: close``. It ends after a request that was refused, that has a body
@@ -105,10 +106,10 @@ class _Client:
     """A connection: the request so far, then the part of the answer that is not sent yet.
 
     ``body``: where the body of a POST begins, how long it is, and who takes it. ``keep``: it stays open after the
-    answer. ``idle``: it waits for the next request.
+    answer. ``idle``: it waits for the next request. ``known``: its other end is of a user who may ask.
     """
 
-    __slots__ = ("body", "deadline", "idle", "incoming", "keep", "outgoing", "sock")
+    __slots__ = ("body", "deadline", "idle", "incoming", "keep", "known", "outgoing", "sock")
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
@@ -118,6 +119,7 @@ class _Client:
         self.body: tuple[int, int, Post] | None = None
         self.keep = False
         self.idle = False
+        self.known = False
 
 
 class Web:
@@ -304,11 +306,12 @@ class Web:
             return Page("open this page as localhost, or by its address\n", TEXT, 403)
         if target in OPEN_PAGES or (self._tokens and self._allowed(headers)):
             return None
-        if self._users is not None and target != "/metrics":
+        if self._users is not None and target != "/metrics" and not client.known:
             try:
                 fault = self._users.fault(client.sock)
             except HasClosed as exc:
                 fault = str(exc)
+            client.known = not fault
             return Page(fault + "\n", TEXT, 403) if fault else None
         if self._tokens and self._users is None:
             return Page("Authorization: Bearer TOKEN is required\n", TEXT, 401)

@@ -22,7 +22,9 @@ GET = b"GET /a HTTP/1.1\r\n\r\n"
 class Town:
     """A server in this thread, whose clock stands still, and its clients."""
 
-    def __init__(self, keep_s: float = KEEP_S, most: int = 4, tokens: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, keep_s: float = KEEP_S, most: int = 4, tokens: tuple[str, ...] = (), users: Any = None
+    ) -> None:  # fmt: skip
         self.now = 0.0
         self.loop = Loop(lambda: self.now)
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -31,7 +33,7 @@ class Town:
         self.web = Web(
             self.loop, listener, {"/a": lambda: Page("one"), "/big": lambda: Page("x" * 3_000_000)},
             old_tokens(*tokens), posts={"/p": self._post}, body_max=1 << 20, verbs={"PUT": lambda path: Page("put")},
-            keep_s=keep_s, connections_max=most,
+            keep_s=keep_s, connections_max=most, users=users,
         )  # fmt: skip
         self.stack = contextlib.ExitStack()
 
@@ -162,6 +164,34 @@ def test_a_refused_connection_ends(town: Any) -> None:
     sock = here.connect()
     sock.send(GET.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer good-token\r\n\r\n") + GET)
     assert here.answers(sock, 2) == ([(200, b"one"), (401, b"Authorization: Bearer TOKEN is required\n")], True)
+
+
+class _Users:
+    """In the place of LocalUsers: what it says of each connection that it looks at, and how often it looks."""
+
+    def __init__(self) -> None:
+        self.says, self.looks = "", 0
+
+    def fault(self, _sock: socket.socket) -> str:
+        self.looks += 1
+        return self.says
+
+
+def test_a_connections_user_is_looked_up_once(town: Any) -> None:
+    """Who may ask may go on; each connection is looked at, and one that may not is told so, and ends."""
+    users = _Users()
+    server = town(users=users)
+    sock = server.connect()
+    for _ in range(3):
+        sock.sendall(GET + _post(b"{}"))
+        assert server.answers(sock, 2) == ([(200, b"one"), (200, b"got")], False)
+    assert users.looks == 1
+    users.says = "of another user"
+    other = server.connect()
+    other.sendall(GET + GET)
+    assert server.answers(other, 1) == ([(403, b"of another user\n")], True) and users.looks == 2
+    sock.sendall(GET)
+    assert server.answers(sock, 1) == ([(200, b"one")], False) and users.looks == 2
 
 
 def test_requests_that_come_together_are_answered_in_order_one_a_turn(town: Any) -> None:
