@@ -52,7 +52,8 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], *, log_
     for x in xs:
         across, at = place(x, grid[0])
         out.append(f'  <path d="M{across:.1f} {at:.1f} v5" stroke="#666666"/>')
-        out.append(f'  <text x="{across:.1f}" y="{at + 18:.1f}" text-anchor="middle">{x:,.0f}</text>')
+        text = f"{x:,.0f}" if x >= 1 else f"{x:g}"
+        out.append(f'  <text x="{across:.1f}" y="{at + 18:.1f}" text-anchor="middle">{text}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     out.append(f'  <text x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>')
     turned = f'transform="translate(14 {HEIGHT / 2:.0f}) rotate(-90)" text-anchor="middle"'
@@ -66,6 +67,15 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], *, log_
         at = TOP + 8 + 18 * number
         out.append(f'  <path d="M{WIDTH - RIGHT + 12} {at} h24" {style}/>')
         out.append(f'  <text x="{WIDTH - RIGHT + 42}" y="{at + 4}">{escape(line.name)}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def stacked(charts: Sequence[str]) -> str:
+    """Return one image of several charts, one below the other."""
+    height = HEIGHT * len(charts)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">']
+    for number, each in enumerate(charts):
+        out.append(each.replace("<svg ", f'<svg y="{HEIGHT * number}" width="{WIDTH}" height="{HEIGHT}" ', 1).rstrip())
     return "\n".join([*out, "</svg>", ""])
 
 

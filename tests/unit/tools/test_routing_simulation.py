@@ -18,6 +18,7 @@ pytest.importorskip("xxhash", reason="needs simm-store[index]")
 pytest.importorskip("msgspec", reason="needs simm-store[index]")
 
 ROOT = Path(simm.__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -88,7 +89,25 @@ def test_knowing_more_is_worth_something(routing: Any) -> None:
     assert len(routing.table(found).splitlines()) == 5
 
 
-def test_the_chart_has_a_line_for_each_router(routing: Any) -> None:
+def test_the_charts_have_a_line_for_each_router(routing: Any) -> None:
     results = {name: routing.World(name, 2, 0.5, 30, seed=1).run() for name in routing.COLOURS}
     root = ET.fromstring(routing.drawn(2, {0.5: results, 0.7: results}))
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == len(routing.COLOURS)
+    charts = root.findall(f"{SVG}svg")
+    assert len(charts) == 3
+    for each in charts:
+        lines = each.findall(f"{SVG}polyline")
+        assert [line.get("stroke") for line in lines] == list(routing.COLOURS.values())
+        assert {"0.5", "0.7"} <= {text.text for text in each.findall(f"{SVG}text")}
+
+
+@pytest.mark.parametrize("pods", [8, 200])
+def test_the_page_shows_the_charts_of_all_routers(routing: Any, pods: int) -> None:
+    """Time to the first token and load, for five routers, of a few loads each."""
+    assert f"(routing-{pods}.svg)" in (ROOT / "docs" / "index.md").read_text()
+    charts = ET.parse(ROOT / "docs" / f"routing-{pods}.svg").getroot().findall(f"{SVG}svg")
+    titles = [each.findtext(f"{SVG}title", "") for each in charts]
+    assert len(titles) == 3 and all(each.startswith(f"{pods} pods") for each in titles)
+    for each in charts:
+        lines = {line.get("stroke"): line.get("points", "").split() for line in each.findall(f"{SVG}polyline")}
+        assert set(lines) == set(routing.COLOURS.values())
+        assert all(len(points) >= 3 for points in lines.values())
