@@ -31,6 +31,11 @@ GEOMETRY: Final = (
 )  # fmt: skip
 
 
+def head_of(pool: str, facts: dict[str, Any], weights: str) -> str:
+    """Return the head of the keys of values of these facts, with these weights."""
+    return f"{pool}/{identity({**facts, 'weight_version': weights})}/"
+
+
 class HostPool:
     """A registered host pool: where its pages are, and the identities of what they hold."""
 
@@ -56,10 +61,9 @@ class HostPool:
         if found is None:
             found = []
             for facts in self.facts:
-                whole = {**facts, "weight_version": weights}
-                pool_id = identity(whole)
-                log.info("pool %s is stored as %s: %s", self.name, pool_id, whole)
-                found.append(f"{self.name}/{pool_id}/")
+                head = head_of(self.name, facts, weights)
+                log.info("pool %s is stored as %s: %s", self.name, head, {**facts, "weight_version": weights})
+                found.append(head)
             self._heads[weights] = found
         return found
 

@@ -32,12 +32,11 @@ from typing import Any, Final
 from ..client import Client, NoValue, sink_of, source_of
 from ..errors import SimmError
 from ..host.buffers import Span
+from ..schemes.encodings import short_key
 from ..wire.status import Status
 
 log = logging.getLogger("simm.connectors")
 
-#: As many bytes as a key may have; see :class:`~simm.client.Client`.
-KEY_BYTES_MAX: Final = 256
 _GENERATION: Final = struct.Struct("<Q")
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
@@ -47,12 +46,6 @@ def identity(facts: Mapping[str, Any]) -> str:
     """Return a digest, 24 characters, of facts that must all be equal for values to be interchangeable. O(facts)."""
     text = json.dumps({name: str(value) for name, value in facts.items()}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def short_key(key: str) -> str:
-    """Return the key, or a digest of it if it is longer than a key may be. O(bytes)."""
-    raw = key.encode()
-    return key if len(raw) <= KEY_BYTES_MAX else f"sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
 class Keyspace:

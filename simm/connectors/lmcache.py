@@ -38,9 +38,10 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
+from ..schemes.encodings import short_key
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
-from .keyspace import connect, options_of, short_key
+from .keyspace import connect, options_of
 from .lmcache_values import Arena, Layout, Slot, length_of, reachable, taken_apart, too_large
 
 __all__ = ["SimmAdapter", "SimmConnector"]

@@ -42,10 +42,11 @@ from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host.buffers import Span
+from ..schemes.encodings import short_key
 from ..schemes.lmcache import object_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
-from .keyspace import connect, options_of, short_key
+from .keyspace import connect, options_of
 from .lmcache_values import Arena, Slot, length_of, reachable, too_large
 
 __all__ = ["SimmL2Adapter"]

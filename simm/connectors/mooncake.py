@@ -37,11 +37,12 @@ from ..client import Client, NoValue, WrongSize, source_of
 from ..constants import VALUE_BYTES_MAX
 from ..errors import ConfigError, SimmError, UsageError
 from ..host.buffers import Pieces, Ranges, Span
+from ..schemes.encodings import short_key
 from ..sdk.batch import LargeValue
 from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
 from .complaints import Complaints
-from .keyspace import Keyspace, short_key
+from .keyspace import Keyspace
 from .keyspace import replace as replaced
 from .mooncake_types import (
     FAILED,

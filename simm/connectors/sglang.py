@@ -49,10 +49,11 @@ from ..client import Client, WrongSize
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host.buffers import Span
+from ..schemes import registry
 from ..wire.status import Status
 from . import hit_policies
 from .complaints import Complaints
-from .host_pools import GEOMETRY, HostPool, buffers, of_pages, sinks_of, source, whole
+from .host_pools import GEOMETRY, HostPool, buffers, head_of, of_pages, sinks_of, source, whole
 from .keyspace import Keyspace, connect, identity
 
 __all__ = ["HiCacheSimm"]
@@ -63,6 +64,8 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 #: Samples that get_stats() hands over at most.
 _SAMPLES_MAX: Final = 4096
+#: The keys' scheme is registered again after so many seconds, as its value may be evicted.
+_REGISTER_S: Final = 60.0
 #: Raised when a page's form changes, as keys and values in another order.
 _FORM: Final = 1
 #: What follows from the number of heads, which differs between TP widths that share groups of heads.
@@ -74,9 +77,10 @@ _OPTIONS: Final = ("manager_address", "namespace", "model", "salt", "weight_vers
 
 
 class _Batch(NamedTuple):
-    """A call's values: of which pool, under which digests, and whether the calling thread may use them."""
+    """A call's values: of which pool, under which digests, of which weights and generation."""
 
     digests: list[bytes]
+    of: tuple[str, str]
     #: For each transfer its pool, and its first and last position in ``digests``.
     extents: list[tuple[HostPool, int, int]]
 
@@ -137,6 +141,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._keyspace = Keyspace(self._client, f"sglang/{identity(self._model)}")
         self._pools: dict[str, HostPool] = {}
         self._thread = threading.local()
+        #: Of which weights and generation the scheme was registered last, and when.
+        self._registered: tuple[tuple[str, str] | None, float] = None, 0.0
         self._samples = {name: deque[float](maxlen=_SAMPLES_MAX) for name in _STATISTICS}
         log.info("SiMM's backend for SGLang: scope %s of %s", self._keyspace.scope, self._model)
 
@@ -161,8 +167,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         served = _served("model_path", "revision", "quantization", "json_model_override_args")
         return {**facts, "model": getattr(self._config, "model_name", None), **served}
 
-    def _rank_facts(self, replicated: bool, main: bool) -> list[dict[str, Any]]:
-        """Return for each value of a page which part of the model's heads and tokens it has."""
+    def _rank_facts(self, replicated: bool, main: bool, rank: int | None = None) -> list[dict[str, Any]]:
+        """Return for each value of a page which part of the model's heads and tokens it has; ``rank`` None: ours."""
         config = self._config
         facts = {
             name: getattr(config, name, default)
@@ -171,7 +177,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         }  # fmt: skip
         if replicated:
             return [facts]
-        rank, width = getattr(config, "tp_rank", 0), getattr(config, "tp_size", 1)
+        rank, width = getattr(config, "tp_rank", 0) if rank is None else rank, getattr(config, "tp_size", 1)
         groups = 1
         if main and getattr(config, "should_split_heads", False):
             groups = max(1, (getattr(config, "tp_lcm_size", None) or width) // width)
@@ -186,13 +192,13 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return False
         return name == str(PoolName.KV) or not hasattr(host, "head_num")
 
-    def _pool_facts(self, name: str, host: Any) -> list[dict[str, Any]]:
+    def _pool_facts(self, name: str, host: Any, rank: int | None = None) -> list[dict[str, Any]]:
         geometry = {each: getattr(host, each, None) for each in GEOMETRY}
         facts = {
             **self._model, "pool": name, "class": type(host).__name__, **_served("dtype", "kv_cache_dtype"),
             **{each: value for each, value in geometry.items() if value is not None},
         }  # fmt: skip
-        ranks = self._rank_facts(self._replicated(name, host), name == str(PoolName.KV))
+        ranks = self._rank_facts(self._replicated(name, host), name == str(PoolName.KV), rank)
         if len(ranks) > 1:
             heads, rest = divmod(int(getattr(host, "head_num", 0)), len(ranks))
             if rest or not heads:
@@ -246,6 +252,38 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"pool {name} was not registered")
         return pool
 
+    def _scheme(self, weights: str, generation: str) -> registry.Scheme | None:
+        """Return how the keys of a prompt's pages are made, of all ranks; None where this rank cannot tell.
+
+        The first rank tells it of all others, whose pools are like its own. Stages of a pipeline have other layers, and
+        pages that are split by tokens other tokens: nothing is told of these.
+        """
+        config, pool = self._config, self._pools.get(str(PoolName.KV))
+        model = str(self._options.get("model") or getattr(config, "model_name", None) or "")
+        parts = [getattr(config, name, 1) or 1 for name in ("pp_size", "attn_cp_size", "dcp_size")]
+        if pool is None or pool.logical or not model or max(parts) > 1 or getattr(config, "tp_rank", 0):
+            return None
+        ranks = 1 if self._replicated(pool.name, pool.host) else getattr(config, "tp_size", 1) or 1
+        heads = [
+            head_of(pool.name, facts, weights)
+            for rank in range(ranks) for facts in self._pool_facts(pool.name, pool.host, rank)
+        ]  # fmt: skip
+        options = {"scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads)}
+        return registry.Scheme(model, "sglang-pages", pool.page_tokens, ranks, options=options)
+
+    def _tell(self, weights: str, generation: str) -> None:
+        """Register the scheme of the keys, now and then, for routers. Nothing depends on it."""
+        told, when = self._registered
+        if told == (weights, generation) and time.monotonic() - when < _REGISTER_S:
+            return
+        self._registered = (weights, generation), time.monotonic()
+        try:
+            scheme = self._scheme(weights, generation)
+            if scheme is not None:
+                registry.register(self._client, scheme)
+        except Exception as exc:
+            self.complain("scheme", "the scheme of the keys is not registered, routers do not know it: %s", str(exc))
+
     # -- the batches --------------------------------------------------------------------------------
 
     def _batch(self, wanted: Sequence[tuple[HostPool, Sequence[str]]]) -> _Batch | None:
@@ -260,7 +298,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             start = len(keys)
             keys += pool.keys(hashes, weights)
             extents.append((pool, start, len(keys)))
-        return _Batch(self._keyspace.digests(generation, keys), extents)
+        return _Batch(self._keyspace.digests(generation, keys), (weights, generation), extents)
 
     def _stored(self, wanted: Sequence[tuple[HostPool, Sequence[str]]]) -> list[list[bool]]:
         """Return for each pool which of its pages are stored, all of their values."""
@@ -316,6 +354,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 self.complain("large", "a page of %d bytes in %d pieces is too large for one value (%d bytes): make "
                               "--page-size smaller", size, len(pieces), VALUE_BYTES_MAX)  # fmt: skip
         self._put(batch.digests, fits, [source(*values[at]) for at in fits], good)
+        self._tell(*batch.of)
         done = sum(size for at in fits if good[at] for _, size in values[at][1])
         self._note("backup", len(fits), done, began)
         return [of_pages(good[start:end], pool.values) for pool, start, end in batch.extents]
@@ -472,6 +511,9 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Make all that was stored of this model unreadable, for all its ranks and engines."""
         if not self._keyspace.flush():
             log.warning("the flush reaches other engines only when SiMM's servers can be reached again")
+        weights, generation = self._weights(), self._keyspace.generation()
+        if weights is not None and generation is not None:
+            self._tell(weights, generation)  # routers count on none of the old pages
 
     @_harmless(_nothing)
     def close(self) -> None:

@@ -9,6 +9,7 @@ other process can know. So two equal texts in one block are refused.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any, Final
@@ -16,12 +17,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..constants import KEY_BYTES_MAX
 from ..errors import UsageError
 
 #: Tokens of a block: above, pickle would split it into frames.
 BLOCK_TOKENS_MAX: Final = 8192
 
 _Int64 = NDArray[np.int64]
+
+
+def short_key(key: str) -> str:
+    """Return the key, or a digest of it if it is longer than a key may be. O(bytes)."""
+    raw = key.encode()
+    return key if len(raw) <= KEY_BYTES_MAX else f"sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
 def token_array(tokens: Sequence[int] | NDArray[Any]) -> _Int64:

@@ -104,6 +104,8 @@ class Scheme:
     def _keys_max(self) -> int:
         """Return a number that the keys of a page do not exceed."""
         many = {name: value for name, value in self.options.items() if type(value) is int}
+        if self.scheme == "sglang-pages":
+            return str(self.options.get("heads", "")).count(",") + 1
         if self.scheme == "sglang-unified":
             return int(many.get("model_layers", 0) * max(1, many.get("heads", 0)))
         parts = 2 * max(1, many.get("split", 0)) * max(1, many.get("layers", 0)) * len(self.pools)
@@ -151,6 +153,13 @@ def _sglang_simm(scheme: Scheme, tokens: Sequence[int] | NDArray[Any], request: 
     hashes = _sglang_hashes(scheme, tokens, request)
     mla, tag = _option(scheme, "mla", False), _option(scheme, "tag", None)
     return [hashes, *(sglang.simm_keys(hashes, rank, mla=mla, tag=tag) for rank in _ranks(scheme, mla))]
+
+
+def _sglang_pages(scheme: Scheme, tokens: Sequence[int] | NDArray[Any], request: Request) -> _Lists:
+    hashes = _sglang_hashes(scheme, tokens, request)
+    heads = _option(scheme, "heads", "").split(",")
+    scope, generation = _option(scheme, "scope", ""), _option(scheme, "generation", "")
+    return [hashes, sglang.page_keys(hashes, heads, scope=scope, generation=generation)]
 
 
 def _sglang_mooncake(scheme: Scheme, tokens: Sequence[int] | NDArray[Any], request: Request) -> _Lists:
@@ -213,10 +222,12 @@ def _lmcache(scheme: Scheme, tokens: Sequence[int] | NDArray[Any], request: Requ
 
 #: By name: returns the keys of a scheme.
 SCHEMES: Final[Mapping[str, _Maker]] = {
-    "sglang-simm": _sglang_simm, "sglang-mooncake": _sglang_mooncake, "sglang-unified": _sglang_unified,
+    "sglang-pages": _sglang_pages, "sglang-simm": _sglang_simm, "sglang-mooncake": _sglang_mooncake,
+    "sglang-unified": _sglang_unified,
     "vllm-mooncake": _vllm_mooncake, "lmcache": _lmcache,
 }  # fmt: skip
 _OPTIONS: Final[Mapping[str, Mapping[str, type]]] = {
+    "sglang-pages": {"bigram": bool, "scope": str, "generation": str, "heads": str},
     "sglang-simm": {"mla": bool, "tag": str, "bigram": bool},
     "sglang-mooncake": {"mla": bool, "tag": str, "bigram": bool, "model_name": str, "split": int},
     "sglang-unified": {
@@ -248,6 +259,15 @@ def value_key(model: str, scheme: str) -> str:
     return f"simm.scheme/{scheme}/{blake2b(model.encode(), digest_size=16).hexdigest()}"
 
 
+def scheme_of(item: object) -> Scheme:
+    """Return the registration that a JSON object has: the fields of :class:`Scheme`. Raises UsageError for another."""
+    try:
+        fields = dict(item)  # type: ignore[call-overload]
+        return Scheme(**{**fields, "pools": tuple(fields.get("pools", ("kv",)))})
+    except (TypeError, ValueError, AttributeError) as exc:
+        raise UsageError(f"no scheme of keys: {exc}") from None
+
+
 def parse(value: bytes) -> list[Scheme]:
     """Return the registrations of a value, without those that are wrong. O(bytes)."""
     if len(value) > VALUE_BYTES_MAX:
@@ -259,8 +279,8 @@ def parse(value: bytes) -> list[Scheme]:
     found = []
     for item in items[:DEPLOYMENTS_MAX] if isinstance(items, list) else ():
         try:
-            found.append(Scheme(**{**item, "pools": tuple(item["pools"])}))
-        except (UsageError, TypeError, KeyError, AttributeError):
+            found.append(scheme_of(item))
+        except UsageError:
             continue  # of a newer version, or nonsense
     return found
 
@@ -277,11 +297,20 @@ def register(client: Values, scheme: Scheme) -> bool:
     """
     key = value_key(scheme.model, scheme.scheme)
     (value,) = client.get_many([key])
-    known = [each for each in parse(value or b"") if each != scheme]
+    known = [each for each in parse(value or b"") if each != scheme and not _replaced(each, scheme)]
     known = [*known, scheme][-DEPLOYMENTS_MAX:]
     while len(raw := as_value(known)) > VALUE_BYTES_MAX and len(known) > 1:
         del known[0]
     return client.put(key, raw)
+
+
+def _replaced(old: Scheme, new: Scheme) -> bool:
+    """Return whether nothing can be read under a registration's keys any more: of a generation before a flush."""
+    scope = new.options.get("scope")
+    return bool(
+        scope and old.options.get("scope") == scope
+        and str(old.options.get("generation", "")) < str(new.options.get("generation", ""))
+    )  # fmt: skip
 
 
 def registered(client: Values, model: str) -> list[Scheme]:

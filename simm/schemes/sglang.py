@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .encodings import check_block, packed, token_array
+from .encodings import check_block, packed, short_key, token_array
 
 #: Pools of the backend ``mooncake`` that store one object for a page, the same on every rank.
 PACKED_POOLS: Final = frozenset((
@@ -90,6 +90,16 @@ class Rank(NamedTuple):
     tp: int = 0
     pp: int = 0
     pp_size: int = 1
+
+
+def page_keys(hashes: Sequence[str], heads: Sequence[str], *, scope: str, generation: str) -> list[str]:
+    """Return the keys of SiMM's own backend (``simm.connectors.sglang``): for each page one for each of its values.
+
+    ``scope``, ``generation`` and ``heads`` come from the backend, which registers them: they have the identity of the
+    model and of its pools. O(hashes x heads).
+    """
+    start = f"{scope}/{generation}/"
+    return [short_key(start + head + page) for page in hashes for head in heads]
 
 
 def simm_keys(hashes: Sequence[str], rank: Rank = Rank(), *, mla: bool = False, tag: str | None = None) -> list[str]:  # noqa: B008

@@ -102,7 +102,7 @@ def lmcache() -> dict[str, Adapter]:
 
     from simm.connectors import lmcache as module
     from simm.connectors import lmcache_server as server_module
-    from simm.connectors.keyspace import short_key
+    from simm.schemes.encodings import short_key
 
     def foreign(store: FakeStore, name: str) -> None:
         """Put a value of another layout in place of a chunk's."""

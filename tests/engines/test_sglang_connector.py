@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine_processes import Cluster, DriverRun, Engine
+from simm.client import Client
+from simm.schemes import registry
+from tests.engines import engine_content
+from tests.engines.engine_processes import PATIENT_MS, Cluster, DriverRun, Engine
 
 SEED = 20_261_123
 #: A full batch of SGLang's 128 pages and a short second one.
 PAGES = 140
+PAGE_TOKENS = 16
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 
 Step = dict[str, Any]
@@ -40,7 +44,10 @@ APART: dict[str, tuple[Step, Step]] = {
     "ranks": ({"ranks": 2}, {"ranks": 2, "rank": 1}),
     "numbers of layers": ({"layers": 3}, {"layers": 4}),
 }
+#: Pools of models of these names, whose keys routers make from what the backend has registered.
+REGISTERED = ("mha", "mla")
 WRITER = [
+    *(case("write", f"registered/{pool}", pool, model=f"registered-{pool}") for pool in REGISTERED),
     *all_pools("write", "direct"),
     *all_pools("controller-write", "controller"),
     *(case("write", name, **one) for name, (one, _) in APART.items()),
@@ -140,6 +147,20 @@ def test_injected_failures_leave_pages_right_or_absent(runs: Runs, reader: Drive
         assert "error" not in result, result
         assert result["wrong"] == [] or result["read"] < PAGES
     assert any(result["read"] < PAGES for result in some)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("pool", REGISTERED)
+def test_routers_make_the_keys_that_sglang_wrote(writer: DriverRun, engine_cluster: Cluster, pool: str) -> None:
+    """By the scheme that the backend has registered itself; pages that nobody wrote are not there."""
+    tokens = engine_content.tokens(SEED, f"registered/{pool}", (PAGES + 8) * PAGE_TOKENS)
+    with Client(engine_cluster.address, deadline_s=PATIENT_MS / 1000) as client:
+        assert client.wait_ready()
+        (scheme,) = registry.registered(client, f"registered-{pool}")
+        assert (scheme.scheme, scheme.page, scheme.ranks) == ("sglang-pages", PAGE_TOKENS, 1)
+        keys, per_page = scheme.keys(tokens)
+        assert per_page == 1 and client.exists_many(keys) == [True] * PAGES + [False] * 8
+        assert client.prefix(keys).keys == PAGES
 
 
 @pytest.mark.engines

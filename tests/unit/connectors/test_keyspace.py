@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from simm.connectors.keyspace import KEY_BYTES_MAX, Keyspace, connect, identity, short_key
+from simm.connectors.keyspace import Keyspace, connect, identity
+from simm.constants import KEY_BYTES_MAX
+from simm.schemes.encodings import short_key
 from simm.testing import FakeClient, FakeStore
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from simm.connectors import host_pools
+from simm.schemes import registry
+from simm.schemes.sglang import page_hashes
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang
 from tests.support.fake_sglang import Config, Pool, PoolHitPolicy, PoolName, PoolTransfer, Served
@@ -243,6 +245,54 @@ def test_widths_share_groups_of_heads_if_they_are_told_to(engine: Engines) -> No
     assert (back.raw == wide.raw).all()
     engine.clients[1].delete_digests(one._batch([(one._pool("kv"), KEYS[:1])]).digests[:1])
     assert one.batch_exists(KEYS) == 0 and one.batch_exists(KEYS[1:]) == 7, "half a page is none"
+
+
+# -- what routers are told ---------------------------------------------------------------------------------
+
+
+def asked(client: FakeClient, pool: Pool, salt: str | None = None) -> list[tuple[int, int]]:
+    """Return for each scheme that is registered how many keys the prompt has, and how many of them are stored."""
+    found = []
+    for scheme in registry.registered(client, "model"):
+        keys, per_page = scheme.keys(list(range(8 * pool.page_size)), registry.Request(cache_salt=salt))
+        assert len(keys) == 8 * per_page
+        found.append((len(keys), sum(client.exists_many(keys))))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "mla"), [(1, False), (2, False), (2, True)])
+def test_the_keys_of_a_prompts_pages_are_what_is_registered(engine: Engines, ranks: int, mla: bool) -> None:
+    """Of all ranks, by the first of them: a page can be loaded if each rank's part of it is stored."""
+    fields: dict[str, Any] = {"heads": None, "parts": 1} if mla else {}
+    pool = filled(12, **fields)
+    hashes = page_hashes(list(range(8 * pool.page_size)), pool.page_size)
+    backends = [engine(pool, tp_rank=rank, tp_size=ranks, is_mla_model=mla) for rank in range(ranks)]
+    client = engine.clients[0]
+    values = 1 if mla else ranks
+    for rank, backend in reversed(list(enumerate(backends))):
+        assert backend.batch_set_v1(hashes, pool.indices(*ROWS)) == [True] * 8
+        assert len(asked(client, pool)) == (rank == 0)
+    assert asked(client, pool) == [(8 * values, 8 * values)]
+    assert asked(client, pool, "salt") == [(8 * values, 0)], "of other requests"
+    backends[0].clear()
+    assert asked(client, pool) == [(8 * values, 0)], "nobody reads the old ones any more"
+    assert backends[0].batch_set_v1(hashes[:3], pool.indices(0, 1, 2)) == [True] * 3
+    assert asked(client, pool) == [(8 * values, 3)], "in place of the one before the flush"
+    other = engine(filled(13, layout="layer_first", **fields), tp_size=ranks, is_mla_model=mla)
+    assert other.batch_set_v1(hashes[:1], pool.indices(0)) == [True]
+    assert asked(client, pool) == [(8 * values, 3), (8 * values, 1)], "another form of pages, beside it"
+
+
+@pytest.mark.parametrize("config", [{"pp_size": 2}, {"attn_cp_size": 2}, {"model_name": None}], ids=str)
+def test_what_cannot_be_told_is_not_registered(engine: Engines, store: FakeStore, config: dict[str, Any]) -> None:
+    pool = filled(14)
+    backend = engine(pool, **config)
+    assert stores(backend, pool)
+    assert asked(engine.clients[0], pool) == []
+    plain = engine(pool)
+    engine.clients[-1].put = None  # type: ignore[method-assign, assignment]
+    assert plain.batch_set_v1(KEYS[:1], pool.indices(0)) == [True], "a registration that fails harms nothing"
+    assert asked(engine.clients[0], pool) == []
 
 
 def test_another_width_than_the_heads_allow_stores_nothing(engine: Engines) -> None:
