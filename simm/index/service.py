@@ -18,6 +18,7 @@ from ..errors import SimmError, UsageError
 from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
 from ..schemes.encodings import check_block
+from ..schemes.registry import Scheme
 from . import figures
 from .blocks import Blocks
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
@@ -398,8 +399,8 @@ def _scored(found: Scores) -> dict[str, Any]:
     return answer
 
 
-def asking(client: Any, *, every_s: float = 30.0) -> Shared:
-    """Return what asks a store for prompts, by the schemes that connectors have registered in it.
+def asking(client: Any, *, every_s: float = 30.0, given: Sequence[Scheme] = ()) -> Shared:
+    """Return what asks a store for prompts, by the schemes that connectors have registered in it, and by those given.
 
     The answer has the greatest of all schemes of the model: ``tokens``, ``by_host`` (keys by data server) and
     ``load_ms``; None if no scheme is known. Schemes are read again after ``every_s`` seconds, where there were none
@@ -422,7 +423,7 @@ def asking(client: Any, *, every_s: float = 30.0) -> Shared:
                 if len(known) > NAMES_MAX:
                     known.clear()
                 known[model] = time.monotonic(), schemes
-            for scheme in schemes:
+            for scheme in (*schemes, *(each for each in given if each.model == model)):
                 if scheme.namespace not in ("", client.namespace):
                     continue
                 keys, per_page = scheme.keys(body["token_ids"], request)

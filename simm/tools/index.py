@@ -39,6 +39,8 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--grpc", metavar="HOST:PORT",
                         help="where it answers llm-d's indexer.v1 by gRPC; beyond loopback with tokens")  # fmt: skip
     parser.add_argument("--register", metavar="FILE", help="JSON list of publishers, each as for POST /register")
+    parser.add_argument("--schemes", metavar="FILE",
+                        help="JSON list of key schemes of connectors that register none in the store")  # fmt: skip
     parser.add_argument("--weights", metavar="TIER=W,...", help="weights of tiers, as gpu=1,cpu=0.8,storage=0.5")
     parser.add_argument("--hash-seed", type=int, metavar="N", help="seed of RFC 1527's hash (1337, as Dynamo)")
     parser.add_argument("--lmcache-hash", metavar="NAME[:SEED],...",
@@ -109,6 +111,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.process import stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
     from ..schemes.encodings import check_block
+    from ..schemes.registry import scheme_of
 
     weights = parse_weights(arguments.weights)
     seed = SEED if arguments.hash_seed is None else arguments.hash_seed
@@ -126,14 +129,17 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         assert library.__all__
         _callers(calls, "--grpc", settings, named)
     notify = Notifier.from_environment()
-    first = _registrations(arguments.register)
+    first = _objects(arguments.register, "each as for POST /register")
+    schemes = [scheme_of(each) for each in _objects(arguments.schemes, "each a key scheme, as in docs/routing.md")]
+    if schemes and settings.origin("manager").startswith("default"):
+        raise UsageError("--schemes has no effect without --manager, the store to ask")
     with contextlib.ExitStack() as stack:
         stack.callback(notify.close)
         shared = None
         if not settings.origin("manager").startswith("default"):
             from ..client import Client
 
-            shared = asking(stack.enter_context(Client(**client_arguments(settings))))
+            shared = asking(stack.enter_context(Client(**client_arguments(settings))), given=schemes)
         index = Blocks(seed)
         publishers = Publishers(index)
         stack.callback(publishers.close)
@@ -173,7 +179,8 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     return EXIT_OK
 
 
-def _registrations(path: str | None) -> list[dict[str, Any]]:
+def _objects(path: str | None, what: str) -> list[dict[str, Any]]:
+    """Return the objects of a file, none without one. Raises UsageError, OSError."""
     if path is None:
         return []
     with open(path, "rb") as source:
@@ -183,7 +190,7 @@ def _registrations(path: str | None) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as exc:
         raise UsageError(f"{path} is no JSON: {exc}") from None
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise UsageError(f"{path} is a JSON list of objects, each as for POST /register")
+        raise UsageError(f"{path} is a JSON list of objects, {what}")
     return found
 
 

@@ -192,6 +192,10 @@ def test_a_query_has_what_the_store_has() -> None:
         "tokens": 48, "by_host": {"h": 1}, "load_ms": 0.5, "scheme": "sglang-simm", "block_size": 16
     }  # fmt: skip
     assert _post(service, "/query", {**body, "model": "other"})[1]["shared"] is None
+    given = [registry.Scheme("other", "vllm-mooncake", page=32), registry.Scheme("third", "lmcache", page=16)]
+    told = Service(_index(), shared=asking(store, given=given))
+    shared = _post(told, "/query", {**body, "model": "other"})[1]["shared"]
+    assert (shared["tokens"], shared["scheme"]) == (64, "vllm-mooncake"), "of connectors that register nothing"
     store.down = True
     assert _post(service, "/query", body) == (200, {**_post(Service(_index()), "/query", body)[1], "shared": None})
 

@@ -54,6 +54,7 @@ def test_publishers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--weights", "gold=1"], "TIER=WEIGHT"), (["--weights", "gpu=-1"], "TIER=WEIGHT"),
         (["--weights", "gpu"], "TIER=WEIGHT"), (["--at", "0.0.0.0:0"], "is not loopback"),
         (["--grpc", "0.0.0.0:0"], "--grpc 0.0.0.0:0 is not loopback"),
+        (["--schemes", "/nowhere/x"], "No such file"),
         (["--hash-seed", "-1"], "--hash-seed"), (["--register", "/nowhere/x"], "No such file"),
     ],
 )  # fmt: skip
@@ -88,3 +89,17 @@ def test_a_file_of_publishers_is_a_list(tmp_path: Path, capsys: pytest.CaptureFi
     for text, sentence in (("{", "no JSON"), ('{"a": 1}', "JSON list")):
         path.write_text(text)
         assert main(["index", "--register", str(path)]) == 2 and sentence in capsys.readouterr().err
+
+
+def test_schemes_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schemes.json"
+    right = {"model": "m", "scheme": "lmcache", "page": 256}
+    for text, sentence in [
+        ("{", "is no JSON"), ('{"model": "m"}', "each a key scheme"), ('[{"model": "m"}]', "no scheme of keys"),
+        (json.dumps([{**right, "scheme": "none"}]), "scheme"),
+        (json.dumps([{**right, "pools": 7}]), "no scheme of keys"),
+        (json.dumps([right]), "--schemes has no effect without --manager"),
+    ]:  # fmt: skip
+        file.write_text(text)
+        assert main(["index", "--schemes", str(file), "--at", "127.0.0.1:0"]) == 2, text
+        assert sentence in capsys.readouterr().err, text
