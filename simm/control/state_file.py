@@ -7,26 +7,34 @@
 A save writes the temporary file, fsyncs it, renames it over the old one and fsyncs the folder. After a crash at any
 point the file holds the old state or the new one, whole. A state that cannot be read with certainty is never replaced
 by an empty one: the error says what is wrong and what to do.
+
+Whoever writes the state says what the cluster is. Where all users may write, as in /tmp, another one may have made the
+folder or a file of it first. So what lies there must be this user's or root's. A pipe would stop the start for ever, so
+files are ordinary ones anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ConfigError, CorruptionError, SimmError
+from ..host.users import trusts
 
 FILE_FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 64 << 20
 
 
-#: A link in the folder could name any file of this user: the lock and the new state would overwrite it.
-_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+#: A link in the folder could name any file of this user: the lock and the new state would overwrite it. A pipe has
+#: nobody at its other end.
+_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class StateFile:
@@ -43,7 +51,8 @@ class StateFile:
         lock = folder / f"{name}.lock"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
+            _require_own(folder, os.stat(folder))
+            self._lock = _open_own(lock, os.O_RDWR | os.O_CREAT)
         except OSError as exc:
             raise ConfigError(
                 f"cannot use the state folder {folder}: {exc.strerror or exc}; name another with --state-dir"
@@ -73,7 +82,7 @@ class StateFile:
         """Return the state last saved, or None before the first. Raises CorruptionError with the remedy."""
         way_out = f"to begin anew, move {self.path} away (the cluster then refills from its servers)"
         try:
-            with self.path.open("rb") as file:
+            with open(_open_own(self.path, os.O_RDONLY), "rb") as file:
                 raw = file.read(FILE_BYTES_MAX + 1)
         except FileNotFoundError:
             return None
@@ -103,7 +112,7 @@ class StateFile:
         body = canonical(state)
         head = json.dumps({"kind": self.kind, "format": FILE_FORMAT, "crc32": zlib.crc32(body)})
         try:
-            fd = os.open(self._tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
+            fd = _open_own(self._tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with open(fd, "wb") as file:
                 file.write(head[:-1].encode() + b', "state": ' + body + b"}\n")
                 file.flush()
@@ -124,6 +133,28 @@ class StateFile:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _require_own(path: Path, about: os.stat_result) -> None:
+    """Raise PermissionError for what is another user's than this one's or root's, where all users may make it."""
+    if not trusts(about.st_uid) and os.stat(path.parent).st_mode & stat.S_IWOTH:
+        raise PermissionError(
+            errno.EPERM, f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and all may write there"
+        )
+
+
+def _open_own(path: Path, how: int) -> int:
+    """Open a file of the state. Raises OSError, also for one that another user may have made, or no ordinary one."""
+    fd = os.open(path, how | _OPEN, 0o600)
+    try:
+        about = os.fstat(fd)
+        _require_own(path, about)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, f"{path} is no ordinary file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def canonical(state: Any) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from simm.control.state_file import StateFile
-from simm.errors import ConfigError
+from simm.errors import ConfigError, CorruptionError
+from tests.support.other_user import UID, needs_root
 
 
 def test_issue_the_lock_follows_no_link(tmp_path: Path) -> None:
@@ -34,3 +37,50 @@ def test_issue_a_new_state_follows_no_link(tmp_path: Path) -> None:
         assert precious.read_text() == "of the operator"
         file.save({"epoch": 1})  # the link has been removed
         assert file.load() == {"epoch": 1}
+
+
+def planted(folder: Path, how: str) -> None:
+    """Be another user, who has made the folder or a file of it first, and lets everybody write there."""
+    if how != "the folder":
+        path = folder / how
+        path.write_text("{}")
+        path.chmod(0o666)
+        os.chown(path, UID, UID)
+    else:
+        os.chown(folder, UID, UID)
+
+
+@needs_root
+@pytest.mark.parametrize("how", ["the folder", "manager.lock", "manager.json"])
+def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how: str) -> None:
+    """Where all may write, as in /tmp: he could say what the cluster is."""
+    shared = tmp_path / "shared"
+    folder = shared / "state"
+    folder.mkdir(parents=True)
+    shared.chmod(0o1777)
+    folder.chmod(0o777)
+    planted(folder, how)
+    with pytest.raises((ConfigError, CorruptionError), match=f"belongs to uid {UID}"):
+        with contextlib.closing(StateFile(folder, "manager")) as file:
+            file.load()
+
+
+@needs_root
+def test_what_an_operator_has_made_is_used_whosever_it_is(tmp_path: Path) -> None:
+    """A network's file system may show every file as somebody else's. Nobody else makes one there."""
+    folder = tmp_path / "state"
+    with contextlib.closing(StateFile(folder, "manager")) as file:
+        file.save({"epoch": 1})
+    for each in (folder, folder / "manager.json", folder / "manager.lock"):
+        os.chown(each, UID, UID)
+    with contextlib.closing(StateFile(folder, "manager")) as file:
+        assert file.load() == {"epoch": 1}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_issue_a_pipe_does_not_stop_the_start(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Whoever opens it waits for somebody who writes, for ever."""
+    with contextlib.closing(StateFile(tmp_path / "state", "manager")) as file:
+        make(tmp_path / "state" / "manager.json")
+        with pytest.raises(CorruptionError, match=r"(?i)no ordinary file|is a directory"):
+            file.load()
