@@ -132,7 +132,7 @@ class Ring:
 
     @classmethod
     def attach(cls, fd: int) -> Ring:
-        """Map a client's ring. Raises RemoteProtocolError if it is not sealed or has another size."""
+        """Map a client's ring. Raises RemoteProtocolError if it is not sealed, or of another size, or read-only."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as exc:
@@ -141,7 +141,10 @@ class Ring:
             raise RemoteProtocolError("the ring is not sealed against shrinking")
         if os.fstat(fd).st_size != RING_BYTES:
             raise RemoteProtocolError(f"the ring has {os.fstat(fd).st_size} bytes, not {RING_BYTES}")
-        return cls(fd)
+        try:
+            return cls(fd)
+        except PermissionError as exc:
+            raise RemoteProtocolError(f"the ring cannot be written: {exc.strerror}") from exc
 
     # -- client -----------------------------------------------------------------------------
 

@@ -130,6 +130,20 @@ def test_a_ring_that_could_be_cut_under_us_is_refused(size: int, seals: int, tex
         Ring.attach(fd)
 
 
+#: F_SEAL_FUTURE_WRITE, which Python's module does not have before 3.13.
+FUTURE_WRITE = 0x10
+
+
+@pytest.mark.parametrize("how", [FUTURE_WRITE, os.O_RDONLY], ids=["sealed", "read-only"])
+def test_issue_a_ring_that_cannot_be_written_is_refused(how: int) -> None:
+    """It was an error inside of the worker, with a traceback for each attempt."""
+    fd = memfd(RING_BYTES, SEALS if how == os.O_RDONLY else SEALS | how)
+    passed = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) if how == os.O_RDONLY else os.dup(fd)
+    os.close(fd)
+    with contextlib.closing(os.fdopen(passed, "rb")), pytest.raises(RemoteProtocolError, match="cannot be written"):
+        Ring.attach(passed)
+
+
 def test_something_that_is_no_memfd_is_refused() -> None:
     near, far = os.pipe()
     try:
