@@ -33,6 +33,13 @@ def test_the_search_path_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert child_environment()["PYTHONPATH"].split(os.pathsep)[1:] == ["/one", "/two"]
 
 
+@pytest.mark.parametrize("given", ["", ":", ":/one", "/one:", "/one::/two"])
+def test_the_current_folder_is_not_searched(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty entry stands for it."""
+    monkeypatch.setenv("PYTHONPATH", given)
+    assert "" not in child_environment()["PYTHONPATH"].split(os.pathsep)
+
+
 def test_a_folder_that_another_process_cleans_away_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
