@@ -29,7 +29,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -119,8 +119,13 @@ def _invalid(*_: Any, **__: Any) -> int:
     return INVALID_PARAMS
 
 
+def _each(keys: object, code: _T) -> list[_T]:
+    """Return a code for each of the keys; none for what is no list of them."""
+    return [code] * len(keys) if isinstance(keys, Sized) else []
+
+
 def _all_invalid(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
-    return [INVALID_PARAMS] * len(keys)
+    return _each(keys, INVALID_PARAMS)
 
 
 def _unreached(*_: Any, **__: Any) -> int:
@@ -128,7 +133,7 @@ def _unreached(*_: Any, **__: Any) -> int:
 
 
 def _all_unreached(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
-    return [RPC_FAIL] * len(keys)
+    return _each(keys, RPC_FAIL)
 
 
 class MooncakeDistributedStore:
@@ -215,11 +220,14 @@ class MooncakeDistributedStore:
         client, _ = self._ready()
         return 0 if client.stats()["manager"] == "connected" else 2
 
-    def _ready(self) -> tuple[Client, Keyspace]:
-        client, keys = self._client, self._keys
-        if client is None or keys is None:
+    def _ready(self, keys: object = ()) -> tuple[Client, Keyspace]:
+        """Return what to ask. Raises UsageError if there is nothing, or ``keys`` are no list of keys."""
+        client, space = self._client, self._keys
+        if client is None or space is None:
             raise UsageError("the store is not set up, or closed")
-        return client, keys
+        if isinstance(keys, (str, bytes)) or not isinstance(keys, Sized):
+            raise UsageError(f"keys is a list of keys, not {keys!r:.40}")
+        return client, space
 
     # -- memory -------------------------------------------------------------------------------------
 
@@ -307,7 +315,7 @@ class MooncakeDistributedStore:
         self, keys: Sequence[str], sources: Sequence[Callable[[], memoryview | Span]], *, replace: bool = False
     ) -> list[int]:
         """Store values unless their keys exist; return a code for each. A value that makes no sense fails alone."""
-        client, space = self._ready()
+        client, space = self._ready(keys)
         generation = space.generation()
         if generation is None:
             return [RPC_FAIL] * len(keys)
@@ -347,7 +355,7 @@ class MooncakeDistributedStore:
         value: bytes = self.get_batch([key])[0]
         return value
 
-    @_guarded(lambda keys, *_, **__: [b""] * len(keys))
+    @_guarded(lambda keys, *_, **__: _each(keys, b""))
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
         """Return values, empty for misses."""
         client, _ = self._ready()
@@ -417,7 +425,7 @@ class MooncakeDistributedStore:
 
     def _get(self, keys: Sequence[str], sinks: Sequence[Span | None], wanted: Sequence[int | None]) -> list[int]:
         """Copy values to memory; return a length or a code for each. ``wanted``: the length that a value must have."""
-        client, space = self._ready()
+        client, space = self._ready(keys)
         codes = [INVALID_PARAMS if sink is None or not key else OBJECT_NOT_FOUND for key, sink in zip(keys, sinks)]
         generation = space.generation()
         good = [at for at, code in enumerate(codes) if code == OBJECT_NOT_FOUND]
@@ -506,7 +514,7 @@ class MooncakeDistributedStore:
         there: int = self.batch_is_exist([key])[0]
         return there
 
-    @_guarded(lambda keys, *_, **__: [FAILED] * len(keys))
+    @_guarded(lambda keys, *_, **__: _each(keys, FAILED))
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """:meth:`is_exist` for several."""
         client, _ = self._ready()
@@ -526,7 +534,7 @@ class MooncakeDistributedStore:
     @_guarded(_all_invalid, _all_unreached)
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """:meth:`remove` several."""
-        client, space = self._ready()
+        client, space = self._ready(keys)
         generation = space.generation()
         if generation is None:
             return [RPC_FAIL] * len(keys)
@@ -541,7 +549,7 @@ class MooncakeDistributedStore:
 
     def _names(self, keys: Sequence[str]) -> list[str] | None:
         """Return the keys as SiMM has them; None if nothing is known of any. Raises UsageError."""
-        _, space = self._ready()
+        _, space = self._ready(keys)
         generation = space.generation()
         return None if generation is None else space.names(generation, keys)
 

@@ -305,6 +305,24 @@ def test_an_error_of_any_kind_is_a_code(store: MooncakeDistributedStore, shared:
     assert {name: found[name] for name in CHANGES} == {name: OUTAGE[name] for name in CHANGES}
 
 
+@pytest.mark.parametrize("keys", [None, 5, object()], ids=repr)
+def test_issue_what_is_no_list_of_keys_raises_nothing(store: MooncakeDistributedStore, keys: Any) -> None:
+    """What was to be returned in place of an error raised one itself."""
+    assert store.batch_is_exist(keys) == store.get_batch(keys) == store.batch_remove(keys) == []
+    for call in (store.batch_get_into, store.batch_get_into_multi_buffers, store.batch_put_from,
+                 store.batch_put_from_multi_buffers):  # fmt: skip
+        assert call(keys, [], []) == []
+    assert store.batch_get_into_multi_buffer_ranges(keys, [], [], []) == []
+
+
+def test_issue_one_text_is_no_list_of_keys(store: MooncakeDistributedStore) -> None:
+    """Its letters were taken for keys, and removed."""
+    assert store.put("k", b"v") == 0
+    assert store.batch_remove("kk") == [-600, -600] and store.get("k") == b"v"
+    assert store.batch_is_exist("k") == [-1] and store.get_batch("k") == [b""]
+    assert store.put_batch("ab", [b"1", b"2"]) != 0 and store.is_exist("a") == 0
+
+
 def test_a_registration_that_cannot_be_ended_is_ended(
     store: MooncakeDistributedStore, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
