@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from simm.client import Client
@@ -19,7 +21,7 @@ from simm.net.named_socket import NamedSocket
 from simm.rpc import encode
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
-from tests.support.child import Child
+from tests.support.child import Child, alive, stopped
 from tests.support.other_user import GID, command_as, let_through, needs_root, run_as
 from tests.support.processes import Cluster, new_folder
 from tests.support.waiting import wait_until
@@ -161,6 +163,17 @@ def beside_a_silent_member(cluster: Cluster) -> tuple[bytes, float]:
             own.sendall(encode(client_hello(M.Role.CLIENT), 1))
             answer = own.recv(1 << 16)
         return answer, time.monotonic() - began
+
+
+def test_issue_a_killed_supervisor_leaves_no_table_of_sealed_data(nothing_is_left: Path) -> None:
+    """Its worker heard the kernel's signal before the connection's end, and kept 2 % of the arena for nobody."""
+    with Cluster(new_folder(), "32M", server_arguments=("--group", str(GID), "--warm")) as cluster:
+        worker, server = psutil.Process(cluster.worker_stats()["pid"]), cluster.processes["dataserver"]
+        with stopped(worker):
+            server.send_signal(signal.SIGKILL)
+            wait_until(lambda: worker.ppid() != server.pid, "the supervisor has gone")
+        wait_until(lambda: not alive(worker), "the worker has gone")
+        assert not [name for name in os.listdir("/dev/shm") if f"-{cluster.name}-" in name]
 
 
 def test_the_socket_is_the_groups_when_it_is_bound_again(tmp_path: Path) -> None:

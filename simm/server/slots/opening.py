@@ -97,6 +97,7 @@ class Opener:
         options = self.options
 
         def body(supervisor: socket.socket) -> None:
+            parent = os.getppid()
             numa.pin(slot.node)
             arena, any_uid = slot.segment, options.group is not None
             arena.lock_writer()
@@ -116,14 +117,16 @@ class Opener:
                 text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
                 raise ChildError(text, UNRECOVERED) from exc
             worker.run()
-            gone = worker.orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
+            # The kernel's signal may come before the end of the supervisor's connection.
+            orphaned = worker.orphaned or os.getppid() != parent
+            gone = orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
             if options.warm and store.cluster and not gone:  # without a cluster there is nothing to keep
                 store.suspend()
             else:
                 store.close()
                 # If the supervisor was killed, nobody else removes the segment before the next start.
                 arena.unlock()
-                segments.remove_if_left(arena.name, ORPHAN_S if worker.orphaned else 0.0)
+                segments.remove_if_left(arena.name, ORPHAN_S if orphaned else 0.0)
 
         return Supervised(
             self._children, f"worker {slot.number}", body, [*slot.segment.fds, *slot.unix.fds],
