@@ -51,7 +51,8 @@ class StateFile:
         lock = folder / f"{name}.lock"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_own(folder, os.stat(folder))
+            for about in (os.lstat(folder), os.stat(folder)):  # a link, and what it leads to
+                _require_own(folder, about)
             self._lock = _open_own(lock, os.O_RDWR | os.O_CREAT)
         except OSError as exc:
             raise ConfigError(

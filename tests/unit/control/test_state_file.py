@@ -41,17 +41,21 @@ def test_issue_a_new_state_follows_no_link(tmp_path: Path) -> None:
 
 def planted(folder: Path, how: str) -> None:
     """Be another user, who has made the folder or a file of it first, and lets everybody write there."""
-    if how != "the folder":
+    if how == "a link":
+        folder.rename(folder.with_name("of an operator"))
+        folder.symlink_to("of an operator")
+        os.chown(folder, UID, UID, follow_symlinks=False)
+    elif how == "the folder":
+        os.chown(folder, UID, UID)
+    else:
         path = folder / how
         path.write_text("{}")
         path.chmod(0o666)
         os.chown(path, UID, UID)
-    else:
-        os.chown(folder, UID, UID)
 
 
 @needs_root
-@pytest.mark.parametrize("how", ["the folder", "manager.lock", "manager.json"])
+@pytest.mark.parametrize("how", ["the folder", "a link", "manager.lock", "manager.json"])
 def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how: str) -> None:
     """Where all may write, as in /tmp: he could say what the cluster is."""
     shared = tmp_path / "shared"
@@ -63,6 +67,7 @@ def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how:
     with pytest.raises((ConfigError, CorruptionError), match=f"belongs to uid {UID}"):
         with contextlib.closing(StateFile(folder, "manager")) as file:
             file.load()
+    assert how != "a link" or not list(folder.iterdir())
 
 
 @needs_root
