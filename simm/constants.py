@@ -57,6 +57,8 @@ COUNT_LOGS = (224, 160), (389, 16)
 LOG_GETS, LOG_PUTS = range(len(COUNT_LOGS))
 # And a sample of keys that were not there: how many so far, then the upper halves of the last ones' digests, in turn.
 COUNT_MISSED, MISSED_KEYS = 410, 32
+#: Of so many keys that a worker evicts it remembers one (``arena/events/victims.py``).
+GHOST_STEP = 2
 #: Attempts to read an entry that changes, before the worker is asked.
 READ_ATTEMPTS = 3
 

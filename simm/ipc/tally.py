@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..constants import NAMESPACE_BYTES_MAX
+from ..constants import GHOST_STEP, NAMESPACE_BYTES_MAX
 from ..net.admission import LogLimit
 from ..wire.report_messages import CLIENTS_MAX
 from ..wire.status import Status
@@ -52,6 +52,8 @@ LOOK_SESSIONS: Final = 32
 #: Namespaces with counts, at most. Beyond, those go whose names the arena has no more, then all others' counts join
 #: those of :data:`OTHERS`.
 NAMESPACES_MAX: Final = 512
+#: Misses that a sample gives to evicted keys before they come, at most.
+RESTS_MAX: Final = 100.0
 #: No namespace has this name.
 OTHERS: Final = "(others)"
 #: Bytes and ns, not operations.
@@ -272,8 +274,9 @@ class Counted:
 class Tally:
     """The counts of a worker's sessions, added up by namespace. ``names``: returns the names that the arena has now.
 
-    ``evicted``: returns whether the worker has lately evicted a key with this upper half of its digest. Clients show a
-    sample of the keys that they miss, and all misses are shared out as the last of the sample are.
+    ``evicted``: returns True for one of GHOST_STEP keys that the worker has lately evicted, by the upper half of its
+    digest. Clients show a sample of the keys that they miss, and all misses are shared out as the last of the sample
+    are.
     """
 
     def __init__(
@@ -343,11 +346,12 @@ class Tally:
             return more
         counted.missed, keys = missed_keys(counted.words, counted.missed)
         if keys:
-            counted.evicted_share = sum(map(self._evicted, keys)) / len(keys)
+            counted.evicted_share = GHOST_STEP * sum(map(self._evicted, keys)) / len(keys)
         for word, evicted in ((Word.ABSENT, Word.EVICTED), (Word.NOT_FOUND, Word.NOT_FOUND_EVICTED)):
             exact = int(more[word]) * counted.evicted_share + counted.rests[word]
             share = min(int(exact), int(more[word]))
-            counted.rests[word] = min(exact - share, 1.0)
+            # A share may be above 1 by chance: what is too many now is given to later misses.
+            counted.rests[word] = min(exact - share, RESTS_MAX)
             more[word] -= np.uint64(share)
             more[evicted] = share
         return more

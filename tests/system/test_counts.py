@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from simm.client import Client
 from simm.ipc.counts import SAMPLE, Word
+from simm.ipc.tally import RESTS_MAX
 from simm.net.channel import Channel
 from simm.wire import messages as M
 from simm.wire.hello import client_hello
@@ -121,14 +122,16 @@ def test_a_page_tells_evicted_keys_from_those_that_were_never_there(cluster: Clu
     name = next(names)
     with Client(cluster.manager, namespace=name) as client:
         assert all(client.put(str(number), b"e" * 100_000) for number in range(600)), "16 MiB hold a quarter of them"
-        assert not any(client.get(str(number)) for number in range(200))
+        for _ in range(20):  # one of 16 misses is shown, and of two evicted keys one is noted
+            assert not any(client.get(str(number)) for number in range(200))
         who = {"namespace": name, "path": "shm"}
-        wait_until(lambda: value("simm_misses_total", **who) == 200, "they are counted")
+        wait_until(lambda: value("simm_misses_total", **who) == 4000, "they are counted")
         evicted = value("simm_misses_total", reason="evicted", **who)
-        assert evicted > 100, "the worker remembers most of them, not all"
-        assert client.get_many([f"never {number}" for number in range(200)]) == [None] * 200
-        wait_until(lambda: value("simm_misses_total", **who) == 400, "these too")
-        assert value("simm_misses_total", reason="evicted", **who) == evicted
+        assert evicted > 1200, "the worker remembers most of them, not all"
+        assert client.get_many([f"never {number}" for number in range(3000)]) == [None] * 3000
+        wait_until(lambda: value("simm_misses_total", **who) == 7000, "these too")
+        more = value("simm_misses_total", reason="evicted", **who) - evicted
+        assert more <= RESTS_MAX + 1, "but for what the sample had given too many"
 
 
 @pytest.mark.quick

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from simm.constants import COUNT_LOGS, COUNT_MISSED, COUNT_WORDS, LOG_GETS, LOG_PUTS, MISSED_KEYS
+from simm.constants import COUNT_LOGS, COUNT_MISSED, COUNT_WORDS, GHOST_STEP, LOG_GETS, LOG_PUTS, MISSED_KEYS
 from simm.host.count_log import CallLogs, CountLog, log_words, read_log
 from simm.ipc.counts import USED, Word, new_words, numbers_in
 from simm.ipc.tally import Tally
@@ -211,11 +211,11 @@ def test_misses_are_shared_out_as_a_sample_of_their_keys_is() -> None:
     logs.count_in(new_words())
     tally.open(1, "a", logs.counts)
     counters = tally.totals.counters("a")
-    for number in range(12):  # three of four were evicted
+    for number in range(16):  # three of eight are noted, so three of four were evicted
         logs.counts[Word.ABSENT] += 10
-        logs.missed(digest_of(number if number % 4 else 1000 + number))
+        logs.missed(digest_of(number if 0 < number % 8 < 1 + 6 // GHOST_STEP else 1000 + number))
     tally.maintain()
-    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (30, 90)
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (40, 120)
     logs.counts[Word.NOT_FOUND] += 5
     tally.maintain()
     logs.counts[Word.NOT_FOUND] += 3
@@ -225,7 +225,17 @@ def test_misses_are_shared_out_as_a_sample_of_their_keys_is() -> None:
         logs.missed(digest_of(number))
     logs.counts[Word.ABSENT] += 7
     tally.maintain()
-    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (37, 90), "the last keys were never there"
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (47, 120), "the last keys were never there"
+    for number in range(16):
+        logs.missed(digest_of(number % 3 + 1))
+    logs.counts[Word.ABSENT] += 10
+    tally.maintain()
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (47, 130), "more than all, by chance"
+    for number in range(MISSED_KEYS):
+        logs.missed(digest_of(3000 + number))
+    logs.counts[Word.ABSENT] += 20
+    tally.maintain()
+    assert (counters[Word.ABSENT], counters[Word.EVICTED]) == (57, 140), "what was too many is of those that follow"
 
 
 def test_what_a_client_says_of_evictions_itself_is_not_believed() -> None:
