@@ -2,6 +2,7 @@
 
     python benchmarks/counting.py                     # two minutes; --seconds 300, --size 65536, --only get_into,put
     python benchmarks/counting.py --what tracing      # the same for tracing, switched off, and a client that has none
+    python benchmarks/counting.py --write FOLDER      # a checkout without counting, for benchmarks/compare.py FOLDER .
 
 Two builds in two processes differ by some percent whatever their code does, as their memory lies elsewhere. So here one
 client changes its class between bursts, as one does that begins to trace. The classes are made from SiMM's own sources:
@@ -20,6 +21,7 @@ import argparse
 import ast
 import importlib
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -177,6 +179,17 @@ def classes(change: Callable[[ast.Module], int]) -> tuple[dict[str, type], int]:
     return made, total
 
 
+def write(change: Callable[[ast.Module], int], folder: Path) -> None:
+    """Write this checkout's ``simm`` with the changed modules into a folder, for ``simm bench`` from there."""
+    source = Path(__file__).resolve().parents[1] / "simm"
+    shutil.copytree(source, folder / "simm", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in MODULES:
+        place = Path(*name.split(".")).with_suffix(".py")
+        tree = ast.parse((source.parent / place).read_text())
+        change(tree)
+        (folder / place).write_text(ast.unparse(tree))
+
+
 def operations(client: Any, size: int) -> dict[str, Callable[[], Any]]:
     """Return the calls that are measured."""
     value, sink = bytes(size), bytearray(size)
@@ -240,7 +253,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096, help="bytes of a value")
     parser.add_argument("--only", default="", help="these calls, with commas between them, as get_into,put")
     parser.add_argument("--what", choices=WHAT, default="counting", help="what the other classes are without")
+    parser.add_argument("--write", metavar="FOLDER", help="write a simm without it into FOLDER/simm instead")
     arguments = parser.parse_args()
+    if arguments.write:
+        write(WHAT[arguments.what], Path(arguments.write))
+        return
     from simm.client import Client
 
     kinds: dict[str, list[dict[str, type]]] = {"as it is": [], "without": []}
