@@ -59,7 +59,14 @@ from .mooncake_types import (
     ReplicaStatus,
     ReplicateConfig,
     SoftPinAction,
+    all_invalid,
+    all_unreached,
     bind_to_numa_node,
+    each_of,
+    invalid,
+    put_code,
+    same_length,
+    unreached,
 )
 
 __all__ = [
@@ -113,27 +120,6 @@ def _guarded(
         return run
 
     return decorate
-
-
-def _invalid(*_: Any, **__: Any) -> int:
-    return INVALID_PARAMS
-
-
-def _each(keys: object, code: _T) -> list[_T]:
-    """Return a code for each of the keys; none for what is no list of them."""
-    return [code] * len(keys) if isinstance(keys, Sized) else []
-
-
-def _all_invalid(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
-    return _each(keys, INVALID_PARAMS)
-
-
-def _unreached(*_: Any, **__: Any) -> int:
-    return RPC_FAIL
-
-
-def _all_unreached(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
-    return _each(keys, RPC_FAIL)
 
 
 class MooncakeDistributedStore:
@@ -231,7 +217,7 @@ class MooncakeDistributedStore:
 
     # -- memory -------------------------------------------------------------------------------------
 
-    @_guarded(_invalid)
+    @_guarded(invalid)
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Register memory, which RDMA then uses in place; return 0, or -600 for none, or one that is registered."""
         client, _ = self._ready()
@@ -242,7 +228,7 @@ class MooncakeDistributedStore:
             self._registered[buffer_ptr] = span
         return OK
 
-    @_guarded(_invalid)
+    @_guarded(invalid)
     def unregister_buffer(self, buffer_ptr: int) -> int:
         """End a registration; return 0, or -600 if there is none at this address."""
         client, _ = self._ready()
@@ -263,52 +249,52 @@ class MooncakeDistributedStore:
 
     # -- put ------------------------------------------------------------------------------------------
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def put(self, key: str, value: Any, config: Any = None) -> int:
         """Store bytes unless the key exists."""
         return self._put([key], [lambda: source_of(value)])[0]
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def put_parts(self, key: str, *parts: Any, config: Any = None) -> int:
         """Store the bytes of several buffers as one object unless the key exists."""
         return self._put([key], [lambda: pieces_of(parts)])[0]
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
         """:meth:`put` several; return 0, or the first code that is not."""
-        _same_length(keys, values)
+        same_length(keys, values)
         codes = self._put(keys, [functools.partial(source_of, each) for each in values])
         return next((code for code in codes if code != OK), OK)
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def put_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
         """Store memory by address unless the key exists."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
-    @_guarded(_all_invalid, _all_unreached)
+    @_guarded(all_invalid, all_unreached)
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: Any = None
     ) -> list[int]:
         """Store memory by address, for each key that does not exist; return a code for each."""
-        _same_length(keys, buffer_ptrs, sizes)
+        same_length(keys, buffer_ptrs, sizes)
         return self._put(keys, [functools.partial(self._memory, *each) for each in zip(buffer_ptrs, sizes)])
 
-    @_guarded(_all_invalid, _all_unreached)
+    @_guarded(all_invalid, all_unreached)
     def batch_put_from_multi_buffers(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
         config: Any = None,
     ) -> list[int]:  # fmt: skip
         """Store what several pieces of memory make up, for each key that does not exist; return a code for each."""
-        _same_length(keys, all_buffer_ptrs, all_sizes)
+        same_length(keys, all_buffer_ptrs, all_sizes)
         return self._put(keys, [functools.partial(self._pieces, *each) for each in zip(all_buffer_ptrs, all_sizes)])
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
         """Store bytes, replacing an old value atomically."""
         return self._put([key], [lambda: source_of(value)], replace=True)[0]
 
     def _pieces(self, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
-        _same_length(addresses, sizes)
+        same_length(addresses, sizes)
         return pieces_of([self._memory(*each) for each in zip(addresses, sizes)])
 
     def _put(
@@ -344,7 +330,7 @@ class MooncakeDistributedStore:
             digests, values = [digest for _, digest, _ in todo], [source for _, _, source in todo]
             statuses = replaced(client, digests, values) if replace else client.put_digests(digests, values, True)
             for (at, _, _), status in zip(todo, statuses):
-                codes[at] = _put_code(status)
+                codes[at] = put_code(status)
         return codes
 
     # -- get ------------------------------------------------------------------------------------------
@@ -355,7 +341,7 @@ class MooncakeDistributedStore:
         value: bytes = self.get_batch([key])[0]
         return value
 
-    @_guarded(lambda keys, *_, **__: _each(keys, b""))
+    @_guarded(lambda keys, *_, **__: each_of(keys, b""))
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
         """Return values, empty for misses."""
         client, _ = self._ready()
@@ -367,30 +353,30 @@ class MooncakeDistributedStore:
         found: BufferHandle | None = self.batch_get_buffer([key])[0]
         return found
 
-    @_guarded(lambda keys, *_, **__: [None] * len(keys))
+    @_guarded(lambda keys, *_, **__: each_of(keys, None))
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
         """:meth:`get_buffer` for several."""
         return [BufferHandle(got) if got else None for got in self.get_batch(keys)]
 
-    @_guarded(_invalid)
+    @_guarded(invalid)
     def get_size(self, key: str) -> int:
         """Return the value's length, or -704."""
         head = bytearray(1)
         return self._get([key], [ranges_of([(0, 1, head)])], [None])[0]
 
-    @_guarded(_invalid)
+    @_guarded(invalid)
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """Copy the value to memory; return its length, -704, or -600 if it is too long."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
-    @_guarded(_all_invalid)
+    @_guarded(all_invalid)
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """:meth:`get_into` for several."""
-        _same_length(keys, buffer_ptrs, sizes)
+        same_length(keys, buffer_ptrs, sizes)
         sinks = [self._sink(functools.partial(self._memory, *each)) for each in zip(buffer_ptrs, sizes)]
         return self._get(keys, sinks, [None] * len(keys))
 
-    @_guarded(_all_invalid)
+    @_guarded(all_invalid)
     def batch_get_into_multi_buffers(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
@@ -399,7 +385,7 @@ class MooncakeDistributedStore:
 
         A shorter value is -800, a longer one -600.
         """
-        _same_length(keys, all_buffer_ptrs, all_sizes)
+        same_length(keys, all_buffer_ptrs, all_sizes)
         wants = [self._sink(functools.partial(self._ranges, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
         return self._get(keys, wants, [want.least if want is not None else None for want in wants])
 
@@ -407,10 +393,10 @@ class MooncakeDistributedStore:
         self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
     ) -> Ranges:
         """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where."""
-        _same_length(addresses, sizes)
+        same_length(addresses, sizes)
         if offsets is None:
             offsets = [sum(sizes[:at]) for at in range(len(sizes))]
-        _same_length(addresses, offsets)
+        same_length(addresses, offsets)
         return ranges_of([
             (offset, size, self._memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
         ])  # fmt: skip
@@ -444,7 +430,7 @@ class MooncakeDistributedStore:
 
     # -- sessions: ranges of values that stay as they are -------------------------------------------------
 
-    @_guarded(_all_invalid)
+    @_guarded(all_invalid)
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """Pin values, to read ranges of them; return 0 for each, or -704 for a miss."""
         client, _ = self._ready()
@@ -465,13 +451,13 @@ class MooncakeDistributedStore:
                 pins.release()
         return [OBJECT_NOT_FOUND if length is None else OK for length in pins.lengths]
 
-    @_guarded(_all_invalid)
+    @_guarded(all_invalid)
     def batch_get_into_multi_buffer_ranges(
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]],
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:  # fmt: skip
         """Copy ranges of a session's values to memory; return the bytes copied for each, or -600, -704."""
-        _same_length(keys, all_buffer_ptrs, all_sizes, all_src_offsets)
+        same_length(keys, all_buffer_ptrs, all_sizes, all_src_offsets)
         codes = [INVALID_PARAMS] * len(keys)
         wants: dict[_Held, list[tuple[int, int, Ranges]]] = {}
         for at, key in enumerate(keys):
@@ -490,7 +476,7 @@ class MooncakeDistributedStore:
                 codes[at] = OBJECT_NOT_FOUND if length is None else each.total
         return codes
 
-    @_guarded(_invalid)
+    @_guarded(invalid)
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
         """Release a session's values; return 0, also for keys of none."""
         with self._lock:
@@ -514,7 +500,7 @@ class MooncakeDistributedStore:
         there: int = self.batch_is_exist([key])[0]
         return there
 
-    @_guarded(lambda keys, *_, **__: _each(keys, FAILED))
+    @_guarded(lambda keys, *_, **__: each_of(keys, FAILED))
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """:meth:`is_exist` for several."""
         client, _ = self._ready()
@@ -526,12 +512,12 @@ class MooncakeDistributedStore:
         """Return a copy in memory for each key that is stored."""
         return {key: [ReplicaDescriptor()] for key, there in zip(keys, self.batch_is_exist(keys)) if there == 1}
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def remove(self, key: str, force: bool = False) -> int:
         """Drop an object; return 0, -704 if it is not stored, -900 if its server cannot be reached."""
         return self.batch_remove([key])[0]
 
-    @_guarded(_all_invalid, _all_unreached)
+    @_guarded(all_invalid, all_unreached)
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         """:meth:`remove` several."""
         client, space = self._ready(keys)
@@ -542,7 +528,7 @@ class MooncakeDistributedStore:
         codes: dict[int, int] = {Status.OK: OK, Status.NOT_FOUND: OBJECT_NOT_FOUND}
         return [codes.get(status, RPC_FAIL) for status in statuses]
 
-    @_guarded(_invalid, _unreached)
+    @_guarded(invalid, unreached)
     def remove_all(self, force: bool = False) -> int:
         """Make all that was stored in this namespace and tenant unreadable; return 0, or -900 if others do not know."""
         return OK if self._ready()[1].flush() else RPC_FAIL
@@ -560,18 +546,6 @@ _SETUP: Final = (
     "master_server_addr", "engine", "enable_ssd_offload", "ssd_offload_path", "tenant_id", "enable_client_http_server",
     "client_http_port",
 )  # fmt: skip
-
-
-def _same_length(*lists: Sequence[Any]) -> None:
-    if len({len(each) for each in lists}) > 1:
-        raise UsageError(f"lists of {', '.join(str(len(each)) for each in lists)} entries are not of one length")
-
-
-def _put_code(status: int) -> int:
-    """Return Mooncake's code for a put's Status."""
-    if status == Status.OK:
-        return OK
-    return RPC_FAIL if status == Status.UNAVAILABLE else NO_AVAILABLE_HANDLE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,16 @@ import ctypes
 import enum
 import logging
 import mmap
-from typing import Final
+from collections.abc import Sequence, Sized
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from ..errors import UsageError
 from ..host import numa
+from ..wire.status import Status
+
+_T = TypeVar("_T")
 
 log = logging.getLogger("simm.connectors.mooncake")
 
@@ -134,3 +138,41 @@ def bind_to_numa_node(node: int) -> None:
         numa.pin(node)
     except UsageError as exc:
         log.warning("%s", exc)
+
+
+def invalid(*_: Any, **__: Any) -> int:
+    """Return the code of a call whose arguments make no sense, whatever they are."""
+    return INVALID_PARAMS
+
+
+def unreached(*_: Any, **__: Any) -> int:
+    """Return the code of a call that reached nobody."""
+    return RPC_FAIL
+
+
+def each_of(keys: object, code: _T) -> list[_T]:
+    """Return a code for each of the keys; none for what is no list of them."""
+    return [code] * len(keys) if isinstance(keys, Sized) else []
+
+
+def all_invalid(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
+    """Do :func:`invalid` for each key."""
+    return each_of(keys, INVALID_PARAMS)
+
+
+def all_unreached(keys: Sequence[str], *_: Any, **__: Any) -> list[int]:
+    """Do :func:`unreached` for each key."""
+    return each_of(keys, RPC_FAIL)
+
+
+def same_length(*lists: Sequence[Any]) -> None:
+    """Raise UsageError unless the lists have as many entries."""
+    if len({len(each) for each in lists}) > 1:
+        raise UsageError(f"lists of {', '.join(str(len(each)) for each in lists)} entries are not of one length")
+
+
+def put_code(status: int) -> int:
+    """Return Mooncake's code for a put's Status."""
+    if status == Status.OK:
+        return OK
+    return RPC_FAIL if status == Status.UNAVAILABLE else NO_AVAILABLE_HANDLE

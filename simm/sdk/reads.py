@@ -228,8 +228,7 @@ class Gets(ShmGet):
     def _by_word(self, target: Target, positions: Sequence[int], batch: Batch) -> Unresolved:
         """Return keys that are not at their owner, by its shard words."""
         unresolved = Unresolved()
-        reader = target.reader
-        if reader is not None:
+        if (reader := target.reader) is not None:
             for position in positions:
                 unresolved.by_word(position, reader.shard_word(batch.digests[position]))
         return unresolved
@@ -562,8 +561,7 @@ class Gets(ShmGet):
 
         Who may write into the arena may do so between a check in place and a copy.
         """
-        session = target.session
-        if session is None:
+        if (session := target.session) is None:
             self._unanswered(late=False)
             return View.miss()
         view: View | None = None
