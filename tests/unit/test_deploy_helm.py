@@ -505,6 +505,7 @@ OWN: Final = frozenset((
 NOT_IN_A_POD: Final = frozenset((
     "insecure", "allow_uid", "server_uid",  # there is a token
     "log_file",  # the root filesystem is read-only
+    "hugetlb",  # the chart asks for no limit of hugepages-2Mi, and shares values with engines by a group or warm
 ))  # fmt: skip
 
 
