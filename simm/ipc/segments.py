@@ -45,6 +45,8 @@ WORKERS_MAX: Final = 64
 LET_GO_S: Final = 5.0
 #: Bytes of a UNIX socket's path (``sun_path``), without the final zero.
 SOCKET_PATH_BYTES_MAX: Final = 107
+#: Of a data server's admin socket in the runtime folder.
+ADMIN_SUFFIX: Final = ".admin.sock"
 _PREFIX: Final = "simm-"
 _DATA: Final = data_name("")
 _EVENTS: Final = events_name("")
@@ -93,9 +95,14 @@ def socket_path(runtime_dir: str, name: str, number: int) -> str:
     return os.path.join(runtime_dir, f"{name}.{number}.sock")
 
 
+def admin_path(runtime_dir: str, name: str) -> str:
+    """Return the path of a data server's admin socket."""
+    return os.path.join(runtime_dir, f"{name}{ADMIN_SUFFIX}")
+
+
 def check_socket_paths(runtime_dir: str, name: str, workers: int) -> None:
     """Raise ConfigError if the kernel takes no UNIX socket of so long a path."""
-    path = socket_path(runtime_dir, name, workers - 1)
+    path = max(socket_path(runtime_dir, name, workers - 1), admin_path(runtime_dir, name), key=len)
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(

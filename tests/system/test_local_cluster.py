@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,21 @@ def test_commands_find_the_servers_of_a_local_cluster(
     Commands look there by the manager's address, or told of that folder.
     """
     monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
-    sockets = tmp_path / "own" if chosen else None
-    with LocalCluster(memory="16M", sockets=sockets) as cluster:
-        assert cluster.sockets == (sockets or Path(cluster.folder, "run"))
-        line = ["--manager", cluster.manager]
-        if told:
-            line += ["--runtime-dir", str(cluster.sockets)]
-        command = [sys.executable, "-m", "simm"]
-        run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
-        for what in ("workers", "settings"):
-            done = run([*command, "ctl", what, *line])
-            assert done.returncode == 0 and cluster.name in done.stdout, done.stderr
-        done = run([*command, "top", "--count", "1", *line])
-        assert done.returncode == 0 and f"{cluster.name}  running" in done.stdout, "the manager's status"
-        assert "! " not in done.stdout, "nothing is missing"
+    with tempfile.TemporaryDirectory(prefix="l") as folder:  # short, as a socket's path has 107 bytes
+        sockets = Path(folder) if chosen else None
+        with LocalCluster(memory="16M", sockets=sockets) as cluster:
+            assert cluster.sockets == (sockets or Path(cluster.folder, "run"))
+            line = ["--manager", cluster.manager]
+            if told:
+                line += ["--runtime-dir", str(cluster.sockets)]
+            command = [sys.executable, "-m", "simm"]
+            run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
+            for what in ("workers", "settings"):
+                done = run([*command, "ctl", what, *line])
+                assert done.returncode == 0 and cluster.name in done.stdout, done.stderr
+            done = run([*command, "top", "--count", "1", *line])
+            assert done.returncode == 0 and f"{cluster.name}  running" in done.stdout, "the manager's status"
+            assert "! " not in done.stdout, "nothing is missing"
 
 
 def test_a_local_cluster_goes_when_its_block_raises() -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Final
 
 from ...arena.marks.kept import Shares
@@ -20,6 +19,7 @@ from ...arena.space import Space
 from ...config.live import LiveSettings, level_now, set_level
 from ...config.logs import reopen_logs
 from ...errors import RemoteProtocolError, SimmError, printable
+from ...ipc.segments import admin_path
 from ...net.loop import Loop
 from ...net.named_socket import NamedSocket
 from ...net.peer import Peer, Service
@@ -36,8 +36,6 @@ from ..worker import Worker
 
 log = logging.getLogger("simm.server.admin")
 
-#: After a data server's name, in its runtime folder.
-ADMIN_SUFFIX: Final = ".admin.sock"
 #: Entries that one turn of a worker moves when the policy has changed, and seconds between two such turns.
 SETTLED_AT_ONCE: Final = 256
 SETTLE_S: Final = 0.005
@@ -124,7 +122,7 @@ def open_admin(
     admin = Admin(live, tell, grow)
     membership.on_order = admin.carry_out
     try:
-        unix = NamedSocket(str(Path(options.runtime_dir) / f"{options.name}{ADMIN_SUFFIX}"))
+        unix = NamedSocket(admin_path(options.runtime_dir, options.name))
     except OSError as exc:
         log.warning("settings cannot be changed at run time, nor memory added: %s", exc)
         return live, []

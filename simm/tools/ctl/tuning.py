@@ -12,6 +12,7 @@ from typing import Any, Final
 from ...config.settings import Settings
 from ...errors import SimmError, TransportError, UsageError, printable
 from ...host.users import NOT_TRUSTED, trusts
+from ...ipc.segments import ADMIN_SUFFIX
 from ...net.channel import Channel, Refused
 from ...net.peer_uid import credentials
 from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
@@ -19,7 +20,6 @@ from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
 from .workers import ANSWER_S
 
-_SUFFIX: Final = ".admin.sock"
 #: In place of a data server's name: all of them.
 EVERY: Final = "*"
 
@@ -104,8 +104,8 @@ def _rows(raw: bytes, server: str) -> list[dict[str, Any]]:
 
 def admin_sockets(settings: Settings, server: str) -> dict[str, str]:
     """Return the paths of the admin sockets of this host's data servers, by name; ``server``: only of this one."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(str(settings.runtime_dir)), "*" + _SUFFIX)))
-    found = {os.path.basename(path).removesuffix(_SUFFIX): path for path in paths}
+    paths = sorted(glob.glob(os.path.join(glob.escape(str(settings.runtime_dir)), "*" + ADMIN_SUFFIX)))
+    found = {os.path.basename(path).removesuffix(ADMIN_SUFFIX): path for path in paths}
     return {name: path for name, path in found.items() if server in ("", name)}
 
 

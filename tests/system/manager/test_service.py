@@ -376,7 +376,7 @@ def test_client_tries_all_addresses(run: Callable[..., Process]) -> None:
         assert client.get_map().epoch == 1
         assert repr(client) == f"<ManagerClient ('127.0.0.1', {process.port})>"
     with ManagerClient([("127.0.0.1", dead)]) as client:
-        with pytest.raises(TransportError, match=r"python -m simm\.manager"):
+        with pytest.raises(TransportError, match="start one with `simm manager`"):
             client.get_map()
     with pytest.raises(UsageError):
         ManagerClient([])

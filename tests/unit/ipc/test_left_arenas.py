@@ -15,7 +15,15 @@ from simm.arena.layout import HEADER_BYTES, SHARDS_BYTES, SLOTS_MIN, Geometry, S
 from simm.arena.vault import Vault
 from simm.errors import ConfigError, SegmentError
 from simm.ipc import segments as ipc_segments
-from simm.ipc.segments import ArenaName, check_server_name, embedded_server_name
+from simm.ipc.segments import (
+    SOCKET_PATH_BYTES_MAX,
+    ArenaName,
+    admin_path,
+    check_server_name,
+    check_socket_paths,
+    embedded_server_name,
+    socket_path,
+)
 from simm.server.arena_stock import ArenaStock
 from simm.server.options import DataServerOptions
 from simm.shm import AttachedSegment, data_name
@@ -373,6 +381,16 @@ def test_an_arena_from_before_clusters_had_ids_is_set_aside_for_its_layout(
         assert ArenaStock(DataServerOptions("gpu", "", [0], warm=True), 99).take_over(CLUSTER) == {}
     assert "has arena layout 2" in caplog.text and "never had a shard" not in caplog.text
     assert os.listdir(shm_dir) == []
+
+
+def test_every_socket_of_a_server_has_a_path_that_the_kernel_takes() -> None:
+    """The admin socket's, too, which is the longest of a server with few workers."""
+    for workers in (1, 1001):
+        longest = {len(socket_path("/run", "gpu", workers - 1)), len(admin_path("/run", "gpu"))}
+        room = SOCKET_PATH_BYTES_MAX - max(longest)
+        check_socket_paths("/run" + "/" + "r" * (room - 1), "gpu", workers)
+        with pytest.raises(ConfigError, match=rf"has {SOCKET_PATH_BYTES_MAX + 1} bytes, .* choose a shorter"):
+            check_socket_paths("/run" + "/" + "r" * room, "gpu", workers)
 
 
 def test_memory_that_another_cluster_has_is_named(shm_dir: Path) -> None:
