@@ -102,6 +102,11 @@ def huge_pages_allowed(sys_root: str = "/") -> bool:
     return effective in ("always", "within_size", "advise", "force")
 
 
+def whole_huge_pages(size: int) -> int:
+    """Return the bytes of the huge pages that ``size`` bytes take."""
+    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
 def reserved_bytes(sys_root: str = "/") -> int:
     """Return the bytes of reserved huge pages (HugeTLB) of 2 MiB that are free; 0 on a kernel without any.
 
@@ -162,7 +167,7 @@ def process_bounds() -> list[Bound]:
 def reserved_bound(wanted: int = 0, sys_root: str = "/") -> Bound:
     """Return the bound on what HugeTLB pages can hold. ``wanted``: bytes that the remedy makes room for."""
     free = reserved_bytes(sys_root)
-    more = -(-max(0, wanted - free) // HUGE_PAGE_BYTES)
+    more = whole_huge_pages(max(0, wanted - free)) // HUGE_PAGE_BYTES
     return Bound(
         free, "are free in reserved huge pages of 2 MiB",
         f"as root: sysctl vm.nr_hugepages=N, {more} more than now; a container also needs a limit of hugepages-2Mi",

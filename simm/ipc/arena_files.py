@@ -65,7 +65,7 @@ from ..constants import HUGE_PAGE_BYTES, PAGE_BYTES
 from ..errors import SegmentError, TransportError, UsageError
 from ..host import numa
 from ..host.mapped_file import MappedFile
-from ..host.memory import Bound, mib, reserved_bound
+from ..host.memory import Bound, mib, reserved_bound, whole_huge_pages
 from ..host.pages import map_side_by_side
 from ..net.channel import Channel
 from ..shm import OwnedSegment, data_name, events_name
@@ -130,11 +130,11 @@ class SealedData(MappedFile):
 class ReservedData(SealedData):
     """The same in reserved huge pages (HugeTLB). ``size``: up to whole ones."""
 
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    flags = SealedData.flags | os.MFD_HUGETLB | os.MFD_HUGE_2MB
 
     def __init__(self, name: str, size: int) -> None:
         """Make one of ``size`` zero bytes, for which the kernel has promised pages. Raises SegmentError."""
-        self._wanted = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self._wanted = whole_huge_pages(size)
         try:
             super().__init__(name, self._wanted)
         except SegmentError:

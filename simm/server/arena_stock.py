@@ -31,7 +31,7 @@ from ..arena.layout import HEADER_BYTES, Geometry, State, Word, slots_for
 from ..arena.marks.kept import Shares
 from ..arena.store import Store
 from ..arena.vault import Vault
-from ..constants import ARENA_BYTES_MIN, HUGE_PAGE_BYTES, SLAB_BYTES
+from ..constants import ARENA_BYTES_MIN, SLAB_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import memory, numa
 from ..host.memory import mib
@@ -193,7 +193,7 @@ class ArenaStock:
             )
         size = (self.options.memory or free // workers) // SLAB_BYTES * SLAB_BYTES
         geometry = Geometry.plan(size, self.slots_for(size))
-        reserved = _whole_pages(geometry.data_file_bytes)
+        reserved = memory.whole_huge_pages(geometry.data_file_bytes)
         if reserved * workers > free:
             bound = memory.reserved_bound(reserved * workers)
             raise SegmentError(
@@ -212,7 +212,7 @@ class ArenaStock:
     def require_room(self, size: int, node: int) -> None:
         """Raise SegmentError or UsageError unless a running server can have one more arena of ``size`` bytes."""
         geometry = Geometry.plan(size, self.slots_for(size))
-        reserved = _whole_pages(geometry.data_file_bytes) if self.options.hugetlb else 0
+        reserved = memory.whole_huge_pages(geometry.data_file_bytes) if self.options.hugetlb else 0
         ordinary = geometry.meta_bytes if reserved else size
         processes = 2 + self.options.streams
         needed = ordinary + ordinary // PAGE_TABLE_PART * processes + processes * CHILD_BYTES
@@ -333,11 +333,6 @@ class ArenaStock:
                 f"{exc}; {names} is kept for another cluster's data server of this name: remove it if that one will "
                 "not come back"
             ) from exc
-
-
-def _whole_pages(size: int) -> int:
-    """Return the bytes of the huge pages that ``size`` bytes take."""
-    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _files(name: str) -> str:

@@ -335,8 +335,7 @@ def test_values_of_an_arena_whose_data_has_no_name() -> None:
 
 def test_an_arena_that_cannot_be_read_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are missing from the table, which says so and is no success."""
-    for module in ("command", "entries", "workers"):
-        monkeypatch.setattr(f"simm.tools.ctl.{module}.reader_of", lambda asked: None)
+    monkeypatch.setattr("simm.tools.ctl.workers.Asked.reader", None)
     for what in ("keys", "namespaces", "slabs"):
         code, said = ctl(cluster, what)
         assert code == 1 and "its arena cannot be read by this user" in said, what

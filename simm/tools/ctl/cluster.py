@@ -17,7 +17,7 @@ from ...wire.shard_set import FROZEN, MOVING
 from .. import nodes
 from ..connect import manager_client
 from .tables import Row
-from .workers import Asked, reader_of
+from .workers import Asked
 
 
 def node_rows(settings: Settings, asked: Callable[[], Sequence[Asked]]) -> tuple[list[Row], str]:
@@ -141,7 +141,7 @@ def _local_shards(asked: Sequence[Asked]) -> list[Row]:
     """Return the shards of this host's workers, as their arenas have them."""
     rows = []
     for each in asked:
-        reader = reader_of(each)
+        reader = each.reader
         if reader is not None:
             words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES).copy()
             owned = (words != 0) & (words < np.uint64(FROZEN))

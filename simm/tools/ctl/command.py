@@ -19,7 +19,7 @@ from ..console import EXIT_NO, EXIT_OK, Parser, end_cleanly_on_signals, guarded
 from ..nodes import bytes_text, cluster_lines, request, room_text, wait_drained
 from . import cluster, entries, grow, tuning, upstream, why
 from .tables import TABLES, Row, kept_text, namespace_rows, rates_text, table, worker_rows
-from .workers import Asked, ask_all, reader_of, require_one
+from .workers import Asked, ask_all, require_one
 
 _ABOUT = (
     "Show what the data servers of this host and their clients do, also without a manager, and change what may "
@@ -187,7 +187,7 @@ def _local(what: str, words: Sequence[str], asked: Sequence[Asked], most: int | 
     else:
         rows = TABLES[what][0](asked)
     left = sum(each.stats.get("clients_left_out", 0) for each in asked) if what in ("clients", "sessions") else 0
-    unread = [each.name for each in asked if reader_of(each) is None and each.stats] if what in _FROM_ARENAS else []
+    unread = [each.name for each in asked if each.stats and each.reader is None] if what in _FROM_ARENAS else []
     silent += "".join(f"\n{name}: its arena cannot be read by this user, its values are not counted" for name in unread)
     more = f"\nand {left:,} sessions more" if left else ""
     kept = kept_text(asked) if what == "namespaces" else ""

@@ -22,7 +22,7 @@ from ...net.channel import Channel
 from ...wire import messages as M
 from ...wire.hello import client_hello
 from ...wire.messages import Role, Status
-from .workers import ANSWER_S, Asked, reader_of
+from .workers import ANSWER_S, Asked
 
 #: Slots that are read at a time: 16 MiB.
 _PAGE: Final = 1 << 18
@@ -90,7 +90,7 @@ def key_rows(
         raise UsageError(f"no {order!r} keys: one of {', '.join(ORDERS)}")
     rng, now, found = np.random.default_rng(), time.time(), []
     for each in asked:
-        reader = reader_of(each)
+        reader = each.reader
         if reader is None:
             continue
         lister = Lister(reader)
@@ -123,7 +123,7 @@ def evict(
     for each in asked:
         row: dict[str, Any] = {"worker": each.name, "found": 0, "bytes": 0, "evicted": 0, "reason": each.why}
         found.append(row)
-        reader = reader_of(each)
+        reader = each.reader
         if reader is None:
             row["reason"] = each.why or "its arena cannot be read"
             continue

@@ -8,10 +8,12 @@ make a folder in /tmp that has this user's number in its name, and an arena in i
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import json
 import os
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -33,7 +35,8 @@ ANSWER_S: Final = 3.0
 _PAGE: Final = 1 << 18
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked:
     """A worker: its data server's name, its number, its answer, or why there is none. ``uid``: who answered."""
 
     server: str
@@ -46,6 +49,23 @@ class Asked(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.server}/{self.worker}"
+
+    @functools.cached_property
+    def reader(self) -> ArenaReader | None:
+        """A reader of the worker's arena, opened at the first use; None if it cannot be read.
+
+        Data that has no name (with a group, or in reserved huge pages) is passed by the worker, to a session's holder.
+        """
+        if not self.stats:
+            return None
+        name, trusted = str(self.stats.get("segment")), (self.uid,)
+        with contextlib.suppress(OSError, SegmentError):
+            return ArenaReader(name, trusted=trusted)
+        with contextlib.suppress(OSError, SimmError), contextlib.closing(Channel.unix(self.path, ANSWER_S)) as channel:
+            channel.call(client_hello(M.Role.CLIENT, namespace="default", pid=os.getpid()))
+            with passed_data(channel, self.path) as data_fd:
+                return ArenaReader(name, data_fd=data_fd, trusted=trusted)
+        return None
 
 
 def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -> list[Asked]:
@@ -89,23 +109,6 @@ def require_one(asked: Sequence[Asked]) -> None:
         raise TransportError(f"{asked[0].name} does not answer: {asked[0].why}")
 
 
-def reader_of(asked: Asked) -> ArenaReader | None:
-    """Return a reader of a worker's arena; None if it cannot be read.
-
-    Data that has no name (with a group, or in reserved huge pages) is passed by the worker, to a session's holder.
-    """
-    if not asked.stats:
-        return None
-    name, trusted = str(asked.stats.get("segment")), (asked.uid,)
-    with contextlib.suppress(OSError, SegmentError):
-        return ArenaReader(name, trusted=trusted)
-    with contextlib.suppress(OSError, SimmError), contextlib.closing(Channel.unix(asked.path, ANSWER_S)) as channel:
-        channel.call(client_hello(M.Role.CLIENT, namespace="default", pid=os.getpid()))
-        with passed_data(channel, asked.path) as data_fd:
-            return ArenaReader(name, data_fd=data_fd, trusted=trusted)
-    return None
-
-
 class Stored(NamedTuple):
     """Entries and bytes of values, by namespace and by size of chunk."""
 
@@ -115,7 +118,7 @@ class Stored(NamedTuple):
 
 def stored_in(asked: Asked) -> Stored | None:
     """Return what an arena holds now; None if it cannot be read. O(slots), by numpy."""
-    reader = reader_of(asked)
+    reader = asked.reader
     if reader is None:
         return None
     lister = Lister(reader)
