@@ -30,6 +30,7 @@ import zmq
 
 from tests.engines.engine_processes import ROOT, Unavailable, engine_python
 from tests.support.child import Child, child_environment
+from tests.support.http_page import ask_json
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -53,13 +54,6 @@ def index() -> Iterator[Child]:
     command = [sys.executable, "-m", "simm", "index", "--at", "127.0.0.1:0"]
     with Child(command, name="simm index") as process:
         yield process
-
-
-def ask(at: str, path: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{at}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ASK_S) as answer:
-        return json.loads(answer.read())
 
 
 def at_of(index: Child) -> str:
@@ -101,12 +95,13 @@ def test_requests_go_where_their_prompt_is(python: str, index: Child, tmp_path: 
 
             def known() -> bool:
                 workers[worker].tell(json.dumps({"store": tokens, "medium": medium}))
-                found = ask(at, "/query", {"model": "m", "block_size": SIZE, "token_ids": tokens})["default"]
+                found = ask_json(at, "/query", {"model": "m", "block_size": SIZE, "token_ids": tokens})["default"]
                 return bool(found.get(str(worker), {}).get("longest_matched") == len(tokens) // SIZE * SIZE)
 
-            wait_until(known, lambda: f"the index knows what the worker stores: {ask(at, '/workers')}", pause_s=0.1)
+            stores = "the index knows what the worker stores"
+            wait_until(known, lambda: f"{stores}: {ask_json(at, '/workers')}", pause_s=0.1)
 
-        wait_until(lambda: len(ask(at, "/workers")) == 2, "both workers are registered")
+        wait_until(lambda: len(ask_json(at, "/workers")) == 2, "both workers are registered")
         wait_until(lambda: asker.ask(["simm.router.get_overlap_scores", {"token_ids": prompt}]), "the router answers")
         assert chosen(prompt) == first, "nobody has it"
         store(second, prompt)
@@ -173,7 +168,7 @@ def test_answers_are_those_of_dynamos_indexer(python: str, index: Child, tmp_pat
             for address in addresses:
                 fields = {"instance_id": number, "endpoint": publisher.address, "model_name": "m",
                           "block_size": SIZE, "dp_rank": 0}  # fmt: skip
-                ask(address, "/register", fields)
+                ask_json(address, "/register", fields)
 
         def answers(tokens: list[int]) -> list[dict[str, Any]]:
             """What each says, without workers that have nothing."""
@@ -181,7 +176,7 @@ def test_answers_are_those_of_dynamos_indexer(python: str, index: Child, tmp_pat
             found = []
             for address in addresses:
                 try:
-                    answer = ask(address, "/query", body)
+                    answer = ask_json(address, "/query", body)
                 except urllib.error.HTTPError:  # Dynamo's knows no such model before its first block
                     answer = {"instances": {}, "scores": {}, "frequencies": []}
                 having = {name: each for name, each in answer["instances"].items() if each["longest_matched"]}

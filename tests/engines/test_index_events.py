@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 
 from tests.engines.engine_processes import Engine
 from tests.support.child import Child
+from tests.support.http_page import ask_json
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -54,10 +54,7 @@ class Index:
         self.at, self.block_size = at, block_size
 
     def _ask(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{self.at}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
-            return json.loads(answer.read())
+        return ask_json(self.at, path, body)
 
     def register(self, instance: str, kind: str, endpoint: str, replay: str) -> None:
         self._ask("/register", {

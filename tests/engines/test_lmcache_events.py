@@ -25,6 +25,7 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 
 from tests.engines.engine_processes import DRIVER_S, HERE, ROOT, Engine, tail
 from tests.support.child import child_environment
+from tests.support.http_page import ask_json
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -50,10 +51,7 @@ class Index:
         self.at = self.process.stdout.readline().split()[-1]
 
     def ask(self, path: str, sent: Any = None) -> Any:
-        data = None if sent is None else json.dumps(sent).encode()
-        request = urllib.request.Request(f"http://{self.at}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.loads(answer.read())
+        return ask_json(self.at, path, sent)
 
     def has(self, tokens: Sequence[int], name: str = NAME) -> dict[str, int]:
         """Return what a server or pool has of a prompt, in chunks."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -37,13 +37,8 @@ KEYS = [f"key {number}" for number in range(3000)]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    folder = new_folder()
-    try:
-        with Cluster(folder, memory="64M", server_arguments=["--events", "1M"]) as made:
-            yield made
-    finally:
-        remove_folder(folder)
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    return make_cluster(memory="64M", server_arguments=["--events", "1M"])
 
 
 class Index:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 from simm import Client  # noqa: E402
 from simm.schemes import registry  # noqa: E402
 from tests.support.child import child_environment  # noqa: E402
+from tests.support.http_page import ask_json  # noqa: E402
 from tests.support.indexer_messages import messages  # noqa: E402
 from tests.support.processes import Cluster  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 TOKENS = list(range(1000, 1064))
-
-
-def _ask(at: str, path: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{at}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.loads(answer.read())
 
 
 def test_a_router_asks_by_grpc(tmp_path: Path) -> None:
@@ -106,7 +99,7 @@ def test_a_router_asks_for_a_prompt(cluster: Cluster, tmp_path: Path) -> None:
             message = msgspec.msgpack.encode([0.0, [event], 0])
             pub.send_multipart([b"kv@vllm-0@m", number.to_bytes(8, "big"), message])
             number += 1
-            return bool(_ask(at, "/query", question)["default"])
+            return bool(ask_json(at, "/query", question)["default"])
 
         wait_until(told, "the event", pause_s=0.1)
         with Client(cluster.manager, deadline_s=30.0) as client:
@@ -117,13 +110,13 @@ def test_a_router_asks_for_a_prompt(cluster: Cluster, tmp_path: Path) -> None:
 
             def answered() -> Any:
                 """The answer, with what the store has: on a busy machine the store may once not answer in time."""
-                found = _ask(at, "/query", question)
+                found = ask_json(at, "/query", question)
                 return found if found["shared"] else None
 
             found = wait_until(answered, "the store's answer", pause_s=0.5)
         assert found["default"]["vllm-0"]["longest_matched"] == 48
         assert found["shared"]["tokens"] == 32 and found["shared"]["by_host"]
-        assert _ask(at, "/workers")[0]["blocks"] == 3
+        assert ask_json(at, "/workers")[0]["blocks"] == 3
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)

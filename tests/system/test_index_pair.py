@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,28 +17,17 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 from simm.arena.hashing import Hasher
 from simm.client import Client
 from tests.support.child import Child
+from tests.support.http_page import ask_json
 from tests.support.ports import reserve_port
-from tests.support.processes import Cluster, new_folder, remove_folder
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.processes import Cluster
+from tests.support.waiting import wait_until
 
 KEYS = [f"key {number}" for number in range(2000)]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    folder = new_folder()
-    try:
-        with Cluster(folder, memory="64M", server_arguments=["--events", "1M"]) as made:
-            yield made
-    finally:
-        remove_folder(folder)
-
-
-def _ask(at: str, path: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{at}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        return json.loads(answer.read())
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    return make_cluster(memory="64M", server_arguments=["--events", "1M"])
 
 
 def test_each_of_two_indexes_is_complete_by_itself(cluster: Cluster, tmp_path: Path) -> None:
@@ -66,10 +53,10 @@ def test_each_of_two_indexes_is_complete_by_itself(cluster: Cluster, tmp_path: P
     def names(number: int) -> set[int]:
         """What an index has; nothing as long as it says that this may not be all."""
         address = f"127.0.0.1:{ports[number]}"
-        (worker,) = _ask(address, "/workers")
+        (worker,) = ask_json(address, "/workers")
         if not worker["complete"] or worker["stale"]:
             return set()
-        return {each for holder in _ask(address, "/dump")["holders"] for each in holder["seq_hashes"]}
+        return {each for holder in ask_json(address, "/dump")["holders"] for each in holder["seq_hashes"]}
 
     hashes = dict(zip(KEYS, (int.from_bytes(each[:8], "little") for each in Hasher("default").many(KEYS))))
 
@@ -78,7 +65,7 @@ def test_each_of_two_indexes_is_complete_by_itself(cluster: Cluster, tmp_path: P
         for number in range(2):
             wait_until(lambda number=number: names(number) == wanted, f"all of the store in {number}", pause_s=0.1)  # type: ignore[misc]
             asked = {"model": "m", "seq_hashes": [hashes[keys[0]]], "tenant_id": "default", "block_size": 1}
-            answer = _ask(f"127.0.0.1:{ports[number]}", "/query_by_hash", asked)
+            answer = ask_json(f"127.0.0.1:{ports[number]}", "/query_by_hash", asked)
             assert answer["default"]["pool:main"]["longest_matched"] == 1 and not answer["stale"]
 
     with ExitStack() as stack, Client(cluster.manager, deadline_s=30.0) as client:
