@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from simm.net.http import Web
 from simm.net.loop import Loop
 from tests.engines.engine_processes import ROOT, Unavailable, engine_python
 from tests.support.child import Child, child_environment
+from tests.support.http_page import serving
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -86,17 +87,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
-
-
-@contextlib.contextmanager
-def _serving() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextlib.contextmanager
@@ -153,7 +143,7 @@ def test_the_router_is_told_which_pod_has_the_prompt(tmp_path: Path) -> None:
         pytest.skip(f"no Envoy: {why}")
     packages = next(Path(python).parents[1].glob("lib/python3.*/site-packages"))
     port = reserve_port()
-    with _serving() as behind, _serving() as tokenizer, _index() as (at, index, sources):
+    with serving(_Handler) as behind, serving(_Handler) as tokenizer, _index() as (at, index, sources):
         flags = ["--index", at, "--model", "m", "--block-size", str(SIZE), "--port", "0", "--ask-s", "60",
                  "--tokenize", f"http://127.0.0.1:{tokenizer}"]  # fmt: skip
         command = [python, str(EXAMPLES / "llmd_hint.py"), *flags]

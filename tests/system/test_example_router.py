@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,8 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from simm.index.sources import Registration
 from simm.net.http import Web
 from simm.net.loop import Loop
 from tests.support.child import Child, child_environment
+from tests.support.http_page import serving
 from tests.support.waiting import wait_until
 
 EXAMPLE = Path(simm.__file__).parents[1] / "examples" / "router.py"
@@ -48,17 +47,6 @@ class _Worker(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
-
-
-@contextlib.contextmanager
-def _worker() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _ask(port: int, **fields: Any) -> tuple[int, Any, str]:
@@ -79,8 +67,8 @@ def test_requests_go_where_their_prompt_is() -> None:
     at = "{}:{}".format(*listener.getsockname())
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    with _worker() as first, _worker() as second:
-        workers = sorted((first, second))
+    with serving(_Worker) as first, serving(_Worker) as second:
+        workers = sorted(f"http://127.0.0.1:{port}" for port in (first, second))
         sources = [index.register(Registration(each, "m", block_size=16)) for each in workers]
         flags = ["--index", at, "--model", "m", "--block-size", "16", "--port", "0", "--ask-s", "30", *workers]
         with Child([sys.executable, str(EXAMPLE), *flags], name="router.py", environment=child_environment()) as router:
