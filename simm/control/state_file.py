@@ -8,7 +8,7 @@ A save writes the temporary file, fsyncs it, renames it over the old one and fsy
 point the file holds the old state or the new one, whole. A state that cannot be read with certainty is never replaced
 by an empty one: the error says what is wrong and what to do.
 
-Whoever writes the state says what the cluster is. Where all users may write, as in /tmp, another one may have made the
+Whoever writes the state says what the cluster is. Where other users may write, as in /tmp, one may have made the
 folder or a file of it first. So what lies there must be this user's or root's. A pipe would stop the start for ever, so
 files are ordinary ones anywhere.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ConfigError, CorruptionError, SimmError
-from ..host.users import trusts
+from ..host.users import others_may_make, trusts
 
 FILE_FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 64 << 20
@@ -137,10 +137,11 @@ class StateFile:
 
 
 def _require_own(path: Path, about: os.stat_result) -> None:
-    """Raise PermissionError for what is another user's than this one's or root's, where all users may make it."""
-    if not trusts(about.st_uid) and os.stat(path.parent).st_mode & stat.S_IWOTH:
+    """Raise PermissionError for what is another user's than this one's or root's, where other users may make it."""
+    if not trusts(about.st_uid) and others_may_make(os.stat(path.parent)):
         raise PermissionError(
-            errno.EPERM, f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and all may write there"
+            errno.EPERM,
+            f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and others may write there",
         )
 
 

@@ -7,7 +7,10 @@ namespace has all numbers.
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
+import stat
 from collections.abc import Container
 from typing import Final
 
@@ -43,3 +46,27 @@ def is_certain(uid: int) -> bool:
 def trusts(uid: int, named: Container[int] = ()) -> bool:
     """Return True for this process's own (effective) user, root, and a user that is named."""
     return (uid in (os.geteuid(), 0) or uid in named) and is_certain(uid)
+
+
+def others_may_make(folder: os.stat_result) -> bool:
+    """Return True if users besides its owner and root may make files in a folder."""
+    if folder.st_mode & stat.S_IWOTH:
+        return True
+    return bool(folder.st_mode & stat.S_IWGRP) and not _is_private_group(folder.st_gid)
+
+
+def others_may_replace(folder: os.stat_result) -> bool:
+    """Return True if users that this process does not trust may rename or remove what this user has in a folder."""
+    return not trusts(folder.st_uid) or (others_may_make(folder) and not folder.st_mode & stat.S_ISVTX)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Return True for a group that has this user alone: many systems give each user one, of the user's name.
+
+    A user whose primary group it is, too, is not among its members there. Nobody is given another user's private one.
+    """
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

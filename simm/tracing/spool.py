@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 from ..constants import TRACE_CONTROL, TRACE_S_MAX
 from ..errors import ConfigError, UsageError
 from ..host import fork
+from ..host.users import others_may_replace
 from .perfetto import LINE_BYTES_MAX, Event, events_of, read_lines
 from .spans import Recorder, ratio_of
 
@@ -66,7 +67,7 @@ def check_folder(folder: Path) -> bool:
         raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise ConfigError(f"{folder} is no folder of uid {os.geteuid()}; name another by --trace-dir")
-    if around.st_uid not in (os.geteuid(), 0) or around.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+    if others_may_replace(around):
         raise ConfigError(f"other users can replace what is in {folder.parent}; name another folder by --trace-dir")
     return True
 

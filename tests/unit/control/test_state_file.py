@@ -55,14 +55,17 @@ def planted(folder: Path, how: str) -> None:
 
 
 @needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o2770])
 @pytest.mark.parametrize("how", ["the folder", "a link", "manager.lock", "manager.json"])
-def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how: str) -> None:
-    """Where all may write, as in /tmp: he could say what the cluster is."""
+def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how: str, mode: int) -> None:
+    """Where all may write, as in /tmp, or a group with other members: he could say what the cluster is."""
     shared = tmp_path / "shared"
     folder = shared / "state"
     folder.mkdir(parents=True)
-    shared.chmod(0o1777)
-    folder.chmod(0o777)
+    os.chown(shared, -1, UID)
+    shared.chmod(mode)
+    os.chown(folder, -1, UID)
+    folder.chmod(mode)
     planted(folder, how)
     with pytest.raises((ConfigError, CorruptionError), match=f"belongs to uid {UID}"):
         with contextlib.closing(StateFile(folder, "manager")) as file:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,3 +49,50 @@ def test_which_namespace_has_all_users(
     made.write_bytes(text)
     monkeypatch.setattr("builtins.open", lambda _path, mode: os.fdopen(os.open(made, os.O_RDONLY), mode))
     assert users.has_all_uids() == whole
+
+
+def folder_of(mode: int, uid: int = 0, gid: int = 0) -> os.stat_result:
+    """Return what ``stat`` tells of a folder."""
+    return os.stat_result((stat.S_IFDIR | mode, 1, 1, 2, uid, gid, 0, 0, 0, 0))
+
+
+#: Groups of the system: name, members. Of the second the user is a member, of the third another one is.
+GROUPS = {1000: ("me", []), 2000: ("me", ["me"]), 3000: ("me", ["me", "else"]), 4000: ("staff", []), 5000: ("me2", [])}
+
+
+@pytest.fixture
+def as_me(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be user 1000 of a system that knows GROUPS."""
+
+    def group(gid: int) -> SimpleNamespace:
+        name, members = GROUPS[gid]
+        return SimpleNamespace(gr_name=name, gr_mem=members)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(users.pwd, "getpwuid", {1000: SimpleNamespace(pw_name="me")}.__getitem__)
+    monkeypatch.setattr(users.grp, "getgrgid", group)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gid", "make", "replace"),
+    [
+        (0o700, 4000, False, False), (0o755, 4000, False, False),
+        (0o777, 1000, True, True), (0o1777, 1000, True, False), (0o702, 1000, True, True),
+        (0o775, 1000, False, False), (0o775, 2000, False, False), (0o775, 3000, True, True),
+        (0o775, 4000, True, True), (0o3775, 4000, True, False), (0o775, 5000, True, True),
+        (0o775, 9999, True, True),
+    ],
+)  # fmt: skip
+def test_who_may_make_and_replace_what_is_in_a_folder(
+    as_me: None, mode: int, gid: int, make: bool, replace: bool
+) -> None:
+    assert users.others_may_make(folder_of(mode, 1000, gid)) == make
+    for owner in (0, 1000):
+        assert users.others_may_replace(folder_of(mode, owner, gid)) == replace
+    assert users.others_may_replace(folder_of(mode, STRANGER, gid))
+
+
+def test_a_user_without_a_name_has_no_private_group(as_me: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container."""
+    monkeypatch.setattr(users.pwd, "getpwuid", {}.__getitem__)
+    assert users.others_may_make(folder_of(0o775, 1000, 1000))

@@ -122,11 +122,20 @@ def others_may_write(parent: Path) -> None:
     parent.chmod(0o777)
 
 
+def a_group_may_write(parent: Path) -> None:
+    """One that has other members."""
+    os.chown(parent, -1, 12345)
+    parent.chmod(0o770)
+
+
 def others_own(parent: Path) -> None:
     os.chown(parent, 12345, 12345)
 
 
-@pytest.mark.parametrize("change", [others_may_write, pytest.param(others_own, marks=needs_root)])
+@pytest.mark.parametrize(
+    "change",
+    [others_may_write, pytest.param(a_group_may_write, marks=needs_root), pytest.param(others_own, marks=needs_root)],
+)
 def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
     """In /tmp anybody makes /tmp/simm-UID first, and a link in it to any folder of this user."""
     parent, victim = tmp_path / "simm-0", tmp_path / "victim"
