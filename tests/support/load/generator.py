@@ -113,7 +113,10 @@ class Load:
         #: Keys since the last one that failed, or could not be asked for.
         self.streak = 0
         self.slowest_s = 0.0
-        self.rows: list[tuple[float, float, int, int, int, int]] | None = [] if keep_rows else None
+        #: Processor time of the last call.
+        self.processor_s = 0.0
+        self._processor_began = 0.0
+        self.rows: list[tuple[float, float, int, int, int, int, float]] | None = [] if keep_rows else None
         count = settings.batch if any("into" in name for name in settings.mix) else 0
         self.buffers = deque(Buffer(client, max(settings.sizes), settings.registered) for _ in range(count))
         #: The registered memory among them.
@@ -143,11 +146,18 @@ class Load:
         self.streak = 0 if outcome in (FAILED, OUTAGE) else self.streak + 1
         if self.rows is not None:
             router = self.client._router
-            self.rows.append((began, took, kind, outcome, number, router.epoch if router is not None else 0))
+            epoch = router.epoch if router is not None else 0
+            self.rows.append((began, took, kind, outcome, number, epoch, self.processor_s))
+
+    def begin(self) -> float:
+        """Begin a call, and return when."""
+        self._processor_began = time.thread_time()
+        return time.monotonic()
 
     def took(self, began: float) -> float:
         """Return how long the call has taken, seconds."""
         took = time.monotonic() - began
+        self.processor_s = time.thread_time() - self._processor_began
         self.slowest_s = max(self.slowest_s, took)
         return took
 
@@ -213,7 +223,7 @@ class Load:
             number = self.rng.randrange(self.settings.keys)
         key = self.key(self.number, number)
         count, value = self.next_value(number)
-        began = time.monotonic()
+        began = self.begin()
         stored = self.client.put(key, value)
         took = self.took(began)
         if stored:
@@ -226,7 +236,7 @@ class Load:
         numbers = self.rng.sample(range(self.settings.keys), min(self.settings.batch, self.settings.keys))
         keys = [self.key(self.number, number) for number in numbers]
         fresh = [self.next_value(number, self.settings.batch_sizes) for number in numbers]
-        began = time.monotonic()
+        began = self.begin()
         stored = self.client.put_many(keys, [value for _, value in fresh])
         took = self.took(began)
         self._note_refused(len(stored) - sum(stored))
@@ -241,7 +251,7 @@ class Load:
         key = self.key(self.number, number)
         outages = self.client.counters["outages"]
         self.stored.discard(key)
-        began = time.monotonic()
+        began = self.begin()
         gone = self.client.delete(key)
         took = self.took(began)
         outcome = OK if gone else OUTAGE if self.client.counters["outages"] > outages else MISS
@@ -254,7 +264,7 @@ class Load:
         writer, number = self.any_key()
         key = self.key(writer, number)
         misses = self.client.counters["misses"]
-        began = time.monotonic()
+        began = self.begin()
         data = self.client.get(key)
         took = self.took(began)
         if data is None:
@@ -270,7 +280,7 @@ class Load:
         (buffer,) = self.take_buffers(1)
         target = buffer.target if self.rng.random() < 0.5 else buffer.data
         misses = self.client.counters["misses"]
-        began = time.monotonic()
+        began = self.begin()
         got = self.client.get_into(key, target)
         took = self.took(began)
         if got is None:
@@ -286,7 +296,7 @@ class Load:
         keys = [self.key(*each) for each in wanted]
         buffers = self.take_buffers(len(keys))
         outages = self.client.counters["outages"]
-        began = time.monotonic()
+        began = self.begin()
         results = self.client.get_into_many(keys, [buffer.target for buffer in buffers])
         took = self.took(began)
         failed = self.client.counters["outages"] - outages
@@ -301,7 +311,7 @@ class Load:
 
     def exists_many(self) -> None:
         """Ask for a batch of keys. Any answer is right."""
-        began = time.monotonic()
+        began = self.begin()
         self.client.exists_many([self.key(*self.any_key()) for _ in range(self.settings.batch)])
         self.took(began)
 
@@ -310,7 +320,7 @@ class Load:
         writer, number = self.any_key()
         key = self.key(writer, number)
         misses = self.client.counters["misses"]
-        began = time.monotonic()
+        began = self.begin()
         view = self.client.view(key)
         took = self.took(began)
         if not view:

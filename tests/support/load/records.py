@@ -8,10 +8,14 @@ import numpy as np
 
 from .generator import BACK, LOST, OUTCOMES, RAISED, WRONG
 
-#: began: time.monotonic(); took: seconds; key: its number; the call may be one of a batch.
+#: began: time.monotonic(); took: seconds; key: its number; the call may be one of a batch; processor: seconds that the
+#: calling thread worked, without what it waited for another process or for a processor.
 ROW: Final = np.dtype(
-    [("began", "f8"), ("took", "f8"), ("kind", "u1"), ("outcome", "u1"), ("key", "u2"), ("epoch", "u4")]
-)
+    [
+        ("began", "f8"), ("took", "f8"), ("kind", "u1"), ("outcome", "u1"), ("key", "u2"), ("epoch", "u4"),
+        ("processor", "f8"),
+    ]
+)  # fmt: skip
 
 
 class Records:
@@ -53,9 +57,9 @@ class Records:
         """The longest call, seconds."""
         return float(self.rows["took"].max()) if len(self.rows) else 0.0
 
-    def quantile(self, part: float) -> float:
-        """Of the calls' times, seconds."""
-        return float(np.quantile(self.rows["took"], part)) if len(self.rows) else 0.0
+    def quantile(self, part: float, column: str = "took") -> float:
+        """Of the calls' times, seconds, or of another column of ROW."""
+        return float(np.quantile(self.rows[column], part)) if len(self.rows) else 0.0
 
     def assert_right(self) -> None:
         """No wrong byte, nothing superseded, no exception, in all of the clients' time."""
