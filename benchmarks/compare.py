@@ -37,6 +37,7 @@ from typing import Any, Final
 MEMORY_BYTES: Final = 256 << 20
 #: Newest keys of each size that are read.
 RECENT: Final = {4096: 1024, 64 << 10: 256, 1 << 20: 32}
+#: Keys of a batch, unless ``--batch`` says how many.
 BATCH: Final = 32
 #: Keys of one question about many: those of a long prompt, of which half are stored.
 ASKED: Final = 512
@@ -57,12 +58,13 @@ BURSTS: Final = (
 )
 
 
-def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
-    """Return the calls of each operation, by the number of the call."""
+def operations(client: Any, size: int, most: int) -> dict[str, Callable[[int], Any]]:
+    """Return the calls of each operation, by the number of the call. Batches have up to ``most`` keys."""
     value = bytes(range(256)) * (size // 256)
     numbers = itertools.count()
     recent = [""] * RECENT[size]
-    targets = [bytearray(size) for _ in range(BATCH)]
+    batch = min(most, len(recent))
+    targets = [bytearray(size) for _ in range(batch)]
 
     def fresh() -> str:
         number = next(numbers)
@@ -70,8 +72,8 @@ def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
         return key
 
     def known(number: int) -> list[str]:
-        start = number * BATCH % len(recent)
-        return recent[start : start + BATCH]
+        start = number * batch % (len(recent) - batch + 1)
+        return recent[start : start + batch]
 
     def view(number: int) -> None:
         with client.view(recent[number % len(recent)]) as found:
@@ -80,14 +82,14 @@ def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
     never = [f"never {number}" for number in range(ASKED // 2)]
 
     def asked(number: int) -> list[str]:
-        start = number * BATCH % (len(recent) - len(never)) if len(recent) > len(never) else 0
+        start = number * batch % (len(recent) - len(never)) if len(recent) > len(never) else 0
         return recent[start : start + len(never)] + never
 
     return {
         "put": lambda _: client.put(fresh(), value),
         "get_into": lambda number: client.get_into(recent[number % len(recent)], targets[0]),
         "exists": lambda number: client.exists(recent[number % len(recent)]),
-        "put_many": lambda _: client.put_many([fresh() for _ in range(BATCH)], [value] * BATCH),
+        "put_many": lambda _: client.put_many([fresh() for _ in range(batch)], [value] * batch),
         "get_into_many": lambda number: client.get_into_many(known(number), targets),
         "exists_many": lambda number: client.exists_many(known(number)),
         "exists_512": lambda number: client.exists_many(asked(number)),
@@ -95,14 +97,14 @@ def operations(client: Any, size: int) -> dict[str, Callable[[int], Any]]:
     }
 
 
-def serve() -> int:
+def serve(batch: int) -> int:
     """Carry out the bursts that stdin asks for; answer each with its seconds."""
     from simm.client import Client
 
     with Client.local(memory=MEMORY_BYTES) as client:
         if not client.wait_ready():
             raise SystemExit("compare: the cluster does not come up")
-        calls = {size: operations(client, size) for size in RECENT}
+        calls = {size: operations(client, size, batch) for size in RECENT}
         for size in sorted(RECENT, reverse=True):  # each once over the arena, the small values last
             for number in range(MEMORY_BYTES // size):
                 calls[size]["put"](number)
@@ -128,11 +130,11 @@ def serve() -> int:
 class Side:
     """One checkout at work."""
 
-    def __init__(self, folder: str, processor: bool) -> None:
+    def __init__(self, folder: str, processor: bool, batch: int) -> None:
         self.processor = processor
         self.process = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": os.path.abspath(folder)}, cwd=folder,
+            [sys.executable, os.path.abspath(__file__), "--serve", str(batch)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.path.abspath(folder)}, cwd=folder,
         )  # fmt: skip
         if self._line() != "ready":
             raise SystemExit(f"compare: {folder} did not start; its message is above")
@@ -159,14 +161,17 @@ def main() -> int:
     parser.add_argument("after", help="folder of a checkout")
     parser.add_argument("--pairs", type=int, default=200, help="bursts of each operation in each (default: 200)")
     parser.add_argument("--only", default="", help="these operations, with commas between them")
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"keys of a batch (default: {BATCH})")
     parser.add_argument("--least", action="store_true", help="short bursts, and the least of each side")
     parser.add_argument("--processor", action="store_true", help="processor time of the calling thread")
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error("--pairs: at least 2, as quartiles are of several")
+    if options.batch < 1:
+        parser.error("--batch: at least 1")
     sides: list[Side] = []
     try:
-        sides = [Side(options.before, options.processor), Side(options.after, options.processor)]
+        sides = [Side(folder, options.processor, options.batch) for folder in (options.before, options.after)]
         print(f"{'operation':<16}{'value':>9}{'before us':>12}{'after us':>12}{'after/before':>14}   quartiles")
         for name, size, count in BURSTS:
             if options.only and name not in options.only.split(","):
@@ -192,4 +197,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main())
+    sys.exit(serve(int(sys.argv[2])) if sys.argv[1:2] == ["--serve"] else main())

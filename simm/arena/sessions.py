@@ -266,10 +266,16 @@ class SessionTable:
         return grants, short_of == _MORE_THAN_ANY
 
     def prepare_wanted(self) -> None:
-        """Prepare what :meth:`want` has asked for since the last call, as far as there is room. Nothing is pending."""
-        wanted, self.wanted = self.wanted, []
+        """Prepare what :meth:`want` has asked for since the last call, as far as there is room. Nothing is pending.
+
+        What a session wants of a size comes together: entries that are evicted together cost less.
+        """
+        together: dict[tuple[Session, int], int] = {}
+        for session, size, count in self.wanted:
+            together[session, size] = together.get((session, size), 0) + count
+        self.wanted.clear()
         short_of: dict[int, int] = {}
-        for session, size, count in wanted:
+        for (session, size), count in together.items():
             if not session.closed and size < short_of.get(session.session, _MORE_THAN_ANY):
                 got = self.allocate(session, size, count)
                 session.prepared += got

@@ -55,6 +55,9 @@ from .steps import Steps, finish
 #: a batch for several workers, where each commits its own while those of the others are copied.
 COMMIT_KEYS: Final = 16
 COMMIT_KEYS_TOGETHER: Final = 64
+#: Of values of so many bytes and less the first frame has 12, the next ones 24 and 32: a copy takes a quarter of the
+#: commit's time, and a frame has its price. Longer ones would keep other clients waiting.
+COMMIT_GROW_BYTES, COMMIT_KEYS_FIRST, COMMIT_KEYS_MOST = 16 << 10, 12, 32
 COMMIT_BYTES: Final = 16 << 20
 #: A batch wakes the worker when no more than this is left to copy. What was copied before is committed by then.
 LAST_BYTES: Final = 4 << 20
@@ -108,9 +111,8 @@ class ShmPut:
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
         """:meth:`put_one` of a value whose commit is announced."""
         pool, keep = session.pool.for_length(length)
-        count = 1
-        if not keep and session.pool.repeats_large(chunk_bytes_for(length)):
-            count = 2  # one for this and one for the next
+        repeats = not keep and session.pool.repeats_large(chunk_bytes_for(length))
+        count = 2 if repeats else 1  # one for this and one for the next
         grant = session.pool.take(length)
         if grant is None:
             with at_most(session.deadline_s):
@@ -119,10 +121,7 @@ class ShmPut:
             return Status.NO_SPACE
         crc, flags = self._fill(session, grant, source, length)
         have = len(pool)
-        if keep:
-            want = _refill(session, have, 1, 0, keep)
-        else:
-            want = int(count > 1 and have < 2 and not session.pool.line)
+        want = _refill(session, have, 1, 0, keep) if keep else int(repeats and have < 2 and not session.pool.line)
         status = session.commit_one(digest, grant[0], length, crc, flags, length, want)
         session.clear_announcement()
         return status
@@ -291,7 +290,11 @@ class ShmPut:
         done, count = 0, len(positions)
         length = len(sources[positions[0]])
         pool = session.pool.for_length(length)[0]
+        grows = not together and count >= 2 * most and length <= COMMIT_GROW_BYTES
+        most = COMMIT_KEYS_FIRST if grows else most
         while done < count and not (together and len(in_flight) >= SLOTS):
+            if grows and 3 * (count - done) <= 4 * most:
+                most = count - done  # no short frame at the end
             part = positions[done : done + most]
             run = [sources[position] for position in part]
             if not len(run) < len(pool) or not _PLAIN.issuperset(map(type, run)) or {*map(len, run)} != {length}:
@@ -312,6 +315,7 @@ class ShmPut:
             mine.clear()
             if together:
                 session.kick()
+            most = min(2 * most, COMMIT_KEYS_MOST) if grows else most
         return done
 
     def _fill_run(

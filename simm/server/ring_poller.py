@@ -44,6 +44,8 @@ WAKE_POLL_S: Final = 400e-6
 #: Polls of the rings between two polls of the sockets, and the time after which a busy worker begins no further one.
 _POLLS: Final = 60
 TURN_S: Final = 0.005
+#: A COMMIT of 16 keys. A request counts as one more for each so many bytes of it.
+_FRAME_BYTES: Final = 640
 #: A round of polls that took longer than this was interrupted, seconds: it does not say what a poll costs.
 _ROUND_MAX_S: Final = 200e-6
 
@@ -86,7 +88,7 @@ class RingPoller:
         self._woken_until = 0.0
         #: A client without a ring has committed: poll the sockets until then; 0 for none.
         self._sockets_until = 0.0
-        #: Requests answered whose bookkeeping is pending.
+        #: Requests answered whose bookkeeping is pending; a long one counts as several.
         self._pending = 0
 
     def set_poll_us(self, poll_us: int) -> None:
@@ -213,12 +215,13 @@ class RingPoller:
                 ring.answer(self._commit_one(session, commit))
             elif (frame := ring.next_request()) is not None:
                 ring.answer(self._handle(peer, frame))
+                self._pending += len(frame.body) // _FRAME_BYTES
             else:
                 return
             self.requests += 1
             connection.ring_used = self.loop.now
-            # The next frame of a batch does not wait for the bookkeeping of the one before, nor for more than a
-            # ring's worth of it.
+            # The next frame of a batch does not wait for the bookkeeping of the one before, nor for more than that of a
+            # ring of short frames.
             self._pending += 1
             if ring.words[TAIL] == ring.done or self._pending >= SLOTS:
                 self._pending = 0

@@ -283,6 +283,28 @@ def test_a_guessed_id_is_not_told(store: Store) -> None:
     assert [grant[0] for grant in store.sessions.take_prepared(session)] == [left]
 
 
+def test_what_a_session_wants_of_a_size_is_made_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that entries are evicted together. Who asked first gets first."""
+    first, second = (store.sessions.open(number, number, "a") for number in (1, 2))
+    asked: list[tuple[int, int, int]] = []
+    allocate = store.sessions.allocate
+
+    def noted(session: Session, size: int, count: int) -> list[tuple[int, int, int]]:
+        asked.append((session.session, size, count))
+        return allocate(session, size, count)
+
+    monkeypatch.setattr(store.sessions, "allocate", noted)
+    for session, size, count in ((first, 64, 3), (second, 64, 2), (first, 4096, 1), (first, 64, 4), (second, 64, 1)):
+        store.sessions.want(session, size, count)
+    store.apply_pending()
+    one, two = first.session, second.session
+    assert asked == [(one, 64, 7), (two, 64, 3), (one, 4096, 1)]
+    assert (len(first.prepared), len(second.prepared)) == (8, 3)
+    store.apply_pending()
+    assert len(asked) == 3
+    check(store)
+
+
 def test_check_sees_a_prepared_grant_that_differs(store: Store) -> None:
     session = store.sessions.open(1, 1, "a")
     store.sessions.want(session, 4096, 1)

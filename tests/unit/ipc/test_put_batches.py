@@ -75,6 +75,40 @@ def test_in_another_order_another_one_is() -> None:
         mixed(0, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "frames"),
+    [
+        (16, 4096, [16]), (31, 4096, [16, 15]), (32, 4096, [12, 20]), (60, 16 << 10, [12, 24, 24]),
+        (128, 4096, [12, 24, 32, 32, 28]), (40, 20_000, [16, 16, 8]),
+    ],
+)  # fmt: skip
+def test_frames_of_small_values_grow(
+    count: int, size: int, frames: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is so long that other clients wait for it, and none at the end is short."""
+    values = [memoryview(bytes([number]) * size) for number in range(count)]
+    with WorkerThread(64 * MIB) as worker:
+        session = worker.session()
+        path = ShmPut(buffers.Copier(1), checksum=False)
+        digests = [digest_of(f"g{number}") for number in range(count)]
+        pool = session.pool.for_length(size)[0]
+        while len(pool) <= count:  # with fewer grants the frames are as many have come
+            path.put_many(session, digests, values, range(count), [99] * count)
+        commit, seen = put_module._commit, []
+
+        def noted(session: WorkerSession, entries: list[Any], *more: Any) -> int:
+            seen.append(len(entries))
+            return commit(session, entries, *more)
+
+        monkeypatch.setattr(put_module, "_commit", noted)
+        statuses = [99] * count
+        path.put_many(session, digests, values, range(count), statuses)
+        assert seen == frames and statuses == [Status.OK] * count
+        assert all(stored(session, f"g{number}") == bytes(value) for number, value in enumerate(values))
+        nothing_is_lost(worker, session)
+        session.close()
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("size", [4096, 300_000])
 @pytest.mark.parametrize("at", [1, 3])

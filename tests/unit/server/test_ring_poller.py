@@ -23,6 +23,11 @@ PING = encode(M.Ping(1), 1)
 MOST = 20_000
 
 
+def commit_of(keys: int) -> bytes:
+    """Return a frame of COMMIT with so many keys."""
+    return encode(M.Commit([(bytes(16), 1, 1, 0, 0, 0)] * keys, [(1, keys)]), 1)
+
+
 class Bench:
     """A poller, and clients whose rings it polls. Each served request is noted, then ``react`` is called."""
 
@@ -30,7 +35,10 @@ class Bench:
         self.loop = Loop()
         self.served: list[int] = []
         self.react: Callable[[int], None] = lambda number: None
-        self.poller = RingPoller(self.loop, 50, self._no_commit, self._handle, lambda: None)
+        #: Requests served when the bookkeeping of what was answered was done.
+        self.booked: list[int] = []
+        book = lambda: self.booked.append(len(self.served))  # noqa: E731
+        self.poller = RingPoller(self.loop, 50, self._no_commit, self._handle, book)
         self.poller.poll_s = 50e-6  # also on one CPU
         self.rings: list[tuple[Ring, Ring]] = []
         for number in range(count):
@@ -42,8 +50,8 @@ class Bench:
             peer = SimpleNamespace(context=state, closed=False, address=f"client {number}", close=lambda reason: None)
             self.poller.active.append((server, cast(Peer, peer)))
 
-    def post(self, number: int) -> None:
-        self.rings[number][0].post(PING)
+    def post(self, number: int, frame: bytes = PING) -> None:
+        self.rings[number][0].post(frame)
 
     def _no_commit(self, *_: Any) -> bytes:
         raise AssertionError("nobody commits")
@@ -93,6 +101,20 @@ def test_every_ring_gets_as_many_turns(bench: Bench) -> None:
     bench.poller.run()
     counts = [bench.served.count(number) for number in range(3)]
     assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "booked"), [((1, 1, 1, 1), [4]), ((16,) * 4, [4]), ((12, 24, 32, 28), [3, 4]), ((32, 32, 1), [2, 3])]
+)
+def test_bookkeeping_waits_for_some_frames_and_not_for_many_keys(
+    bench: Bench, keys: tuple[int, ...], booked: list[int]
+) -> None:
+    """Another client's request waits for it: it is that of about 64 keys at most."""
+    for each in keys:
+        bench.post(0, commit_of(each))
+    bench.react = lambda number: bench.loop.stop() if len(bench.served) == len(keys) else None
+    bench.poller.run()
+    assert bench.booked == booked
 
 
 def test_a_timer_is_served_while_all_rings_are_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
