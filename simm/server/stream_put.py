@@ -26,7 +26,8 @@ from .worker_session import WorkerSessionKeeper
 
 log = logging.getLogger("simm.server.stream")
 
-COMMIT_KEYS: Final = 16
+#: Keys of one COMMIT: a frame has its price, and longer ones would keep other clients of the worker waiting.
+COMMIT_KEYS: Final = 32
 #: Values of a STORE that are compared to ask for the grants of one length together.
 ALIKE_MAX: Final = 64
 LOW_WATER_BYTES: Final = 256 << 10
