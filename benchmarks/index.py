@@ -9,6 +9,7 @@ requests over HTTP are wall time of a client, the server is a process of its own
 from __future__ import annotations
 
 import argparse
+import collections
 import http.client
 import json
 import multiprocessing
@@ -24,6 +25,7 @@ from simm.index.blocks import Blocks
 from simm.index.events import decode
 from simm.index.keys import request_keys
 from simm.index.libraries import msgspec
+from simm.index.places import Places
 from simm.index.publish.claims import Delta
 from simm.index.publish.messages import snapshot
 from simm.index.publishers import TURN
@@ -138,6 +140,39 @@ class Asker:
                 return rest
 
 
+def bare(listener: socket.socket, answer: bytes) -> None:
+    """Answer each request of one connection at once: what a question costs that nobody has to think about."""
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
+    while data := sock.recv(1 << 16):
+        head, _, rest = data.partition(b"\r\n\r\n")
+        left = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]) - len(rest)
+        while left > 0:
+            left -= len(sock.recv(1 << 16))
+        sock.sendall(whole)
+
+
+def others(index: Blocks, rng: random.Random) -> Callable[[], None]:
+    """Return what takes in a message of a pod: 8 blocks of other prompts come, and those of 16 messages ago go."""
+    sources = list(index.sources.values())
+    held: collections.deque[tuple[Source, list[int]]] = collections.deque()
+
+    def event() -> None:
+        source, names = rng.choice(sources), [rng.getrandbits(64) for _ in range(8)]
+        held.append((source, names))
+        tokens = [rng.randrange(150_000) for _ in range(8 * SIZE)]
+        stored = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": None, "token_ids": tokens,
+                  "block_size": SIZE}  # fmt: skip
+        index.apply(source, decode(msgspec.msgpack.encode([0.0, [stored], 0])).events)
+        if len(held) > 16:
+            source, names = held.popleft()
+            removed = {"type": "BlockRemoved", "block_hashes": names}
+            index.apply(source, decode(msgspec.msgpack.encode([0.0, [removed], 0])).events)
+
+    return event
+
+
 def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float, float, float]]]:
     """Return quartiles of a question: every pod has the first quarter of the prompt, and one has all of it."""
     index = Blocks()
@@ -165,9 +200,22 @@ def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float
         each = iter(bodies)
         told = quartiles(lambda each=each: query(next(each)), times)  # type: ignore[misc]
         found.append((f"POST body without HTTP, {name}", told))
+    event = others(index, rng)
+    spent = []
+    for each in usual:
+        event()  # its time is not counted
+        began = time.thread_time()
+        query(each)
+        spent.append(1000 * (time.thread_time() - began))
+    first, middle, third = statistics.quantiles(spent, n=4)
+    found.append(("POST body without HTTP, known, new tail, an event before each", (first, middle, third)))
+    index._places, places = Places(0), index._places
+    each = iter(usual)
+    found.append(("the same without remembered places", quartiles(lambda: query(next(each)), times)))
+    index._places = places
     found.append(("by hash, without HTTP", quartiles(lambda: service.posts["/query_by_hash"](hashes), times)))
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener, plain = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     address = listener.getsockname()
 
     def serve() -> None:
@@ -176,9 +224,12 @@ def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float
         Web(loop, listener, server.routes, posts=server.posts, body_max=BODY_BYTES_MAX, keep_s=60.0, users=LocalUsers())
         loop.run()
 
-    process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
-    process.start()
-    asker = Asker(address)
+    answer = query(body).body.encode()
+    fork = multiprocessing.get_context("fork")
+    processes = fork.Process(target=serve, daemon=True), fork.Process(target=bare, args=(plain, answer), daemon=True)
+    for started in processes:
+        started.start()
+    asker, baseline = Asker(address), Asker(plain.getsockname())
     kept = http.client.HTTPConnection(*address, timeout=60)
 
     def by(connection: http.client.HTTPConnection) -> None:
@@ -196,12 +247,16 @@ def questions(pods: int, tokens: int, times: int) -> list[tuple[str, tuple[float
             each = iter(bodies)
             told = quartiles(lambda each=each: asker.ask(next(each)), times, time.perf_counter)  # type: ignore[misc]
             found.append((f"POST /query, persistent connection, {name}, wall time", told))
+        each = iter(usual)
+        told = quartiles(lambda: baseline.ask(next(each)), times, time.perf_counter)
+        found.append(("the same bytes to and from a bare socket, wall time", told))
         for name, call in (("persistent", lambda: by(kept)), ("new", anew)):
             told = quartiles(call, times, time.perf_counter)
             found.append((f"POST /query, {name} connection of http.client, known, wall time", told))
     finally:
-        process.terminate()
-        process.join()
+        for started in processes:
+            started.terminate()
+            started.join()
     return found
 
 

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .events import Cleared, Event, Removed, Stored, Where
 from .keys import SEED, chain
-from .prefixes import BITS, MOST, leading
+from .places import Found, Places
+from .prefixes import BITS, MOST
 from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table, all_different
 
@@ -72,6 +73,7 @@ class Blocks:
         self._aliases = Table({"key": np.uint64, "holder": np.uint32}, self._alive)
         self._held = Table({"counts": np.uint32}, self._alive)
         self._late: Late | None = None
+        self._places = Places()
 
     # -- sources -----------------------------------------------------------------------------------------
 
@@ -571,7 +573,7 @@ class Blocks:
             slots = np.flatnonzero(self._held.owners == holder.id)[: max(0, most)]
             return self._held.keys[slots], self._held.columns["counts"][slots]
 
-    def match(self, space: Space, keys: Sequence[int] | U64) -> list[tuple[Holder, NDArray[np.uint32]]]:
+    def match(self, space: Space, keys: Sequence[int] | U64) -> list[tuple[Holder, Found]]:
         """Return for each holder of a space, but for stale sources, its counts of the prompt's leading blocks.
 
         They end where the prefix does: of an engine's rank and group at the first block that it has not, of a store at
@@ -586,8 +588,8 @@ class Blocks:
                 if not holder.source.stale:
                     units.setdefault(holder.unit, []).append(holder)
             ids = [[each.id for each in unit] for unit in units.values()]
-            found = leading(self._held, ids, np.asarray(keys, np.uint64))
-            return [pair for unit, counts in zip(units.values(), found) for pair in zip(unit, counts)]
+            found = self._places.leading(self._held, ids, np.asarray(keys, np.uint64))
+            return [pair for unit, parts in zip(units.values(), found) for pair in zip(unit, parts)]
 
 
 class _Ignored(Exception):

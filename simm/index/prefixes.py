@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .sources import TIERS
-from .table import Keys, Table
+from .table import Keys, Slots, Table
 
 #: A count for each tier: 4 bits. More are not counted, so that the block is forgotten early rather than late.
 BITS: Final = 4
@@ -26,10 +26,12 @@ _MARKS_EACH: Final = (2, 16)
 
 Counts = NDArray[np.uint32]
 _Numbers = NDArray[np.int64]
-_NO_COUNTS: Final = np.zeros(0, np.uint32)
+#: An owner's counts of leading blocks, and where these are in the table; -1 for one that it has not.
+Part = tuple[Counts, Slots]
+_NOTHING: Final[Part] = (np.zeros(0, np.uint32), np.zeros(0, np.int64))
 
 
-def leading(held: Table, units: Sequence[Sequence[int]], keys: Keys) -> list[list[Counts]]:
+def leading(held: Table, units: Sequence[Sequence[int]], keys: Keys) -> list[list[Part]]:
     """Return for each owner of each unit its counts of the blocks before the first one that no owner of the unit has.
 
     First some blocks all over the prompt are looked for. A unit's prefix ends before the first of these that it has
@@ -40,7 +42,7 @@ def leading(held: Table, units: Sequence[Sequence[int]], keys: Keys) -> list[lis
 
     O(blocks of the prefixes + owners).
     """
-    found: list[list[list[Counts]]] = [[[] for _ in unit] for unit in units]
+    found: list[list[list[Part]]] = [[[] for _ in unit] for unit in units]
     mixed = held.mixed(keys)
     limits = _limits(held, units, mixed, keys)
     active = [number for number, limit in enumerate(limits) if limit]
@@ -72,7 +74,7 @@ def leading(held: Table, units: Sequence[Sequence[int]], keys: Keys) -> list[lis
             else:
                 run = run_of(np.asarray(counts[place : place + whole].reshape(-1, length).any(axis=0)))
             for member, begin in enumerate(range(place, place + whole, length)):
-                members[member].append(counts[begin : begin + run])
+                members[member].append((counts[begin : begin + run], slots[begin : begin + run]))
             if run == length and start + length < limits[number]:
                 left.append(number)
             place += whole
@@ -103,10 +105,12 @@ def _limits(held: Table, units: Sequence[Sequence[int]], mixed: Keys, keys: Keys
     return found
 
 
-def _joined(parts: Sequence[Counts]) -> Counts:
+def _joined(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts) if parts else _NO_COUNTS
+    if not parts:
+        return _NOTHING
+    return np.concatenate([counts for counts, _ in parts]), np.concatenate([slots for _, slots in parts])
 
 
 def run_of(flags: NDArray[np.bool_]) -> int:

@@ -93,6 +93,15 @@ class Prompt:
             self._ids = np.concatenate(parts) if len(parts) > 1 else self._tail
         return self._ids
 
+    def _behind(self, start: int) -> _Ids:
+        """Return the token ids from this one on. O(those)."""
+        parts = [self._tail]
+        for piece in reversed(self._pieces):
+            if piece.first + len(piece.ids) <= start:
+                break
+            parts.append(piece.ids[max(0, start - piece.first) :])
+        return np.concatenate(parts[::-1])
+
     def keys(self, size: int) -> Keys:
         """Return the keys of its full blocks of ``size`` token ids. O(token ids that are not remembered + pieces)."""
         found: list[Keys] = []
@@ -104,7 +113,7 @@ class Prompt:
             found.append(mine)
             done += len(mine)
         parent = next((int(each[-1]) for each in reversed(found) if len(each)), None)
-        rest = np.array(chain(id_bytes(self.ids[done * size :]), size, parent=parent, seed=self._seed), np.uint64)
+        rest = np.array(chain(id_bytes(self._behind(done * size)), size, parent=parent, seed=self._seed), np.uint64)
         at = 0
         for piece in self._pieces[len(found) :] if size >= _SIZE_MIN else ():
             count = (piece.first + len(piece.ids)) // size - done - at

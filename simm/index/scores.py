@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import Blocks
-from .prefixes import alike, run_of, tiers_of
+from .places import Found
+from .prefixes import run_of, tiers_of
 from .sources import TIERS, U64, Holder, Registration, Source, Space
 
 #: Of llm-d for gpu and cpu, of Dynamo for disk and shared storage. ``expected``: of what a router has just sent there.
@@ -35,9 +36,14 @@ _NONE: Final = np.zeros((0, len(TIERS)), np.bool_)
 assert TIERS[:2] == ("gpu", "cpu")
 #: The bits of these two.
 _NEAR: Final = 3
+#: For each set of tiers, a bit each, their names and numbers.
+_OF_TIERS: Final = [
+    [(name, tier) for tier, name in enumerate(TIERS) if bits >> tier & 1] for bits in range(1 << len(TIERS))
+]
+_NO_RUNS: Final = dict.fromkeys(TIERS, 0)
 
 
-@dataclass
+@dataclass(slots=True)
 class Match:
     """What one endpoint, host or pool has of a prompt.
 
@@ -52,7 +58,7 @@ class Match:
 
     tenant: str
     blocks: int = 0
-    tiers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    tiers: dict[str, int] = field(default_factory=_NO_RUNS.copy)
     near: int = 0
     ranks: dict[int, int] = field(default_factory=dict)
     devices: dict[int, int] = field(default_factory=dict)
@@ -78,13 +84,25 @@ class Match:
         self.weights.append(mine)
         self.score = max(self.score, _sum(mine))
 
+    @classmethod
+    def of(cls, tenant: str, rank: int, blocks: int, tiers: int, weights: Sequence[float]) -> Match:
+        """Return what an endpoint of one rank has, whose blocks are all in the same tiers, a bit each."""
+        best, runs = 0.0, _NO_RUNS.copy()
+        for name, tier in _OF_TIERS[tiers]:
+            runs[name] = blocks
+            if weights[tier] > best:
+                best = weights[tier]
+        return cls(
+            tenant, blocks, runs, blocks if tiers & _NEAR else 0, {rank: blocks}, {rank: blocks if tiers & 1 else 0}, 0,
+            best * blocks, [(blocks, best)],
+        )  # fmt: skip
+
     def add_alike(self, rank: int, blocks: int, tiers: int, weights: Sequence[float]) -> None:
         """Do :meth:`add` for blocks that are all in the same tiers, a bit each."""
         best = 0.0
-        for tier, name in enumerate(TIERS):
-            if tiers >> tier & 1:
-                self.tiers[name] = max(self.tiers[name], blocks)
-                best = max(best, weights[tier])
+        for name, tier in _OF_TIERS[tiers]:
+            self.tiers[name] = max(self.tiers[name], blocks)
+            best = max(best, weights[tier])
         self.blocks = max(self.blocks, blocks)
         if tiers & _NEAR:
             self.near = max(self.near, blocks)
@@ -145,11 +163,10 @@ def score(
         found = _found(index, space, keys, names)
         sources = [each for each in index.sources.values() if _asked(each, space, endpoints)]
         told = {each: _expected(each, space, np.asarray(keys, np.uint64), now) for each in sources if each.expected}
-    alikes = alike([counts for _, counts in found])
     matches: dict[str, Match] = {}
     pools: dict[str, list[tuple[Holder, _Bits]]] = {}
     ranks: dict[tuple[Source, int], list[tuple[NDArray[np.uint32], int | None]]] = {}
-    for (holder, counts), same in zip(found, alikes):
+    for holder, (counts, same) in found:
         registration = holder.source.registration
         if registration.store:
             pools.setdefault(registration.pool or registration.instance, []).append((holder, tiers_of(counts)))
@@ -157,8 +174,13 @@ def score(
             ranks.setdefault((holder.source, holder.rank), []).append((counts, same))
     for (source, rank), mine in ranks.items():
         (counts, same), *others = mine
-        if same is not None and not others and not told.get(source):
-            _match(matches, source.registration.instance, space).add_alike(rank, len(counts), same, of_tiers)
+        if same is not None and not others and not (told and told.get(source)):
+            name = source.registration.instance
+            known = matches.get(name)
+            if known is not None:
+                known.add_alike(rank, len(counts), same, of_tiers)
+            else:
+                matches[name] = Match.of(space.tenant, rank, len(counts), same, of_tiers)
             continue
         groups = [tiers_of(each) for each, _ in mine]
         length = min(map(len, groups))
@@ -175,7 +197,7 @@ def score(
             _match(matches, source.registration.instance, space).add(
                 rank, _NONE, vector, expected, weights.get("expected", 0.0)
             )
-    shared = np.zeros(len(keys))
+    shared = np.zeros(len(keys) if pools else 0)
     for pool, holders in pools.items():
         together = np.logical_or.reduce([bits for _, bits in holders])
         match = _match(matches, f"pool:{pool}", space)
@@ -192,13 +214,13 @@ def score(
 
 def _found(
     index: Blocks, space: Space, keys: Sequence[int] | U64, names: Sequence[Sequence[int]]
-) -> list[tuple[Holder, NDArray[np.uint32]]]:
+) -> list[tuple[Holder, Found]]:
     """Return what each holder has, by what it calls the blocks. Under the index' lock."""
     found = dict(index.match(space, keys))
     for mine in names:
-        for holder, counts in index.match(space, mine):
-            if holder.source.registration.hashed and len(counts) > len(found[holder]):
-                found[holder] = counts
+        for holder, part in index.match(space, mine):
+            if holder.source.registration.hashed and len(part[0]) > len(found[holder][0]):
+                found[holder] = part
     return list(found.items())
 
 
@@ -208,7 +230,7 @@ def _answer(
 ) -> Scores:  # fmt: skip
     names = {each.registration.instance for each in sources if not each.registration.store}
     with_pool = {}
-    any_shared = bool(shared.any())
+    any_shared = len(shared) > 0 and bool(shared.any())
     for name in sorted(names):
         if not any_shared:
             with_pool[name] = matches[name].score if name in matches else 0.0

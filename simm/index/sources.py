@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -90,12 +91,12 @@ class Registration:
         """What makes two registrations those of one publisher."""
         return self.instance, self.tenant, self.rank
 
-    @property
+    @cached_property
     def store(self) -> bool:
         """True for a store, whose blocks no engine has in its own memory."""
         return self.type in STORES or self.type == LMCACHE_SHARED
 
-    @property
+    @cached_property
     def hashed(self) -> bool:
         """True where blocks have the hashes of LMCache's chunks: questions with tokens need that hash."""
         return self.type in (LMCACHE_SERVER, LMCACHE_SHARED)
@@ -113,7 +114,7 @@ class Holder:
     node: str
     blocks: int = 0
 
-    @property
+    @cached_property
     def unit(self) -> str | int:
         """What has a prefix together: hosts of one pool do, an engine's ranks and groups do not."""
         told = self.source.registration

@@ -67,7 +67,9 @@ class Table:
     ) -> None:  # fmt: skip
         self._alive = alive
         self._types = dict(columns)
-        self._seed, self._first, self._second, self._third = (secrets.randbits(64) | 1 for _ in range(4))
+        numbers = self._seed, self._first, self._second, self._third = [secrets.randbits(64) | 1 for _ in range(4)]
+        #: The same for numpy, made once: it takes as long as a hundred multiplications.
+        self._of_seed, self._of_first, self._of_second, self._of_third = map(np.uint64, numbers)
         self._allocate(buckets)
 
     def _allocate(self, buckets: int) -> None:
@@ -75,6 +77,9 @@ class Table:
         self._buckets = buckets
         self.keys: Keys = np.zeros(slots, np.uint64)
         self.owners: Owners = np.zeros(slots, np.uint32)
+        #: The same by buckets.
+        self._rows_of_keys, self._rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
+        self._of_buckets = np.uint64(buckets)
         self.columns: dict[str, NDArray[Any]] = {name: np.zeros(slots, kind) for name, kind in self._types.items()}
         #: Slots that are not EMPTY, and those of them that hold an entry, also of an owner that is gone.
         self.used = 0
@@ -98,16 +103,16 @@ class Table:
 
     def mixed(self, keys: Keys) -> Keys:
         """Return what keys have in their homes' numbers, whoever is their owner."""
-        mixed: Keys = (keys ^ np.uint64(self._seed)) * np.uint64(self._first)
+        mixed: Keys = (keys ^ self._of_seed) * self._of_first
         mixed ^= mixed >> _HALF
         return mixed
 
     def _placed(self, mixed: Keys, owners: Owners) -> Slots:
-        mixed = mixed + owners.astype(np.uint64) * np.uint64(self._second)
+        mixed = mixed + owners.astype(np.uint64) * self._of_second
         mixed ^= mixed >> _HALF  # else a key's homes of consecutive owners have one distance, which may be next to 0
-        mixed *= np.uint64(self._third)
+        mixed *= self._of_third
         mixed >>= _HALF
-        mixed *= np.uint64(self._buckets)
+        mixed *= self._of_buckets
         mixed >>= _HALF
         homes: Slots = mixed.view(np.int64)  # below 2**32
         return homes
@@ -124,9 +129,8 @@ class Table:
 
     def find_one(self, key: int, owner: int) -> int:
         """Return the slot of an entry, or -1. O(1) expected."""
-        bucket = self._home(key, owner)
+        start = BUCKET * self._home(key, owner)
         for _ in range(self._buckets):
-            start = bucket * BUCKET
             owners = self.owners[start : start + BUCKET].tolist()
             if owner in owners:
                 keys = self.keys[start : start + BUCKET].tolist()
@@ -135,7 +139,9 @@ class Table:
                         return start + lane
             if EMPTY in owners:
                 return -1
-            bucket = (bucket + 1) % self._buckets
+            start += BUCKET
+            if start == len(self.keys):
+                start = 0
         return -1
 
     def add_one(self, key: int, owner: int) -> int:
@@ -182,7 +188,7 @@ class Table:
 
     def _search(self, buckets: Slots, keys: Keys, owners: Owners) -> Slots:
         """Do :meth:`find` for what has these homes: by few calls of numpy, as each costs as much as a hundred keys."""
-        rows_of_keys, rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
+        rows_of_keys, rows_of_owners = self._rows_of_keys, self._rows_of_owners
         there = rows_of_owners.take(buckets, axis=0)
         here = _bits((rows_of_keys.take(buckets, axis=0) == keys[:, None]) & (there == owners[:, None]))
         hit = here > 0
@@ -227,7 +233,7 @@ class Table:
         buckets = self._homes(keys, owners)
         order = np.argsort(buckets)
         pending, buckets = order, buckets[order]
-        rows_of_keys, rows_of_owners = self.keys.reshape(-1, BUCKET), self.owners.reshape(-1, BUCKET)
+        rows_of_keys, rows_of_owners = self._rows_of_keys, self._rows_of_owners
         while len(pending) > _FEW:
             mine, owned = keys[pending], owners[pending]
             there = rows_of_owners.take(buckets, axis=0)
@@ -268,7 +274,7 @@ class Table:
         where = np.asarray(slots, np.int64)
         if not where.size:
             return
-        ends = (self.owners.reshape(-1, BUCKET)[where // BUCKET] == EMPTY).any(axis=1)
+        ends = (self._rows_of_owners[where // BUCKET] == EMPTY).any(axis=1)
         self.owners[where] = np.where(ends, EMPTY, GONE)
         for column in self.columns.values():
             column[where] = 0

@@ -53,13 +53,13 @@ def test_prefixes_are_those_of_a_loop(probes: int, monkeypatch: pytest.MonkeyPat
             else:
                 units.append([owner])
         found = leading(table, units, np.array(keys, np.uint64))
-        assert [[counts.tolist() for counts in unit] for unit in found] == [_expected(model, u, keys) for u in units]
+        assert [[counts.tolist() for counts, _ in unit] for unit in found] == [_expected(model, u, keys) for u in units]
 
 
 def test_nobody_has_nothing() -> None:
     table, _, keys = _world(random.Random(1), 5, 2)
     assert leading(table, [], np.array(keys, np.uint64)) == []
-    assert [len(unit[0]) for unit in leading(table, [[1], [2]], np.zeros(0, np.uint64))] == [0, 0]
+    assert [len(unit[0][0]) for unit in leading(table, [[1], [2]], np.zeros(0, np.uint64))] == [0, 0]
 
 
 def test_a_first_search_that_says_too_little_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("msgspec", reason="the extra simm[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm[index] is not installed")
 pytest.importorskip("zmq", reason="the extra simm[index] is not installed")
 
-from simm.index import scores as scores_module
+from simm.index import places
 from simm.index.blocks import Blocks
 from simm.index.events import Stored, Where
 from simm.index.keys import request_keys, token_bytes
@@ -81,7 +81,7 @@ def _plain(found: Scores) -> object:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_answer_is_that_of_block_by_block(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = _ask(seed)
-    monkeypatch.setattr(scores_module, "alike", lambda found: [None] * len(found))
+    monkeypatch.setattr(places, "alike", lambda found: [None] * len(found))
     assert any(found.matches for found in fast)
     for quick, slow in zip(fast, _ask(seed)):
         assert _plain(quick) == _plain(slow)
