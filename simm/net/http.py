@@ -107,9 +107,10 @@ class _Client:
 
     ``body``: where the body of a POST begins, how long it is, and who takes it. ``keep``: it stays open after the
     answer. ``idle``: it waits for the next request. ``known``: its other end is of a user who may ask.
+    ``host``: how its last request named this host, if it did.
     """
 
-    __slots__ = ("body", "deadline", "idle", "incoming", "keep", "known", "outgoing", "sock")
+    __slots__ = ("body", "deadline", "host", "idle", "incoming", "keep", "known", "outgoing", "sock")
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self.sock = sock
@@ -120,6 +121,7 @@ class _Client:
         self.keep = False
         self.idle = False
         self.known = False
+        self.host: str | None = None
 
 
 class Web:
@@ -302,8 +304,10 @@ class Web:
 
     def _refused(self, client: _Client, target: str, headers: Mapping[str, str]) -> Page | None:
         """Return the page for who may not ask for ``target``; None for others."""
-        if self._loopback and target not in PROBES and not _names_this_host(headers):
-            return Page("open this page as localhost, or by its address\n", TEXT, 403)
+        if self._loopback and target not in PROBES and (named := headers.get("host")) is not None:
+            if named != client.host and not _is_this_host(named):
+                return Page("open this page as localhost, or by its address\n", TEXT, 403)
+            client.host = named
         if target in OPEN_PAGES or (self._tokens and self._allowed(headers)):
             return None
         if self._users is not None and target != "/metrics" and not client.known:
@@ -470,11 +474,8 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def _names_this_host(headers: Mapping[str, str]) -> bool:
+def _is_this_host(named: str) -> bool:
     """Return False if a Host header names what may be another host's page. HTTP/1.0 needs none."""
-    named = headers.get("host")
-    if named is None:
-        return True
     found = _HOST.fullmatch(named)
     if found is None:
         return False

@@ -118,6 +118,21 @@ def test_many_requests_by_one_connection(town: Any) -> None:
     assert here.web.connections == 1 and here.bodies[::2] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_each_request_names_this_host(town: Any) -> None:
+    """The name is looked at once where requests have the same one. One with another name is another page's."""
+    here = town()
+    for first in (_post(b"1", b"Host: 127.0.0.1:80\r\n"), GET.replace(b"\r\n\r\n", b"\r\nHost: localhost\r\n\r\n")):
+        sock = here.connect()
+        for _ in range(3):
+            sock.send(first)
+            (answer,), ended = here.answers(sock, 1)
+            assert answer[0] == 200 and not ended
+        sock.send(_post(b"2", b"Host: rebound.example\r\n"))
+        (answer,), ended = here.answers(sock, 1)
+        assert answer[0] == 403 and ended
+    assert b"2" not in here.bodies
+
+
 def test_a_server_that_keeps_none_and_a_client_that_wants_none(town: Any) -> None:
     here = town(0.0)
     sock = here.connect()
