@@ -134,9 +134,8 @@ def events(at: tuple[str, str], server: str) -> Iterator[subprocess.Popen[str]]:
 
 def parts(blocks: int) -> None:
     """Print the processor time of each part of a restart, without sockets and without waiting for a core."""
-    from simm.arena.events.follow import Step
+    from simm.arena.events.follow import CHANGE_FIELDS, Step
     from simm.arena.events.listing import ENTRY_FIELDS
-    from simm.arena.events.ring import RECORD_FIELDS
     from simm.index.blocks import Blocks
     from simm.index.events import decode
     from simm.index.publish.claims import Claims
@@ -145,7 +144,7 @@ def parts(blocks: int) -> None:
 
     rows = np.zeros(blocks, ENTRY_FIELDS)
     rows["low"] = np.random.default_rng(1).integers(1, 1 << 64, blocks, np.uint64)
-    step = Step(rows, np.zeros(0, RECORD_FIELDS))
+    step = Step(rows, np.zeros(0, CHANGE_FIELDS))
     found = []
     for _ in range(5):
         claims, index = Claims(lambda owner, number: "default"), Blocks()

@@ -72,7 +72,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arena.events.ring import DIGEST_FIELD, EventRing
+from .arena.events.ring import EventRing
 from .arena.hashing import SHARD_BITS, SHARD_MASK, find_slots, low_words, sets_of, sets_of_words, split
 from .arena.layout import (
     ENTRY_EPOCH,
@@ -178,10 +178,9 @@ class Table:
             undo = whole[geometry.ledger_offset : geometry.ledger_offset + UNDO_BYTES]
         self._undo_words = undo.cast("Q")
         self._undo_image = undo[8 : 8 + SLOT_BYTES]
-        self._rows, self._digests = rows, rows[:, 1:3].view(DIGEST_FIELD)[:, 0]
+        self._rows = rows
         #: Where others are told what comes and goes (``arena/events/ring.py``); None: nobody is.
         self._events: EventRing | None = None
-        self._put_by: Callable[[int], None] | None = None
         self._pack_body = SLOT_BODY.pack_into
         #: Mask of used ways by set: private, rebuilt by recover().
         self._used = bytearray(geometry.sets)
@@ -321,12 +320,12 @@ class Table:
         words[word] = self._high | (seq + 2) & SEQ_MASK  # (d)
         if old >= 0:
             self._undo_words[0] = 0
+            if self._events is not None:
+                self._events.overwritten.append(slot)
         else:
             used[first] = mask | 1 << way
             self.entries += 1
         tags[slot] = tag  # of an overwritten slot too: its digest may be one that somebody else has put there
-        if (put_by := self._put_by) is not None:
-            put_by(slot)
         return old, offset, slot
 
     @property
@@ -337,12 +336,13 @@ class Table:
     @events.setter
     def events(self, ring: EventRing | None) -> None:
         self._events = ring
-        self._put_by = None if ring is None else ring.put_by.append  # bound once: it is called for each PUT
+        if ring is not None:
+            ring.begin(self._used, self.tell)
 
     def tell(self) -> None:
-        """Tell others what was published since the last call, as far as it is still there. O(that), by numpy."""
+        """Tell others what was published since the last call, as far as it is still there. O(slots), by numpy."""
         if self._events is not None:
-            self._events.tell(self._rows)
+            self._events.tell(self._used, self.entries)
 
     def clear(self, slot: int) -> None:
         """Empty a slot. Its chunk may be reused only after the return."""
@@ -351,7 +351,7 @@ class Table:
         seq = words[at]
         start = slot * SLOT_BYTES + 8
         if self._events is not None:
-            self._events.removed_one(self._slots[start : start + DIGEST_BYTES])
+            self._events.removed_one(slot)
         words[at] = seq | 1
         self._slots[start : start + SLOT_BODY.size] = _EMPTY_BODY
         words[at] = self._high | (seq + 2) & SEQ_MASK
@@ -378,7 +378,7 @@ class Table:
         if self._offsets[at].tolist() != offsets:
             raise CorruptionError(f"slots {slots} name other chunks than their own")
         if self._events is not None:
-            self._events.removed(self._digests[at])
+            self._events.removed(at)
         seqs = self._seqs[at]
         self._seqs[at] = seqs | _ODD
         self._bodies[at] = _NO_BODY
@@ -589,7 +589,7 @@ class Table:
 
     def release(self) -> None:
         """Drop every view, so that the segment can be unmapped."""
-        del self._seqs, self._offsets, self._bodies, self._rows, self._digests
+        del self._seqs, self._offsets, self._bodies, self._rows
         for view in (self._words, self._slots, self._undo_words, self._undo_image, self._buf):
             view.release()
         del self._find

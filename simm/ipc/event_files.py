@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container
-from functools import partial
 
 from .. import shm
-from ..arena.events.follow import Follower, Step
-from ..arena.events.listing import entries
+from ..arena.events.follow import Follower, MappedTable, Step
 from ..arena.events.ring import RingReader
 from ..arena.layout import HEADER_BYTES, NAMESPACE_LINE_BYTES, NAMESPACES, Geometry, State, Word
 from ..arena.namespaces import line_of, name_bytes, names_line
@@ -71,7 +69,7 @@ class EventFile:
             ring = memoryview(segment.map(0, segment.size, writable=False))
             self._ring_is = _identity(os.fstat(segment.fd))
         self.ring = RingReader(ring, events_name(name))
-        self.follower = Follower(self.ring, partial(entries, self.table))  # no cycle: it would keep the maps
+        self.follower = Follower(self.ring, MappedTable(self.table))  # no cycle: it would keep the maps
 
     def step(self) -> Step:
         """Return what has happened: see :class:`Follower`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simm.arena.events.follow import Follower, Step
+from simm.arena.events.follow import Follower, MappedTable, Step
 from simm.arena.events.listing import entries
 from simm.arena.events.ring import (
     CLOSED,
@@ -74,7 +74,7 @@ class Watcher:
 
     def __init__(self, memory: memoryview, reader: ArenaReader) -> None:
         self.reader = reader
-        self.follower = Follower(RingReader(memory), lambda: entries(reader))
+        self.follower = Follower(RingReader(memory), MappedTable(reader))
         self.claims: Claims = {}
 
     def catch_up(self) -> Claims:

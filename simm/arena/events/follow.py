@@ -11,10 +11,20 @@ The worker writes on while the table is copied. So the copy is of no single mome
     2  copy the table
     3  apply, in order, all records from S - LOOKBACK on, up to HEAD as it is by now
 
-Each record says what is true of one digest (or of a shard, or of a namespace) from then on, whatever was before. So it
-does no harm to apply one whose effect the copy has. What went after (1) has a record that (3) applies. What was told
+Each record says what is true of one slot (or of a shard, or of a namespace) from then on, whatever was before. So it does
+no harm to apply one whose effect the copy has. What went after (1) has a record that (3) applies. What was told
 before (1), and went only after it was copied, is within ``LOOKBACK`` records before S: a worker tells no more than that
 in advance. An entry that comes during (2) is copied, or told later.
+
+What a slot has
+---------------
+A record names a slot. A follower keeps the digest that it has claimed of each slot. So it can say which entry goes with
+a removal, and claims of a stored one what it reads there then. That may be a later entry than the one that was told. It
+is there, and a record of its own follows. But what was read may go at the same moment. So the ring is read again behind
+the copy of the slots, and what has been told by then as going is not claimed: a worker tells that before it does it.
+
+Of one slot, only its last record counts. Removals of several slots come before what came in others, as no digest is
+in two slots, and one that moved was removed first.
 
 After a death the records before ANEW are of a worker that told what it did not do any more. So (3) begins behind the
 last ANEW before S. An ANEW at S or later, a gap, or a ring that is another one by now: all over again.
@@ -22,16 +32,21 @@ last ANEW before S. An ANEW at S or later, a gap, or a ring that is another one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .ring import ANEW, LOOKBACK, RECORD_FIELDS, RingReader
+from ..hashing import SHARD_MASK
+from .listing import Mapped, entries, entries_in
+from .ring import ANEW, CLOSED, LOOKBACK, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED, RingReader
 
 #: Records of one step, at most.
 STEP_RECORDS: Final = 1 << 16
+#: What has happened: to the entry with a digest, of two words; or to a shard or a namespace, whose number is ``size``.
+CHANGE_FIELDS: Final = np.dtype(
+    [("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2"), ("operation", "u1")]
+)
 
 
 class Step(NamedTuple):
@@ -39,7 +54,7 @@ class Step(NamedTuple):
 
     Attributes:
         whole: all entries, in place of those that were known; None if what was known is still true.
-        records: what has happened since, in order.
+        records: what has happened since, in order, as ``CHANGE_FIELDS``.
     """
 
     whole: NDArray[np.void] | None
@@ -51,7 +66,38 @@ class Step(NamedTuple):
         return self.whole is None and not len(self.records)
 
 
-_NOTHING: Final[NDArray[np.void]] = np.zeros(0, RECORD_FIELDS)
+_NOTHING: Final[NDArray[np.void]] = np.zeros(0, CHANGE_FIELDS)
+_NO_RECORDS: Final[NDArray[np.void]] = np.zeros(0, RECORD_FIELDS)
+
+
+class Tables(Protocol):
+    """What a follower sees of an arena."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+
+    def whole(self) -> NDArray[np.void]:
+        """Return all entries (``listing.entries``)."""
+
+    def some(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
+        """Return what is in these slots (``listing.entries_in``)."""
+
+
+class MappedTable(NamedTuple):
+    """An arena that is mapped here."""
+
+    reader: Mapped
+
+    @property
+    def slots(self) -> int:
+        return self.reader.geometry.slots
+
+    def whole(self) -> NDArray[np.void]:
+        return entries(self.reader)
+
+    def some(self, slots: NDArray[np.int64]) -> NDArray[np.void]:
+        return entries_in(self.reader, slots)
 
 
 class Follower:
@@ -59,12 +105,14 @@ class Follower:
 
     Args:
         ring: the ring.
-        look: copies the table (``listing.entries``).
+        table: what is copied.
     """
 
-    def __init__(self, ring: RingReader, look: Callable[[], NDArray[np.void]]) -> None:
+    def __init__(self, ring: RingReader, table: Tables) -> None:
         self._ring = ring
-        self._look = look
+        self._table = table
+        #: The digest that is claimed of each slot, as two words; 0 for none.
+        self._low, self._high = (np.zeros(table.slots, np.uint64) for _ in range(2))
         #: Sequence number of the next record.
         self.at = 0
         self._due = True
@@ -79,19 +127,78 @@ class Follower:
 
     def step(self) -> Step:
         """Return what has happened since the last step. O(records), and O(slots) where the table is copied."""
-        records = _NOTHING if self._due else self._read()
+        records = _NO_RECORDS if self._due else self._read()
         if len(records) or not self._due:
-            return Step(None, records)
+            return Step(None, self._changes(records))
         begin = self._ring.head
         self.looks += 1
         self._due = False
-        whole = self._look()
+        whole = self._table.whole()
         self.at = max(0, begin - LOOKBACK)
         parts = [self._early(begin)]
         if not self._due:
             parts.append(self._read())
         # With a gap, or an ANEW, what was copied cannot be put right: the next step does it all again.
-        return Step(None, _NOTHING) if self._due else Step(whole, np.concatenate(parts))
+        if self._due:
+            return Step(None, _NOTHING)
+        self._low[:] = self._high[:] = 0
+        self._low[whole["slot"]], self._high[whole["slot"]] = whole["low"], whole["high"]
+        return Step(whole, self._changes(np.concatenate(parts)))
+
+    def _changes(self, records: NDArray[np.void]) -> NDArray[np.void]:
+        """Return what records say, and note it."""
+        if not len(records):
+            return _NOTHING
+        # Runs of one kind: all that is of slots together, and each other operation with its like.
+        operations = records["operation"]
+        kinds = np.where(operations <= REMOVED, STORED, operations)
+        starts = np.flatnonzero(np.r_[True, kinds[1:] != kinds[:-1]])
+        found = []
+        for run in np.split(records, starts[1:]):
+            if run["operation"][0] <= REMOVED:
+                found += self._of_slots(run)
+            else:
+                made = np.zeros(len(run), CHANGE_FIELDS)
+                made["size"], made["operation"] = run["argument"], run["operation"]
+                found.append(made)
+        return np.concatenate(found)
+
+    def _of_slots(self, run: NDArray[np.void]) -> list[NDArray[np.void]]:
+        """Return which entries went, and which came."""
+        slots, back = np.unique(run["argument"][::-1], return_index=True)
+        told = run["operation"][::-1][back]
+        inside = slots < len(self._low)
+        slots, told = slots[inside].astype(np.int64), told[inside]
+        rows = self._still(self._table.some(slots[told == STORED]))
+        low, high = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
+        at = np.searchsorted(slots, rows["slot"])
+        low[at], high[at] = rows["low"], rows["high"]
+        before_low, before_high = self._low[slots], self._high[slots]
+        went = ((before_low | before_high) != 0) & ((before_low != low) | (before_high != high))
+        self._low[slots], self._high[slots] = low, high
+        gone, come = np.zeros(np.count_nonzero(went), CHANGE_FIELDS), np.zeros(len(rows), CHANGE_FIELDS)
+        gone["low"], gone["high"], gone["operation"] = before_low[went], before_high[went], REMOVED
+        for name in ("low", "high", "size", "namespace"):
+            come[name] = rows[name]
+        come["operation"] = STORED
+        return [gone, come]
+
+    def _still(self, rows: NDArray[np.void]) -> NDArray[np.void]:
+        """Return those of these entries of which nobody has told by now that they go."""
+        at = self.at
+        while len(rows) and at < self._ring.head:
+            got = self._ring.read(at, STEP_RECORDS)
+            if got.gap or got.next == at:
+                return rows[:0]  # the next step sees that, too
+            at = got.next
+            operations, arguments = got.records["operation"], got.records["argument"]
+            if (operations >= CLOSED).any():
+                return rows[:0]
+            lost = np.isin(rows["slot"], arguments[operations == REMOVED])
+            lost |= np.isin(rows["low"] & np.uint64(SHARD_MASK), arguments[operations == SHARD])
+            lost |= np.isin(rows["namespace"], arguments[operations == NAMESPACE])
+            rows = rows[~lost]
+        return rows
 
     def _early(self, begin: int) -> NDArray[np.void]:
         """Return the records up to ``begin``, without those before the last ANEW."""
@@ -100,10 +207,10 @@ class Follower:
             got = self._ring.read(self.at, begin - self.at)
             if got.gap or got.next == self.at:  # without a record: others have set the ring's end back
                 self._gap()
-                return _NOTHING
+                return _NO_RECORDS
             self.at = got.next
             parts.append(got.records)
-        records = np.concatenate(parts) if parts else _NOTHING
+        records = np.concatenate(parts) if parts else _NO_RECORDS
         told = np.flatnonzero(records["operation"] == ANEW)
         return records[told[-1] + 1 :] if told.size else records
 
@@ -112,7 +219,7 @@ class Follower:
         got = self._ring.read(self.at, STEP_RECORDS)
         if got.gap:
             self._gap()
-            return _NOTHING
+            return _NO_RECORDS
         self.at = got.next
         told = np.flatnonzero(got.records["operation"] == ANEW)
         if told.size:

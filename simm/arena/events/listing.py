@@ -16,8 +16,8 @@ from ..layout import ENTRY_EPOCH, EPOCH_WORD, HEADER_BYTES, NAMESPACE_LINE_BYTES
 #: Slots that are copied at a time: 4 MiB.
 PAGE_SLOTS: Final = 1 << 16
 
-#: An entry: its digest as two words, the bytes of its value, the number of its namespace.
-ENTRY_FIELDS: Final = np.dtype([("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2")])
+#: An entry: its digest as two words, the bytes of its value, its slot, the number of its namespace.
+ENTRY_FIELDS: Final = np.dtype([("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("slot", "u4"), ("namespace", "u2")])
 
 
 class Mapped(Protocol):
@@ -27,16 +27,17 @@ class Mapped(Protocol):
     words: memoryview
 
 
-def at_rest(reader: Mapped, start: int, stop: int) -> NDArray[np.void]:
+def at_rest(reader: Mapped, start: int, stop: int, chosen: NDArray[np.int64] | None = None) -> NDArray[np.void]:
     """Return copies of the slots from ``start`` to before ``stop``. A slot in a write is all zeros.
 
     The seqs, whole slots, the seqs again: x86 keeps that order. A slot whose seq was even and the same both times was
-    copied as it was.
+    copied as it was. ``chosen``: only these, counted from ``start``.
     """
     live = np.frombuffer(reader.words, SLOT_FIELDS, stop - start, reader.geometry.slots_offset + start * SLOT_BYTES)
-    before = live["seq"].copy()
-    rows: NDArray[np.void] = live.copy()
-    after = live["seq"].copy()
+    every = slice(None) if chosen is None else chosen
+    before = live["seq"][every].copy()
+    rows: NDArray[np.void] = live[every].copy()
+    after = live["seq"][every].copy()
     rows[(before != after) | (before & np.uint64(1) != 0)] = np.zeros(1, SLOT_FIELDS)
     return rows
 
@@ -51,6 +52,24 @@ def entries(reader: Mapped, beat: Callable[[], None] = lambda: None) -> NDArray[
     return np.concatenate(pages) if pages else np.zeros(0, ENTRY_FIELDS)
 
 
+def entries_in(reader: Mapped, slots: NDArray[np.int64]) -> NDArray[np.void]:
+    """Return the entries in these slots, those that lie there and are not in a write. O(slots that are given).
+
+    Whether this worker answers for them is not looked at: of what it has no more, its ring has told.
+    """
+    rows = at_rest(reader, 0, reader.geometry.slots, slots)
+    there = np.flatnonzero(rows["offset"])
+    return _as_entries(rows[there], slots[there])
+
+
+def _as_entries(rows: NDArray[np.void], slots: NDArray[np.int64]) -> NDArray[np.void]:
+    found = np.empty(len(rows), ENTRY_FIELDS)
+    found["slot"] = slots
+    for name, column in (("low", "low"), ("high", "high"), ("size", "length"), ("namespace", "namespace")):
+        found[name] = rows[column]
+    return found
+
+
 def _pages(reader: Mapped, beat: Callable[[], None]) -> Iterator[NDArray[np.void]]:
     words = np.frombuffer(reader.words, np.uint64, SHARD_COUNT, HEADER_BYTES)
     lines = np.frombuffer(
@@ -59,15 +78,13 @@ def _pages(reader: Mapped, beat: Callable[[], None]) -> Iterator[NDArray[np.void
     slots = reader.geometry.slots
     for start in range(0, slots, PAGE_SLOTS):
         rows = at_rest(reader, start, min(start + PAGE_SLOTS, slots))
-        rows = rows[rows["offset"] != 0]
+        there = np.flatnonzero(rows["offset"])
+        rows = rows[there]
         # 0 < word < FROZEN in one comparison, as 0 - 1 wraps to the greatest word.
         mine = words[(rows["low"] & np.uint64(SHARD_MASK)).astype(np.intp)] - np.uint64(1) < np.uint64(FROZEN - 1)
         epochs = lines[rows["namespace"] % NAMESPACES, EPOCH_WORD]
         tagged = (rows["flags"] & ENTRY_EPOCH) != 0
         now = rows["high"] >> np.uint64(32) == epochs & np.uint64(0xFFFF_FFFF)
-        rows = rows[mine & np.where(epochs != 0, tagged & now, ~tagged)]
-        page = np.empty(len(rows), ENTRY_FIELDS)
-        for name, column in (("low", "low"), ("high", "high"), ("size", "length"), ("namespace", "namespace")):
-            page[name] = rows[column]
-        yield page
+        readable = mine & np.where(epochs != 0, tagged & now, ~tagged)
+        yield _as_entries(rows[readable], there[readable] + start)
         beat()

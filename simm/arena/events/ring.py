@@ -9,16 +9,15 @@ ring makes two promises:
 1. **No claim is false at the moment in which the ring makes it.** At every instant, after a ``kill -9`` too, the claims
    of all records are a part of what clients of this host can read. So an entry is told as gone *before* it goes, and as
    stored *after* it is there.
-2. **All that can be read is claimed soon**: when the worker has told what it has put by, which it does at each
-   heartbeat, and when a reader has looked at the table once (``follow.py``).
+2. **All that can be read is claimed soon**: when the worker has told what has come, which it does at each heartbeat, and
+   when a reader has looked at the table once (``follow.py``).
 
 So between the two there may be entries that nobody claims: those are misses, which cost time and are no error.
 
 What is told
 ------------
-    STORED      the entry is there. Put by, and told at the next heartbeat, from what the slot has then: an entry that
-                has gone meanwhile is never told
-    REMOVED     the entry goes: deleted, evicted, dropped
+    STORED      there is an entry in this slot: told at the next heartbeat, if it is still there. A reader reads it there
+    REMOVED     the entry in this slot goes: deleted, evicted, dropped
     SHARD       no entry of this shard can be read any more, or only by way of another owner. Its entries are dropped
                 later, and told as removed too
     NAMESPACE   the namespace has advanced, or has no epochs any more: no entry that was told can be read
@@ -29,17 +28,21 @@ What is told
 An overwrite is told as stored again. The hooks are in the three places that every change passes: the slot writer
 (``simm.table``), the shard words and the lines of namespaces. A caller cannot forget them.
 
-A record has no key and no hash of an engine's block: the worker knows neither, only the digest of the key. Whoever
-knows the key computes the digest, so the first half of the digest is the block's hash for consumers.
+A record names a slot and nothing of the entry. What is in the slot, the reader sees in the arena itself, when it reads
+the record: it claims what is there then. It remembers the digest that it has claimed of each slot, so it knows what a
+removal means (``follow.py``). So the worker copies no digest, and takes no line of a slot into its caches for this.
 
-    record, 32 bytes
+**A commit does nothing for the ring.** The table has a byte for each 8 slots that says which are in use, and the worker
+has a copy of these bytes: what has been told. A heartbeat compares them by numpy. A slot that is in use and was not told
+is told. A removal is told before the slot is cleared, and is the bit that the copy loses at the next heartbeat, which
+finds it in the ring. So a slot that was cleared and used again meanwhile is told again. What changed before a shard or a
+namespace goes is told before that, as a record behind SHARD would be believed.
+
+    record, 8 bytes
     off size field
-      0    8 number     1 more than the record's sequence number
-      8   16 digest     zeros but for STORED and REMOVED
-     24    4 size       bytes of the value; the shard; the namespace's number
-     28    2 namespace  number, as in the slot
-     30    1 operation
-     31    1  0
+      0    4 argument   the slot, the shard, or the namespace's number
+      4    1 operation
+      5    3 number     1 more than the record's sequence number, its lowest 24 bits
 
 The ring
 --------
@@ -50,34 +53,40 @@ The ring
 
 Stores become visible in program order, and loads happen in it (x86-64, as ``simm.table`` has it). A record that was
 overwritten during the copy (2) was reserved before (b), so the load (3) sees that. RESERVED goes in steps. With each of
-them the writer stores the numbers of all records that it has reserved, and makes them removals without a digest. So a
-removal is its digest and HEAD. RESERVED never goes back, as a slow reader relies on it.
+them the writer stores the numbers of all records that it has reserved, and makes them removals of no slot yet. So a
+removal is its slot and HEAD. RESERVED never goes back, as a slow reader relies on it.
 
 A reader that was too slow has a *gap*: it looks at the table again. The writer knows of no reader, and never waits.
 
 Death of the writer
 -------------------
 Only what is before HEAD counts. A record that was cut short lies at or behind it. The successor continues at HEAD, with
-ANEW. What was put by and not told is lost with the worker: those entries are not claimed until readers have looked at
-the table again.
+ANEW, so readers look at the table. Wherever ``kill -9`` comes:
+
+* Between a commit, or its answer, and the heartbeat: nobody has been told. The entry is not claimed until readers look
+  at the table: a miss. What has been told, and what not, dies with the worker, and its successor begins with ANEW.
+* Between a removal's record and the removal: what is still there is not claimed. A miss, until readers look.
+* Within a heartbeat: the records behind HEAD do not exist.
+* In none of these is a removal lost, as it is told first. Nobody can believe in a dead entry because a worker died.
 
 Costs
 -----
-A PUT appends a slot's number to a list; numpy makes the records of a heartbeat together. Evictions of a batch are one
-copy of their digests. Nothing is a system call: the pages are faulted in before. 32 bytes a record: 4 MiB are 131,072
-events, a second of the fastest storm that was seen. docs/performance.md has figures (``benchmarks/events.py``).
+A commit costs nothing, but for an overwrite, which notes its slot. Evictions of a batch are one copy of their slots. A
+heartbeat is some 20 calls of numpy over one bit for each slot, and none if nothing has changed. Nothing is a system
+call: the pages are faulted in before. 8 bytes a record: 4 MiB are 524,288 events. docs/performance.md has figures
+(``benchmarks/events.py``).
 
 Who may read and write it
 -------------------------
-The file has the arena's owner, mode and group: the worker writes it, members of the group read it. It has digests,
-sizes and numbers of namespaces, which those can read in the arena too. A reader believes no number in it: bounds are
+The file has the arena's owner, mode and group: the worker writes it, members of the group read it. It has numbers of
+slots, shards and namespaces, which those can read in the arena too. A reader believes no number in it: bounds are
 checked, and records with a wrong number are a gap.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -87,19 +96,18 @@ from ...constants import BATCH_KEYS_MAX, EVENTS_BYTES_MAX, EVENTS_BYTES_MIN
 from ...errors import SegmentError, UsageError
 
 MAGIC: Final = int.from_bytes(b"SiMMring", "little")
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 4096
-RECORD: Final = struct.Struct("@Q16sIHBB")
-RECORD_BYTES: Final = 32
-assert RECORD.size == RECORD_BYTES
-#: The same for numpy. The digest is two words, as in a slot.
+RECORD_BYTES: Final = 8
+#: ``tail``: the number and the operation, as one word.
 RECORD_FIELDS: Final = np.dtype(
-    [
-        ("number", "u8"), ("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2"), ("operation", "u1"),
-        ("zero", "u1"),
-    ]
+    {
+        "names": ["argument", "operation", "tail"], "formats": ["<u4", "u1", "<u4"], "offsets": [0, 4, 4],
+        "itemsize": RECORD_BYTES,
+    }
 )  # fmt: skip
-assert RECORD_FIELDS.itemsize == RECORD_BYTES
+#: Of a record's sequence number, plus 1, this is kept, behind the operation.
+NUMBERS: Final = 1 << 24
 
 STORED, REMOVED, SHARD, NAMESPACE, CLOSED, ANEW = range(1, 7)
 
@@ -115,15 +123,14 @@ assert LOOKBACK > BATCH_KEYS_MAX  # what one request can evict at once
 RING_BYTES_MIN: Final = HEADER_BYTES + EVENTS_BYTES_MIN
 assert EVENTS_BYTES_MIN >= 2 * LOOKBACK * RECORD_BYTES
 
-_NO_DIGEST: Final = bytes(16)
 assert array("L").itemsize == 8
-_REMOVED_WORD: Final = np.uint64(REMOVED << 48)
-#: A digest for numpy, which copies it as a whole.
-DIGEST_FIELD: Final = np.dtype("V16")
-_DIGESTS_AT: Final = HEADER_BYTES + 8
-#: In a slot: its length in words of four bytes, its namespace in words of two (``simm/arena/layout.py``).
-_LENGTH_AT: Final = 8
-_NAMESPACE_AT: Final = 22
+_SHIFT: Final = 8
+_NO_SLOTS: Final = np.zeros(0, np.int64)
+#: Bits of a byte of the table's slots in use, and slots of eight such bytes.
+_WAYS: Final = 8
+_WAY: Final = np.array([1 << way for way in range(_WAYS)], np.uint8)
+
+Bits = NDArray[np.uint8]
 
 
 def capacity_of(size: int) -> int:
@@ -151,57 +158,68 @@ class EventRing:
             raise SegmentError("the ring of events has a header of another version or size")
         self._capacity = capacity
         self._mask = capacity - 1
-        rows = np.frombuffer(buf, np.uint64, capacity * 4, HEADER_BYTES).reshape(-1, 4)
         records = np.frombuffer(buf, RECORD_FIELDS, capacity, HEADER_BYTES)
-        #: Columns of the records: numbers, digests by halves and whole, and what is behind them, whole and by fields.
-        self._numbers, self._low, self._high, self._last = rows.T
-        self._digests = rows[:, 1:3].view(DIGEST_FIELD)[:, 0]
-        self._sizes, self._namespaces, self._operations = (records[each] for each in ("size", "namespace", "operation"))
-        self._counts = np.arange(1, LOOKBACK + 1, dtype=np.uint64)
-        self._pack = RECORD.pack_into
+        self._arguments, self._operations, self._tails = (records[each] for each in ("argument", "operation", "tail"))
+        self._halves = buf[HEADER_BYTES : HEADER_BYTES + capacity * RECORD_BYTES].cast("I")
+        self._counts = np.arange(1, LOOKBACK + 1, dtype=np.uint32)
         self.head: int = words[_HEAD]
         #: Records before this one have their numbers, and are removals.
         self._ready: int = self.head
         #: What a predecessor had reserved, as it may have stored something there.
         self._reserved_before = min(words[_RESERVED], self.head + LOOKBACK)
-        #: Slots of the table whose entries are to be told as stored. "L", as an append of it costs half of one of "q".
-        #: It is always the same object: the table appends to it.
-        self.put_by = array("L")
+        #: Slots that were overwritten, and are to be told again.
+        self.overwritten = array("L")
+        #: The slots that were told, as the table's bits; the end of the ring and the entries of the table then.
+        self._told: Bits = np.zeros(0, np.uint8)
+        self._told_at = self.head
+        self._entries = -1
+        #: Tells what has come since the last heartbeat. The table's.
+        self.flush: Callable[[], None] = _nothing
 
     def anew(self) -> None:
-        """Tell readers to look at the table again. What was put by they find there."""
+        """Tell readers to look at the table again. What has come they find there."""
         self.append(ANEW)
 
-    def append(self, operation: int, size: int = 0, namespace: int = 0, digest: bytes = _NO_DIGEST) -> None:
-        """Append one record. O(1)."""
+    def begin(self, used: bytearray, flush: Callable[[], None]) -> None:
+        """Begin to compare with these bits of the table: readers look at it first. ``flush`` calls :meth:`tell`."""
+        self._told = np.frombuffer(used, np.uint8).copy()
+        self._told_at, self._entries, self.flush = self.head, -1, flush
+        del self.overwritten[:]
+
+    def append(self, operation: int, argument: int = 0) -> None:
+        """Append one record. O(1); for a shard or a namespace that goes, O(slots) if anything has come."""
+        if operation in (SHARD, NAMESPACE):
+            self.flush()
         head = self.head
         if head >= self._ready:
             self._reserve(1)
-        at = HEADER_BYTES + (head & self._mask) * RECORD_BYTES
-        self._pack(self._buf, at, head + 1, digest, size, namespace, operation, 0)
+        at = head & self._mask
+        self._halves[2 * at] = argument
+        self._operations[at] = operation
         self.head = self._words[_HEAD] = head + 1
+        if operation != REMOVED and self._told_at == head:
+            self._told_at = head + 1  # no removal
 
-    def removed_one(self, digest: memoryview) -> None:
-        """Tell that an entry goes. O(1)."""
+    def removed_one(self, slot: int) -> None:
+        """Tell that the entry in a slot goes. O(1)."""
         head = self.head
         if head >= self._ready:
             self._reserve(1)
-        at = _DIGESTS_AT + (head & self._mask) * RECORD_BYTES
-        self._buf[at : at + 16] = digest
+        self._halves[2 * (head & self._mask)] = slot
         self.head = self._words[_HEAD] = head + 1
 
-    def removed(self, digests: NDArray[np.void]) -> None:
-        """Tell that these entries go, no more than ``LOOKBACK``. O(those), by numpy."""
-        head, count = self.head, len(digests)
+    def removed(self, slots: NDArray[np.int64]) -> None:
+        """Tell that the entries in these slots go, no more than ``LOOKBACK``. O(those), by numpy."""
+        head, count = self.head, len(slots)
         if head + count > self._ready:
             self._reserve(count)
         at = head & self._mask
         end = at + count
         if end <= self._capacity:
-            self._digests[at:end] = digests
+            self._arguments[at:end] = slots
         else:
             first = self._capacity - at
-            self._digests[at:], self._digests[: count - first] = digests[:first], digests[first:]
+            self._arguments[at:], self._arguments[: count - first] = slots[:first], slots[first:]
         self.head = self._words[_HEAD] = head + count
 
     def _reserve(self, count: int) -> None:
@@ -211,35 +229,51 @@ class EventRing:
         while start < end:
             at = start & self._mask
             some = min(end - start, self._capacity - at)
-            np.add(self._counts[:some], start, out=self._numbers[at : at + some])
-            self._last[at : at + some] = _REMOVED_WORD
+            self._tails[at : at + some] = (self._counts[:some] + np.uint32(start % NUMBERS)) << _SHIFT | REMOVED
             start += some
         self._ready = end
 
-    def tell(self, rows: NDArray[np.uint64]) -> None:
-        """Tell the entries that were put by, from the slots as they are now, rows of eight words each. O(those)."""
-        if not self.put_by:
-            return
-        slots = np.array(self.put_by).view(np.int64)
-        del self.put_by[:]
-        while len(slots):
+    def tell(self, used: bytearray, entries: int) -> None:
+        """Tell the slots that have come into use since they were told, or were overwritten. O(slots), by numpy.
+
+        Args:
+            used: a bit for each slot of the table.
+            entries: how many are set.
+        """
+        if self._told_at == self.head and self._entries == entries and not self.overwritten:
+            return  # nothing went, and so nothing came
+        now, told = np.frombuffer(used, np.uint8), self._told
+        if self.head - self._told_at > self._capacity:
+            self.anew()  # removals that nobody has any more
+            told[:] = now
+        else:
+            gone = self._gone()
+            np.bitwise_and.at(told, gone // _WAYS, ~_WAY[gone % _WAYS])
+        come = _slots_of(now & ~told)
+        told[:] = now
+        if self.overwritten:
+            come = np.concatenate((come, np.array(self.overwritten).view(np.int64)))
+            del self.overwritten[:]
+        while len(come):
             head = self.head
             at = head & self._mask
-            count = min(len(slots), LOOKBACK, self._capacity - at)
-            images = rows.take(slots[:count], axis=0)
-            slots = slots[count:]
-            if np.count_nonzero(images[:, 3]) < count:
-                images = images[images[:, 3] != 0]
-                count = len(images)
+            count = min(len(come), LOOKBACK, self._capacity - at)
             if head + count > self._ready:
                 self._reserve(count)
-            end = at + count
-            self._low[at:end] = images[:, 1]
-            self._high[at:end] = images[:, 2]
-            self._sizes[at:end] = images.view(np.uint32)[:, _LENGTH_AT]
-            self._namespaces[at:end] = images.view(np.uint16)[:, _NAMESPACE_AT]
-            self._operations[at:end] = STORED
+            self._arguments[at : at + count] = come[:count]
+            self._operations[at : at + count] = STORED
             self.head = self._words[_HEAD] = head + count
+            come = come[count:]
+        self._told_at, self._entries = self.head, entries
+
+    def _gone(self) -> NDArray[np.int64]:
+        """Return the slots that were told as going since the last heartbeat."""
+        start, end = self._told_at & self._mask, self.head & self._mask
+        if self._told_at == self.head:
+            return _NO_SLOTS
+        parts = [slice(start, end)] if start < end else [slice(start, None), slice(0, end)]
+        found = [self._arguments[part][self._operations[part] == REMOVED] for part in parts]
+        return np.concatenate(found).astype(np.int64)
 
     def stats(self) -> dict[str, int]:
         """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""
@@ -248,10 +282,30 @@ class EventRing:
 
     def release(self) -> None:
         """Drop every view of the memory."""
-        del self._numbers, self._low, self._high, self._last
-        del self._digests, self._sizes, self._namespaces, self._operations
+        del self._arguments, self._operations, self._tails
+        self.flush = _nothing
+        self._halves.release()
         self._words.release()
         self._buf.release()
+
+
+def _nothing() -> None:
+    """Tell nothing."""
+
+
+def _slots_of(bits: Bits) -> NDArray[np.int64]:
+    """Return the slots whose bits are set, in ascending order. O(bits / 64 + those)."""
+    if len(bits) % 8 == 0:  # most words are 0
+        words = bits.view(np.uint64).nonzero()[0]
+        some = bits.reshape(-1, 8).take(words, axis=0).reshape(-1)
+        where = some.nonzero()[0]
+        some = some.take(where)
+        where = words.take(where // 8) * 8 + where % 8
+    else:
+        where = bits.nonzero()[0]
+        some = bits.take(where)
+    at = np.unpackbits(some, bitorder="little").nonzero()[0]
+    return where.take(at // _WAYS) * _WAYS + at % _WAYS
 
 
 #: Of a worker that tells nobody.
@@ -325,8 +379,8 @@ class RingReader:
         first = min(count, self.capacity - at)
         copy = np.concatenate((self._records[at : at + first], self._records[: count - first]))
         lost = self._words[_RESERVED] - self.capacity
-        wanted = np.arange(start + 1, start + count + 1, dtype=np.uint64)
-        if start < lost or not np.array_equal(copy["number"], wanted):
+        wanted = (np.arange(1, count + 1, dtype=np.uint32) + np.uint32(start % NUMBERS)) % np.uint32(NUMBERS)
+        if start < lost or not np.array_equal(copy["tail"] >> np.uint32(_SHIFT), wanted):
             return self._gap(head)
         return Read(copy, start + count, False)
 

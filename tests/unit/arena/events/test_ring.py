@@ -11,9 +11,9 @@ from simm.arena.events.follow import Follower
 from simm.arena.events.listing import ENTRY_FIELDS
 from simm.arena.events.ring import (
     ANEW,
-    DIGEST_FIELD,
     HEADER_BYTES,
     LOOKBACK,
+    NAMESPACE,
     RECORD_BYTES,
     REMOVED,
     RING_BYTES_MIN,
@@ -25,60 +25,125 @@ from simm.arena.events.ring import (
     capacity_of,
 )
 from simm.errors import SegmentError, UsageError
-from tests.support.event_claims import digest_in, new_ring
+from tests.support.event_claims import new_ring
 
 CAPACITY = capacity_of(RING_BYTES_MIN)
 
 
-def images(numbers: list[int]) -> np.ndarray:
-    """Return slots with these numbers as digests."""
-    rows = np.zeros((len(numbers), 8), np.uint64)
-    rows[:, 1] = rows[:, 2] = rows[:, 3] = numbers
-    rows[:, 4] = 100
-    rows[:, 5] = 7 << 32
-    return rows
+def bits(slots: set[int], count: int) -> bytearray:
+    """Return a table's bits of slots in use."""
+    flags = np.zeros(count, np.uint8)
+    flags[list(slots)] = 1
+    return bytearray(np.packbits(flags, bitorder="little").tobytes())
 
 
-def test_what_is_read_is_what_was_told() -> None:
-    """Against a list, around the ring several times; by records, removals of batches, and what was put by."""
-    rng = random.Random(1)
+def tell(ring: EventRing, slots: set[int], count: int) -> None:
+    ring.tell(bits(slots, count), len(slots))
+
+
+def nothing() -> None:
+    """Flush what nobody has put by."""
+
+
+@pytest.mark.parametrize("count", [24, 1 << 10, 1 << 15])
+def test_what_is_read_is_what_was_told(count: int) -> None:
+    """Against a list, around the ring several times: what comes and goes between two heartbeats, in any order."""
+    rng = random.Random(count)
     memory = new_ring()
     ring, reader = EventRing(memory), RingReader(memory)
+    used: set[int] = set(rng.sample(range(count), count // 3))
+    ring.begin(bits(used, count), nothing)
+    pending: set[int] = set()
     told: list[tuple[int, int]] = []
-    at = seen = 0
-    while len(told) < 3 * CAPACITY:
-        kind = rng.randrange(4)
-        count = rng.choice([1, 30, 3000])
-        numbers = [rng.randrange(1, 1 << 62) for _ in range(count)]
+    at = seen = stored = 0
+    turns = 0
+    while len(told) < 3 * CAPACITY and turns < 4000:
+        turns += 1
+        kind = rng.randrange(5)
         if kind == 0:
             ring.append(SHARD, 5)
-            told.append((SHARD, 0))
-        elif kind == 1:
-            ring.removed_one(memoryview(numbers[0].to_bytes(8, "little") * 2))
-            told.append((REMOVED, numbers[0]))
-        elif kind == 2:
-            ring.removed(images(numbers)[:, 1:3].copy().view(DIGEST_FIELD)[:, 0])
-            told += [(REMOVED, number) for number in numbers]
+            told.append((SHARD, 5))
+        elif kind == 1 and used:
+            slot = rng.choice(list(used)[:50])
+            ring.removed_one(slot)
+            told.append((REMOVED, slot))
+            used.discard(slot)
+            pending.discard(slot)
+        elif kind == 2 and used:
+            some = rng.sample(list(used), min(len(used), rng.choice([1, 30, 3000])))
+            ring.removed(np.array(some))
+            told += [(REMOVED, slot) for slot in some]
+            used.difference_update(some)
+            pending.difference_update(some)
+        elif kind == 3:
+            free = rng.sample(range(count), min(count, rng.choice([1, 30, 3000])))
+            come = {slot for slot in free if slot not in used}
+            used |= come
+            pending |= come
         else:
-            table = images(numbers)
-            gone = set(rng.sample(range(count), count // 3))
-            table[list(gone), 3] = 0
-            ring.put_by.extend(range(count))
-            ring.tell(table)
-            told += [(STORED, number) for number_at, number in enumerate(numbers) if number_at not in gone]
+            again = rng.sample(list(used), min(len(used), rng.choice([0, 0, 3])))
+            ring.overwritten.extend(again)
+            tell(ring, used, count)
+            told += [(STORED, slot) for slot in [*sorted(pending), *again]]
+            stored += len(pending)
+            pending = set()
         assert ring.head == len(told)
         if rng.random() < 0.5:
             got = reader.read(at)
             assert not got.gap and got.next == at + len(got.records)
-            assert [(int(row["operation"]), int(row["low"])) for row in got.records] == told[at : got.next]
-            stored = got.records[got.records["operation"] == STORED]
-            assert (stored["size"] == 100).all() and (stored["namespace"] == 7).all()
-            removed = got.records[got.records["operation"] == REMOVED]
-            assert not removed["size"].any() and not removed["namespace"].any()
-            assert (got.records["low"] == got.records["high"]).all()
-            seen += len(got.records)
+            records = list(zip(got.records["operation"].tolist(), got.records["argument"].tolist()))
+            assert records == told[at : got.next]
+            seen += len(records)
             at = got.next
-    assert seen > 2 * CAPACITY
+    assert seen > (2 * CAPACITY if count > 1000 else 1000) and stored > 300
+
+
+def test_a_slot_that_went_and_came_again_is_told_again() -> None:
+    """The table's bits are as before. Without the removals in the ring nobody would see a difference."""
+    memory = new_ring()
+    ring, reader = EventRing(memory), RingReader(memory)
+    ring.begin(bits(set(), 64), nothing)
+    tell(ring, {3, 4}, 64)
+    ring.removed_one(3)
+    tell(ring, {3, 4}, 64)
+    ring.removed(np.array([3, 4]))
+    tell(ring, {3, 4}, 64)
+    told = reader.read(0).records
+    assert list(zip(told["operation"].tolist(), told["argument"].tolist())) == [
+        (STORED, 3), (STORED, 4), (REMOVED, 3), (STORED, 3), (REMOVED, 3), (REMOVED, 4), (STORED, 3), (STORED, 4),
+    ]  # fmt: skip
+    head = ring.head
+    tell(ring, {3, 4}, 64)
+    assert ring.head == head, "nothing has changed"
+
+
+def test_more_removals_than_the_ring_has_room_for() -> None:
+    """What went cannot be found in it: readers look at the table."""
+    memory = new_ring()
+    ring = EventRing(memory)
+    used = set(range(64))
+    ring.begin(bits(used, 64), nothing)
+    for _ in range(CAPACITY + 1):
+        ring.removed_one(3)
+    tell(ring, used, 64)
+    got = RingReader(memory).read(ring.head - 1)
+    assert got.records["operation"].tolist() == [ANEW]
+    ring.removed_one(5)
+    tell(ring, used, 64)
+    got = RingReader(memory).read(ring.head - 1)
+    assert (got.records["operation"].tolist(), got.records["argument"].tolist()) == ([STORED], [5])
+
+
+def test_what_came_is_told_before_a_shard_or_a_namespace_goes() -> None:
+    memory = new_ring()
+    ring, reader = EventRing(memory), RingReader(memory)
+    used: set[int] = set()
+    ring.begin(bits(used, 64), lambda: tell(ring, used, 64))
+    for operation in (SHARD, NAMESPACE):
+        used.add(10 + operation)
+        ring.append(operation, 1)
+    told = reader.read(0).records
+    assert told["operation"].tolist() == [STORED, SHARD, STORED, NAMESPACE]
 
 
 def test_a_reader_that_is_lapped_has_a_gap_and_no_wrong_record() -> None:
@@ -104,7 +169,7 @@ def test_a_record_that_is_written_during_the_copy_is_not_believed() -> None:
     assert not reader.read(3).gap
     # Without that the number in each record is all there is, and a torn record can have the old one.
     words[4] = CAPACITY
-    memory[HEADER_BYTES + 8 : HEADER_BYTES + 24] = b"\xff" * 16
+    memory[HEADER_BYTES : HEADER_BYTES + 4] = b"\xff" * 4
     assert not reader.read(0).gap  # the positive control: it would be believed
     words[4] = CAPACITY + 1
     assert reader.read(0).gap
@@ -113,34 +178,33 @@ def test_a_record_that_is_written_during_the_copy_is_not_believed() -> None:
 def test_a_successor_goes_on_where_its_predecessor_died() -> None:
     memory = new_ring()
     ring, reader = EventRing(memory), RingReader(memory)
-    ring.append(REMOVED, 0, 0, b"a" * 16)
+    ring.append(REMOVED, 77)
     at = HEADER_BYTES + ring.head * RECORD_BYTES
     memory[at : at + RECORD_BYTES] = b"\x55" * RECORD_BYTES  # half a record, which nobody has been told of
     assert len(reader.read(0).records) == 1
     ring = EventRing(memory)
     ring.anew()
     got = reader.read(0)
-    assert got.records["operation"].tolist() == [REMOVED, ANEW] and digest_in(got.records[0]) == b"a" * 16
+    assert got.records["operation"].tolist() == [REMOVED, ANEW] and got.records["argument"][0] == 77
 
 
 def test_a_successor_does_not_believe_what_its_predecessor_made_ready() -> None:
     """Records behind the end may be of any kind, and what was reserved for them stays so for slow readers."""
     memory = new_ring()
     ring, reader = EventRing(memory), RingReader(memory)
-    ring.put_by.extend(range(5000))
-    ring.tell(images(list(range(1, 5001))))
+    ring.begin(bits(set(), 8000), nothing)
+    tell(ring, set(range(5000)), 8000)
     words = memory[:HEADER_BYTES].cast("Q")
     words[3] -= 4900  # it died before the end of its last telling
     reserved = words[4]
     ring = EventRing(memory)
     ring.anew()
     assert words[4] == reserved
-    ring.removed_one(memoryview(b"a" * 16))
-    ring.removed(images([7, 8])[:, 1:3].copy().view(DIGEST_FIELD)[:, 0])
+    ring.removed_one(66)
+    ring.removed(np.array([7, 8]))
     got = reader.read(100)
     assert not got.gap and got.records["operation"].tolist() == [ANEW, REMOVED, REMOVED, REMOVED]
-    assert got.records["size"].tolist() == got.records["namespace"].tolist() == [0] * 4
-    assert digest_in(got.records[1]) == b"a" * 16 and got.records["low"].tolist()[2:] == [7, 8]
+    assert got.records["argument"].tolist() == [0, 66, 7, 8]
     words[4] = (1 << 64) - 1  # somebody else's number
     EventRing(memory).anew()
     assert words[4] <= words[3] + LOOKBACK
@@ -186,12 +250,18 @@ def test_an_end_that_somebody_else_sets_back_during_a_look_ends_no_reader() -> N
         assert reads < 100, "it reads for ever"
         return read(start, most)
 
-    def look() -> np.ndarray:
-        head[3] = 10
-        return np.zeros(0, ENTRY_FIELDS)
+    class Table:
+        slots = 8
+
+        def whole(self) -> np.ndarray:
+            head[3] = 10
+            return np.zeros(0, ENTRY_FIELDS)
+
+        def some(self, slots: np.ndarray) -> np.ndarray:
+            return np.zeros(0, ENTRY_FIELDS)
 
     reader.read = counted  # type: ignore[method-assign]
-    follower = Follower(reader, look)
+    follower = Follower(reader, Table())
     assert follower.step().empty and follower.due and follower.gaps == 1
     head[3] = ring.head
     assert follower.step().empty and follower.due, "the same again"
@@ -203,4 +273,4 @@ def test_sizes() -> None:
             capacity_of(size)
     with pytest.raises(SegmentError, match="too short"):
         RingReader(memoryview(bytes(100)))
-    assert capacity_of(HEADER_BYTES + (4 << 20)) == 131_072
+    assert capacity_of(HEADER_BYTES + (4 << 20)) == 524_288

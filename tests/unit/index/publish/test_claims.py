@@ -11,9 +11,9 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
-from simm.arena.events.follow import Step
+from simm.arena.events.follow import CHANGE_FIELDS, Step
 from simm.arena.events.listing import ENTRY_FIELDS
-from simm.arena.events.ring import CLOSED, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED
+from simm.arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED
 from simm.index.publish.claims import Claims, Delta
 from tests.support.dose import dose
 
@@ -22,14 +22,14 @@ NAMES = [shard | number << 14 for shard in (0, 5, 16383) for number in range(1, 
 
 
 def record(operation: int, name: int = 0, size: int = 1, namespace: int = 0) -> tuple[int, ...]:
-    return 0, name, 7, size, namespace, operation, 0
+    return name, 7, size, namespace, operation
 
 
 def step_of(records: list[tuple[int, ...]], whole: dict[int, int] | None = None) -> Step:
     rows = None
     if whole is not None:
-        rows = np.array([(name, 7, 1, namespace) for name, namespace in whole.items()], ENTRY_FIELDS)
-    return Step(rows, np.array(records, RECORD_FIELDS))
+        rows = np.array([(name, 7, 1, 0, namespace) for name, namespace in whole.items()], ENTRY_FIELDS)
+    return Step(rows, np.array(records, CHANGE_FIELDS))
 
 
 def apply(mine: dict[int, int], step: Step) -> None:
