@@ -1,12 +1,16 @@
 """Measure events: what the ring costs a PUT, and how long an index takes to be complete again.
 
     python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60, --burst 3000
-    python benchmarks/events.py cost | parts | restart
+    python benchmarks/events.py cost | put | parts | restart
 
 *Cost*: two stores in this process, one with a ring and one without, in turns of some thousand PUTs each: commits in
 batches of one, grants in batches of 32, and a heartbeat after each turn. The arenas are full, so each PUT evicts. The
 figure is processor time of the quick turns. It is compared with the wall time of a whole PUT of a client, of the quick
 ones too, in the same run.
+
+*Put*: two clusters with one worker each, one with a ring, and a client of each that puts values of 4 KiB, in turns:
+one by one, and 32 with a call. The arenas are full. Of all calls the latency, of all turns the processor time of the
+worker: it polls while it is asked, so that has its waiting in it.
 
 *Restart*: a data server with so many values. An index begins anew while ``simm events`` runs; then ``simm events``
 begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
@@ -29,6 +33,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import psutil
 
 from simm.arena.events.ring import HEADER_BYTES, EventRing, attach
 from simm.arena.store import Store
@@ -112,6 +117,60 @@ def cost(rounds: int, burst: int) -> None:
           f"(p{100 * QUANTILE:.0f} of {rounds} turns), {pairs:+.3f} us (median of pairs)")  # fmt: skip
     print(f"a whole PUT of {VALUE} bytes by shm: {put:.1f} us (p{100 * QUANTILE:.0f}); the ring is "
           f"{100 * (high - low) / put:.1f} % of it")  # fmt: skip
+
+
+def processor_ns(pid: int) -> int:
+    """Return the processor time of a process by now: its clock's number is made from its own (``man clock_getres``)."""
+    return time.clock_gettime_ns(~pid << 3 | 2)
+
+
+def put(rounds: int) -> None:
+    """Print the latency of a PUT, and the worker's processor time, with and without a ring."""
+    value = bytes(VALUE)
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for flags in ((), ("--events", "4M")):
+            cluster = stack.enter_context(LocalCluster("64M", arguments=flags))
+            client = stack.enter_context(Client(cluster.manager, token=cluster.token))
+            for number in range(5000):
+                client.put(f"first {number}", value)
+            children = psutil.Process(cluster.pids["dataserver"]).children()
+            worker = max(children, key=lambda each: each.cpu_times().user)  # the others have done nothing yet
+            sides.append((client, worker.pid))
+        for batch in (1, 32):
+            calls = max(1, 2000 // batch)
+            every: tuple[list[float], list[float]] = ([], [])
+            latencies: tuple[list[float], list[float]] = ([], [])
+            processor: tuple[list[float], list[float]] = ([], [])
+            names = 0
+            for number in range(rounds + 20):
+                for at in (0, 1) if number % 2 else (1, 0):
+                    client, pid = sides[at]
+                    began, took = processor_ns(pid), []
+                    for _ in range(calls):
+                        keys = [f"key {names + each}" for each in range(batch)]
+                        names += batch
+                        if batch == 1:
+                            start = time.perf_counter_ns()
+                            client.put(keys[0], value)
+                        else:
+                            start = time.perf_counter_ns()
+                            client.put_many(keys, [value] * batch)
+                        took.append((time.perf_counter_ns() - start) / 1000 / batch)
+                    if number >= 20:  # both arenas are full
+                        processor[at].append((processor_ns(pid) - began) / 1000 / calls / batch)
+                        latencies[at].append(float(np.mean(took)))
+                        every[at].extend(took)
+            told = ("latency, mean of a turn", latencies), ("worker's processor time", processor)
+            for what, (plain, ringed) in told:
+                low, high = (float(np.quantile(each, QUANTILE)) for each in (plain, ringed))
+                pairs = float(np.median(np.subtract(ringed, plain)))
+                print(f"PUT of {VALUE} bytes, {batch} a call, {what}, a value: {low:.2f} us, with a ring {high:.2f}: "
+                      f"{high - low:+.3f} us (p{100 * QUANTILE:.0f} of {rounds} turns), {pairs:+.3f} us (median of "
+                      f"pairs), {100 * pairs / low:+.1f} %")  # fmt: skip
+            low, high = (float(np.median(each)) for each in every)
+            print(f"PUT of {VALUE} bytes, {batch} a call, latency, p50 of all calls, a value: {low:.2f} us, with a "
+                  f"ring {high:.2f}: {100 * (high - low) / low:+.1f} %")  # fmt: skip
 
 
 # -- restarts ------------------------------------------------------------------------------------------
@@ -218,13 +277,15 @@ def restart(blocks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "parts", "restart"])
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "put", "parts", "restart"])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--burst", type=int, default=3000)
     arguments = parser.parse_args()
     if arguments.what in ("all", "cost"):
         cost(arguments.rounds, arguments.burst)
+    if arguments.what in ("all", "put"):
+        put(arguments.rounds)
     if arguments.what in ("all", "parts"):
         parts(arguments.blocks)
     if arguments.what in ("all", "restart"):

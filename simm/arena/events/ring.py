@@ -128,7 +128,7 @@ _SHIFT: Final = 8
 _NO_SLOTS: Final = np.zeros(0, np.int64)
 #: Bits of a byte of the table's slots in use, and slots of eight such bytes.
 _WAYS: Final = 8
-_WAY: Final = np.array([1 << way for way in range(_WAYS)], np.uint8)
+_WAY_BITS: Final = 3
 
 Bits = NDArray[np.uint8]
 
@@ -171,6 +171,7 @@ class EventRing:
         self.overwritten = array("L")
         #: The slots that were told, as the table's bits; the end of the ring and the entries of the table then.
         self._told: Bits = np.zeros(0, np.uint8)
+        self._flags = np.zeros(0, np.bool_)
         self._told_at = self.head
         self._entries = -1
         #: Tells what has come since the last heartbeat. The table's.
@@ -183,6 +184,7 @@ class EventRing:
     def begin(self, used: bytearray, flush: Callable[[], None]) -> None:
         """Begin to compare with these bits of the table: readers look at it first. ``flush`` calls :meth:`tell`."""
         self._told = np.frombuffer(used, np.uint8).copy()
+        self._flags = np.zeros(len(used) * _WAYS, np.bool_)  # a page of it is used once a slot there has gone
         self._told_at, self._entries, self.flush = self.head, -1, flush
         del self.overwritten[:]
 
@@ -247,9 +249,9 @@ class EventRing:
             self.anew()  # removals that nobody has any more
             told[:] = now
         else:
-            gone = self._gone()
-            np.bitwise_and.at(told, gone // _WAYS, ~_WAY[gone % _WAYS])
-        come = _slots_of(now & ~told)
+            self._forget(self._gone())
+        np.bitwise_xor(now, told, out=told)  # what was told and is no more has been forgotten
+        come = _slots_of(told)
         told[:] = now
         if self.overwritten:
             come = np.concatenate((come, np.array(self.overwritten).view(np.int64)))
@@ -266,6 +268,14 @@ class EventRing:
             come = come[count:]
         self._told_at, self._entries = self.head, entries
 
+    def _forget(self, slots: NDArray[np.int64]) -> None:
+        """Clear the bits of slots that were told, which may come twice. O(those), by numpy."""
+        flags = self._flags
+        flags[slots] = True
+        sets = slots >> _WAY_BITS
+        self._told[sets] &= ~np.packbits(flags.reshape(-1, _WAYS).take(sets, axis=0), bitorder="little")
+        flags[slots] = False
+
     def _gone(self) -> NDArray[np.int64]:
         """Return the slots that were told as going since the last heartbeat."""
         start, end = self._told_at & self._mask, self.head & self._mask
@@ -273,7 +283,7 @@ class EventRing:
             return _NO_SLOTS
         parts = [slice(start, end)] if start < end else [slice(start, None), slice(0, end)]
         found = [self._arguments[part][self._operations[part] == REMOVED] for part in parts]
-        return np.concatenate(found).astype(np.int64)
+        return (found[0] if len(found) == 1 else np.concatenate(found)).astype(np.int64)
 
     def stats(self) -> dict[str, int]:
         """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""
@@ -295,17 +305,25 @@ def _nothing() -> None:
 
 def _slots_of(bits: Bits) -> NDArray[np.int64]:
     """Return the slots whose bits are set, in ascending order. O(bits / 64 + those)."""
+    # nonzero() of anything but bools looks at one element after the other.
     if len(bits) % 8 == 0:  # most words are 0
-        words = bits.view(np.uint64).nonzero()[0]
-        some = bits.reshape(-1, 8).take(words, axis=0).reshape(-1)
-        where = some.nonzero()[0]
-        some = some.take(where)
-        where = words.take(where // 8) * 8 + where % 8
+        words = (bits.view(np.uint64) != 0).nonzero()[0]
+        some = bits.reshape(-1, 8).take(words, axis=0)
+        inside = (some != 0).reshape(-1).nonzero()[0]
+        some = some.reshape(-1).take(inside)
+        sets = words.take(inside >> 3)
+        sets <<= 3
+        inside &= 7
+        sets += inside
     else:
-        where = bits.nonzero()[0]
-        some = bits.take(where)
-    at = np.unpackbits(some, bitorder="little").nonzero()[0]
-    return where.take(at // _WAYS) * _WAYS + at % _WAYS
+        sets = (bits != 0).nonzero()[0]
+        some = bits.take(sets)
+    at = np.unpackbits(some, bitorder="little").view(np.bool_).nonzero()[0]
+    slots: NDArray[np.int64] = sets.take(at >> _WAY_BITS)
+    slots <<= _WAY_BITS
+    at &= _WAYS - 1
+    slots += at
+    return slots
 
 
 #: Of a worker that tells nobody.
