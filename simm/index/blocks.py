@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .events import Cleared, Event, Removed, Stored, Where
-from .keys import SEED, chain
+from .events import Event, Removed, Stored, Where
+from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
 from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
@@ -236,7 +236,7 @@ class Blocks:
                 elif isinstance(event, Removed):
                     self._removed(source, event, mine)
                 else:
-                    self._cleared(source, event)
+                    self.clear(source, event.where.tenant if source.registration.store else None)
             except _Ignored as why:
                 source.ignored[str(why)] += 1
 
@@ -266,14 +266,17 @@ class Blocks:
             key, holder = self._parent(event.parent, late.lane)
             if holder is not late.holder or late.copies != (source.registration.type == "vllm"):
                 return False
-        if not known.keys().isdisjoint(names) or (count > 1 and len(set(names)) < count):
+        if count == 1:  # as of an engine that decodes
+            if (name := names[0]) in known:
+                return False
+            known[name] = key_of(event.tokens, key, self.seed)
+            late.count += 1
+            return True
+        if not known.keys().isdisjoint(names) or len(set(names)) < count:
             return False
         known.update(zip(names, chain(event.tokens, size, parent=key, seed=self.seed)))
         late.count += count
         return True
-
-    def _cleared(self, source: Source, event: Cleared) -> None:
-        self.clear(source, event.where.tenant if source.registration.store else None)
 
     def _tier(self, source: Source, where: Where) -> int:
         name = (where.medium or "gpu").lower()

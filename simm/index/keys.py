@@ -75,6 +75,12 @@ def chain(
     return found
 
 
+def key_of(tokens: memoryview, parent: int | None, seed: int) -> int:
+    """Return the key of one block: as :func:`chain`, of which this is the common case in events. O(tokens)."""
+    local = _xxh3(tokens, seed)
+    return local if parent is None else _xxh3(_PAIR.pack(parent, local), seed)
+
+
 def request_keys(tokens: Sequence[int] | NDArray[Any], block_size: int, *, seed: int = SEED) -> list[int]:
     """Return the keys of a prompt's full blocks. O(tokens). Raises UsageError."""
     check_block(block_size)

@@ -11,8 +11,8 @@ The worker writes on while the table is copied. So the copy is of no single mome
     2  copy the table
     3  apply, in order, all records from S - LOOKBACK on, up to HEAD as it is by now
 
-Each record says what is true of one slot (or of a shard, or of a namespace) from then on, whatever was before. So it does
-no harm to apply one whose effect the copy has. What went after (1) has a record that (3) applies. What was told
+Each record says what is true of one slot (or of a shard, or of a namespace) from then on, whatever was before. So it
+does no harm to apply one whose effect the copy has. What went after (1) has a record that (3) applies. What was told
 before (1), and went only after it was copied, is within ``LOOKBACK`` records before S: a worker tells no more than that
 in advance. An entry that comes during (2) is copied, or told later.
 

@@ -9,14 +9,14 @@ ring makes two promises:
 1. **No claim is false at the moment in which the ring makes it.** At every instant, after a ``kill -9`` too, the claims
    of all records are a part of what clients of this host can read. So an entry is told as gone *before* it goes, and as
    stored *after* it is there.
-2. **All that can be read is claimed soon**: when the worker has told what has come, which it does at each heartbeat, and
-   when a reader has looked at the table once (``follow.py``).
+2. **All that can be read is claimed soon**: when the worker has told what has come, which it does at each heartbeat,
+   and when a reader has looked at the table once (``follow.py``).
 
 So between the two there may be entries that nobody claims: those are misses, which cost time and are no error.
 
 What is told
 ------------
-    STORED      there is an entry in this slot: told at the next heartbeat, if it is still there. A reader reads it there
+    STORED      there is an entry in this slot: told at the next heartbeat, if it is still there. A reader reads it
     REMOVED     the entry in this slot goes: deleted, evicted, dropped
     SHARD       no entry of this shard can be read any more, or only by way of another owner. Its entries are dropped
                 later, and told as removed too
@@ -33,9 +33,9 @@ the record: it claims what is there then. It remembers the digest that it has cl
 removal means (``follow.py``). So the worker copies no digest, and takes no line of a slot into its caches for this.
 
 **A commit does nothing for the ring.** The table has a byte for each 8 slots that says which are in use, and the worker
-has a copy of these bytes: what has been told. A heartbeat compares them by numpy. A slot that is in use and was not told
-is told. A removal is told before the slot is cleared, and is the bit that the copy loses at the next heartbeat, which
-finds it in the ring. So a slot that was cleared and used again meanwhile is told again. What changed before a shard or a
+has a copy of these bytes: what has been told. A heartbeat compares them by numpy. A slot that is in use and was not
+told is told. A removal is told before the slot is cleared. The next heartbeat finds it in the ring, and takes its bit
+from the copy. So a slot that was cleared and used again meanwhile is told again. What came before a shard or a
 namespace goes is told before that, as a record behind SHARD would be believed.
 
     record, 8 bytes
