@@ -1,16 +1,18 @@
 """Measure events: what the ring costs a PUT, and how long an index takes to be complete again.
 
-    python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60, --burst 3000
+    python benchmarks/events.py                           # all; --blocks 1000000, --rounds 60, --burst 6000
     python benchmarks/events.py cost | put | parts | restart
 
-*Cost*: two stores in this process, one with a ring and one without, in turns of some thousand PUTs each: commits in
-batches of one, grants in batches of 32, and a heartbeat after each turn. The arenas are full, so each PUT evicts. The
-figure is processor time of the quick turns. It is compared with the wall time of a whole PUT of a client, of the quick
+*Cost*: a store in this process, with its ring and without in turns of some thousand PUTs each, as a busy worker takes
+between two heartbeats: commits in batches of one, grants in batches of 32, and a heartbeat after each turn. The arena
+is full, so each PUT evicts. It is one store, as two differ by where their memory lies. The figure is processor time of
+the quick turns. It is compared with the wall time of a whole PUT of a client, of the quick
 ones too, in the same run.
 
-*Put*: two clusters with one worker each, one with a ring, and a client of each that puts values of 4 KiB, in turns:
-one by one, and 32 with a call. The arenas are full. Of all calls the latency, of all turns the processor time of the
-worker: it polls while it is asked, so that has its waiting in it.
+*Put*: three clusters with one worker each, one with a ring, and a client of each that puts values of 4 KiB, in turns:
+one by one, and 32 with a call. The arenas are full. Of each turn the median latency, and the processor time of the
+worker: it polls while it is asked, so that has its waiting in it. What two without a ring differ by says what the other
+difference is worth.
 
 *Restart*: a data server with so many values. An index begins anew while ``simm events`` runs; then ``simm events``
 begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
@@ -51,23 +53,25 @@ MIB: Final = 1 << 20
 
 
 class Side:
-    """A store that is full, and a session that puts."""
+    """A store that is full, its ring, and a session that puts."""
 
-    def __init__(self, number: int, ring: bool) -> None:
-        self.arena = OwnedArena.create(f"simm-bench-{os.getpid()}-{number}", 64 * MIB)
+    def __init__(self) -> None:
+        self.arena = OwnedArena.create(f"simm-bench-{os.getpid()}", 64 * MIB)
         self.store = Store.create(self.arena.mm)
         epochs = np.full(SHARD_COUNT, 1, np.uint64).tobytes()
         self.store.begin_shards(1, epochs, bytes([ShardRole.OWNER]) * SHARD_COUNT)
         self.store.open()
-        if ring:
-            memory = memoryview(np.zeros((HEADER_BYTES + 4 * MIB) // 8, np.uint64)).cast("B")
-            attach(EventRing(memory), self.store.table, self.store.shard_words, self.store.ledger.namespaces)
+        self.ring = EventRing(memoryview(np.zeros((HEADER_BYTES + 4 * MIB) // 8, np.uint64)).cast("B"))
         self.session = self.store.sessions.open(os.getpid(), 1, "bench")
         self.grants: list[tuple[int, int, int]] = []
 
-    def turn(self, digests: list[bytes]) -> float:
-        """Put one value for each digest. Return the processor time of one, in us."""
+    def turn(self, digests: list[bytes], ringed: bool) -> float:
+        """Put one value for each digest, with the ring or without. Return the processor time of one, in us."""
         store, session = self.store, self.session
+        if ringed:
+            attach(self.ring, store.table)
+        else:
+            store.table.events = None
         began = time.process_time_ns()
         for digest in digests:
             if not self.grants:
@@ -92,18 +96,17 @@ def cost(rounds: int, burst: int) -> None:
         raw = rng.bytes(16 * burst)
         return [raw[at : at + 16] for at in range(0, len(raw), 16)]
 
-    sides = [Side(0, False), Side(1, True)]
+    side = Side()
     plain, ringed = [], []
     try:
         warm = max(8, 24_000 // burst)
         for number in range(rounds + warm):
-            for side in sides if number % 2 else sides[::-1]:
-                took = side.turn(digests())
-                if number >= warm:  # the arenas are full by then
-                    (ringed if side is sides[1] else plain).append(took)
+            for ring in (False, True) if number % 2 else (True, False):
+                took = side.turn(digests(), ring)
+                if number >= warm:  # the arena is full by then
+                    (ringed if ring else plain).append(took)
     finally:
-        for side in sides:
-            side.close()
+        side.close()
     low, high = (float(np.quantile(each, QUANTILE)) for each in (plain, ringed))
     with Client.local("64M") as client:
         value, walls = bytes(VALUE), []
@@ -129,7 +132,7 @@ def put(rounds: int) -> None:
     value = bytes(VALUE)
     with contextlib.ExitStack() as stack:
         sides = []
-        for flags in ((), ("--events", "4M")):
+        for flags in ((), (), ("--events", "4M")):
             cluster = stack.enter_context(LocalCluster("64M", arguments=flags))
             client = stack.enter_context(Client(cluster.manager, token=cluster.token))
             for number in range(5000):
@@ -138,39 +141,27 @@ def put(rounds: int) -> None:
             worker = max(children, key=lambda each: each.cpu_times().user)  # the others have done nothing yet
             sides.append((client, worker.pid))
         for batch in (1, 32):
-            calls = max(1, 2000 // batch)
-            every: tuple[list[float], list[float]] = ([], [])
-            latencies: tuple[list[float], list[float]] = ([], [])
-            processor: tuple[list[float], list[float]] = ([], [])
+            found = {"latency": [[], [], []], "worker's processor time": [[], [], []]}  # type: ignore[var-annotated]
             names = 0
             for number in range(rounds + 20):
-                for at in (0, 1) if number % 2 else (1, 0):
+                for at in (0, 1, 2) if number % 2 else (2, 1, 0):
                     client, pid = sides[at]
                     began, took = processor_ns(pid), []
-                    for _ in range(calls):
+                    for _ in range(640 // batch):
                         keys = [f"key {names + each}" for each in range(batch)]
                         names += batch
-                        if batch == 1:
-                            start = time.perf_counter_ns()
-                            client.put(keys[0], value)
-                        else:
-                            start = time.perf_counter_ns()
-                            client.put_many(keys, [value] * batch)
+                        start = time.perf_counter_ns()
+                        client.put(keys[0], value) if batch == 1 else client.put_many(keys, [value] * batch)
                         took.append((time.perf_counter_ns() - start) / 1000 / batch)
-                    if number >= 20:  # both arenas are full
-                        processor[at].append((processor_ns(pid) - began) / 1000 / calls / batch)
-                        latencies[at].append(float(np.mean(took)))
-                        every[at].extend(took)
-            told = ("latency, mean of a turn", latencies), ("worker's processor time", processor)
-            for what, (plain, ringed) in told:
-                low, high = (float(np.quantile(each, QUANTILE)) for each in (plain, ringed))
-                pairs = float(np.median(np.subtract(ringed, plain)))
-                print(f"PUT of {VALUE} bytes, {batch} a call, {what}, a value: {low:.2f} us, with a ring {high:.2f}: "
-                      f"{high - low:+.3f} us (p{100 * QUANTILE:.0f} of {rounds} turns), {pairs:+.3f} us (median of "
-                      f"pairs), {100 * pairs / low:+.1f} %")  # fmt: skip
-            low, high = (float(np.median(each)) for each in every)
-            print(f"PUT of {VALUE} bytes, {batch} a call, latency, p50 of all calls, a value: {low:.2f} us, with a "
-                  f"ring {high:.2f}: {100 * (high - low) / low:+.1f} %")  # fmt: skip
+                    if number >= 20:  # all arenas are full
+                        found["latency"][at].append(float(np.median(took)))
+                        found["worker's processor time"][at].append((processor_ns(pid) - began) / 640_000)
+            for what, turns in found.items():
+                plain, again, ringed = map(np.array, turns)
+                low = float(np.median(plain))
+                print(f"PUT of {VALUE} bytes, {batch} a call, {what} of a value: {low:.2f} us, p50; with a ring "
+                      f"{100 * float(np.median((ringed - plain) / plain)):+.1f} %, without one in another cluster "
+                      f"{100 * float(np.median((again - plain) / plain)):+.1f} % (medians of pairs)")  # fmt: skip
 
 
 # -- restarts ------------------------------------------------------------------------------------------
@@ -280,7 +271,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="all", choices=["all", "cost", "put", "parts", "restart"])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--burst", type=int, default=3000)
+    parser.add_argument("--burst", type=int, default=6000)
     arguments = parser.parse_args()
     if arguments.what in ("all", "cost"):
         cost(arguments.rounds, arguments.burst)

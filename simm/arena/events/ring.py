@@ -184,7 +184,8 @@ class EventRing:
     def begin(self, used: bytearray, flush: Callable[[], None]) -> None:
         """Begin to compare with these bits of the table: readers look at it first. ``flush`` calls :meth:`tell`."""
         self._told = np.frombuffer(used, np.uint8).copy()
-        self._flags = np.zeros(len(used) * _WAYS, np.bool_)  # a page of it is used once a slot there has gone
+        if len(self._flags) != len(used) * _WAYS:
+            self._flags = np.zeros(len(used) * _WAYS, np.bool_)  # a page of it is used once a slot there has gone
         self._told_at, self._entries, self.flush = self.head, -1, flush
         del self.overwritten[:]
 
