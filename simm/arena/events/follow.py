@@ -112,7 +112,7 @@ class Follower:
         self._ring = ring
         self._table = table
         #: The digest that is claimed of each slot, as two words; 0 for none.
-        self._low, self._high = (np.zeros(table.slots, np.uint64) for _ in range(2))
+        self._low, self._high = np.zeros(table.slots, np.uint64), np.zeros(table.slots, np.uint64)
         #: Sequence number of the next record.
         self.at = 0
         self._due = True
@@ -141,7 +141,8 @@ class Follower:
         # With a gap, or an ANEW, what was copied cannot be put right: the next step does it all again.
         if self._due:
             return Step(None, _NOTHING)
-        self._low[:] = self._high[:] = 0
+        slots = len(self._low)
+        self._low, self._high = np.zeros(slots, np.uint64), np.zeros(slots, np.uint64)  # pages of it are used as needed
         self._low[whole["slot"]], self._high[whole["slot"]] = whole["low"], whole["high"]
         return Step(whole, self._changes(np.concatenate(parts)))
 
