@@ -137,6 +137,7 @@ def test_a_keys_homes_are_apart_whatever_the_random_numbers_are() -> None:
     """Many endpoints have a prompt's blocks. With these numbers the owner would not count but for the last shift."""
     table = Table({}, lambda owners: np.ones(len(owners), np.bool_), buckets=1024)
     table._second = pow(table._third, -1, 1 << 64)
+    table._of_second = np.uint64(table._second)
     owners = np.arange(1, 65, dtype=np.uint32)
     for key in (1, 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1):
         homes = table._homes(np.full(64, key, np.uint64), owners).tolist()
