@@ -59,7 +59,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.pairs < 2:
         parser.error("--pairs: at least 2, as quartiles are of several")
-    with Client.local(MEMORY_BYTES, path=given.path) as client:
+    with Client.local(MEMORY_BYTES, path=given.path, deadline_s=30.0) as client:
         rng = np.random.default_rng(1)
         value = rng.integers(0, 256, VALUE_BYTES, dtype=np.uint8)
         keys = [f"page {number}" for number in range(KEYS)]
@@ -107,6 +107,11 @@ def main() -> None:
         def ready(number: int) -> None:
             client.get_ranges(names[number], prepared[number])
 
+        offsets = place * RANGE_BYTES
+
+        def columns(number: int) -> None:
+            client.get_ranges(names[number], (offsets, RANGE_BYTES, together[number]))
+
         gathers: list[tuple[str, Callable[[int], None]]] = [
             ('numpy.take(out=, mode="clip") of 64 rows of 64 KiB', take_clipped),
             ("a loop of 64 numpy slice copies of 64 KiB", slices),
@@ -114,7 +119,7 @@ def main() -> None:
             ("numpy.take(out=), which copies twice", take),
         ]
         for name, gather in gathers:
-            for form, read in (("64 ranges", ranges), ("64 prepared ranges", ready)):
+            for form, read in (("64 ranges", ranges), ("64 by an array", columns), ("64 prepared ranges", ready)):
                 compare(f"{name}; {form}, warm", lambda _, gather=gather: gather(0), lambda _, read=read: read(0), 8,
                         given.pairs)  # fmt: skip
                 compare(f"{name}; {form}, cold", lambda number, gather=gather: gather(number % COLD_VALUES),

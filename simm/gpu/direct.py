@@ -40,7 +40,8 @@ from typing import Any, Final
 from ..constants import VALUE_BYTES_MAX
 from ..errors import DeviceError
 from ..host import fork
-from ..host.buffers import DeviceBuffer, DeviceCopy, Span, on_device
+from ..host.buffers import DeviceBuffer, DeviceCopy, Span
+from ..host.parts import on_device
 from ..rdma.api import FabricError, Rail, Region
 from ..rdma.registration import Registration
 from . import copy, cuda

@@ -23,9 +23,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Protocol, TypeGuard
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
@@ -256,7 +257,8 @@ class Ranges(Span):
     memory overlaps. The object itself has no address, so code that takes it for one piece of memory fails.
     """
 
-    #: ``total``: the parts' bytes. ``least``: where the last of them ends in the value. ``rows``: parts as HostRows.
+    #: ``total``: the parts' bytes. ``least``: where the last of them ends in the value. ``rows``: parts as HostRows, or
+    #: as a HostTable.
     __slots__ = ("parts", "rows", "total")
 
     #: As of a sink with room for any value. Not set for each object, as that takes a fifth of a small get's time.
@@ -305,17 +307,6 @@ class Pieces(Span):
     def view(self) -> memoryview:
         """Return all of it as one piece of memory, a copy."""
         return memoryview(b"".join([host_view(part) for part in self.parts]))
-
-
-#: Types of a value's memory that the CPU addresses; None stands for new bytes. All else is a :class:`DeviceBuffer`.
-#: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs. Some
-#: parts of the last two may be a device's: code that copies these looks at each.
-HOST_TYPES: Final[frozenset[type]] = frozenset((memoryview, Span, type(None), Ranges, Pieces))
-
-
-def on_device(memory: object) -> TypeGuard[DeviceBuffer]:
-    """Return True if a value's memory, or a sink, is a :class:`DeviceBuffer`."""
-    return type(memory) not in HOST_TYPES
 
 
 def host_view(source: memoryview | Span) -> memoryview:
@@ -395,6 +386,11 @@ def address_of(view: memoryview) -> int:
 
 _addressof: Final = ctypes.addressof
 _from_buffer: Final = ctypes.c_char.from_buffer
+
+
+def array_at(address: int, size: int) -> NDArray[np.uint8]:
+    """Return memory as an array, which keeps nothing alive. The caller vouches for it."""
+    return _frombuffer(_ALL, _U8, size, address)
 
 
 def block_copy(target: int, source: int, size: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,8 @@ from .buffers import (
     Ranges,
     Span,
     address_of,
+    array_at,
     host_view,
-    on_device,
 )
 from .company import COMPANY
 
@@ -50,7 +51,7 @@ class HostRows:
     fit raises ValueError.
     """
 
-    __slots__ = ("_arrays", "_places", "_size", "_table", "_total", "_views", "high", "low")
+    __slots__ = ("_arrays", "_places", "_size", "_total", "_views", "high", "low")
 
     def __init__(
         self, offsets: Iterable[int], ends: Iterable[int], arrays: Sequence[NDArray[np.uint8]],
@@ -69,24 +70,6 @@ class HostRows:
             self._size = 0 if max(lengths) < RELEASE_BYTES else -1
         #: All of the memory lies from ``low`` to ``high``; 0 and 0: not known.
         self.low, self.high = low, high
-        self._table = self._as_table() if high else None
-
-    def _as_table(self) -> tuple[slice, NDArray[np.intp], NDArray[np.uint8]] | None:
-        """Return ranges that are rows of a table, if their memory is one array: one ``take`` copies all of them.
-
-        That is: where the table is in the value, the rows' numbers, the array. None if they are not.
-        """
-        size, count = self._size, len(self._arrays)
-        if size <= 0:
-            return None
-        offsets = np.array([place.start for place in self._places])
-        starts = np.array([address_of(view) for view in self._views or ()])
-        first = int(offsets.min())
-        rows = (offsets - first) // size
-        if (rows * size + first != offsets).any() or (starts != self.low + np.arange(count) * size).any():
-            return None
-        memory = np.frombuffer(Span(self.low, count * size).view(), np.uint8)
-        return slice(first, int(offsets.max()) + size), rows, memory.reshape(count, size)
 
     @classmethod
     def of(cls, ranges: Ranges) -> HostRows | None:
@@ -122,7 +105,7 @@ class HostRows:
         # Large copies have driven all that Python needs out of the caches. So the most frequent cases take few steps.
         shares = copier.shares(self._total)
         by_block = None if shares else copier.next_way(size)
-        if by_block is False and held and self._table is None:
+        if by_block is False and held:
             self._hold(data[start:])
             return True
         value = np.frombuffer(data, np.uint8)[start:]
@@ -131,9 +114,6 @@ class HostRows:
             copier.copy_some(len(self._arrays), size, move, partial(self._block, value), node)
         elif by_block:
             self._block(value)
-        elif self._table is not None:
-            place, rows, memory = self._table
-            value[place].reshape(-1, size).take(rows, 0, memory, "clip")
         else:
             self._move(value)
         return True
@@ -151,6 +131,119 @@ class HostRows:
         positive = np.positive
         for array, place in zip(self._arrays[first:last], self._places[first:last]):
             positive(value[place], array)
+
+
+class TableRanges(Ranges):
+    """Ranges that a HostTable describes. Their parts are listed at the first use, which may never come."""
+
+    __slots__ = ()
+
+    def __init__(self, table: Any, least: int, total: int) -> None:
+        self.least = least
+        self.total = total
+        self.rows = table
+
+    if not TYPE_CHECKING:  # a property would make each use of other ranges' parts slower
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what is not set: the parts."""
+            if name != "parts":
+                raise AttributeError(name)
+            self.parts = parts = self.rows.parts()
+            return parts
+
+
+#: Types of a value's memory that the CPU addresses; None stands for new bytes. All else is a :class:`DeviceBuffer`.
+#: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs. Some
+#: parts of the last three may be a device's: code that copies these looks at each.
+HOST_TYPES: Final[frozenset[type]] = frozenset(
+    (memoryview, Span, type(None), Ranges, TableRanges, Pieces)
+)
+
+
+
+def on_device(memory: object) -> TypeGuard[DeviceBuffer]:
+    """Return True if a value's memory, or a sink, is a :class:`DeviceBuffer`."""
+    return type(memory) not in HOST_TYPES
+
+
+class TableRows(NamedTuple):
+    """Ranges of one size that are rows of a table in the value."""
+
+    offsets: NDArray[np.int64]
+    size: int
+    #: Where the table is in the value, and the numbers of its rows that are wanted.
+    place: slice
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, offsets: NDArray[np.int64], size: int) -> TableRows | None:
+        """Return ranges of ``size`` bytes at these offsets; None if they are no rows of a table."""
+        first = int(offsets.min())
+        rows, odd = np.divmod(offsets - first, size)
+        return None if odd.any() else cls(offsets, size, slice(first, int(offsets.max()) + size), rows)
+
+
+class HostTable:
+    """Ranges of a value that are rows of a table there, and whose memory is one array, one row after the other.
+
+    One ``take`` copies all of them, which takes the fewest steps. Such ranges are cheap to make: their parts are listed
+    only for a path that needs them.
+    """
+
+    __slots__ = ("_keepers", "_memory", "_wanted", "high", "low")
+
+    def __init__(self, wanted: TableRows, low: int, keepers: Iterable[Any]) -> None:
+        """``low``: where the memory begins. ``keepers``: what keeps it, for each range."""
+        count, size = len(wanted.rows), wanted.size
+        self._wanted = wanted
+        self._memory = array_at(low, count * size).reshape(count, size)
+        self._keepers = keepers
+        #: All of the memory lies from ``low`` to ``high``.
+        self.low, self.high = low, low + count * size
+
+    @classmethod
+    def of_parts(cls, ranges: Ranges) -> HostTable | None:
+        """Return the table of ranges that are read again and again; None if they are none. O(ranges)."""
+        offsets, lengths, addresses, keepers = zip(*ranges.parts)
+        size = lengths[0]
+        if not addresses[0] or lengths.count(size) < len(lengths):
+            return None
+        if addresses != (*range(addresses[0], addresses[0] + len(lengths) * size, size),):
+            return None
+        wanted = TableRows.of(np.array(offsets), size)
+        return None if wanted is None else cls(wanted, addresses[0], keepers)
+
+    def parts(self) -> list[Part]:
+        """Return what :class:`Ranges` lists. O(ranges)."""
+        offsets, size, _, _ = self._wanted
+        return [*zip(offsets.tolist(), repeat(size), range(self.low, self.high, size), self._keepers)]
+
+    def copy(self, data: memoryview, start: int, copier: Copier, node: int) -> bool:
+        """Do :meth:`HostRows.copy`. The caller has checked that the value is long enough."""
+        _, size, place, rows = self._wanted
+        count = len(rows)
+        shares = copier.shares(count * size)
+        tried = count >= SAMPLES_FROM and BLOCK_BYTES <= size <= PART_BYTES
+        if shares and not tried:
+            return False
+        table = np.frombuffer(data, np.uint8)[start:][place].reshape(-1, size)
+        by_block = False if not tried else None if shares else copier.next_way(size)
+        if by_block is None:
+            copier.copy_some(count, size, partial(self._take, table), partial(self._block, table), node)
+        elif by_block:
+            self._block(table)
+        else:
+            table.take(rows, 0, self._memory, "clip")  # other modes copy twice
+        return True
+
+    def _take(self, table: NDArray[np.uint8], first: int, last: int) -> None:
+        table.take(self._wanted.rows[first:last], 0, self._memory[first:last], "clip")
+
+    def _block(self, table: NDArray[np.uint8], first: int = 0, last: int = RANGES_MAX) -> None:
+        positive = np.positive
+        for row, array in zip(self._wanted.rows[first:last].tolist(), self._memory[first:last]):
+            positive(table[row], array)
 
 
 def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> Iterator[memoryview | bytes]:
@@ -185,7 +278,7 @@ def scatter(
     share, likewise. Large ranges are copied without the GIL, and by several threads if they are much together, on the
     NUMA node that the mapping names. O(ranges). Raises DeviceError.
     """
-    rows: HostRows | None = ranges.rows if shared is None else None
+    rows: HostRows | HostTable | None = ranges.rows if shared is None else None
     if rows is not None and rows.copy(data, start, copier, getattr(mapping, "node", -1)):
         return
     if shared is None and len(ranges.parts) >= _EQUAL_FROM:

@@ -16,20 +16,9 @@ from numpy.typing import NDArray
 
 from ..arena.layout import ENTRY_CRC, ENTRY_LARGE
 from ..arena.reader import ArenaReader, Located
-from ..host.buffers import (
-    RELEASE_BYTES,
-    Copier,
-    DeviceBuffer,
-    DeviceCopy,
-    Ranges,
-    Span,
-    address_of,
-    fits,
-    memmove,
-    on_device,
-)
+from ..host.buffers import RELEASE_BYTES, Copier, DeviceBuffer, DeviceCopy, Ranges, Span, address_of, fits, memmove
 from ..host.company import COMPANY
-from ..host.parts import scatter
+from ..host.parts import on_device, scatter
 
 log = logging.getLogger("simm.client")
 
@@ -150,7 +139,7 @@ class ShmGet:
 
     def _copy_apart(self, reader: ArenaReader, start: int, length: int, sink: Any) -> None:
         """Copy to what is no single piece of host memory."""
-        if type(sink) is Ranges:
+        if isinstance(sink, Ranges):
             scatter(sink, reader.data, reader.data_address, start, self._copier, reader)
         else:
             sink.copy_from_mapping(reader, start, length)

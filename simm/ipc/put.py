@@ -28,19 +28,8 @@ from typing import Any, Final
 from ..arena.layout import ENTRY_CRC
 from ..constants import SLAB_CHUNK_BYTES_MAX
 from ..errors import TransportError, UnfinishedCopy
-from ..host.buffers import (
-    HOST_TYPES,
-    RELEASE_BYTES,
-    Copier,
-    DeviceCopy,
-    Pieces,
-    Span,
-    address_of,
-    host_view,
-    memmove,
-    on_device,
-)
-from ..host.parts import checksum_of, gather
+from ..host.buffers import RELEASE_BYTES, Copier, DeviceCopy, Pieces, Span, address_of, host_view, memmove
+from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M

@@ -247,7 +247,7 @@ class Batch:
             got = self.results[position]
             if is_hit(got):
                 sink = self.sinks[position] if self.sinks is not None else None
-                found.append(sink.total if type(sink) is Ranges else len(got) if type(got) is bytes else got)
+                found.append(sink.total if isinstance(sink, Ranges) else len(got) if type(got) is bytes else got)
         return found
 
 

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..constants import SET_BYTES, SLOT_BYTES
-from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Span, address_of, fits
+from ..host.buffers import RELEASE_BYTES, Copier, Span, address_of, fits
+from ..host.parts import HOST_TYPES
 from ..ipc.steps import Steps, finish
 from ..net.allowance import allowed
 from ..rdma.api import FENCED_READ, READ, WRITE, Op

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
-from ..host.buffers import RELEASE_BYTES, Copier, Pieces, Span, address_of, on_device
-from ..host.parts import checksum, cut, gather, host_pieces
+from ..host.buffers import RELEASE_BYTES, Copier, Pieces, Span, address_of
+from ..host.parts import checksum, cut, gather, host_pieces, on_device
 from ..ipc.grant_pool import KeyedGrant, obtain, refill_count, request_count, return_idle, target_count
 from ..ipc.steps import Steps
 from ..net.channel import ChannelWait, Refused

@@ -22,9 +22,9 @@ from ..arena.reader import EACH_ATTEMPT, VECTOR_KEYS, ArenaReader, Unsettled
 from ..cluster.lookup import HOPS, PLAIN_BELOW, Unresolved
 from ..constants import LOG_GETS, VALUE_BYTES_MAX
 from ..errors import DeadlineError, DeviceError, PeerError
-from ..host.buffers import HOST_TYPES, RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
+from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
 from ..host.company import COMPANY
-from ..host.parts import scatter
+from ..host.parts import HOST_TYPES, scatter
 from ..ipc.counts import (
     ABSENT,
     GET,
@@ -245,7 +245,7 @@ class Gets(ShmGet):
                 return misfit(length, sink)
             if type(sink) is memoryview:
                 sink[:length] = view.data
-            elif type(sink) is Ranges:
+            elif isinstance(sink, Ranges):
                 scatter(sink, view.data, address_of(view.data), 0, self._copier)
             else:
                 sink.copy_from(view.data)
@@ -257,7 +257,7 @@ class Gets(ShmGet):
         self, digests: Sequence[bytes], sinks: Sequence[Sink], patience: Patience | None = None
     ) -> list[Any]:
         """Read many values; return an answer for each. ``patience``: of the call that this belongs to."""
-        if self.checksum and sinks and type(sinks[0]) is Ranges:
+        if self.checksum and sinks and isinstance(sinks[0], Ranges):
             return self._read_checked(digests, sinks, patience)
         batch = Batch(digests, sinks, patience)
         self._owners.read(batch, self._read_in, self._remote.read, self._settle)

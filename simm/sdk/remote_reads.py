@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ..arena.layout import ENTRY_LARGE
 from ..cluster.lookup import Unresolved
 from ..constants import VALUE_BYTES_MAX
-from ..host.buffers import Copier, DeviceCopy, Ranges, Span, fits, host_view, on_device
-from ..host.parts import has_device, in_host_memory
+from ..host.buffers import Copier, DeviceCopy, Ranges, Span, fits, host_view
+from ..host.parts import has_device, in_host_memory, on_device
 from ..ipc.counts import GET, GET_MANY, Word, observe
 from ..ipc.get import head_bytes
 from ..ipc.steps import Steps, finish
@@ -117,7 +117,7 @@ class RemoteReads:
             return unresolved
         if not target.bulk:
             return (yield from self._resolve_misses(target, tcp, positions, batch, previous))
-        if type(sinks[positions[0]]) is Ranges:
+        if isinstance(sinks[positions[0]], Ranges):
             if _has_devices(positions, batch):
                 read = functools.partial(self.read_tcp, target, previous=previous)
                 return (yield from self._read_staged(read, positions, batch))
@@ -296,7 +296,7 @@ class RemoteReads:
             unresolved.by_status(position, status, since)
 
     def _by_rdma(self, rdma: RdmaPath, positions: Sequence[int], batch: Batch) -> Steps[tuple[list[int], float]]:
-        if batch.sinks is not None and type(batch.sinks[positions[0]]) is Ranges:
+        if batch.sinks is not None and isinstance(batch.sinks[positions[0]], Ranges):
             from .ops import rdma_ranges  # likewise
 
             return (yield from rdma_ranges.read(rdma, positions, batch, self._copier, self.counters))

@@ -27,8 +27,8 @@ from ..arena.hashing import shard_of
 from ..arena.layout import ENTRY_CRC
 from ..config.client_options import ClientOptions
 from ..errors import DeviceError, PeerError
-from ..host.buffers import HOST_TYPES, Copier, DeviceBuffer, Pieces, Span, on_device
-from ..host.parts import checksum, has_device, host_pieces
+from ..host.buffers import Copier, DeviceBuffer, Pieces, Span
+from ..host.parts import HOST_TYPES, checksum, has_device, host_pieces, on_device
 from ..ipc.answer_wait import AnswerWait
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
 from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait

@@ -66,6 +66,9 @@ class PartCalls:
     def get_ranges(self, key: str, ranges: Wanted) -> int | None:
         """Copy ranges of the value, (offset, length, buffer) each, to their buffers' heads; return the value's length.
 
+        Or (offsets, lengths, buffer): an array of offsets, the length of each or an array of them, and one buffer that
+        the ranges go to one after the other. Of many ranges that costs less.
+
         All are parts of one value. None for a miss; the buffers may then hold parts of a value that was replaced. At
         most 4,096 ranges, together of the largest value's size. They may overlap in the value, their buffers may not.
 

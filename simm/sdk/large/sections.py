@@ -25,7 +25,7 @@ def sinks_of(manifest: Manifest, sink: memoryview | Span | None) -> list[tuple[i
 
     Raises UsageError for ranges that overlap in the value so much that one part would be sent several times over.
     """
-    if type(sink) is Ranges:
+    if isinstance(sink, Ranges):
         return _ranges_by_part(manifest, sink)
     wanted: list[tuple[int, int, Any]] = []
     for index, (start, size) in enumerate(manifest.bounds()):

@@ -306,7 +306,7 @@ class Large:
 
 def fits_large(length: int, sink: memoryview | Span) -> bool:
     """Do :func:`fits` for a length that ranges of a value need not have as a bound."""
-    return sink.least <= length if type(sink) is Ranges else fits(length, sink)
+    return sink.least <= length if isinstance(sink, Ranges) else fits(length, sink)
 
 
 def _grouped(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

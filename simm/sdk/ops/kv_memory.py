@@ -22,7 +22,8 @@ import numpy as np
 
 from ...constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
-from ...host.buffers import DeviceBuffer, OnDevice, Pieces, Ranges, Span, on_device, tensor_span
+from ...host.buffers import DeviceBuffer, OnDevice, Pieces, Ranges, Span, tensor_span
+from ...host.parts import on_device
 from ...rdma.registration import registered
 from ..batch import LargeValue, device_buffer
 from .parts import OVERLAP_TEXT, is_wide, overlapping, pieces_of, prepared, ranges_of
@@ -276,6 +277,8 @@ class PartedViews:
 
 
 def _ranges_of_views(ranges: Any) -> Ranges:
+    if type(ranges) is tuple and len(ranges) == 3 and isinstance(ranges[0], np.ndarray):
+        return ranges_of((ranges[0], ranges[1], _piece_of(ranges[2])))
     try:
         parts = [(offset, length, _piece_of(view)) for offset, length, view in ranges]
     except (TypeError, ValueError) as exc:

@@ -6,17 +6,19 @@ Everything is checked before anything is sent: a call with a wrong argument chan
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, repeat
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
 from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
-from ...host.parts import HostRows
+from ...host.parts import HostRows, HostTable, TableRanges, TableRows
 from ..batch import LargeValue, sink_of, source_of
 
 OVERLAP_TEXT: Final = (
@@ -27,8 +29,9 @@ _addressof: Final = ctypes.addressof
 _from_buffer: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 
 
-#: What callers pass: (offset, bytes, buffer) each, or what :func:`prepared` made of it.
-Wanted = Ranges | Iterable[tuple[int, int, Any]]
+#: What callers pass: (offset, bytes, buffer) each; or the offsets, the bytes of each, and a buffer for all of them, one
+#: after the other; or what :func:`prepared` made of it.
+Wanted = Ranges | Iterable[tuple[int, int, Any]] | tuple[NDArray[Any], Any, Any]
 
 
 def ranges_of(
@@ -43,8 +46,10 @@ def ranges_of(
     if type(ranges) is list:
         if len(ranges) == 1 and not most:
             return _one_range(ranges[0])
-    elif type(ranges) is Ranges:
+    elif isinstance(ranges, Ranges):
         return _ready(ranges, most)
+    elif type(ranges) is tuple and len(ranges) == 3 and type(ranges[0]) is np.ndarray:
+        return _columns(*ranges)
     else:
         ranges = [*_items(ranges, "ranges")]
     most = most or VALUE_BYTES_MAX
@@ -103,7 +108,7 @@ def _equal_ranges(ranges: Sequence[Any], apart: bool, most: int) -> Ranges | Non
         size, count = lengths[0], len(lengths)
         if {*map(type, offsets), *map(type, lengths)} != {int} or {*map(type, buffers)} != {np.ndarray}:
             return None
-        if size < RELEASE_BYTES or lengths.count(size) < count or [*map(len, buffers)].count(size) < count:
+        if size < RELEASE_BYTES or lengths.count(size) < count or {*map(len, buffers)} != {size}:
             return None
         for buffer in buffers:
             if buffer.dtype is not _U8 or buffer.ndim != 1:
@@ -111,23 +116,123 @@ def _equal_ranges(ranges: Sequence[Any], apart: bool, most: int) -> Ranges | Non
         addresses = [_addressof(_from_buffer(buffer)) for buffer in buffers]
     except (TypeError, ValueError):  # ranges of another form, buffers that are read-only or not contiguous
         return None
-    ends = [offset + size for offset in offsets]
-    least, total = max(ends), count * size
+    least, total = max(offsets) + size, count * size
     if min(offsets) < 0 or least > most or total > most or count > RANGES_MAX:
         return None
+    low = addresses[0]
+    if addresses == [*range(low, low + total, size)]:  # which do not overlap
+        table = _rows_at(offsets, size)
+        if table is not None:
+            return TableRanges(HostTable(table, low, buffers), least, total)
     if apart:
         starts = sorted(addresses)
         if not all(map(operator.le, map(operator.add, starts, repeat(size)), islice(starts, 1, None))):
             raise UsageError(OVERLAP_TEXT)
+    ends = [offset + size for offset in offsets]
     parts = [*zip(offsets, lengths, addresses, buffers)]
     return Ranges(parts, least, total, HostRows(offsets, ends, buffers))
+
+
+@functools.lru_cache(maxsize=16)
+def _rows_at(offsets: tuple[int, ...], size: int) -> TableRows | None:
+    """Return ranges as rows of a table. Engines read the same ranges of one page after the other."""
+    return TableRows.of(np.array(offsets, np.int64), size)
+
+
+def _columns(offsets: NDArray[Any], lengths: Any, out: Any) -> Ranges:
+    """Do :func:`ranges_of` for an array of offsets, and a buffer that the ranges go to one after the other.
+
+    ``lengths``: an array of as many, or an int for all. Raises UsageError; LargeValue with the ranges for those that
+    only a value in parts can have.
+    """
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+        raise UsageError("offsets are an array of integers with one dimension")
+    if type(lengths) is int:
+        made = _equal_columns(offsets.tobytes(), offsets.dtype.str, lengths)
+    else:
+        made = _checked_columns(offsets, lengths)
+    total = made.total
+    if type(out) is np.ndarray and not out.dtype.hasobject and out.nbytes >= total:
+        try:
+            address = _addressof(_from_buffer(out))
+        except (TypeError, ValueError):  # read-only, or not contiguous: sink_of() says so
+            address = 0
+    else:
+        address = 0
+    if address and made.table is not None:
+        ranges: Ranges = TableRanges(HostTable(made.table, address, repeat(out)), made.least, total)
+    else:
+        ranges = _in_one(made, sink_of(out))
+    if made.least > VALUE_BYTES_MAX or total > VALUE_BYTES_MAX:
+        raise LargeValue(f"a value in one part has no {total} bytes up to {made.least}", ranges)
+    return ranges
+
+
+class _Columns(NamedTuple):
+    """Offsets and lengths that have been checked."""
+
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    least: int
+    total: int
+    table: TableRows | None
+
+
+@functools.lru_cache(maxsize=16)
+def _equal_columns(offsets: bytes, kind: str, size: int) -> _Columns:
+    """Do :func:`_checked_columns` for ranges of one size. The same offsets in a buffer of another call are the same."""
+    return _checked_columns(np.frombuffer(offsets, kind), size)
+
+
+def _checked_columns(offsets: NDArray[Any], lengths: Any) -> _Columns:
+    """Check offsets and lengths of ranges. O(n). Raises UsageError."""
+    count = len(offsets)
+    if not 0 < count <= RANGES_MAX:
+        raise UsageError(f"a value is read in 1 to {RANGES_MAX} ranges, not in {count}")
+    if not isinstance(lengths, np.ndarray) or not lengths.ndim:
+        size = _integer(lengths)
+        if not 0 < size <= LARGE_BYTES_MAX:
+            raise UsageError(_wrong_range(int(offsets[0]), size))
+        lengths = np.full(count, size)
+    elif lengths.shape != offsets.shape or lengths.dtype.kind not in "iu":
+        raise UsageError(f"lengths are an int, or an array of {count} integers as the offsets are")
+    wrong = (offsets < 0) | (offsets > LARGE_BYTES_MAX) | (lengths < 1) | (lengths > LARGE_BYTES_MAX)
+    starts, sizes = offsets.astype(np.int64), lengths.astype(np.int64)
+    ends = starts + sizes
+    wrong |= ends > LARGE_BYTES_MAX
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise UsageError(_wrong_range(int(offsets[first]), int(lengths[first])))
+    total = int(sizes.sum())
+    if total > LARGE_BYTES_MAX:
+        raise UsageError(f"the ranges of one value have at most {LARGE_BYTES_MAX} bytes together, not {total}")
+    table = TableRows.of(starts, int(sizes[0])) if (sizes == sizes[0]).all() else None
+    return _Columns(starts, sizes, int(ends.max()), total, table)
+
+
+def _in_one(columns: _Columns, sink: memoryview | Span) -> Ranges:
+    """Return ranges whose bytes go to one buffer, one after the other. Raises UsageError."""
+    offsets, lengths, least, total, table = columns
+    if total > len(sink):
+        raise UsageError(f"ranges of {total} bytes together do not fit a buffer of {len(sink)} bytes")
+    on_host = not isinstance(sink, DeviceBuffer)
+    address = address_of(sink) if type(sink) is memoryview else sink.address
+    if table is not None and on_host:
+        return TableRanges(HostTable(table, address, repeat(sink)), least, total)
+    parts: list[Part] = []
+    at = 0
+    for offset, length in zip(offsets.tolist(), lengths.tolist()):
+        part = (address + at, sink) if on_host else (0, cast(Span, sink).part(at, length))
+        parts.append((offset, length, *part))
+        at += length
+    return Ranges(parts, least, total)
 
 
 def prepared(ranges: Wanted) -> Ranges:
     """Return ranges that have been checked, for calls that read them again and again. Raises UsageError."""
     made = wide_ranges_of(ranges)
     if made.rows is None or not made.rows.high:
-        made.rows = HostRows.of(made)
+        made.rows = HostTable.of_parts(made) or HostRows.of(made)
     return made
 
 
@@ -267,7 +372,7 @@ def _integer(value: Any) -> int:
 
 def is_wide(sink: memoryview | Span) -> bool:
     """Return whether a sink is ranges that only a value in parts can have."""
-    return type(sink) is Ranges and (sink.least > VALUE_BYTES_MAX or sink.total > VALUE_BYTES_MAX)
+    return isinstance(sink, Ranges) and (sink.least > VALUE_BYTES_MAX or sink.total > VALUE_BYTES_MAX)
 
 
 def _wide(ranges: Iterable[tuple[int, int, Any]], apart: bool) -> Ranges:

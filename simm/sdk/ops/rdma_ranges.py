@@ -69,7 +69,7 @@ class RangeReading(Reading):
 
     def _ranges(self, position: int) -> Ranges:
         sink = self.sinks[position]
-        assert type(sink) is Ranges
+        assert isinstance(sink, Ranges)
         return sink
 
     def _sort_all(self, positions: Sequence[int]) -> None:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ...host.buffers import HOST_TYPES, Span
+from ...host.buffers import Span
+from ...host.parts import HOST_TYPES
 from ...ipc.put import ShmPut
 from ...net.channel import ChannelWait
 from ...tracing.spans import CURRENT

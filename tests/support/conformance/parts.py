@@ -93,6 +93,50 @@ def prepared_ranges_are_read_of_one_value_after_the_other(world: World) -> None:
     assert (rows == 0xEE).all()
 
 
+@promise
+def arrays_of_ranges_go_to_one_buffer(world: World) -> None:
+    """One after the other: rows of a table in the value, and ranges at any place, of any length."""
+    client = world.client()
+    size = 64 << 10
+    value = pattern(40 * size + 7, 3)
+    assert client.put("k", value)
+    for offsets, lengths in (
+        (np.arange(0, 40, 2) * size + 7, size), (np.arange(30) * 1000 + 1, 500), (np.array([9, 5, 70_000]), 3),
+        (np.arange(20) * size, np.arange(20) * 3000 + 1), (np.array([5]), np.array([9])),
+    ):  # fmt: skip
+        each = np.full(len(offsets), lengths) if isinstance(lengths, int) else lengths
+        wanted = b"".join(value[at : at + length] for at, length in zip(offsets.tolist(), each.tolist()))
+        room = len(wanted) + 3
+        for out in (bytearray(room), np.zeros(room, np.uint8), client.register(bytearray(room))):
+            held = out.view() if isinstance(out, Span) else memoryview(out)
+            ranges = (offsets, lengths, out)
+            with client.pin(["k"]) as pins:
+                for read in (
+                    lambda given: client.get_ranges("k", given),
+                    lambda given: client.get_ranges_many(["k"], [given])[0],
+                    lambda given: client.get_ranges("k", client.prepare_ranges(given)),
+                    lambda given: pins.get_ranges("k", given), lambda given: pins.get_ranges_many([0], [given])[0],
+                ):  # fmt: skip
+                    held[:] = bytes(len(held))
+                    assert read(ranges) == len(value)
+                    assert held == wanted + bytes(3)
+        assert client.get_ranges("no", ranges) is None
+    short = np.full(16, 0xEE, np.uint8)
+    with pytest.raises(UsageError, match="a range of it ends at byte"):
+        client.get_ranges("k", (np.array([0, len(value) - 7]), 8, short))
+    with pytest.raises(UsageError, match="do not fit"):
+        client.get_ranges("k", (np.array([0, 8]), 8, short[1:]))
+    assert (short == 0xEE).all()
+
+
+@breaks(arrays_of_ranges_go_to_one_buffer)
+class ReadsInOrder(FakeClient):
+    def get_ranges(self, key: str, ranges: Any) -> int | None:
+        if isinstance(ranges, tuple):
+            ranges = (np.sort(ranges[0]), *ranges[1:])
+        return super().get_ranges(key, ranges)
+
+
 def check_ranges(value: bytes, ranges: Iterable[tuple[int, int, Any]]) -> None:
     """Each buffer has its range at its head; it is cleared then."""
     for offset, length, buffer in ranges:

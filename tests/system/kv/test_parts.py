@@ -43,6 +43,21 @@ def test_layers_of_a_page_by_rank(store: Store) -> None:
     assert [content(each) for each in (one, two, three)] == [b"xyz", VALUE[1:3] + b"\0", VALUE[:1]]
 
 
+def test_arrays_of_ranges(store: Store) -> None:
+    """They go to one view, one after the other."""
+    assert store.put("a", filled(bytes(range(20)))) == 0
+    view, offsets = view_of(6), np.array([15, 0, 4])
+    for ranges in ((offsets, 2, view), (offsets, np.array([2, 2, 2]), view), store.prepare_ranges((offsets, 2, view))):
+        assert store.get_ranges("a", ranges) == 20
+        assert content(view) == bytes([15, 16, 0, 1, 4, 5])
+    with store.mpin(["a"]) as pins:
+        assert pins.get_ranges("a", (offsets - 0, np.array([1, 3, 2]), view)) == 20
+    assert content(view) == bytes([15, 0, 1, 2, 4, 5])
+    for wrong in ((offsets, 3, view), (offsets - 1, 2, view), (offsets, 2, bytearray(6)), (offsets, 0, view)):
+        assert store.get_ranges("a", wrong) == Code.INVALID_ARGUMENT
+    assert store.get_ranges("a", (offsets + 4, 2, view)) == Code.GET_FAILED
+
+
 def test_prepared_ranges(store: Store) -> None:
     """They are read of one value after the other. A mistake is told by each call that meets it, and spoils no other."""
     views = [view_of(4) for _ in range(3)]

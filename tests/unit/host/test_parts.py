@@ -15,7 +15,7 @@ from simm.host import buffers
 from simm.host.buffers import RELEASE_BYTES, Copier, Pieces, Ranges, Span, address_of, fits, host_view
 from simm.host.company import COMPANY
 from simm.host.copy_pool import POOL
-from simm.host.parts import HostRows, checksum, cut, extents, gather, host_pieces, scatter, section, views_of
+from simm.host.parts import HostRows, HostTable, checksum, cut, extents, gather, host_pieces, scatter, section, views_of
 
 LARGE = RELEASE_BYTES + 3
 KIB = 1 << 10
@@ -198,8 +198,12 @@ def test_rows_of_a_table_that_go_to_one_array(by_block: bool, monkeypatch: pytes
             parts = [
                 (offset, size, address_of(view[at * size :]), view) for offset, at in zip(offsets, places)
             ]  # fmt: skip
-            rows = HostRows.of(Ranges(parts, max(offsets) + size, 20 * size))
+            ranges = Ranges(parts, max(offsets) + size, 20 * size)
+            table = HostTable.of_parts(ranges)
+            assert (table is None) == (places != [*range(20)] or any((at - min(offsets)) % size for at in offsets))
+            rows = table or HostRows.of(ranges)
             assert rows is not None and rows.copy(data, 6, Copier(1), -1)
+            assert table is None or table.parts() == parts
             wanted = bytearray(len(room))
             for offset, at in zip(offsets, places):
                 wanted[(at + 1) * size : (at + 2) * size] = value[offset : offset + size]

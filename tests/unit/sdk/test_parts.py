@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import random
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
+from simm.constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import UsageError
 from simm.host.buffers import RELEASE_BYTES, Copier, Span, address_of
 from simm.host.parts import scatter
-from simm.sdk.ops.parts import check_apart, overlapping, pieces_of, ranges_of, ranges_of_many
+from simm.sdk.batch import LargeValue
+from simm.sdk.ops.parts import check_apart, overlapping, pieces_of, prepared, ranges_of, ranges_of_many
 
 BIG = RELEASE_BYTES + 1
 
@@ -131,6 +133,88 @@ def test_what_is_refused_for_overlaps(keys: list[list[tuple[int, int]]]) -> None
     if refused:
         with pytest.raises(UsageError, match="overlap"):
             check_apart(sinks)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 70)), min_size=1, max_size=20), st.booleans(),
+    st.sampled_from([np.int64, np.uint16, np.int32]), st.sampled_from([8, BIG, 64 << 10]), st.integers(0, 3),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_arrays_are_what_a_list_is(
+    given_ranges: list[tuple[int, int]], equal: bool, kind: Any, unit: int, more: int
+) -> None:
+    """Ranges by arrays of offsets and lengths go to one buffer, one after the other, as a list says it row by row."""
+    lengths = [unit if equal else length * unit // 8 for _, length in given_ranges]
+    offsets = [at * (unit if at % 2 and kind is np.int64 else 1) for at, _ in given_ranges]
+    value = memoryview(random.Random(more).randbytes(max(map(int.__add__, offsets, lengths)) + more))
+    total = sum(lengths)
+    wanted = b"".join(bytes(value[at : at + length]) for at, length in zip(offsets, lengths)) + bytes(more)
+    outs: list[Any] = [bytearray(total + more), np.zeros(total + more, np.uint8), span(total + more)]
+    if not (total + more) % 4:
+        outs.append(np.zeros((2, (total + more) // 4), np.float16))
+    for out in outs:
+        sizes = lengths[0] if equal and more else np.array(lengths, np.int32)
+        made = ranges_of((np.array(offsets, kind), sizes, out))
+        scatter(made, value, address_of(value), 0, Copier(1))
+        assert bytes(out.view() if isinstance(out, Span) else memoryview(out).cast("B")) == wanted
+        assert (made.total, made.least) == (total, max(map(int.__add__, offsets, lengths)))
+        assert [(at, length) for at, length, _, _ in made.parts] == [*zip(offsets, lengths)]
+        assert [at - made.parts[0][2] for _, _, at, _ in made.parts] == [*accumulate([0, *lengths[:-1]])]
+        assert prepared(made) is made and not overlapping([made])
+        assert overlapping([made, ranges_of([(0, 1, out)])]) == {1}
+
+
+OFFSETS = np.arange(4) * 8
+LOCKED = np.zeros(32, np.uint8)
+LOCKED.flags.writeable = False
+WRONG_ARRAYS: list[tuple[Any, Any, Any, str]] = [
+    (OFFSETS, 9, bytearray(32), "36 bytes together do not fit a buffer of 32 bytes"),
+    (OFFSETS, OFFSETS + 1, np.zeros(51, np.uint8), "52 bytes together do not fit a buffer of 51 bytes"),
+    (OFFSETS, 8, LOCKED, "read-only"), (OFFSETS, 8, bytes(32), "read-only"),
+    (OFFSETS, 8, span(32, writable=False), "read-only"), (OFFSETS, 8, np.zeros(64, np.uint8)[::2], "not contiguous"),
+    (OFFSETS, 8, np.zeros(32, object), "Python objects"), (OFFSETS, 8, 5, "not int"),
+    (OFFSETS - 1, 8, bytearray(32), "no value has 8 bytes at -1"),
+    (OFFSETS, 0, bytearray(32), "at least 1 byte, not 0"),
+    (OFFSETS, -1, bytearray(32), "at least 1 byte"), (OFFSETS, OFFSETS, bytearray(99), "at least 1 byte, not 0"),
+    (OFFSETS, 8.0, bytearray(32), "ints, not float"), (OFFSETS, True, bytearray(32), "ints, not bool"),
+    (OFFSETS, None, bytearray(32), "ints, not NoneType"), (OFFSETS, [8] * 4, bytearray(32), "ints, not list"),
+    (OFFSETS, OFFSETS[:3] + 8, bytearray(99), "an array of 4 integers"),
+    (OFFSETS, OFFSETS + 8.0, bytearray(99), "array of 4"),
+    (OFFSETS[:0], 8, bytearray(32), "1 to 4096 ranges, not in 0"),
+    (np.arange(RANGES_MAX + 1), 1, bytearray(5000), "1 to 4096 ranges, not in 4097"),
+    (OFFSETS.reshape(2, 2), 8, bytearray(32), "one dimension"), (OFFSETS + 0.0, 8, bytearray(32), "array of integers"),
+    (OFFSETS > 9, 8, bytearray(32), "array of integers"),
+    (OFFSETS[0], 8, bytearray(32), "ranges are a list|a range is"),
+    (OFFSETS + LARGE_BYTES_MAX, 8, bytearray(32), "no value has 8 bytes at"),
+    (np.array([0, (1 << 64) - 1], np.uint64), 8, bytearray(32), f"no value has 8 bytes at {(1 << 64) - 1}"),
+    (OFFSETS, 1 << 70, bytearray(32), "no value has"),
+    (OFFSETS + LARGE_BYTES_MAX - 31, 8, bytearray(32), "no value has 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("offsets", "lengths", "out", "text"), WRONG_ARRAYS)
+def test_mistakes_of_arrays(offsets: Any, lengths: Any, out: Any, text: str) -> None:
+    for call in (ranges_of, lambda given: ranges_of_many(["a"], [given]), prepared):
+        with pytest.raises(UsageError, match=text):
+            call((offsets, lengths, out))
+
+
+def test_arrays_that_only_a_value_in_parts_has() -> None:
+    for offsets, length in ((np.array([0, VALUE_BYTES_MAX]), 8), (np.zeros(2, int), VALUE_BYTES_MAX // 2 + 1)):
+        out = np.empty(2 * length, np.uint8)
+        with pytest.raises(LargeValue) as caught:
+            ranges_of((offsets, length, out))
+        assert [part[:2] for part in caught.value.memory.parts] == [(at, length) for at in offsets.tolist()]
+        assert prepared((offsets, length, out)).total == 2 * length
+
+
+def test_an_array_of_offsets_may_change_after_it_was_checked() -> None:
+    offsets, out = np.array([0, 8]), np.zeros(16, np.uint8)
+    made = prepared((offsets, 8, out))
+    offsets[:] = -5
+    assert [part[:2] for part in made.parts] == [(0, 8), (8, 8)]
+    with pytest.raises(UsageError, match="no value has 8 bytes at -5"):
+        ranges_of((offsets, 8, out))
 
 
 def test_memory_stays_in_its_place() -> None:
