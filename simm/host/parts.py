@@ -246,11 +246,15 @@ class HostTable:
             positive(table[row], array)
 
 
-def pieces(value: memoryview, ranges: Iterable[tuple[int, int]], most: int) -> Iterator[memoryview | bytes]:
+def pieces(value: memoryview, ranges: Sequence[tuple[int, int]], most: int) -> Iterator[memoryview | bytes]:
     """Yield ranges of a value, (offset, length) each, in their order.
 
     Small ones in a row are copied together, about ``most`` bytes at a time: to send each costs more.
     """
+    if len(ranges) == 1:
+        ((offset, length),) = ranges
+        yield value[offset : offset + length]
+        return
     small: list[memoryview] = []
     size = 0
     for offset, length in ranges:

@@ -343,8 +343,8 @@ class TcpPath(Path):
                     channel.fail(f"the server sends {length} bytes, {most} were asked for at most")
                 if (flags ^ kind) & ENTRY_LARGE:
                     target = _nowhere
-                yield from _receive_large(channel, number, target(length))
-        return (yield from _judged(channel, number, fetched.entries))
+                yield from receive_large(channel, number, target(length))
+        return (yield from judged(channel, number, fetched.entries))
 
     def store(self, entries: Sequence[Entry], until: float = 0.0) -> Steps[list[int]]:
         """Store values; return a Status for each. ``until`` as in fetch."""
@@ -475,10 +475,10 @@ def receive_ranges(
         elif status == Status.OUT_OF_RANGE and length >= ranges.least:
             channel.fail(f"the server finds no byte {ranges.least} in a value of {length} bytes")
     yield from _receive(channel, number, views)
-    return (yield from _judged(channel, number, fetched.entries))
+    return (yield from judged(channel, number, fetched.entries))
 
 
-def _judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list[Got]]:
+def judged(channel: Channel, number: int, entries: Sequence[Any]) -> Steps[list[Got]]:
     """Wait for the verdict on values that have been received."""
     yield ChannelWait(channel, number, last=True)
     verdict = channel.result(channel.wait(number))
@@ -509,11 +509,11 @@ def _receive(channel: Channel, number: int, views: Sequence[memoryview]) -> Step
             continue
         _receive_small(channel, small, size)
         small, size = [], 0
-        yield from _receive_large(channel, number, view)
+        yield from receive_large(channel, number, view)
     _receive_small(channel, small, size)
 
 
-def _receive_large(channel: Channel, number: int, view: memoryview) -> Steps[None]:
+def receive_large(channel: Channel, number: int, view: memoryview) -> Steps[None]:
     """Receive bytes into one piece of memory. The caller may turn to other servers before each PIECE_BYTES of it."""
     size = len(view)
     if size >= STEP_BYTES:

@@ -60,12 +60,13 @@ from ..wire.shard_set import EPOCH_MASK, shards_in
 from .requests.groups import group_for
 from .requests.tracing import Traced, serve
 from .stream_put import Receiving
-from .worker_session import LEASE_S, Lease, Leased, Leases, Part, Sending, WorkerSessionKeeper, locate
+from .worker_session import LEASE_S, Lease, Leased, Leases, Part, Sending, WorkerSessionKeeper, locate, locate_many
 
 log = logging.getLogger("simm.server.stream")
 
 Mutation = M.Delete | M.DeleteSized | Keep
 
+_OK: Final = int(Status.OK)
 #: Answers up to this size leave in one piece, verdict included.
 SMALL_ANSWER_BYTES: Final = 128 << 10
 #: Values and ranges below this size are copied to be sent with those of other values: a copy takes less than a send.
@@ -289,11 +290,7 @@ class Stream(Service):
     def _fetch_pinned(self, peer: Peer, state: ConnectionState, request_id: int, msg: M.FetchPinned) -> None:
         by_key = ranges_by_key(msg)
         lease = state.lease
-        leased = [None if lease is None else lease.values.get(number) for number, _ in msg.keys]
-        if lease is not None:
-            lease.used_at = self.loop.now
-        looked = [(Status.NOT_FOUND, 0, None) if each is None else (Status.OK, 0, each.found) for each in leased]
-        values = [None if each is None else each.reader.value(each.found) for each in leased]
+        leased, looked, values = self.leases.held(lease, [number for number, _ in msg.keys], self.loop.now)
         digests = [b"" if each is None else each.digest for each in leased]
         self._send_ranges(peer, state, request_id, digests, looked, values, by_key, leased=leased)
 
@@ -306,17 +303,23 @@ class Stream(Service):
         """Answer with ranges of values that have been looked for."""
         entries: list[tuple[int, int, int, int]] = []
         todo: list[tuple[int, bytes, Located, memoryview]] = []
-        total = 0
+        total = least = size = 0
+        last: Sequence[tuple[int, int]] = ()
         for position, (digest, (status, since, found), value) in enumerate(zip(digests, looked, values)):
             ranges = by_key[position]
+            if ranges is not last:  # many keys have the same ones
+                last, least = ranges, max([offset + length for offset, length in ranges])
+                size = sum([length for _, length in ranges])
             if found is None or value is None:
                 entries.append((status, 0, since & 0xFFFF_FFFF, since >> 32))
-            elif max(offset + length for offset, length in ranges) > found.length:
-                entries.append((Status.OUT_OF_RANGE, found.flags, found.length, found.crc))
+                continue
+            _, _, _, length, crc, flags = found
+            if least > length:
+                entries.append((Status.OUT_OF_RANGE, flags, length, crc))
             else:
-                entries.append((Status.OK, found.flags, found.length, found.crc))
+                entries.append((_OK, flags, length, crc))
                 todo.append((position, digest, found, value))
-                total += sum(length for _, length in ranges)
+                total += size
         parts = (
             (position, digest, found, piece) for position, digest, found, value in todo
             for piece in pieces(value, by_key[position], SMALL_ANSWER_BYTES)
@@ -387,7 +390,7 @@ class Stream(Service):
         """
         if reader is None:
             return [(Status.UNAVAILABLE, 0, None)] * len(digests)
-        looked = [locate(reader, digest, previous) for digest in digests]
+        looked = locate_many(reader, digests, previous)
         asked = [position for position, (status, _, _) in enumerate(looked) if status == ASK_OWNER]
         if asked:
             answers = self.keeper.resolve_misses([digests[position] for position in asked])

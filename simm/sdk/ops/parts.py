@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
-from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, DeviceBuffer, Part, Pieces, Ranges, Span, address_of
+from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, DeviceBuffer, Part, Pieces, Ranges, Span, address_of, array_at
 from ...host.parts import HostRows, HostTable, TableRanges, TableRows
 from ..batch import LargeValue, sink_of, source_of
 
@@ -425,6 +425,24 @@ class Rows:
         assert self.addresses is not None
         return self.offset, self.length, self.addresses[number], self.keep
 
+    def memory(self) -> NDArray[np.uint8] | None:
+        """Return the buffers as the rows of an array, if they are at regular places."""
+        places = self.addresses
+        if type(places) is not range or not places or places.step < self.length:
+            return None
+        flat = array_at(places.start, places[-1] + self.length - places.start)
+        return np.lib.stride_tricks.as_strided(flat, (len(places), self.length), (places.step, 1))
+
+    def store(self, numbers: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Copy the rows of ``data`` to the buffers of these values. All of them are in host memory."""
+        memory = self.memory()
+        if memory is not None:
+            memory[numbers] = data
+            return
+        assert self.addresses is not None
+        for number, row in zip(numbers, data):
+            array_at(self.addresses[number], self.length)[:] = row
+
 
 def rows_of(range_: Any, count: int) -> Rows:
     """Return a range of ``count`` values, (offset, bytes, buffers), in the form that reads take. Raises UsageError."""
@@ -445,6 +463,8 @@ def rows_of(range_: Any, count: int) -> Rows:
             start, step = buffers.__array_interface__["data"][0], buffers.strides[0]
             return Rows(offset, length, range(start, start + count * step, step) if step else [start] * count, None,
                         buffers)  # fmt: skip
+    if type(buffers) is list and len(buffers) == count and (places := _array_addresses(buffers, length)) is not None:
+        return Rows(offset, length, places, None, buffers)
     parts = [_part(offset, length, buffer) for buffer in _items(buffers, "buffers")]
     if len(parts) != count:
         raise UsageError(f"{count} keys and {len(parts)} buffers")
@@ -457,14 +477,37 @@ def rows_of(range_: Any, count: int) -> Rows:
     return made
 
 
+def _array_addresses(buffers: list[Any], length: int) -> Sequence[int] | None:
+    """Return where plain arrays with room for ``length`` bytes are; None if some buffers are no such. O(buffers)."""
+    try:
+        if {*map(type, buffers)} != {np.ndarray} or any(kind.hasobject for kind in {array.dtype for array in buffers}):
+            return None
+        if min(array.nbytes for array in buffers) < length:
+            return None
+        addresses = [_addressof(_from_buffer(array)) for array in buffers]
+    except (TypeError, ValueError):  # read-only, or not contiguous
+        return None
+    count, first = len(addresses), addresses[0]
+    step = addresses[1] - first if count > 1 else length
+    evenly = range(first, first + count * step, step) if step > 0 else None
+    return evenly if evenly is not None and addresses == [*evenly] else addresses
+
+
 def check_rows_apart(rows: Sequence[Rows]) -> None:
     """Raise UsageError if the memory of two ranges overlaps. O(n log n)."""
     if any(each.addresses is None for each in rows):
         count = max(len(each._parts or each.addresses or ()) for each in rows)
         check_apart([Ranges([each.part(number)], 0, 0) for each in rows for number in range(count)])
         return
-    starts = np.concatenate([np.fromiter(each.addresses or (), np.uint64) for each in rows])
+    starts = np.concatenate([_column(each.addresses or ()) for each in rows])
     ends = np.concatenate([np.full(len(each.addresses or ()), each.length, np.uint64) for each in rows]) + starts
     order = np.argsort(starts, kind="stable")
     if (ends[order][:-1] > starts[order][1:]).any():
         raise UsageError(OVERLAP_TEXT)
+
+
+def _column(numbers: Sequence[int]) -> NDArray[np.uint64]:
+    """Return addresses as an array."""
+    if type(numbers) is range:
+        return np.arange(numbers.start, numbers.stop, numbers.step, dtype=np.uint64)
+    return np.fromiter(numbers, np.uint64, len(numbers))

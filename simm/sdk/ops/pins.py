@@ -32,7 +32,7 @@ import numpy as np
 from ...arena.reader import ArenaReader, Located
 from ...constants import VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
-from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges, Span, address_of
+from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
 from ...net.allowance import allowed
@@ -47,6 +47,8 @@ log = logging.getLogger("simm.client")
 
 #: So many keys that are released are news for their workers at once: they take as long as the next keys' pins.
 WAKE_KEYS: Final = 64
+#: Rows that are copied twice go in groups of so many bytes, which stay in a core's cache.
+_SCRATCH_BYTES: Final = 256 << 10
 #: What is read of a value: its position among the keys, and the ranges. The result is of :data:`~..batch.Result`.
 Want = tuple[int, Ranges]
 
@@ -238,7 +240,31 @@ class Pins:
                 self._failed(exc)
                 return [None] * len(self.keys)
             return list(self.lengths)
+        if not self._parts and all(each.addresses is not None for each in rows):
+            elsewhere = self._elsewhere()
+            if elsewhere and sum(each.length for each in rows) <= VALUE_BYTES_MAX:
+                return self._read_rows(rows, elsewhere)
         return self.read_wants([(number, _row(rows, number)) for number in range(len(self.keys))])
+
+    def _elsewhere(self) -> dict[RemotePins, list[int]]:
+        """Return the numbers of the values of each server; none if some are on this host, or need more than bytes."""
+        holders = {*self._holders} - {None}
+        if any(isinstance(holder, ArenaPins) or not holder.reads_rows for holder in holders if holder is not None):
+            return {}
+        at: dict[RemotePins, list[int]] = {}
+        for holder in holders:
+            assert not isinstance(holder, ArenaPins) and holder is not None
+            at[holder] = [number for number, each in enumerate(self._holders) if each is holder]
+        return at
+
+    def _read_rows(self, rows: Sequence[Rows], at: Mapping[RemotePins, Sequence[int]]) -> list[int | None]:
+        """Read the same ranges of all values, none of which is on this host."""
+        results: list[int | None] = [None] * len(self.keys)
+        with self._in_use():
+            self._together([
+                (holder.target, holder.read_rows(mine, rows, self.lengths, results)) for holder, mine in at.items()
+            ])  # fmt: skip
+        return results
 
     def _copy(self, rows: Rows, addresses: Sequence[int]) -> None:
         """Copy a range of all values that are pinned in this process."""
@@ -253,7 +279,7 @@ class Pins:
         self._copier.copy_equal(targets, sources, rows.length, nodes.pop() if len(nodes) == 1 else -1)
 
     def _gather(self, rows: Rows, addresses: Sequence[int]) -> bool:
-        """Do :meth:`_copy` by one call, if it is of many small ranges that are rows of a table; return whether it is.
+        """Do :meth:`_copy` by few calls, if it is of many small ranges that are rows of a table; return whether it is.
 
         A layer of pages is: their chunks have one size, and a layer is a fraction of it. One after the other the copies
         of 8 KiB take a microsecond more each than the bytes do.
@@ -261,20 +287,27 @@ class Pins:
         targets, length, count = rows.addresses, rows.length, len(self.keys)
         holder = self._holders[0] if count else None
         if not (
-            length < RELEASE_BYTES and count >= SAMPLES_FROM and type(targets) is range and targets.step == length
+            length < RELEASE_BYTES and count >= SAMPLES_FROM and type(targets) is range and targets.step >= length
             and isinstance(holder, ArenaPins) and self._holders.count(holder) == count
             and not self._copier.shares(count * length)
         ):  # fmt: skip
             return False
-        reader = holder.reader
+        reader, memory = holder.reader, rows.memory()
+        assert memory is not None
         starts = np.array(addresses, np.intp) + (rows.offset - reader.data_address)
         first, last = int(starts.min()), int(starts.max())
         numbers, odd = np.divmod(starts - first, length)
         if odd.any():
             return False
         table = np.frombuffer(reader.data, np.uint8)[first : last + length].reshape(-1, length)
-        memory = np.frombuffer(Span(targets.start, count * length).view(), np.uint8).reshape(count, length)
-        table.take(numbers, 0, memory, "clip")
+        if targets.step == length:
+            table.take(numbers, 0, memory, "clip")
+            return True
+        # There are gaps between the rows, as between the keys and the values of a layer. ``take`` writes no such array,
+        # but what it has just written is in the caches.
+        some = max(SAMPLES_FROM, _SCRATCH_BYTES // length)
+        for at in range(0, count, some):
+            memory[at : at + some] = table.take(numbers[at : at + some], 0, mode="clip")
         return True
 
     def _copy_to_devices(self, rows: Sequence[Rows], addresses: Sequence[int]) -> None:
@@ -359,15 +392,20 @@ class Pins:
         self, at: Mapping[RemotePins, Sequence[tuple[int, Want]]], results: list[int | None],
         meanwhile: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Read at other hosts, at all of them at the same time. One thread does at a time."""
+        """Read at other hosts, at all of them at the same time."""
+        visits = [(holder.target, self._visit(holder, parts, results)) for holder, parts in at.items()]
+        self._together(visits, meanwhile)
+
+    def _together(
+        self, visits: Sequence[tuple[Any, Steps[None]]], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make these visits to servers at the same time. One thread does at a time."""
         if not self._remote_lock.acquire(timeout=max(0.0, allowed(self._deadline_s))):
             meanwhile()  # another thread waits for a server that does not answer
             return
         try:
             with self._routes.patience() as patience:
-                patience.together(
-                    [(holder.target, self._visit(holder, parts, results)) for holder, parts in at.items()], meanwhile
-                )
+                patience.together(visits, meanwhile)
         finally:
             self._remote_lock.release()
 

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...constants import VALUE_BYTES_MAX
+import numpy as np
+
+from ...constants import RANGES_MAX, VALUE_BYTES_MAX
 from ...errors import PeerError, TransportError
 from ...host.buffers import Copier, Ranges, address_of
 from ...host.parts import has_device, in_host_memory, scatter
@@ -27,10 +29,11 @@ from ...wire import messages as M
 from ...wire.messages import Status
 from ..batch import UNAVAILABLE, Batch
 from ..routing import Routes
-from ..tcp import EXCHANGE_KEYS, TcpPath, chunks, receive_ranges
+from ..tcp import EXCHANGE_BYTES, EXCHANGE_KEYS, PIECE_BYTES, TcpPath, chunks, judged, receive_large, receive_ranges
 from ..worker_path import Target
 
 if TYPE_CHECKING:
+    from .parts import Rows
     from .rdma_ranges import Version
 
 log = logging.getLogger("simm.client")
@@ -146,6 +149,37 @@ class RemotePins:
             else:
                 self._forget(number)  # it had no pin, and has changed
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether :meth:`read_rows` may be called: values come by TCP, and nobody has to see them as a whole."""
+        rdma = self.target.rdma
+        return self._check is None and self.target.bulk and (
+            rdma is None or rdma.down_reason is not None or rdma.arena is not self._arena
+        )  # fmt: skip
+
+    def read_rows(
+        self, numbers: Sequence[int], rows: Sequence[Rows], lengths: Sequence[int | None], results: list[int | None]
+    ) -> Steps[None]:
+        """Read the same ranges of many values; fill in the results of hits by number.
+
+        What a value costs by itself is what takes longest of small ranges, so the fewest steps are done for each.
+        """
+        size = sum(each.length for each in rows)
+        most = max(1, min(EXCHANGE_KEYS, RANGES_MAX // len(rows), EXCHANGE_BYTES // size))
+        numbers = [number for number in numbers if number in self._values]
+        for start in range(0, len(numbers), most):
+            part = numbers[start : start + most]
+            with self._failing(len(part)):
+                self._bound()
+                statuses = yield from receive_rows(
+                    self._channel, [self._values[number][0] for number in part], part, rows
+                )
+                for number, status in zip(part, statuses):
+                    if status == Status.OK:
+                        results[number] = lengths[number]
+                    elif status != Status.UNAVAILABLE:
+                        self._forget(number)
+
     def _forget(self, number: int) -> None:
         value = self._values.pop(number, None)
         if value is not None:
@@ -243,3 +277,39 @@ class RemotePins:
             raise
         finally:
             self._path.put_back(channel)
+
+
+def receive_rows(
+    channel: Channel, handles: Sequence[int], numbers: Sequence[int], rows: Sequence[Rows]
+) -> Steps[list[int]]:
+    """Ask for the same ranges of pinned values, and receive them into host memory; return a Status for each.
+
+    ``numbers``: which rows each of ``handles`` goes to. Raises TransportError.
+    """
+    pattern = [(each.offset, each.length) for each in rows]
+    request = channel.submit(
+        M.FetchPinned([(handle, len(pattern)) for handle in handles], pattern * len(handles))
+    )
+    yield ChannelWait(channel, request)
+    fetched = channel.result(channel.wait(request))
+    if not isinstance(fetched, M.Fetched) or len(fetched.entries) != len(handles):
+        channel.fail("the server answered a request for ranges with something else")
+    coming = [number for number, entry in zip(numbers, fetched.entries) if entry[0] == Status.OK]
+    least = max(offset + length for offset, length in pattern)
+    if any(entry[0] == Status.OK and not least <= entry[2] <= VALUE_BYTES_MAX for entry in fetched.entries):
+        channel.fail(f"the server sends ranges up to byte {least} of a value that has none")
+    size = sum(length for _, length in pattern)
+    memory = rows[0].memory() if len(rows) == 1 else None
+    if coming and memory is not None and memory.flags.c_contiguous and coming[-1] - coming[0] == len(coming) - 1:
+        yield from receive_large(channel, request, memory[coming[0] : coming[-1] + 1].reshape(-1).data)
+    else:
+        some = max(1, PIECE_BYTES // size)
+        for start in range(0, len(coming), some):
+            part = coming[start : start + some]
+            room = np.empty((len(part), size), np.uint8)
+            yield from receive_large(channel, request, room.reshape(-1).data)
+            at = 0
+            for each in rows:
+                each.store(part, room[:, at : at + each.length])
+                at += each.length
+    return [got[0] for got in (yield from judged(channel, request, fetched.entries))]
