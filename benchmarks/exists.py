@@ -10,7 +10,8 @@ On a machine with fewer free cores than busy processes most of a slow call is wa
 change. So each call's time is also shown without what the kernel says that its thread has waited, runnable, for a core
 (``/proc/thread-self/schedstat``), and as the processor time of the calling thread. By TCP the server's processes wait
 too, which only the difference to a run without the storm (``--storm 0``) shows. The floor is a loop of the same
-processor time without SiMM, in turns with the questions.
+processor time without SiMM, in turns with the questions. ``--first 20`` gives the thread that asks a core whenever it
+wants one: what is left is the call's own time, on caches and cores that the storm uses too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from simm.client import Client
 
 VALUE_BYTES: Final = 16 << 10
 PUTS_TOGETHER: Final = 16
+#: The kernel takes the core from real-time threads that use more than 95 % of it, for 50 ms at a time.
+PAUSE_S: Final = 0.0003
 
 
 def waited_ns(file: int) -> int:
@@ -74,6 +77,10 @@ def main() -> None:
     parser.add_argument("--storm", type=int, default=2, help="processes that put")
     parser.add_argument("--calls", type=int, default=10_000, help="questions of each kind")
     parser.add_argument("--memory", default="128M")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="PRIORITY",
+        help="let the thread that asks, and no other, have a core before all others (SCHED_FIFO; root)",
+    )  # fmt: skip
     arguments = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
@@ -110,9 +117,13 @@ def main() -> None:
             "a loop of the same processor time": floor,
         }
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+        if arguments.first:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(arguments.first))
         for _ in range(arguments.calls):
             for name, call in calls.items():
                 times[name].append(took(call, file))
+                if arguments.first:
+                    time.sleep(PAUSE_S)
         stop.set()
         for each in storms:
             each.join(30)
