@@ -16,6 +16,7 @@ clocks, the disk, the mover's and the client's exchanges, and what a store holds
     client   where a client looks, as sdk/reads.py and sdk/writes.py have it
     whole    how a client runs the product's code for groups and values in parts
     load     operations on those
+    pins     sessions with pinned values, and ranges of values
     epochs   operations on a namespace that advances
     oracle   what must never happen
     faults   what goes wrong when, from a seed

@@ -116,6 +116,63 @@ class Words:
         return int.from_bytes(self._slots.entry(slot).digest[8 * word - 8 : 8 * word], "little")
 
 
+class Room:
+    """The chunks of an arena, and the holds that keep some of them: what ``arena/space.py`` and ``ledger.py`` do.
+
+    A chunk has the bytes of the value that was stored there last: whose it is, and its version. Chunks are used again
+    as soon as they may be, the newest first. Holds survive the worker, as they do in shared memory.
+    """
+
+    def __init__(self) -> None:
+        self.content: list[tuple[bytes, int]] = []
+        #: The chunk of each entry.
+        self.at: dict[bytes, int] = {}
+        self._free: list[int] = []
+        #: The number of each pin -> (its chunk, the life of the stream that has it; 0 for a process of the host).
+        self.pins: dict[int, tuple[int, int]] = {}
+        self._numbers = 0
+
+    def place(self, digest: bytes, version: int) -> None:
+        """Store a value in a chunk of its own; its old one is free then."""
+        chunk = self._free.pop() if self._free else len(self.content)
+        self.content[chunk:chunk] = [(b"", 0)] if chunk == len(self.content) else []
+        self.content[chunk] = digest, version
+        old = self.at.get(digest)
+        self.at[digest] = chunk
+        self._release(old)
+
+    def remove(self, digest: bytes) -> None:
+        """Free the chunk of an entry that leaves."""
+        self._release(self.at.pop(digest))
+
+    def _release(self, chunk: int | None) -> None:
+        if chunk is not None and not self._is_pinned(chunk) and chunk not in self.at.values():
+            self._free.append(chunk)
+
+    def _is_pinned(self, chunk: int) -> bool:
+        return any(each == chunk for each, _ in self.pins.values())
+
+    def is_held(self, digest: bytes) -> bool:
+        """Return whether an entry's chunk is pinned."""
+        return bool(self.pins) and self._is_pinned(self.at[digest])
+
+    def pin(self, digest: bytes, life: int) -> int:
+        """Pin an entry's chunk; return the pin's number."""
+        self._numbers += 1
+        self.pins[self._numbers] = self.at[digest], life
+        return self._numbers
+
+    def unpin(self, number: int) -> None:
+        """Release a pin. Ignore an unknown one."""
+        if (pin := self.pins.pop(number, None)) is not None:
+            self._release(pin[0])
+
+    def end_leases(self, life: int) -> None:
+        """Release the pins of all streams but the one with this life."""
+        for number in [number for number, (_, each) in self.pins.items() if each not in (0, life)]:
+            self.unpin(number)
+
+
 class Arena:
     """A worker's segment: shard words, namespaces and entries. Survives the worker. ``clock``: CLOCK_BOOTTIME in ns."""
 
@@ -127,6 +184,7 @@ class Arena:
         self.lines = bytearray(NAMESPACES * NAMESPACE_LINE_BYTES)
         #: digest -> version, oldest first. Below 0: a manifest, see :class:`World`.
         self.entries: dict[bytes, int] = {}
+        self.room = Room()
         #: digest -> until when it is hard kept.
         self.kept: dict[bytes, float] = {}
         #: Highest epoch acted on, and of which cluster.

@@ -8,7 +8,7 @@ Some clients run on a server's host: they read the arena directly, even while th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +35,18 @@ PROBE_S: Final = (0.2, 2.0)
 _SUBSCRIBE: Final = SUBSCRIBE_MAPS | SUBSCRIBE_EPOCHS
 
 
+class Place(NamedTuple):
+    """Where the bytes of a value are: what a session holds, or what a read of ranges has found."""
+
+    arena: Arena
+    chunk: int
+    version: int
+    previous: bool
+    #: The number of the pin that keeps it, or 0; the life of the stream that has the pin, 0 on the same host.
+    pin: int
+    life: int
+
+
 class Ask(NamedTuple):
     """An exchange with a worker or its stream; its result is the answer, or None."""
 
@@ -45,6 +57,8 @@ class Ask(NamedTuple):
     #: All digests of a question about several, which are of one shard.
     digests: tuple[bytes, ...] = ()
     namespace: str = DEFAULT_NAMESPACE
+    #: What is read in a chunk: see ``sim/pins.py``.
+    place: Place | None = None
 
 
 class Pause(NamedTuple):
@@ -271,6 +285,11 @@ class Client:
                 wake(_look(worker.arena, ask.digest, ask.kind == "look previous"))
                 return
             target = server.stream
+        elif ask.kind in ("find", "piece", "pin", "unpin") and server.host != self.host:
+            target = server.stream
+        elif ask.kind == "find" and not worker.arena.closed:
+            wake(_find(worker, ask, here=True))
+            return
         else:
             target = worker.process
         if not target.running:
@@ -309,15 +328,15 @@ class Client:
         self._exchange(Ask(info, "ping", bytes(16)), answered)
         self.process.later(self.world.options.deadline_s, answered, None)
 
-    def _ask_at(
+    def ask_at(
         self, info: WorkerInfo, kind: str, digest: bytes, version: int = 0, digests: tuple[bytes, ...] = (),
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str = DEFAULT_NAMESPACE, place: Place | None = None,
     ) -> Steps:
         """Make an exchange, unless the server failed and has not answered a probe since."""
         if info.instance in self.down:
             return None
         try:
-            answer = yield Ask(info, kind, digest, version, digests, namespace)
+            answer = yield Ask(info, kind, digest, version, digests, namespace, place)
         except GeneratorExit:
             self._failed(info)  # the deadline has passed
             raise
@@ -329,14 +348,17 @@ class Client:
         """Return the shard's owner by the newest map, or None without one."""
         return OwnerTable(self.map).owner(shard)
 
-    def get(self, digest: bytes) -> Steps:
-        """Read: return (version or 0, the server's name or empty)."""
-        shard = shard_of(digest)
+    def _look(self, info: WorkerInfo, digest: bytes, previous: bool) -> Steps:
+        return (yield from self.ask_at(info, "look previous" if previous else "look", digest))
+
+    def get(self, digest: bytes, look: Callable[[WorkerInfo, bytes, bool], Steps] | None = None) -> Steps:
+        """Read: return (version or 0, the server's name or empty). ``look``: does a look at one server."""
+        shard, look = shard_of(digest), look or self._look
         owner = self.owner(shard)
         for hops in range(HOPS, -1, -1):
             if owner is None:
                 break
-            found = yield from self._ask_at(owner, "look", digest)
+            found = yield from look(owner, digest, False)
             if found is None:
                 break
             if found.version:
@@ -344,26 +366,26 @@ class Client:
             unresolved = Unresolved()
             unresolved.by_word(0, found.word)
             if unresolved.ask_owner:
-                answer = yield from self._ask_at(owner, "resolve", digest)
+                answer = yield from self.ask_at(owner, "resolve", digest)
                 if answer is None:
                     break
                 unresolved.answered(unresolved.ask_owner[0], *answer)
             table = OwnerTable(self.map)
             named = table.previous(shard)
             if unresolved.not_owner and "ignores_wrong_owner" in self.world.plants and named is not None:
-                return (yield from self._get_previous(named, digest))
+                return (yield from self._get_previous(named, digest, look))
             following = unresolved.next_reads(
                 owner, table, lambda _position: shard, hops=hops, connected=bool(self.linked)
             )
             if following.refresh:
                 self.refresh()
             for previous in following.at_previous:
-                return (yield from self._get_previous(previous, digest))
+                return (yield from self._get_previous(previous, digest, look))
             owner = next(iter(following.start_over), None)
         return 0, ""
 
-    def _get_previous(self, previous: WorkerInfo, digest: bytes) -> Steps:
-        found = yield from self._ask_at(previous, "look previous", digest)
+    def _get_previous(self, previous: WorkerInfo, digest: bytes, look: Callable[..., Steps]) -> Steps:
+        found = yield from look(previous, digest, True)
         return (found.version, previous.node) if found is not None and found.version else (0, "")
 
     def exists(self, digests: Sequence[bytes]) -> Steps:
@@ -371,7 +393,7 @@ class Client:
         owner = self.owner(shard_of(digests[0]))
         answers = None
         if owner is not None:
-            answers = yield from self._ask_at(owner, "exists", digests[0], 0, tuple(digests))
+            answers = yield from self.ask_at(owner, "exists", digests[0], 0, tuple(digests))
         if answers is None:
             return [False] * len(digests)
         previous = OwnerTable(self.map).previous(shard_of(digests[0]))
@@ -379,7 +401,7 @@ class Client:
         for digest, status in zip(digests, answers):
             there = status == Status.OK
             if status == Status.PREVIOUS and previous is not None:
-                there = bool((yield from self._get_previous(previous, digest))[0])
+                there = bool((yield from self._get_previous(previous, digest, self._look))[0])
             found.append(there)
         return found
 
@@ -400,7 +422,7 @@ class Client:
                 return Status.WRONG_OWNER
             if owner.instance in self.down:
                 return Status.UNAVAILABLE
-            status = yield from self._ask_at(owner, kind, digest, version, digests, namespace)
+            status = yield from self.ask_at(owner, kind, digest, version, digests, namespace)
             if status is None:
                 return None
             if status == Status.OLD_EPOCH:
@@ -422,8 +444,42 @@ def _look(arena: Arena, digest: bytes, previous: bool) -> Found:
     return Found(version, arena.words[shard_of(digest)])
 
 
+def _find(worker: Worker, ask: Ask, *, here: bool) -> tuple[Found, Place | None]:
+    """Find a value, and pin it if that is asked for; ``here``: for a client of this host, else by the stream."""
+    arena, previous = worker.arena, bool(ask.version)
+    found = _look(arena, ask.digest, previous)
+    if not found.version:
+        return found, None
+    life = 0 if here else worker.server.stream.life
+    pin = worker.pin(ask.digest, life) if ask.kind != "find" and worker.process.running else 0
+    return found, Place(arena, arena.room.at[ask.digest], found.version, previous, pin, life)
+
+
+def piece(world: World, digest: bytes, place: Place) -> tuple[tuple[bytes, int], bool]:
+    """Return what is in a chunk now, and whether all that was read there until now is of the place's version."""
+    arena = place.arena
+    whole = bool(place.pin) or "no_verdict" in world.plants or (
+        arena.hit(digest, frozen_too=place.previous) == place.version and arena.room.at.get(digest) == place.chunk
+    )  # fmt: skip
+    return arena.room.content[place.chunk], whole
+
+
+def _at_place(worker: Worker, ask: Ask, place: Place) -> Any:
+    """Carry out a request about a place. Those of another life of the stream are unknown."""
+    if place.life and place.life != worker.server.stream.life:
+        return (b"", 0), False
+    if ask.kind == "unpin":
+        place.arena.room.unpin(place.pin)
+        return Status.OK
+    return piece(worker.server.world, ask.digest, place)
+
+
 def _act(worker: Worker, ask: Ask) -> Any:
     """Carry out a request at the server."""
+    if ask.kind in ("find", "pin", "pin here"):
+        return _find(worker, ask, here=ask.kind == "pin here")
+    if ask.place is not None:
+        return _at_place(worker, ask, ask.place)
     if ask.kind.startswith("look"):
         return _look(worker.arena, ask.digest, ask.kind == "look previous")
     if ask.kind == "resolve":

@@ -133,6 +133,14 @@ def _worker(world: World) -> None:
         world.oracle.trouble(server.host, False)
 
 
+def _stream(world: World) -> None:
+    server = _server(world)
+    if server is not None and server.stream.running:
+        server.net.say(f"{server.stream.name} dies, and is there again")
+        server.stream.die()
+        server.stream.start()
+
+
 def _grow(world: World) -> None:
     server = _server(world)
     if server is not None and server.count < WORKERS_MAX:
@@ -280,6 +288,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "pause": Fault("SIGSTOP of a data server or of one of its processes", _pause),
     "all-away": Fault("all data servers stop, or are cut off from the manager, and come back together", _all_away),
     "worker": Fault("kill -9 of a worker", _worker),
+    "stream": Fault("kill -9 of a stream, which is back at once", _stream),
     "grow": Fault("a data server gets another worker while it serves", _grow),
     "mover": Fault("kill -9 of a mover", _mover),
     "manager": Fault("kill -9 of the manager, back from its state file", _manager_down),
@@ -301,8 +310,9 @@ FAULTS: Final[dict[str, Fault]] = {
 #: The default kinds. Restoring an old state file is an operator's mistake that the protocol does not undo for clients:
 #: epochs that were sent come again with other maps until a server with a newer one has joined, and a client with a
 #: newer map than all servers waits for epochs to pass its own.
-#: The last two are for scenarios in which namespaces advance, and most of the others' faults would be of these kinds.
-DEFAULT: Final = tuple(kind for kind in FAULTS if kind not in ("old-file", "island", "client-pause"))
+#: Two are for scenarios in which namespaces advance, and most of the others' faults would be of these kinds. The death
+#: of a stream is for those with pins, of which it is the end.
+DEFAULT: Final = tuple(kind for kind in FAULTS if kind not in ("old-file", "island", "client-pause", "stream"))
 
 
 class Plan:

@@ -16,6 +16,9 @@
 * *Epochs of namespaces.* No read that began after an advance had returned returns a value whose put had begun before
   that advance was called. For whoever is cut off or stopped, too: there is no exception.
 * *Parts.* What a read of a value in parts returns is, whole, what one put has stored. Its version is judged as any.
+* *Ranges.* All ranges of one read are of one version, which is judged as any. Those of a session are of the version
+  that was pinned, whatever has happened to the key, its worker and its shard since; or it is a miss. It is none on the
+  host of the worker, if there was room for a pin.
 * *Split off.* The documented exception: a server that is cut off from the manager, and serves clients that are cut off
   with it, may give them a superseded value, and values stored there are lost. A read is exempt if both were cut off,
   a mutation if the server was, within the time that it takes to notice and repair a broken connection (``TOUCH_S``).
@@ -112,6 +115,8 @@ class Oracle:
         self.last_advance = 0
         #: Groups that have left whole, and those that have moved; values in parts that were read whole.
         self.groups_left = self.groups_moved = self.wholes = 0
+        #: Reads of ranges, and of those the ones of pinned values: all, and after the worker's death or a move.
+        self.ranges_read = self.sessions_read = self.outlived_workers = self.outlived_moves = 0
 
     def fail(self, text: str) -> None:
         """Fail the run."""
@@ -293,6 +298,28 @@ class Oracle:
                 there = sum(status == Status.OK for status in statuses)
                 if 0 < there < len(statuses) and not set(statuses) - {Status.OK, Status.NOT_FOUND}:
                     self.fail(f"{worker.process.name} has {there} of the {len(statuses)} keys of a group")
+
+    def ranges(
+        self, client: Client, key: Key, version: int, pieces: tuple[tuple[bytes, int], tuple[bytes, int]]
+    ) -> None:
+        """Ranges of a value have been read: fail if one of them is not of this version."""
+        self.checks += 1
+        self.ranges_read += 1
+        if {*pieces} != {(key.digest, version)}:
+            self.fail(f"{client.name} read ranges of key {key.number}, version {version}, with bytes of another value")
+
+    def pinned(
+        self, client: Client, key: Key, version: int, pieces: tuple[tuple[bytes, int], tuple[bytes, int]] | None, *,
+        pinned: bool, outlived: tuple[bool, bool],
+    ) -> None:  # fmt: skip
+        """Ranges of a value of a session have been read. ``pinned``: it is no miss, whatever has happened since."""
+        if pieces is not None:
+            self.ranges(client, key, version, pieces)
+            self.sessions_read += 1
+            self.outlived_workers += outlived[0]
+            self.outlived_moves += outlived[1]
+        elif pinned:
+            self.fail(f"{client.name} has lost key {key.number}, which it had pinned on its host")
 
     def whole(self, client: Client, key: Key, value: bytes) -> int:
         """A read of a value in parts has returned these bytes; return the version of their put."""

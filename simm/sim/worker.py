@@ -85,6 +85,8 @@ class Options:
     #: So many of a client's operations are on groups, and on values in parts, of its own.
     groups: float = 0.0
     large: float = 0.0
+    #: So many are sessions with pinned values, and ranges of values.
+    pins: float = 0.0
     #: So many are on keys of a namespace that advances, and how long a server may show them without a manager.
     advances: float = 0.0
     lease_s: float = 3.0
@@ -136,7 +138,7 @@ class Server(Protocol):
 
 
 class Chunks:
-    """What ``arena/marks/groups.py`` asks of the room for values: nothing is held, and uses do not count."""
+    """What ``arena/marks/groups.py`` asks of the room for values. No member is pinned, and uses do not count."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -187,6 +189,9 @@ class Worker:
         self.groups = self._groups()
         self._take_namespaces()
         if recover:
+            if "forgets_pins" in self.server.world.plants:
+                for number in list(self.arena.room.pins):
+                    self.arena.room.unpin(number)
             self.namespaces.recover()
             self.shards.recover()
             self._drop_lost()
@@ -298,6 +303,7 @@ class Worker:
         if self.groups.used:
             self.groups.leave(slot)
         del self.arena.entries[digest]
+        self.arena.room.remove(digest)
         self.arena.slots.release(slot)
         self._forget(digest)
 
@@ -311,16 +317,20 @@ class Worker:
         return 0 if tag is None else ENTRY_EPOCH if digest[TAG_AT:] == tag else None
 
     def _store(self, digest: bytes, version: int, number: int = 0, flags: int = 0) -> None:
-        entries = self.arena.entries
+        entries, room = self.arena.entries, self.arena.room
         entries.pop(digest, None)
+        if room.pins:
+            room.end_leases(self.server.stream.life if self.server.stream.running else 0)
         if len(entries) >= self.most and not self._space.spare():
-            free = [each for each in entries if not self.is_kept(each)]  # never empty: see keep()
+            # Never empty: see keep() and pin().
+            free = [each for each in entries if not self.is_kept(each) and not room.is_held(each)]
             victim = next((each for each in free if self.arena.words[shard_of(each)] < FROZEN), None)
             victim = victim if victim is not None else free[0]
             self.server.world.oracle.evicted(self, victim)
             self._drop(victim)
             self.groups.drop_orphans()
         entries[digest] = version
+        room.place(digest, version)
         self.arena.slots.take(digest, number, flags)
         if self.awaited.marks:
             mark = self.awaited.take(digest)
@@ -405,6 +415,14 @@ class Worker:
         statuses = [Status.OK if self.arena.hit(each) else self.shards.status_of_miss(each) for each in digests]
         self.server.world.oracle.exists(self, digests, statuses)
         return statuses
+
+    def pin(self, digest: bytes, life: int) -> int:
+        """Pin an entry that is there for a process of this host, or for a life of the stream; return the pin's number.
+
+        0 if a quarter of what the arena holds is pinned.
+        """
+        room = self.arena.room
+        return room.pin(digest, life) if len(room.pins) < self.most // 4 else 0
 
     def resolve(self, digest: bytes) -> tuple[int, int]:
         """Answer LOCATE: return the status, with the epoch of the move for PREVIOUS."""

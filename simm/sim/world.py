@@ -24,6 +24,7 @@ from .load import GroupLoad, LargeLoad
 from .manager import ManagerHost, decoded
 from .net import Net
 from .oracle import Key, Oracle, SimFailure
+from .pins import PinLoad
 from .server import Server
 from .worker import Options
 from .worker import Server as AnyServer
@@ -65,6 +66,7 @@ class World:
         self.manifests: list[bytes] = []
         self._groups = GroupLoad(self)
         self._larges = LargeLoad(self)
+        self._pins = PinLoad(self)
         self._epochs = EpochLoad(self)
         self.manager.on_turn = self._turned
         self.manager.on_made = self.oracle.made
@@ -195,6 +197,8 @@ class World:
             self._groups.work(client)
         elif self.options.large and rng.random() < self.options.large:
             self._larges.work(client)
+        elif self.options.pins and rng.random() < self.options.pins:
+            self._pins.work(client)
         elif self.options.advances and rng.random() < self.options.advances:
             self._epochs.work(client)
         elif rng.random() < 0.35 and self.mine[client.number]:
@@ -396,6 +400,10 @@ class World:
             "groups_left": self.oracle.groups_left,
             "groups_moved": self.oracle.groups_moved,
             "wholes": self.oracle.wholes,
+            "ranges_read": self.oracle.ranges_read,
+            "sessions_read": self.oracle.sessions_read,
+            "outlived_workers": self.oracle.outlived_workers,
+            "outlived_moves": self.oracle.outlived_moves,
             "advanced": self._epochs.advanced,
             "unconfirmed": self._epochs.unconfirmed,
             "epoch_hits": self._epochs.hits,
