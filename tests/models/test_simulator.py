@@ -354,7 +354,7 @@ def test_each_kind_of_fault_alone(kind: str) -> None:
 
 def test_an_old_state_file_is_no_fault_of_ours() -> None:
     """Known and documented: it is not drawn by default, and can be asked for."""
-    assert set(FAULTS) - set(DEFAULT) == {"old-file", "island", "client-pause"}
+    assert set(FAULTS) - set(DEFAULT) == {"old-file", "island", "client-pause", "stream"}
     reports = [run_scenario(seed, faults=("old-file",)) for seed in range(3)]
     assert sum(report.figures["faults"].get("old-file", 0) for report in reports) > 0
 

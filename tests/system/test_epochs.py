@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -91,7 +92,7 @@ def test_old_values_are_gone_on_every_client(own: Cluster, path: str) -> None:
 
 def test_a_put_that_began_before_is_never_new(own: Cluster) -> None:
     with connected(own, "shm") as one, connected(own, "shm") as other:
-        one.advance()
+        assert asyncio.run(one.advance_async()) > 0
         old = one.digest("key")
         other.advance()
         wait_until(lambda: one.digest("key") != old, "the client knows the epoch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import functools
 import gc
 import hashlib
@@ -517,3 +518,21 @@ def test_a_torch_that_is_there_already_is_used(monkeypatch: pytest.MonkeyPatch) 
 def test_codes_pickle_and_read_well() -> None:
     assert pickle.loads(pickle.dumps(Code.NO_ROUTE)) is Code.NO_ROUTE
     assert Code(-2101).name == "GET_FAILED"
+
+
+def test_an_advance_ends_all_values_of_the_store_s_namespace(store: Store) -> None:
+    """In both forms, as the other forms for asyncio: of deletes, and of the end."""
+    keys = ["one", "two"]
+    assert store.mput(keys, [filled(b"old")] * 2) == [0, 0]
+    assert store.advance() == 0 and store.mexists(keys) == [False, False]
+
+    async def again() -> None:
+        assert await store.mput_async(keys, [filled(b"new")] * 2) == [0, 0]
+        assert await store.mexists_async(keys) == [True, True]
+        assert await store.mdelete_async(keys[:1]) == [0]
+        assert await store.advance_async() == 0
+        assert await store.mexists_async(keys) == [False, False]
+        await store.close_async()
+
+    asyncio.run(again())
+    assert store.advance() == Code.INVALID_ARGUMENT
