@@ -13,8 +13,11 @@ import pytest
 from simm.arena.reader import ArenaReader
 from simm.client import Client
 from simm.constants import SHARD_COUNT, VALUE_BYTES_MAX
+from simm.errors import UsageError
 from simm.host import buffers
+from simm.net.channel import Channel
 from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
+from simm.server.stream import Stream
 from simm.server.worker_session import Leased, Leases
 from simm.wire import messages as M
 from simm.wire.messages import Status
@@ -313,3 +316,76 @@ def test_rows_of_a_table_are_gathered_by_one_copy(cluster: FakeCluster, monkeypa
                 assert pins.read([(offset, length, rows)]) == [whole] * 20
                 assert [row.tobytes() for row in rows] == [value[offset:][:length] for value in values.values()]
                 assert singly == ([] if gathered else [length])
+
+
+def test_a_layer_by_tcp_is_received_at_once(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without gaps go to the caller's array by one call, others by way of memory of their own."""
+    cluster.settled({0: ALL})
+    client = cluster.client("tcp")
+    keys, whole = [f"page {number}" for number in range(40)], 64 << 10
+    values = [random.Random(number).randbytes(whole) for number in range(40)]
+    assert client.put_many(keys, values) == [True] * 40
+    calls: list[int] = []
+    receive = Channel.receive_bulk
+    monkeypatch.setattr(
+        Channel, "receive_bulk", lambda channel, view: (calls.append(len(view)), receive(channel, view))[1]
+    )
+    room = np.zeros((40, 2, 8192), np.uint8)
+    plain, lists = np.zeros((40, 8192), np.uint8), [np.zeros(8192, np.uint8) for _ in keys]
+    with client.pin(keys) as pins, client.pin([*keys[:20], "no", *keys[20:39]]) as some:
+        for rows, count in ((plain, 1), (room[:, 1], 1), (lists, 1), (list(plain), 1)):
+            calls.clear()
+            assert pins.read([(9, 8192, rows)]) == [whole] * 40
+            assert [bytes(row) for row in rows] == [value[9 : 9 + 8192] for value in values]
+            assert calls == [40 * 8192] * count
+        assert not room[:, 0].any()
+        assert pins.read([(0, 8192, room[:, 0]), (whole - 8192, 8192, room[:, 1])]) == [whole] * 40
+        assert [row.tobytes() for row in room] == [value[:8192] + value[-8192:] for value in values]
+        plain[:] = 7
+        assert some.read([(5, 100, plain)]) == [whole] * 20 + [None] + [whole] * 19
+        wanted = [*values[:20], bytes([7]) * whole, *values[20:39]]
+        assert [row[:100].tobytes() for row in plain] == [value[5:105] for value in wanted]
+        assert (plain[:, 100:] == 7).all()
+        with pytest.raises(UsageError, match="ends at byte"):
+            pins.read([(whole - 8191, 8192, plain)])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        M.Fetched([]), M.Fetched([(Status.OK, 0, 99, 0)] * 3), M.Fetched([(Status.OK, 0, 1 << 31, 0)] * 3),
+        M.Fetched([(Status.OK, 0, 100, 0)] * 2), M.Done(1),
+    ],
+)  # fmt: skip
+def test_a_layer_that_does_not_fit_what_was_asked(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    """The exchange fails before a byte of it is taken for a value, and the values are misses."""
+    cluster.settled({0: ALL})
+    client = cluster.client("tcp")
+    assert client.put_many(["a", "b", "c"], [bytes(100)] * 3) == [True] * 3
+    with client.pin(["a", "b", "c"]) as pins:
+        monkeypatch.setattr(
+            Stream, "_fetch_pinned", lambda _self, peer, _state, number, _msg: peer.send_message(answer, number)
+        )
+        rows = np.full((3, 100), 7, np.uint8)
+        assert pins.read([(0, 100, rows)]) == [None] * 3
+        assert (rows == 7).all()
+        assert client.stats()["outages"] > 0
+
+
+def test_layers_of_what_is_held_by_its_version_alone(cluster: FakeCluster, path: str) -> None:
+    """A value that has changed is a miss of the layer, and no other is."""
+    client = full(cluster, path)
+    scarce(cluster)
+    length = min(map(len, VALUES))
+    with client.pin(KEYS) as pins:
+        rows = np.zeros((len(KEYS), length), np.uint8)
+        assert None not in pins.read([(0, length, rows)])
+        assert client.put_many(KEYS, [value_of(key, 1) for key in KEYS]) == [True] * len(KEYS)
+        for _ in range(2):
+            rows[:] = 0
+            got = pins.read([(0, length, rows)])
+            assert 0 < got.count(None) < len(KEYS)
+            for row, value, there in zip(rows, VALUES, got):
+                assert there is None or row.tobytes() == value[:length]
