@@ -67,6 +67,7 @@ from .sdk.ops.kv_memory import (
     Mixed,
     MrExt,
     PartedViews,
+    ViewRanges,
     all_sinks,
     all_sources,
     complain,
@@ -320,7 +321,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         """Store a value that consists of these views' bytes, in their order; return 0 or a negative code."""
         return self.mput_gather([key], [blocks])[0]
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int, BlockView]]) -> int:
+    def get_ranges(self, key: str, ranges: ViewRanges) -> int:
         """Copy ranges of the value, (offset, length, view) each, to their views' heads; return the value's length.
 
         All are parts of one value. A negative code otherwise: GET_FAILED for a miss, and for a range that ends beyond
@@ -361,7 +362,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         checked = self._checked(keys, blocks, all_sinks, no_sink)
         return self._many(_get_all, self._get_codes, len(keys), checked)
 
-    def mget_ranges(self, keys: Sequence[str], ranges: Sequence[Sequence[tuple[int, int, BlockView]]]) -> list[int]:
+    def mget_ranges(self, keys: Sequence[str], ranges: Sequence[ViewRanges]) -> list[int]:
         """:meth:`get_ranges` for many keys, each with a list of ranges; return a length or code for each.
 
         No two views of the call may share memory: of two keys whose views do, the later one is refused.

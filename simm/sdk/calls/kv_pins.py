@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...errors import Code, UsageError
-from ..ops.kv_memory import BlockView, PartedViews, complain
+from ..ops.kv_memory import BlockView, PartedViews, ViewRanges, complain
 from ..ops.pins import Pins, Want
 
 _INVALID: Final = int(Code.INVALID_ARGUMENT)
 _GET_FAILED: Final = int(Code.GET_FAILED)
-
-#: (offset in the value, bytes, view)
-_Range = tuple[int, int, BlockView]
 
 
 class PinnedKeys:
@@ -58,11 +55,11 @@ class PinnedKeys:
         if self._pins is not None:
             self._pins.release()
 
-    def get_ranges(self, key: int | str, ranges: Sequence[_Range]) -> int:
+    def get_ranges(self, key: int | str, ranges: ViewRanges) -> int:
         """Copy ranges of a value, (offset, length, view) each, to their views' heads; return its length or a code."""
         return self.mget_ranges([key], [ranges])[0]
 
-    def mget_ranges(self, keys: Sequence[int | str], ranges: Sequence[Sequence[_Range]]) -> list[int]:
+    def mget_ranges(self, keys: Sequence[int | str], ranges: Sequence[ViewRanges]) -> list[int]:
         """:meth:`get_ranges` for many values, each with a list of ranges; return a length or code for each.
 
         No two views of the call may share memory: of two keys whose views do, the later one is refused.
@@ -125,11 +122,11 @@ class PinnedKeys:
 
     # -- asyncio ----------------------------------------------------------------------------------
 
-    async def get_ranges_async(self, key: int | str, ranges: Sequence[_Range]) -> int:
+    async def get_ranges_async(self, key: int | str, ranges: ViewRanges) -> int:
         """:meth:`get_ranges`, awaitable."""
         return (await self._in_thread(self.mget_ranges, [key], [ranges]))[0]
 
-    async def mget_ranges_async(self, keys: Sequence[int | str], ranges: Sequence[Sequence[_Range]]) -> list[int]:
+    async def mget_ranges_async(self, keys: Sequence[int | str], ranges: Sequence[ViewRanges]) -> list[int]:
         """:meth:`mget_ranges`, awaitable."""
         return await self._in_thread(self.mget_ranges, keys, ranges)
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ...errors import UsageError
@@ -274,6 +275,11 @@ class PartedViews:
     def to_put(cls, pieces: Sequence[Any]) -> list[PartedViews]:
         """Return the values that each key's views make up."""
         return [cls(_pieces_of_views, each) for each in pieces]
+
+
+#: Ranges of a value: (offset, length, view) each; or an array of offsets, the length of each or an array of them, and
+#: one view that they go to one after the other; or what ``Store.prepare_ranges`` returned.
+ViewRanges = Sequence[tuple[int, int, BlockView]] | tuple[NDArray[Any], Any, BlockView] | PartedViews
 
 
 def _ranges_of_views(ranges: Any) -> Ranges:
