@@ -7,8 +7,9 @@ there is ``lmcache_server.py``. This module and that one are the only ones that 
 Keys
 ----
 A key is LMCache's own text: model, world size, worker, chunk hash, data type, layer and tags. All of them lie in SiMM's
-namespace, and ``simm.schemes.lmcache`` makes the same ones. The layout of a chunk is in its value
-(``lmcache_values.py``). A chunk of another layout is a miss, and dropped, so that this engine's can be stored.
+namespace, and ``simm.schemes.lmcache`` makes the same ones. With the options ``weight_version`` or ``salt``, a digest
+of both precedes them. The layout of a chunk is in its value (``lmcache_values.py``). A chunk of another layout is a
+miss, and dropped, so that this engine's can be stored.
 
 Memory
 ------
@@ -42,7 +43,7 @@ from ..schemes.encodings import short_key
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
-from .lmcache_values import Arena, Layout, Slot, length_of, reachable, taken_apart, too_large
+from .lmcache_values import Arena, Layout, Slot, head_of, length_of, reachable, taken_apart, too_large
 
 __all__ = ["SimmAdapter", "SimmConnector"]
 
@@ -50,7 +51,7 @@ log = logging.getLogger("simm.connectors.lmcache")
 
 _T = TypeVar("_T")
 #: Options, in ``extra_config`` behind ``remote_storage_plugin.NAME.``, or behind the ``?`` of an address.
-_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms")
+_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "weight_version", "salt")
 _SCHEMA: Final = "simm://"
 _PLUGIN: Final = "plugin://"
 #: torch's data types by their names in a layout.
@@ -99,6 +100,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         options = _options(url, plugin_name, config.extra_config or {})
         #: torch's type of shapes.
         self._shape: Callable[[Sequence[int]], Any] = type(self.meta_shapes[0])
+        self._head = head_of(options)
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         allocator = getattr(local_cpu_backend, "memory_allocator", None)
@@ -112,7 +114,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self._expected: dict[bool, tuple[Any, Any, Any] | None] = {
             False: None if self._binary else (self.meta_shapes, self.meta_dtypes, self.meta_fmt), True: None,
         }  # fmt: skip
-        log.info("SiMM's remote storage for LMCache: %r, chunks of %s", self._client, whole)
+        log.info("SiMM's remote storage for LMCache: %r, keys behind %r, chunks of %s", self._client, self._head, whole)
 
     def __repr__(self) -> str:
         return f"<SimmConnector {self._client!r}>"
@@ -139,8 +141,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             return instead
         return answer
 
+    def _name(self, key: CacheEngineKey) -> str:
+        return short_key(self._head + key.to_string())
+
     def _digests(self, keys: Sequence[CacheEngineKey]) -> list[bytes]:
-        return [self._client.digest(short_key(each.to_string())) for each in keys]
+        return [self._client.digest(self._name(each)) for each in keys]
 
     # -- what is stored -----------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Read chunks with fewer tokens, of a layer, or serialized, by a copy: their values say how large they are."""
         foreign: dict[bytes, int] = {}
-        values = self._client.get_many([short_key(each.to_string()) for each in keys])
+        values = self._client.get_many(list(map(self._name, keys)))
         for key, at, digest, value in zip(keys, places, digests, values):
             if value is None:
                 continue

@@ -14,8 +14,9 @@ their version alone, and a load of one that was evicted is a miss.
 Keys and values
 ---------------
 A key is LMCache's own text: model, rank, object group, chunk hash and salt, in SiMM's namespace;
-``simm.schemes.lmcache.object_keys`` makes it. It names no data type and no shape. So the value does
-(``lmcache_values.py``), and a load into an object of another layout is a miss.
+``simm.schemes.lmcache.object_keys`` makes it. With the parameters ``weight_version`` or ``salt``, a digest of both
+precedes it. It names no data type and no shape. So the value does (``lmcache_values.py``), and a load into an object of
+another layout is a miss.
 
 Failures
 --------
@@ -47,14 +48,14 @@ from ..schemes.lmcache import object_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
-from .lmcache_values import Arena, Slot, length_of, reachable, too_large
+from .lmcache_values import Arena, Slot, head_of, length_of, reachable, too_large
 
 __all__ = ["SimmL2Adapter"]
 
 log = logging.getLogger("simm.connectors.lmcache")
 
 _THREADS: Final = 4
-_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "threads")
+_OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "threads", "weight_version", "salt")
 
 
 class _Held:
@@ -71,7 +72,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
     Args:
         params: ``adapter_params`` of the flag: ``manager_address`` (``"host:port"``, several separated by commas;
             default SIMM_MANAGER), ``namespace`` (default SIMM_NAMESPACE), ``deadline_ms``, ``threads`` (how many tasks
-            run at the same time).
+            run at the same time), ``weight_version``, ``salt``.
         l1_memory_desc: where LMCache's arena is.
         client: for tests, and for programs that have one. Otherwise a client is made, and closed by :meth:`close`.
 
@@ -89,6 +90,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             raise RuntimeError(
                 f"SiMM: adapter_params are {', '.join(_OPTIONS)}, threads 1 to 64; not {sorted(unknown) or threads}"
             )
+        self._head = head_of(wanted)
         self._owns = client is None
         self._client = client or connect(str(wanted.get("manager_address", "")), **options_of(wanted))
         self._complain = Complaints(log)
@@ -107,7 +109,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         #: For each locked key the lookups that hold it, and its number among the keys of each.
         self._locked: dict[str, deque[tuple[_Held, int]]] = {}
         self._closed = False
-        log.info("SiMM's L2 adapter for LMCache: %r", self._client)
+        log.info("SiMM's L2 adapter for LMCache: %r, keys behind %r", self._client, self._head)
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that is readable when a store has ended."""
@@ -339,7 +341,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _names(self, keys: Sequence[Any]) -> list[str]:
         return [
-            short_key(name)
+            short_key(self._head + name)
             for key in keys
             for name in object_keys([key.chunk_hash], key.model_name, kv_rank=key.kv_rank, group=key.object_group_id,
                                     cache_salt=key.cache_salt)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..client import Client, WrongSize
 from ..constants import VALUE_BYTES_MAX
 from ..host.buffers import Pieces, Ranges, Span, address_of
 from ..sdk.ops.parts import pieces_of, ranges_of
+from .keyspace import identity
 
 #: Length of the text, form, magic: "LMSM".
 _FOOTER: Final = struct.Struct("<HHI")
@@ -28,6 +29,13 @@ _MAGIC: Final = 0x4D534D4C
 #: Raised when the trailer changes.
 _FORM: Final = 1
 _TEXT: Final = re.compile(r"[A-Z0-9_]{1,32}(\|[a-z0-9_]{1,32}:[0-9]{1,12}(,[0-9]{1,12}){0,7}){1,1024}")
+
+
+def head_of(options: Mapping[str, Any]) -> str:
+    """Return what an engine's options put before each key: nothing, or a digest of ``weight_version`` and ``salt``."""
+    facts = {name: options.get(name) for name in ("salt", "weight_version")}
+    given = {name: value for name, value in facts.items() if value not in (None, "")}
+    return f"{identity(given)}/" if given else ""
 
 
 class Layout(NamedTuple):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import engine_content
 import numpy as np
@@ -37,7 +38,9 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.mooncake_store_l2_adapter import MooncakeStoreL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.lookup_client.factory import LookupClientFactory
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
@@ -77,15 +80,25 @@ class Case:
     seat: str = "plugin"
     deadline_ms: int = 3000
     salt: str = ""
+    #: SiMM's options for what LMCache's keys do not name.
+    weights: str = ""
+    own_salt: str = ""
+    #: Tokens of each chunk.
+    chunk: int = CHUNK
     #: A byte of chunk 1 of which one bit is stored wrong.
     flip: int | None = None
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
-        return self.layers, 2, CHUNK, self.heads, 16
+        return self.layers, 2, self.chunk, self.heads, 16
+
+    @property
+    def options(self) -> dict[str, Any]:
+        given = {"weight_version": self.weights, "salt": self.own_salt}
+        return {"deadline_ms": self.deadline_ms, **{name: value for name, value in given.items() if value}}
 
     def tokens(self, seed: int) -> list[int]:
-        return engine_content.tokens(seed, self.prompt, (self.chunks - 1) * CHUNK + self.last)
+        return engine_content.tokens(seed, self.prompt, (self.chunks - 1) * self.chunk + self.last)
 
     def content(self, seed: int, chunk: int, size: int) -> Any:
         return engine_content.page_part(seed, self.prompt, self.worker, chunk, 0, size)
@@ -99,9 +112,9 @@ class Remote:
         head = "remote_storage_plugin.simm."
         extra: dict[str, Any] = {
             f"{head}module_path": "simm.connectors.lmcache", f"{head}class_name": "SimmAdapter",
-            f"{head}manager_address": manager, f"{head}deadline_ms": case.deadline_ms,
+            f"{head}manager_address": manager, **{f"{head}{name}": value for name, value in case.options.items()},
         }  # fmt: skip
-        url = f"simm://{manager}/?deadline_ms={case.deadline_ms}"
+        url = f"simm://{manager}/?{urlencode(case.options)}"
         mooncake = case.seat.startswith("mooncakestore")
         if mooncake:
             extra = {"local_hostname": "localhost", "master_server_address": manager, "metadata_server": "none",
@@ -109,13 +122,14 @@ class Remote:
             url = f"mooncakestore://{manager}/"
         plugins = [] if mooncake else ["simm"]
         self.config = LMCacheEngineConfig.from_defaults(
-            chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.05, save_unfull_chunk=True, extra_config=extra,
+            chunk_size=case.chunk, local_cpu=False, max_local_cpu_size=0.05, save_unfull_chunk=True, extra_config=extra,
             remote_storage_plugins=plugins, remote_url=None if case.seat == "plugin" else url, remote_serde="naive",
             pre_caching_hash_algorithm="builtin", blocking_timeout_secs=30,
         )  # fmt: skip
         self.metadata = LMCacheMetadata(
             model_name=case.model, world_size=case.world, local_world_size=case.world, worker_id=case.worker,
-            local_worker_id=case.worker, kv_dtype=getattr(torch, case.dtype), kv_shape=case.kv_shape, chunk_size=CHUNK,
+            local_worker_id=case.worker, kv_dtype=getattr(torch, case.dtype), kv_shape=case.kv_shape,
+            chunk_size=case.chunk,
         )  # fmt: skip
         self.loop = EventLoopManager()
         self.loop.start()
@@ -137,7 +151,7 @@ class Remote:
     def objects(self, seed: int) -> list[Any]:
         made = []
         for chunk in range(self.case.chunks):
-            count = self.case.last if chunk == self.case.chunks - 1 else CHUNK
+            count = self.case.last if chunk == self.case.chunks - 1 else self.case.chunk
             obj = self.cpu.allocate(self.metadata.get_shapes(count), self.metadata.get_dtypes(), MemoryFormat.KV_2LTD)
             data = np.frombuffer(obj.byte_array, np.uint8)
             data[:] = self.case.content(seed, chunk, len(data))
@@ -226,6 +240,30 @@ def remote_read(case: Case, manager: str, seed: int, step: dict[str, Any]) -> di
         }  # fmt: skip
 
 
+def mooncake_lookup(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[str, Any]:
+    """What the scheduler's client for Mooncake says is stored of a prompt, and of one that is longer: tokens."""
+    with remote(case, manager) as engine:
+        engine.config.external_lookup_client = f"mooncakestore://{manager}"
+        client = LookupClientFactory.create_lookup_client(engine.config, engine.metadata)
+        tokens = case.tokens(seed)
+        longer = [*tokens, *engine_content.tokens(seed, "longer", 2 * case.chunk)]
+        found = [client.lookup(each) for each in (tokens, longer, tokens[1:])]
+        client.close()
+        return {"client": type(getattr(client, "actual_lookup_client", client)).__name__, "found": found}
+
+
+def mooncake_server(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[str, Any]:
+    """Why the server's own adapter for Mooncake cannot be made."""
+    setup = {"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE", "master_server_addr": manager}
+    wanted = {"type": "mooncake_store", "num_workers": 1, **setup}
+    config = MooncakeStoreL2AdapterConfig.from_dict(wanted)
+    try:
+        create_l2_adapter(config)
+    except RuntimeError as exc:
+        return {"reason": str(exc), "cause": str(exc.__cause__)}
+    return {"reason": ""}
+
+
 def remote_remove(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[str, Any]:
     """Remove the first chunk; the others are no prefix then."""
     with remote(case, manager) as engine:
@@ -243,19 +281,19 @@ class L2:
     def __init__(self, case: Case, manager: str) -> None:
         self.case = case
         self.dtype = getattr(torch, case.dtype)
-        self.shape = torch.Size([2, case.layers, CHUNK, case.heads * 16])
+        self.shape = torch.Size([2, case.layers, case.chunk, case.heads * 16])
         size = self.shape.numel() * self.dtype.itemsize
         self.arena = torch.full((case.chunks, size), engine_content.CANARY, dtype=torch.uint8)
         desc = L1MemoryDesc(self.arena.data_ptr(), self.arena.numel(), 1)
         config = PluginL2AdapterConfig(
             "simm.connectors.lmcache_server", "SimmL2Adapter",
-            {"manager_address": manager, "deadline_ms": case.deadline_ms},
+            {"manager_address": manager, **case.options},
         )  # fmt: skip
         self.adapter: Any = create_l2_adapter(config, l1_memory_desc=desc)
         self.raw = self.arena.numpy()
 
     def keys(self, seed: int) -> list[ObjectKey]:
-        hashes = TokenHasher(CHUNK).compute_chunk_hashes(self.case.tokens(seed))
+        hashes = TokenHasher(self.case.chunk).compute_chunk_hashes(self.case.tokens(seed))
         rank = ObjectKey.ComputeKVRank(self.case.world, self.case.worker, self.case.world, self.case.worker)
         return [ObjectKey(each, self.case.model, rank, 0, self.case.salt) for each in hashes]
 
@@ -517,7 +555,7 @@ def basic(case: Case, manager: str, seed: int, step: dict[str, Any]) -> dict[str
     os.environ.update(printed("lmcache", manager)["environment"])
     os.environ.update({"LMCACHE_REMOTE_URL": "plugin://simm", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05",
                        "LMCACHE_LOCAL_CPU": "false"})  # fmt: skip
-    name, adapter = printed("lmcache-server", manager)["flags"]
+    name, adapter = printed("lmcache-server", manager)["flags"][-2:]
     assert name == "--l2-adapter"
     said = io.StringIO()
     before = sys.argv
@@ -545,8 +583,8 @@ def wheel_is_unmodified() -> dict[str, bool]:
 
 COMMANDS: dict[str, Callable[[Case, str, int, dict[str, Any]], dict[str, Any]]] = {
     each.__name__.replace("_", "-"): each
-    for each in (remote_write, remote_read, remote_remove, l2_write, l2_read, l2_lock, failing, stopped, absent_manager,
-                 basic)
+    for each in (remote_write, remote_read, remote_remove, mooncake_lookup, mooncake_server, l2_write, l2_read, l2_lock,
+                 failing, stopped, absent_manager, basic)
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from simm.connectors import lmcache_values
 from simm.connectors.keyspace import options_of
-from simm.connectors.lmcache_values import Arena, Layout, length_of, reachable, taken_apart
+from simm.connectors.lmcache_values import Arena, Layout, head_of, length_of, reachable, taken_apart
 from simm.errors import UsageError
 from simm.host.buffers import Span
 from simm.testing import FakeClient, FakeStore
@@ -155,6 +155,17 @@ def test_options() -> None:
     assert options_of({"namespace": "", "deadline_ms": None, "other": 1}) == {}
     with pytest.raises(RuntimeError, match="deadline_ms is a number, not 'soon'"):
         options_of({"deadline_ms": "soon"})
+
+
+def test_weights_and_salts_have_keys_of_their_own() -> None:
+    assert head_of({}) == head_of({"salt": "", "weight_version": None, "namespace": "n"}) == ""
+    given: list[dict[str, Any]] = [
+        {"salt": "a"}, {"weight_version": "a"}, {"weight_version": "b"}, {"weight_version": 0},
+        {"salt": "a", "weight_version": "b"}, {"salt": "b", "weight_version": "a"},
+    ]  # fmt: skip
+    heads = [head_of(each) for each in given]
+    assert len(set(heads)) == len(given) and all(head.endswith("/") for head in heads)
+    assert head_of({"weight_version": 2}) == head_of({"weight_version": "2", "deadline_ms": 3}), "a number, or text"
 
 
 @pytest.mark.parametrize(("stats", "expected"), [
