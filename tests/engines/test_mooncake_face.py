@@ -13,6 +13,8 @@ from tests.engines.engine_processes import Cluster, DriverRun, Engine
 
 SEED = 20_261_124
 PAGES = 140
+#: Of a rank, in the driver's pools.
+HEADS = 2
 #: Pools and layouts that this backend has.
 POOLS = [("mha", "page_first"), ("mha", "page_first_direct"), ("mla", "page_first"), ("mla", "layer_first")]
 
@@ -42,7 +44,15 @@ READER = [
     case("absent", "models", model="b"),
     case("read", "models", model="a"),
     case("read", "direct/mla/page_first", "mla", rank=3, ranks=4),
+    case("absent", "direct/mha/page_first", namespace="another engine's"),
+    case("absent", "direct/mha/page_first", layout="page_first_direct", namespace="another layout's"),
+    case("absent", "direct/mha/page_first", ranks=2, heads=HEADS // 2, namespace="another width's"),
     case("read", "damaged"),
+]
+#: Pages of others that SGLang's keys do not tell apart, in their namespace: of half the heads, and of another layout.
+SAME_KEYS = [
+    case("absent", "direct/mha/page_first", ranks=2, heads=HEADS // 2),
+    case("absent", "direct/mha/page_first", layout="page_first_direct"),
 ]
 
 
@@ -52,13 +62,13 @@ def name_of(step: Step) -> str:
 
 @pytest.fixture(scope="module")
 def runs(engine: Engine, engine_cluster: Cluster) -> list[DriverRun]:
-    """A process that writes and ends, and one that reads."""
+    """A process that writes and ends, one that reads, and one that must have had a namespace of its own."""
     return [
         engine.run(
             engine_cluster.address, SEED, steps, driver="connector_driver.py", as_expected=False,
             module="simm.connectors.mooncake",
         )
-        for steps in (WRITER, READER)
+        for steps in (WRITER, READER, SAME_KEYS)
     ]  # fmt: skip
 
 
@@ -81,6 +91,14 @@ def test_reader_in_another_process(runs: list[DriverRun], engine_cluster: Cluste
 def test_mutation_finds_the_bit_that_was_stored_wrong(runs: list[DriverRun]) -> None:
     damage = [[w["page"], w["part"], w["first"], w["count"]] for w in runs[1].report["steps"][-1]["wrong"]]
     assert damage == [[*STORED_FLIP, 1]]
+
+
+@pytest.mark.engines
+def test_control_a_namespace_is_what_tells_layouts_apart(runs: list[DriverRun]) -> None:
+    """A page of another size is never read, whatever its key. One of the same size is: docs/engines.md says so."""
+    narrow, turned = runs[2].report["steps"]
+    assert (narrow["read"], narrow["written"]) == (0, [])
+    assert turned["hits"] == turned["read"] == PAGES
 
 
 @pytest.mark.engines
