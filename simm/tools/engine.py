@@ -17,6 +17,8 @@ LMCACHE: Final[Mapping[str, str]] = {"module_path": "simm.connectors.lmcache", "
 LMCACHE_SERVER: Final[Mapping[str, Any]] = {
     "type": "plugin", "module_path": "simm.connectors.lmcache_server", "class_name": "SimmL2Adapter", "shared": True,
 }  # fmt: skip
+#: What LMCache's server wants to be told of its own memory.
+_LMCACHE_L1: Final = (("--l1-size-gb", "8"), ("--eviction-policy", "LRU"))
 #: How vLLM finds SiMM's tier, among ``secondary_tiers``.
 VLLM: Final[Mapping[str, str]] = {"type": "SimmTier", "module_path": "simm.connectors.vllm"}
 #: How vLLM finds SiMM's connector. A block that was evicted is computed, which is not vLLM's default.
@@ -109,8 +111,11 @@ def _lmcache(settings: Settings) -> Recipe:
 def _lmcache_server(settings: Settings) -> Recipe:
     """LMCache's server, by its L2 adapter"""
     adapter = json.dumps({**LMCACHE_SERVER, "adapter_params": _lmcache_options(settings)})
-    notes = ("pip install simm-store in the server's environment, and add to lmcache server; LMCache 0.5.6",)
-    return Recipe({}, (("--l2-adapter", adapter),), notes)
+    notes = (
+        "pip install simm-store in the server's environment, and add to lmcache server; LMCache 0.5.6",
+        "--l1-size-gb is the server's own memory: it does not start without a size and a policy",
+    )
+    return Recipe({}, (*_LMCACHE_L1, ("--l2-adapter", adapter)), notes)
 
 
 def _vllm(settings: Settings) -> Recipe:

@@ -3,7 +3,9 @@
     python flags_driver.py REQUEST_JSON
 
 A request has the ``manager`` and steps, whose ``command`` is an engine of ``simm engine``. The only line on stdout is a
-JSON object: for each engine what its own parser has made of the flags, and of the variables.
+JSON object: for each engine what its own parser has made of the flags, and of the variables. A step with ``words`` is a
+command line of the documentation behind the program's name. For each of them, in a list under ``words``, there is what
+the parser says against it, "" if it takes it.
 """
 
 from __future__ import annotations
@@ -35,14 +37,33 @@ def sglang(flags: Sequence[str], _: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def vllm_transfer(words: Sequence[str]) -> Any:
+    """Return the configuration of the connector that ``vllm serve`` makes of its words."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(list(words)).kv_transfer_config
+    assert found is not None, "without a connector nothing is stored"
+    return found
+
+
+def objection(program: str, words: Sequence[str]) -> str:
+    """Return what an engine's parser says against a command line, "" if nothing."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            vllm_transfer(words) if program == "vllm" else PARSERS[program](words, {})
+    except (Exception, SystemExit) as exc:
+        return f"{type(exc).__name__}: {exc}\n{said.getvalue()[-800:]}"
+    return ""
+
+
 def vllm(flags: Sequence[str], _: Mapping[str, str]) -> dict[str, Any]:
     """By ``vllm serve``, and the connector that vLLM's factory finds then."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    config = make_arg_parser(FlexibleArgumentParser()).parse_args(list(flags)).kv_transfer_config
+    config = vllm_transfer(flags)
     tiers = config.kv_connector_extra_config.get("secondary_tiers", ())
     return {
         "connector": config.kv_connector, "role": config.kv_role, "policy": config.kv_load_failure_policy,
@@ -66,21 +87,18 @@ def lmcache(_: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def lmcache_server(flags: Sequence[str], _: Mapping[str, str]) -> dict[str, Any]:
-    """By ``lmcache server``."""
+    """By ``lmcache server``, which looks for what it needs after it has parsed."""
     from lmcache.cli.commands.server import ServerCommand
-    from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+    from lmcache.v1.distributed.config import parse_args_to_config
 
     parser = argparse.ArgumentParser()
     ServerCommand().add_arguments(parser)
-    (found,) = parse_args_to_l2_adapters_config(parser.parse_args([*LMCACHE_MUST, *flags])).adapters
+    (found,) = parse_args_to_config(parser.parse_args(list(flags))).l2_adapter_config.adapters
     return {
         "module": found.module_path, "class": found.class_name, "params": found.adapter_params,
         "version": importlib.metadata.version("lmcache"),
     }  # fmt: skip
 
-
-#: What ``lmcache server`` does not start without.
-LMCACHE_MUST = ("--l1-size-gb", "1", "--eviction-policy", "LRU")
 
 PARSERS: dict[str, Callable[[Sequence[str], Mapping[str, str]], dict[str, Any]]] = {
     "sglang": sglang, "sglang-builtin": sglang, "sglang-mooncake": sglang, "lmcache": lmcache,
@@ -93,9 +111,12 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    found = {}
+    found: dict[str, Any] = {}
     for step in request["steps"]:
         engine, said = step["command"], io.StringIO()
+        if "words" in step:
+            found.setdefault("words", []).append(objection(engine, step["words"]))
+            continue
         with contextlib.redirect_stdout(said):
             assert cli.main(["engine", engine, "--manager", request["manager"], "--json"]) == 0
         printed = json.loads(said.getvalue())

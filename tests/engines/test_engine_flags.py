@@ -1,15 +1,27 @@
-"""``simm engine NAME``: the released engines' own parsers take what it prints, and make of it what is meant."""
+"""``simm engine NAME``: the released engines' own parsers take what it prints, and make of it what is meant.
+
+They also take the command lines of docs/engines.md and of the README.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import re
+import shlex
 from typing import Any
 
 import pytest
 
+from simm import cli
 from simm.tools import engine as printed
-from tests.engines.engine_processes import Engine
+from tests.engines.engine_processes import ROOT, Engine
 
 MANAGER = "10.0.0.5:30001"
+#: Programs of the documentation, by the name that the driver has for their parser.
+PROGRAMS = {"sglang": "python -m sglang.launch_server", "vllm": "vllm serve", "lmcache-server": "lmcache server"}
+PAGE, README = ((ROOT / name).read_text() for name in ("docs/engines.md", "README.md"))
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
 
@@ -19,6 +31,48 @@ def parsed(engine: Engine, *names: str, **environment: str) -> dict[str, Any]:
     ran = engine.run(MANAGER, 0, steps, driver="flags_driver.py", as_expected=False, **environment)
     assert list(ran.report) == list(names)
     return ran.report
+
+
+def documented(program: str) -> list[list[str]]:
+    """The words behind a program's name on each command line of the page, and in the README's table."""
+    found = []
+    for block in re.findall(r"^```[a-z]*\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            _, named, words = line.partition(f"{PROGRAMS[program]} ")
+            found += [shlex.split(words)] if named else []
+    (_, *rows) = README.partition("| SGLang | vLLM | LMCache |")[2].strip().splitlines()
+    names, starts = ([cell.strip(" `") for cell in row.strip("| ").split("|")] for row in rows[1:3])
+    for name, start in zip(names, starts):
+        _, named, words = start.partition(f"{PROGRAMS[program]} ")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert cli.main(["engine", name.removeprefix("simm engine "), "--manager", MANAGER, "--json"]) == 0
+        flags = json.loads(said.getvalue())["flags"]
+        found += [[part for word in words.split() for part in (flags if word == "FLAGS" else [word])]] if named else []
+    return found
+
+
+def takes_the_documentation(engine: Engine, program: str, least: int, **environment: str) -> None:
+    lines = documented(program)
+    assert len(lines) >= least
+    steps: list[dict[str, Any]] = [{"command": program, "words": words} for words in lines]
+    wrong = {"command": program, "words": [*lines[0], "--no-such-flag", "1"]}
+    ran = engine.run(MANAGER, 0, [*steps, wrong], driver="flags_driver.py", as_expected=False, **environment)
+    *said, control = ran.report["words"]
+    assert said == [""] * len(lines), list(zip(lines, said))
+    assert "--no-such-flag" in control
+
+
+def test_sglang_takes_the_documentation(engine: Engine, whole_packages: str) -> None:
+    takes_the_documentation(engine, "sglang", 4, ENGINE_PACKAGES=whole_packages)
+
+
+def test_lmcache_takes_the_documentation(lmcache: Engine) -> None:
+    takes_the_documentation(lmcache, "lmcache-server", 3, LMCACHE_TRACK_USAGE="false")
+
+
+def test_vllm_takes_the_documentation(vllm: Engine) -> None:
+    takes_the_documentation(vllm, "vllm", 6)
 
 
 def test_sglang(engine: Engine, whole_packages: str) -> None:

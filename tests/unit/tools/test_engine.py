@@ -83,7 +83,9 @@ def test_lmcache(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lmcache_server(capsys: pytest.CaptureFixture[str]) -> None:
-    adapter = json.loads(flags_of(printed(capsys, "lmcache-server", "--manager", MANAGER))["--l2-adapter"])
+    flags = flags_of(printed(capsys, "lmcache-server", "--manager", MANAGER))
+    adapter = json.loads(flags["--l2-adapter"])
+    assert {"--l1-size-gb", "--eviction-policy"} <= set(flags), "the server does not start without"
     assert adapter == {**engine.LMCACHE_SERVER, "adapter_params": {"manager_address": MANAGER}}
 
 
