@@ -113,6 +113,8 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         facts = {
             **mapper.fields, "rank": mapper.rank, "chunk_bytes": size, "salt": options.get("salt", ""),
             "weight_version": options.get("weight_version", ""),
+            # vLLM's own names have it for its canonical layout only. The workers' blocks as they are differ by it, too.
+            "kv_cache_layout": getattr(offloading_spec.config, "kv_cache_layout", None),
         }  # fmt: skip
         self._keyspace = Keyspace(self._client, f"vllm/{identity(facts)}")
         # Not kept: vLLM releases the view, which nothing may refer to then. Jobs end before.

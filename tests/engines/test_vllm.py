@@ -29,7 +29,8 @@ def step(command: str, prompt: str, **case: Any) -> Step:
 #: Engines that make the same block hashes, and must share nothing.
 APART: dict[str, Step] = {
     "models of one shape": {"model": "org/b"}, "data types": {"dtype": "float16"}, "TP widths": {"tp": 2},
-    "layers": {"layers": ["layers.0"]}, "weights": {"weight_version": "2"},
+    "layers": {"layers": ["layers.0"]}, "weights": {"weight_version": "2"}, "salts": {"salt": "s"},
+    "tokens of a block": {"block": 32}, "layouts of one size": {"order": "LBHNC"},
 }  # fmt: skip
 STEPS = [
     step("write", "plain"),

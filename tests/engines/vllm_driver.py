@@ -56,6 +56,10 @@ class Case:
     layers: tuple[str, ...] = ("layers.0", "layers.1")
     portable: bool = False
     weight_version: str = ""
+    salt: str = ""
+    #: Tokens of a block, and vLLM's name for the order of a block's dimensions.
+    block: int = 16
+    order: str = "LBNHC"
     deadline_ms: int = 60_000
 
 
@@ -79,8 +83,9 @@ class Engine:
         self.case = case
         parallel = OffloadingParallelConfig(0, case.tp, case.tp, 1, 1, 1, 0, 1, None, case.portable)
         config = OffloadingConfig(
-            (OffloadingGroupConfig(16, tuple(case.layers), 0),), BYTES // case.tp, True, {}, "engine",
-            OffloadingModelConfig(case.model, case.dtype), OffloadingCacheConfig(16, 1), parallel,
+            (OffloadingGroupConfig(case.block, tuple(case.layers), 0),), BYTES // case.tp, True, {}, "engine",
+            OffloadingModelConfig(case.model, case.dtype), OffloadingCacheConfig(case.block, 1), parallel,
+            kv_cache_layout=case.order,
         )  # fmt: skip
         spec: Any = SimpleNamespace(
             config=config, blocks_per_chunk=1, kv_events_config=OffloadingKVEventsConfig(True, False)
@@ -90,7 +95,8 @@ class Engine:
         self.primary = CPUPrimaryTierOffloadingManager(ROWS, region)
         wanted = {
             "type": "SimmTier", "module_path": "simm.connectors.vllm", "manager_address": manager,
-            "deadline_ms": case.deadline_ms, "weight_version": case.weight_version, "enable_kv_events": True,
+            "deadline_ms": case.deadline_ms, "weight_version": case.weight_version, "salt": case.salt,
+            "enable_kv_events": True,
         }  # fmt: skip
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(wanted, self.primary.get_kv_memoryview(), spec)
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
