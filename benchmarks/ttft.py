@@ -24,7 +24,9 @@ The reference ``in-process`` copies nothing: its blocks stay in the pool. No sto
 
 On a busy machine the times of the computation, which are the same for all caches, differ by more than what their loads
 take. ``--loads N`` measures only the loads, N times at each size, with blocks of random bytes that are compared. It
-takes a minute and needs no model.
+takes a minute and needs no model. ``--paired N`` measures whole first tokens in N rounds of SiMM and another cache. It
+says which of them is ahead, and how sure that is (``ttft_pairs.py``). With ``--add`` it goes on where ``--json`` ended:
+many rounds may be several short runs.
 """
 
 from __future__ import annotations
@@ -129,6 +131,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", help="of torch (default: torch's own)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of weights and conversations (default 1)")
     parser.add_argument("--loads", type=int, default=0, metavar="N", help="measure loads only, N times at each size")
+    parser.add_argument("--paired", type=int, default=0, metavar="N", help="N rounds of SiMM and each other cache")
+    parser.add_argument("--add", action="store_true", help="with --paired: to the rounds that the --json file has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample here, after each turn")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the medians here, as SVG")
     options = parser.parse_args(arguments)
@@ -141,6 +145,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--device {options.device}: cpu or cuda")
     if min(options.conversations, options.rounds, options.block, *options.sizes) < 1:
         parser.error("--conversations, --rounds, --block and --sizes must be positive")
+    if options.paired and "simm" not in options.caches:
+        parser.error("--paired compares SiMM with the others: name simm in --caches")
+    if options.add and not (options.paired and options.json):
+        parser.error("--add needs --paired and --json")
     options.caches = ["none", *(name for name in dict.fromkeys(options.caches) if name != "none")]
     return options
 
@@ -210,6 +218,9 @@ def bench(options: argparse.Namespace, home: Path) -> int:
             return 1 if failed else 0
         # As engines do. SiMM's copies come after what is on the default stream, and would wait for the computation.
         beside = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
+        if options.paired:
+            with beside:
+                return measure_pairs(run, talks[0], options, about, notes, failed)
         with contextlib.suppress(KeyboardInterrupt), beside:
             run_all(run, talks, options, about, notes, failed)
     print("\n" + table(run.samples, LABELS) + "\n")
@@ -254,6 +265,38 @@ def measure_loads(run: Bench, turns: Sequence[Turn], rounds: int) -> list[Any]:
                     moved = there * source.block_bytes
                     found.append(Load(len(turn.prompt), each, cache.name, spent, moved, good))
     return found
+
+
+def measure_pairs(
+    run: Bench, turns: Sequence[Turn], options: argparse.Namespace, about: str, notes: dict[str, str],
+    failed: list[str],
+) -> int:  # fmt: skip
+    """Measure and report rounds of SiMM and each other cache; return the exit code."""
+    from ttft_caches import LABELS
+    from ttft_pairs import NEW, bad, kept, measure, pair_table, written
+
+    settings = {**settings_of(options), "new": NEW}
+    pairs = kept(options.json, settings) if options.add else []
+    source = run.scratch.twin()
+    source.draw_normal(options.seed)
+    begin = 1 + max((each.round for each in pairs), default=-1)
+    try:
+        for pair in measure(
+            lambda cache, turn, number, expected: run._ask(cache, 0, turn, number, expected), run.caches, turns,
+            source, options.paired, begin,
+        ):  # fmt: skip
+            pairs.append(pair)
+            print(f"{pair.cache}: {pair.simm:.3f}, {pair.other:.3f}", file=sys.stderr, flush=True)
+            if options.json is not None:
+                written(options.json, about, notes, settings, pairs)
+    except (PeerError, OSError, TimeoutError) as error:
+        failed.append(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("interrupted: these are the rounds until then", file=sys.stderr)
+    failed += bad(pairs, LABELS)
+    print("\n" + pair_table(pairs, LABELS))
+    print("\n".join(f"FAILED {line}" for line in failed))
+    return 1 if failed else 0
 
 
 def run_all(

@@ -119,6 +119,10 @@ class Pool:
             torch.manual_seed(1)
             self.memory.random_(256)
 
+    def draw_normal(self, seed: int) -> None:
+        """Overwrite all with values that a model could have computed: finite ones, around zero, of a seed."""
+        self._all.normal_(generator=torch.Generator(device=self.device).manual_seed(seed))
+
     def copy_from(self, other: Pool, start: int, end: int) -> None:
         """Copy blocks ``start`` to ``end`` of another pool."""
         for layer in range(self.layers):

@@ -26,6 +26,9 @@ code = ttft.main([*options, "--threads", "1", "--json", sys.argv[2], "--chart", 
 
 loads = ttft.main([*options[:-1], "simm,simm-tcp", "--loads", "1", "--json", sys.argv[4]])
 
+pairs = ttft.main([*options[:-1], "in-process,simm,simm-tcp", "--paired", "2", "--json", sys.argv[5]])
+pairs += ttft.main([*options[:-1], "simm,simm-tcp", "--paired", "1", "--add", "--json", sys.argv[5]])
+
 import torch
 from conversations import conversation
 from ttft_model import SIZES, LayerPool, Model, Pool
@@ -51,7 +54,7 @@ for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
     lost = bool(model.prefill(prompt, part, 11).isfinite().all())
     other = torch.equal(model.prefill(prompt[1:], part), expected)
     report[name] = {"equal": equal, "changed": changed, "lost": lost, "other": other, "same": same}
-print(json.dumps({"code": code, "loads": loads, **report}))
+print(json.dumps({"code": code, "loads": loads, "paired": pairs, **report}))
 """
 
 
@@ -62,7 +65,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         engine = Engine(engine_python(), tmp_path_factory.mktemp("ttft"))
     except Unavailable as why:
         pytest.skip(f"no engine environment: {why}")
-    files = [str(engine.folder / name) for name in ("samples.json", "chart.svg", "loads.json")]
+    files = [str(engine.folder / name) for name in ("samples.json", "chart.svg", "loads.json", "pairs.json")]
     done = subprocess.run(
         [engine.python, "-c", _DRIVER, str(ROOT / "benchmarks"), *files], capture_output=True, text=True,
         timeout=DRIVER_S, cwd=engine.folder,
@@ -72,7 +75,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     written = json.loads(Path(files[0]).read_text())
     assert [each["good"] for each in json.loads(Path(files[2]).read_text())["loads"]] == [True] * 4
     return {
-        **json.loads(done.stdout.splitlines()[-1]), **written, "out": done.stdout, "svg": Path(files[1]).read_text()
+        **json.loads(done.stdout.splitlines()[-1]), **written, "out": done.stdout, "svg": Path(files[1]).read_text(),
+        "pairs": json.loads(Path(files[3]).read_text())["pairs"],
     }  # fmt: skip
 
 
@@ -87,6 +91,19 @@ def test_every_first_token_is_that_of_no_cache(ran: dict[str, Any]) -> None:
         assert (each["blocks"] > 0) == (each["cache"] != "none")
         assert each["moved"] == (each["blocks"] * 32 * 512 if each["cache"].startswith("simm") else 0)
     assert ran["svg"].count("<polyline") == len(caches) and "SiMM, TCP" in ran["out"]
+
+
+@pytest.mark.engines
+def test_pairs_are_of_one_prompt_and_say_who_is_ahead(ran: dict[str, Any]) -> None:
+    assert ran["paired"] == 0, ran["out"]
+    rounds = {(tokens, name): [0, 1] for tokens in (300, 640) for name in ("in-process", "simm-tcp")}
+    rounds |= {(tokens, "simm-tcp"): [0, 1, 2] for tokens in (300, 640)}
+    found: dict[tuple[int, str], list[int]] = {}
+    for each in ran["pairs"]:
+        found.setdefault((each["tokens"], each["cache"]), []).append(each["round"])
+        assert each["good"] and each["moved"] == (each["tokens"] - 96) // 32 * 32 * 512
+    assert found == rounds
+    assert ran["out"].count("| first token later by |") == 2
 
 
 @pytest.mark.engines

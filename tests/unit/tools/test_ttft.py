@@ -19,7 +19,7 @@ import pytest
 import simm
 
 ROOT = Path(simm.__file__).parents[1]
-NAMES = ("conversations", "multi_turn", "svg", "ttft_report")
+NAMES = ("conversations", "multi_turn", "svg", "ttft_pairs", "ttft_report")
 LABELS = {"none": "no cache", "in-process": "in-process cache", "simm": "SiMM", "redis": "Redis"}
 
 
@@ -132,6 +132,98 @@ def test_the_table_of_loads_compares_within_a_round(of: Any) -> None:
         "| 2,048 | 1,024 MiB | SiMM | 0.10 s (75.0 ms to 0.15 s) | 10.0 | - |",
         "| 2,048 | 1,024 MiB | Redis | 0.40 s (0.30 s to 0.60 s) | 2.5 | 4.00 (4.00 to 4.00) |",
     ]
+
+
+def pairs(module: Any, differences: list[float], cache: str = "redis", **other: Any) -> list[Any]:
+    """Rounds on a machine that is three times as slow in every other one."""
+    found = []
+    for round, difference in enumerate(differences):
+        slow = 1 + 2 * (round % 2)
+        fields = {"moved": 105 << 20, "good": True, **other}
+        found.append(
+            module.Pair(4096, round, cache, 2.0 * slow, 0.05, 2.0 * slow + difference, 0.05 + difference / 2, **fields)
+        )
+    return found
+
+
+def test_differences_of_rounds_tell_what_medians_cannot(of: Any) -> None:
+    module = of("ttft_pairs")
+    noise = [((7 * n) % 11 - 5) / 100 for n in range(33)]  # -50 to 50 ms, the median 0
+    for ahead, verdict in [(0.05, "SiMM is ahead"), (-0.05, "SiMM is BEHIND"), (0.0, "not told apart")]:
+        found = module.Difference.of([ahead + each for each in noise])
+        assert found.median == pytest.approx(ahead) and found.low <= found.median <= found.high
+        assert found.verdict == verdict and (found.chance < 0.01) == bool(ahead)
+    lines = module.pair_table(pairs(module, [0.02 + each for each in noise]), LABELS).splitlines()
+    assert lines[2].startswith("| 4,096 | 105 MiB | Redis | 33 | 2.00 s | 2.5% | ") and "| +20.0 ms | " in lines[2]
+    line = module.pair_table(pairs(module, [-0.1, -0.2, -0.3], "in-process"), LABELS).splitlines()[2]
+    assert line.endswith("| 1.053 of it |"), "the ratio within a round"
+
+
+def test_the_sign_test_is_the_binomial_distribution(of: Any) -> None:
+    of = of("ttft_pairs").sign_test
+    assert of([1.0] * 10) == of([-1.0] * 10) == pytest.approx(2 / 1024)
+    assert of([1, -1]) == of([]) == of([0.0, 0.0]) == 1.0
+    assert of([1] * 8 + [-1, 0]) == pytest.approx(2 * (1 + 9) / 512)
+
+
+def test_rounds_alternate_and_are_compared_with_the_history_in_place(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch: caches that keep numbers of blocks, and a model whose logits are what it was given."""
+    module, report, conversations = of("ttft_pairs"), of("ttft_report"), of("conversations")
+
+    class Kept:
+        def __init__(self, pool: Any, block: int = 128, name: str = "in-process") -> None:
+            self.name, self.pool, self.blocks = name, pool, 0
+
+        def clear(self) -> None:
+            self.blocks = 0
+
+        def save(self, prompt: Any, start: int, end: int) -> None:
+            assert self.blocks == start
+            self.blocks = end
+
+    class Pool:
+        block = 128
+
+        def copy_from(self, other: Any, start: int, end: int) -> None:
+            assert other is source
+
+    monkeypatch.setitem(sys.modules, "ttft_caches", type(sys)("ttft_caches"))
+    sys.modules["ttft_caches"].InProcess = Kept  # type: ignore[attr-defined]
+    source = Pool()
+    turns = conversations.conversation(1, 0, [1024, 2048], 500)
+    asked: list[tuple[int, int, str]] = []
+
+    def ask(cache: Any, turn: Any, round: int, expected: Any) -> tuple[Any, Any]:
+        assert turn.history == len(turn.prompt) - 96 and (expected == "logits" or cache.pool is source)
+        asked.append((len(turn.prompt), round, cache.name))
+        equal = cache.name != "wrong"
+        return "logits", sample(report, cache.name, 1.0, len(turn.prompt), blocks=cache.blocks, equal=equal)
+
+    caches = [Kept(Pool(), name=name) for name in ("simm", "redis", "wrong")]
+    found = list(module.measure(ask, caches, turns, source, 3, begin=3))
+    rounds = [2, 3, 4, 5]
+    expected = [("simm", "redis"), ("redis", "simm")]  # an even round begins with the other one
+    assert asked[:9] == [(1024, 0, "in-process")] + [
+        (1024, round, name) for round in rounds for name in expected[1 - round % 2]
+    ]
+    right = [each for each in found if each.cache == "redis"]
+    assert [(each.tokens, each.round, each.good) for each in right] == [
+        (size, round, True) for size in (1024, 2048) for round in rounds[1:]
+    ], "the first round is not counted"
+    wrong = [each for each in found if each.cache == "wrong"]
+    assert len(wrong) == 8 and not any(each.good for each in wrong), "but a wrong byte in it is"
+    assert len(module.bad(found, LABELS)) == 8
+
+
+def test_runs_of_one_kind_are_added_up(of: Any, tmp_path: Path) -> None:
+    module = of("ttft_pairs")
+    file = tmp_path / "pairs.json"
+    settings = {"size": "full", "sizes": [4096]}
+    assert module.kept(file, settings) == []
+    module.written(file, "a machine", {}, settings, pairs(module, [0.1, 0.2]))
+    assert module.kept(file, settings) == pairs(module, [0.1, 0.2])
+    with pytest.raises(ValueError, match="other settings"):
+        module.kept(file, {**settings, "sizes": [8192]})
 
 
 def test_other_logits_and_lost_blocks_are_told(of: Any) -> None:
