@@ -7,6 +7,7 @@ driver says about itself.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -32,6 +33,9 @@ PATIENT_MS = 60_000
 
 #: For vLLM. Without the compiler, which compiles small functions even in eager mode: that takes longer than the rest.
 VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+
+
+_numbers = itertools.count()
 
 
 class Unavailable(Exception):
@@ -69,6 +73,8 @@ class Cluster:
     manager: ServerProcess
     data: ServerProcess
     others: tuple[ServerProcess, ...] = ()
+    #: What the names of its data servers begin with, and of no other cluster's on this host.
+    names: str = ""
 
     @property
     def servers(self) -> tuple[ServerProcess, ...]:
@@ -89,14 +95,15 @@ def cluster(folder: Path, memory: str = "1G", servers: int = 1) -> Iterator[Clus
     with ExitStack() as stack:
         manager = stack.enter_context(ServerProcess("manager", folder, "--listen", "127.0.0.1:0"))
         data = []
+        names = f"t{os.getpid()}-e{next(_numbers)}-"  # short: the path of a socket has 107 bytes at most
         for number in range(servers):
             name = f"engines{number or ''}"
             arguments = [
                 "--numa", "0", "--manager", manager.address, "--memory", memory, "--listen", "127.0.0.1:0",
-                "--name", f"t{os.getpid()}-{name}-{folder.name}", "--runtime-dir", str(folder / "run"),
+                "--name", f"{names}{number}", "--runtime-dir", str(folder / "run"),
             ]  # fmt: skip
             data.append(stack.enter_context(ServerProcess("dataserver", folder, *arguments, name=name)))
-        yield Cluster(manager, data[0], tuple(data[1:]))
+        yield Cluster(manager, data[0], tuple(data[1:]), names)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,11 @@ def same(turn: Turn, wanted: Turn) -> bool:
 @contextlib.contextmanager
 def victims_of(folder: Path) -> Iterator[Cluster]:
     """A cluster that is killed, which leaves its segments behind."""
+    names = ""
     try:
         with engine_processes.cluster(folder, "64M", servers=2) as running:
+            names = running.names
             yield running
     finally:
-        for left in Path("/dev/shm").glob(f"simm-*-t{os.getpid()}-*-{folder.name}-*"):
+        for left in Path("/dev/shm").glob(f"simm-*-{names}*") if names else ():
             left.unlink(missing_ok=True)  # a worker that has seen its server end may do the same
