@@ -81,3 +81,9 @@ def printable(text: str, most: int = 2000) -> str:
     if len(text) <= most and text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])
+
+
+def line_about(session: int = 0, trace_id: bytes = b"") -> dict[str, str]:
+    """Return what a log line is about, as ``extra`` of it: JSON lines have both as fields (``config/logs.py``)."""
+    found = {"session": f"{session:#x}"} if session else {}
+    return {**found, "trace_id": trace_id.hex()} if trace_id else found

@@ -3,10 +3,12 @@
     2026-11-23T06:53:07.647+01:00 WARNING host-21 worker-0[10081] simm.arena.store: recovery: 2 slots were ...
     {"time": "2026-11-23T06:53:07.647+01:00", "level": "warning", "server": "host-21", "process": "worker-0", ...}
 
-``server`` is the data server's name, else the host's; ``process`` is what this one does there. All processes of a
-server append to one file. A process that finds another file under the name, or none, continues in a new one: before
-each line, and when SIGHUP asks it to (``net/process.py``). So no line is lost to a rotated file, and no process keeps
-one open for long.
+``server`` is the data server's name, else the host's; ``process`` is what this one does there. A line about a client's
+session with a worker, or a call in a trace, names it: ``session`` as ``simm ctl sessions`` does, and ``trace_id``.
+
+All processes of a server append to one file. A process that finds another file under the name, or none, continues in a
+new one: before each line, and when SIGHUP asks it to (``net/process.py``). So no line is lost to a rotated file, and no
+process keeps one open for long.
 
 Lines without end are held back twice. What peers cause goes through ``net/admission.py``, a few lines a level. What is
 left has a limit for each text here, and a much lower one for tracebacks. DEBUG has none.
@@ -51,6 +53,8 @@ class LineFormatter(logging.Formatter):
         """Return the line, and below it the lines of a traceback."""
         where = f"{self.server} {self.process}[{record.process}] {record.name}"
         head = f"{timestamp(record.created)} {record.levelname} {where}: {record.getMessage()}"
+        ids = [f"{name} {each}" for name, each in ids_of(record).items() if each not in head]
+        head += f" ({', '.join(ids)})" if ids else ""
         lines = [printable(head, LINE_CHARACTERS_MAX)]
         if trace := self.trace(record):
             lines += [printable(line, LINE_CHARACTERS_MAX) for line in trace.splitlines()]
@@ -69,11 +73,16 @@ class JsonFormatter(LineFormatter):
         fields: dict[str, Any] = {
             "time": timestamp(record.created), "level": record.levelname.lower(), "server": self.server,
             "process": self.process, "pid": record.process, "logger": record.name,
-            "message": record.getMessage()[:LINE_CHARACTERS_MAX],
+            **ids_of(record), "message": record.getMessage()[:LINE_CHARACTERS_MAX],
         }  # fmt: skip
         if trace := self.trace(record):
             fields["exception"] = trace[-LINE_CHARACTERS_MAX:]
         return json.dumps(fields)
+
+
+def ids_of(record: logging.LogRecord) -> dict[str, str]:
+    """Return what a line is about, as far as it was logged with that (``net/admission.py``)."""
+    return {name: record.__dict__[name] for name in ("session", "trace_id") if name in record.__dict__}
 
 
 FORMATTERS: Final = {"text": LineFormatter, "json": JsonFormatter}

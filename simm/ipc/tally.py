@@ -332,7 +332,7 @@ class Tally:
                 self.disbelieved += 1
                 self._noise(
                     logging.WARNING, "session %#x of namespace %r has counts that cannot be: no more of it is counted",
-                    counted.number, counted.namespace,
+                    counted.number, counted.namespace, session=counted.number,
                 )  # fmt: skip
                 return
         if new is None:

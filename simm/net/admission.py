@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, TypeVar
 
+from ..errors import line_about
 from .peer_uid import credentials
 
 HELLO_S: Final = 5.0
@@ -111,8 +112,8 @@ class LogLimit:
         #: By level: until when its lines are counted, and their number.
         self._counted: dict[int, tuple[float, int]] = {}
 
-    def __call__(self, level: int, text: str, *details: Any, exc_info: bool = False) -> None:
-        """Log a line like ``logging.Logger.log``, unless there were too many of its level."""
+    def __call__(self, level: int, text: str, *details: Any, exc_info: bool = False, session: int = 0) -> None:
+        """Log a line like ``logging.Logger.log``, unless there were too many of its level. ``session``: it is about."""
         now = self._clock()
         until, lines = self._counted.get(level, (0.0, 0))
         if now >= until:
@@ -121,4 +122,4 @@ class LogLimit:
             until, lines = now + LINES_S, 0
         self._counted[level] = until, lines + 1
         if lines < LINES_MAX:
-            self._log.log(level, text, *details, exc_info=exc_info)
+            self._log.log(level, text, *details, exc_info=exc_info, extra=line_about(session))

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, line_about
 from .admission import HELLO_BYTES_MAX, HELLO_S, LogLimit, Strangers, descriptor_limit, origin_of
 from .listeners import OutOfDescriptors, accepted, tune
 from .peer import LAG_S, READ_BYTES, STALL_S, Peer, Service
@@ -177,7 +177,7 @@ class Loop:
                 except CorruptionError:
                     raise
                 except Exception:
-                    log.exception("serving %s failed", target.address)
+                    log.exception("serving %s failed", target.address, extra=line_about(target.session))
                     self.handler_errors += 1
                     target.close("internal error")
             else:
@@ -271,7 +271,7 @@ class Loop:
             if peer.stalled(self.now):
                 self.stalled += 1
                 text = "closing %s: no progress for %.0f s, %d bytes queued"
-                self.noise(logging.INFO, text, peer.address, STALL_S, peer.out_bytes)
+                self.noise(logging.INFO, text, peer.address, STALL_S, peer.out_bytes, session=peer.session)
                 peer.abort(f"no progress for {STALL_S:.0f} s")
 
     def _expire(self) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from ..constants import FRAME_BYTES_MAX
-from ..errors import CorruptionError, RemoteProtocolError
+from ..errors import CorruptionError, RemoteProtocolError, line_about
 from ..host.threads import CLOSER
 from ..rpc import Connection, Flag, Frame, encode, reply
 from ..wire import messages as M
@@ -117,7 +117,7 @@ class Peer:
     __slots__ = (
         "address", "bulk", "closed", "conn", "context", "distrusted", "fds", "in_bytes", "in_mark", "loop", "mark_at",
         "mark_bytes", "out", "out_bytes", "parse_more", "paused", "progress_at", "queued", "sent_bytes", "service",
-        "sock", "take_fds", "wants",
+        "session", "sock", "take_fds", "wants",
     )  # fmt: skip
 
     def __init__(self, loop: PeerLoop, sock: socket.socket, service: Service, address: str) -> None:
@@ -128,6 +128,8 @@ class Peer:
         self.conn = Connection()
         #: The service's state of this connection.
         self.context: Any = None
+        #: The number of a client's session with a worker, for log lines; 0 for none.
+        self.session = 0
         #: Input is bulk, which ``on_bulk`` reads.
         self.bulk = False
         #: Receive descriptors (SCM_RIGHTS) into ``fds``. Off by default, as it needs recvmsg.
@@ -241,7 +243,7 @@ class Peer:
         except CorruptionError:
             raise
         except Exception:
-            log.exception("on_close of %s", self.address)
+            log.exception("on_close of %s", self.address, extra=line_about(self.session))
 
     def abort(self, reason: str) -> None:
         """Close and discard what the kernel has buffered for the peer.
@@ -376,7 +378,7 @@ class Peer:
                 self.in_mark = self.in_bytes
                 self.service.on_frame(self, frame)
         except RemoteProtocolError as exc:
-            self.loop.noise(logging.WARNING, "closing %s: %s", self.address, exc)
+            self.loop.noise(logging.WARNING, "closing %s: %s", self.address, exc, session=self.session)
             self.loop.protocol_errors += 1
             self.send_error(0, M.Status.BAD_REQUEST, str(exc))
             self.close(str(exc))
@@ -384,7 +386,9 @@ class Peer:
         except CorruptionError:
             raise
         except Exception:
-            self.loop.noise(logging.ERROR, "a request of %s failed", self.address, exc_info=True)
+            self.loop.noise(
+                logging.ERROR, "a request of %s failed", self.address, exc_info=True, session=self.session
+            )
             self.loop.handler_errors += 1
             self.close("internal error")
             return

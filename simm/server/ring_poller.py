@@ -227,13 +227,15 @@ class RingPoller:
                 self._pending = 0
                 self._apply_pending()
         except RemoteProtocolError as exc:
-            self.loop.noise(logging.WARNING, "closing %s: %s", peer.address, exc)
+            self.loop.noise(logging.WARNING, "closing %s: %s", peer.address, exc, session=peer.session)
             self.loop.protocol_errors += 1
             peer.close(str(exc))
         except CorruptionError:
             raise  # see net/peer.py
         except Exception:
-            self.loop.noise(logging.ERROR, "a ring request of %s failed", peer.address, exc_info=True)
+            self.loop.noise(
+                logging.ERROR, "a ring request of %s failed", peer.address, exc_info=True, session=peer.session
+            )
             self.loop.handler_errors += 1
             peer.close("internal error")
 

@@ -37,7 +37,7 @@ from ..arena.vault import Mender
 from ..config.logs import on_reload
 from ..config.tokens import Token, namespaces_of, quotas_of
 from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
-from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError
+from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError, line_about
 from ..host.processes import boottime_ns, process_start
 from ..host.threads import CLOSER, WAITING_MAX
 from ..ipc.commit_ring import Ring
@@ -256,7 +256,7 @@ class Worker(Service):
             return
         state.session = None
         self.peers.pop(session.session, None)
-        log.debug("session %#x closed: %s", session.session, reason)
+        log.debug("session %#x closed: %s", session.session, reason, extra=line_about(session.session))
         self.store.sessions.close(session)
         self._forget_pid(session.pid)
 
@@ -349,6 +349,7 @@ class Worker(Service):
         if state.role == M.Role.MOVER:
             session.copies = self.movers.get(state.pid, 0)
         self.peers[session.session] = peer
+        peer.session = session.session
         welcome = M.Welcome(
             proto, session.namespace, _PATHS, 0, session.session, self.store.incarnation,
             self.store.sessions.granted_bytes_max, self.settings.segment,

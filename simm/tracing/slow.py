@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from ..errors import line_about
 from .spans import Operation
 
 log = logging.getLogger("simm.slow")
@@ -56,10 +57,14 @@ class SlowLog:
             f"{operation.name} of {keys} key{'' if keys == 1 else 's'}{path}", operation.ended - operation.began,
             ((each.name, each.ended - each.began) for each in operation.segments),
             f"; trace {operation.trace_id.hex()}{key}" if operation.kept else key and key.replace(", ", "; ", 1),
+            line_about(trace_id=operation.trace_id) if operation.kept else {},
         )  # fmt: skip
 
-    def line(self, what: str, ns: int, segments: Iterable[tuple[str, int]], more: str = "") -> None:
-        """Log that ``what`` took ``ns`` nanoseconds, with segments as (name, nanoseconds)."""
+    def line(
+        self, what: str, ns: int, segments: Iterable[tuple[str, int]], more: str = "",
+        about: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Log that ``what`` took ``ns`` nanoseconds, with segments as (name, nanoseconds). ``about``: of line_about."""
         allowed, left_out = self.allow()
         if not allowed:
             return
@@ -70,7 +75,7 @@ class SlowLog:
         parts = ", ".join(f"{name} {each / 1e6:.3f}" for name, each in took.items())
         log.warning(
             "slow: %s took %.3f ms%s%s%s", what, ns / 1e6, parts and f": {parts}", more,
-            f"; {left_out} more were left out" if left_out else "",
+            f"; {left_out} more were left out" if left_out else "", extra=about,
         )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Slow requests: what a worker or a stream logs of a request that took as long as ``--slow-ms`` says, or longer.
 
 Without the setting nothing is there: a worker's and a stream's functions are their own. With it they are replaced by
-others that look at the clock, also at run time (``simm ctl settings set slow_ms 20``). A line has the request's name
-and its time, and nothing that the peer has sent.
+others that look at the clock, also at run time (``simm ctl settings set slow_ms 20``). A line has the request's name,
+its time, and as fields the session and the trace that it belongs to; nothing else that the peer has sent.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from ...errors import line_about
 from ...ipc.counts import TIMED
 from ...ipc.tally import Served
-from ...rpc import CODECS
+from ...rpc import CODECS, decode
 from ...tracing.slow import SLOW
+from ...wire.trace_messages import Traced
 
 if TYPE_CHECKING:
+    from ...net.peer import Peer
+    from ...rpc import Frame
     from ..worker import Worker
 
 _ns: Final = time.perf_counter_ns
@@ -30,8 +34,8 @@ def watch_worker(worker: Worker) -> Callable[[int], None]:
     def take(slow_ms: int) -> None:
         handle, commit = plain_handle, plain_commit
         if slow_ms:
-            handle = _watched(plain_handle, slow_ms, lambda _, frame: CODECS[frame.opcode].cls.__name__)
-            commit = _watched(plain_commit, slow_ms, lambda *_: "Commit")
+            handle = _watched(plain_handle, slow_ms, _of_frame)
+            commit = _watched(plain_commit, slow_ms, lambda session, _: ("Commit", line_about(session.session)))
             worker.__dict__.update(handle=handle, _commit_one=commit)
         else:
             worker.__dict__.pop("handle", None)
@@ -41,7 +45,18 @@ def watch_worker(worker: Worker) -> Callable[[int], None]:
     return take
 
 
-def _watched(call: Callable[..., Any], slow_ms: int, name: Callable[..., str]) -> Callable[..., Any]:
+def _of_frame(peer: Peer, frame: Frame) -> tuple[str, dict[str, str]]:
+    """Return a request's name, and what a line about it is about. One in a trace is named as if it had come alone."""
+    opcode, trace = frame.opcode, b""
+    if CODECS[opcode].cls is Traced:
+        traced = decode(frame)
+        opcode, trace = traced.opcode, traced.trace
+    return CODECS[opcode].cls.__name__, line_about(peer.session, trace)
+
+
+def _watched(
+    call: Callable[..., Any], slow_ms: int, name: Callable[..., tuple[str, dict[str, str]]]
+) -> Callable[..., Any]:
     least = slow_ms * 1_000_000
 
     def watched(*arguments: Any) -> Any:
@@ -51,7 +66,8 @@ def _watched(call: Callable[..., Any], slow_ms: int, name: Callable[..., str]) -
         finally:
             took = _ns() - began
             if took >= least:
-                SLOW.line(f"a worker's {name(*arguments)}", took, ())
+                request, about = name(*arguments)
+                SLOW.line(f"a worker's {request}", took, (), about=about)
 
     return watched
 

@@ -30,6 +30,7 @@ from simm.config.logs import (
     timestamp,
 )
 from simm.config.settings import Settings
+from simm.errors import line_about
 
 LOG = logging.getLogger("simm.test")
 
@@ -86,6 +87,19 @@ def test_json_lines_are_objects(zone: None) -> None:
     }  # fmt: skip
     line = formatter.format(record("failed", trace=True))
     assert line.isprintable() and json.loads(line)["exception"].splitlines()[-1] == "ValueError: evil\x1b[2J"
+
+
+def test_a_line_names_the_session_and_the_trace_that_it_is_about() -> None:
+    made = record("closing %s", "unix#17")
+    made.__dict__.update(line_about(0x2A, bytes(15) + b"\x01"))
+    trace = "0" * 31 + "1"
+    assert LineFormatter("s", "p").format(made).endswith(f"closing unix#17 (session 0x2a, trace_id {trace})")
+    found = json.loads(JsonFormatter("s", "p").format(made))
+    assert (found["session"], found["trace_id"], found["message"]) == ("0x2a", trace, "closing unix#17")
+    made = record("session %#x closed", 0x2A)
+    made.__dict__.update(line_about(0x2A))
+    assert LineFormatter("s", "p").format(made).endswith("session 0x2a closed"), "once is enough"
+    assert not line_about()
 
 
 @pytest.mark.parametrize("formatter", [LineFormatter, JsonFormatter])

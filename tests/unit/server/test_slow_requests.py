@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -10,11 +11,16 @@ import pytest
 
 from simm.config import logs
 from simm.config.live import LiveSettings
+from simm.errors import TransportError
 from simm.ipc.tally import Served
 from simm.server.operators.admin import follow_in_stream, follow_settings
 from simm.server.requests import slow
+from simm.tracing.context import context
 from simm.tracing.slow import SlowLog
+from simm.wire import messages as M
+from simm.wire.hello import client_hello
 from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.waiting import wait_until
 
 #: What a data server can change while it runs (``simm/dataserver.py``).
 LIVE = {
@@ -85,6 +91,38 @@ def test_nothing_is_there_until_it_is_wanted(
     caplog.clear()
     use(cluster)
     assert not [record for record in caplog.records if record.name == "simm.slow"]
+
+
+def test_a_line_names_the_session_and_the_trace(
+    cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = cluster.nodes[0]
+    with node.worker.frozen():
+        follow_settings(live, node.worker.worker)
+        switch(live, "1")
+    now = itertools.count(0, 2_000_000)
+    monkeypatch.setattr(slow, "_ns", lambda: next(now))
+    with contextlib.closing(cluster.client("shm", trace=0)) as client, context(f"00-{'ab' * 16}-{'cd' * 8}-01"):
+        assert client.put("k", b"v")
+        sessions = {f"{session:#x}" for session in node.worker.worker.peers}
+    commits = [record for record in caplog.records if "a worker's Commit took" in record.getMessage()]
+    about = [(each.__dict__.get("session"), each.__dict__.get("trace_id")) for each in commits]
+    assert about and {session for session, _ in about} <= sessions and ("ab" * 16) in {trace for _, trace in about}
+
+
+def test_what_a_client_causes_is_logged_with_its_session(
+    cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = cluster.nodes[0].worker.worker
+    with contextlib.closing(cluster.client("shm")) as client:
+        assert client.put("k", b"v")
+        (session,) = {target.session for target in client._routes.route if target is not None and target.session}
+        with contextlib.suppress(TransportError):
+            session.channel.call(client_hello(M.Role.CLIENT, namespace="default"))  # a second one
+        wait_until(lambda: "a second HELLO" in caplog.text, "the worker closes the connection")
+    (line,) = [record for record in caplog.records if "a second HELLO" in record.getMessage()]
+    assert line.name == "simm.net.loop" and line.__dict__["session"] == f"{session.session:#x}"
+    assert worker.loop.protocol_errors == 1
 
 
 def test_a_request_that_is_fast_enough_is_not_logged(
