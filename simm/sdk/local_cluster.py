@@ -100,12 +100,12 @@ class LocalCluster:
             state = os.path.join(self.folder, "state")
             ready = self._start("manager", "--listen", "127.0.0.1:0", "--state-dir", state, *self._token_flags)
             self.manager = ready.split()[2]
+            self._publish_token(runtime_dir)  # a client that comes before the data server hears that there is none yet
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
                 "--runtime-dir", str(self.sockets), *arguments,
             )  # fmt: skip
-            self._publish_token(runtime_dir)
         except OSError as exc:
             self.close()
             raise SimmError(f"no cluster can be started on this machine: {exc}") from exc

@@ -19,6 +19,8 @@ import pytest
 
 import simm.testing
 from simm.client import Client
+from simm.config.local_token import find
+from simm.config.parsers import parse_address
 from simm.errors import SimmError, UsageError
 from simm.sdk import local_cluster as started
 from simm.sdk.local_cluster import LocalCluster
@@ -395,3 +397,26 @@ def test_the_planted_modules_would_run(planted: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 3 and planted.exists()
+
+
+def test_a_client_finds_the_token_before_the_data_server_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who puts too early hears that there is no server yet, not that the token is wrong."""
+    found: list[str] = []
+
+    class Cluster(LocalCluster):
+        def _start(self, module: str, *arguments: str) -> str:
+            if module == "dataserver":
+                found.append(find(tmp_path, [parse_address(self.manager)]))
+                done = subprocess.run(
+                    [sys.executable, "-m", "simm", "put", "k", "-", "--manager", self.manager],
+                    input=b"v", capture_output=True, check=False, timeout=WAIT_S,
+                )  # fmt: skip
+                found.append(done.stderr.decode())
+            return super()._start(module, *arguments)
+
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with Cluster(16 * MIB) as cluster:
+        token, said = found
+        assert token == cluster.token
+        assert "token" not in said and "server" in said, said
