@@ -399,7 +399,9 @@ def test_the_planted_modules_would_run(planted: Path) -> None:
     assert done.returncode == 3 and planted.exists()
 
 
-def test_a_client_finds_the_token_before_the_data_server_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_client_finds_the_token_before_the_data_server_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Who puts too early hears that there is no server yet, not that the token is wrong."""
     found: list[str] = []
 

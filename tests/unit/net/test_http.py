@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from simm.config.parsers import parse_address
+from simm.net import http
 from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, UNSENT_BYTES_MAX, Page, Route, Web
 from simm.net.loop import Loop
 from simm.net.metrics import Metric, Samples
@@ -174,3 +175,20 @@ def test_a_new_connection_gets_the_place_of_the_oldest() -> None:
         idle[1].setblocking(False)
         with contextlib.suppress(BlockingIOError):
             assert idle[1].recv(1), "the others stay"
+
+
+def test_what_there_is_after_the_first_scrape_is_not_looked_at_again(
+    web: Callable[..., tuple[Loop, Web, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection of a server's modules and classes takes longer than a page, which waits for it."""
+    steps: list[str] = []
+    monkeypatch.setattr(http.gc, "collect", lambda: steps.append("collect"))
+    monkeypatch.setattr(http.gc, "freeze", lambda: steps.append("freeze"))
+    loop, _, address = web()
+    ask(loop, address, b"GET /healthz HTTP/1.1\r\n\r\n")
+    loop.run_once(0.0)
+    assert not steps, "what a scrape needs is not there yet"
+    for _ in range(3):
+        assert ask(loop, address, b"GET /metrics HTTP/1.1\r\n\r\n")
+        loop.run_once(0.0)
+    assert steps == ["collect", "freeze"]
