@@ -4,8 +4,9 @@
 
 A cluster of its own: one data server with ``--entries`` values of 64 bytes, and ``--clients`` sessions by shared memory
 in ``--namespaces`` namespaces, each with a commit ring in which it has counted. ``PROCESSES`` processes hold them. Each
-page is asked for ``--scrapes`` times, over a connection that stays, as a scraper's does. The table has the least, the
-median and the longest of these times, the processor time that the server took for one, and the bytes of a page.
+page is asked for ``--scrapes`` times, over a connection that stays, as a scraper's does, with pauses: under ``chrt`` the
+kernel stops processes that never wait, for 50 ms in each second. The table has the least, the median and the longest of
+these times, the processor time that the server took for one, and the bytes of a page.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import psutil
 PROCESSES: Final = 4
 VALUE: Final = b"v" * 64
 BATCH: Final = 4096
+#: Between two scrapes, seconds.
+PAUSE_S: Final = 0.03
 
 
 def hold() -> int:
@@ -74,6 +77,7 @@ def scrape(port: int, path: str, times: int, pid: int) -> str:
     with contextlib.closing(connection):
         before = spent()
         for _ in range(times):
+            time.sleep(PAUSE_S)
             began = time.perf_counter()
             connection.request("GET", path)
             answer = connection.getresponse()

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from ...arena.events.victims import AGE_BUCKETS, age_bound_s
 from ...cluster.assignment import Member
 from ...config.tokens import Token, namespaces_of
-from ...ipc.counts import BUCKETS, Word, bound_s
+from ...ipc.counts import BUCKETS, SAMPLE, SAMPLE_BATCHES, SAMPLE_PUTS, Word, bound_s
 from ...ipc.tally import MISSES, OTHERS, Totals, counters_summary
 from ...net.http import Page, Route
 from ...net.loop import Loop
@@ -221,8 +221,9 @@ _READS: Final = {
 }
 _SECONDS: Final = _worker(
     "simm_op_seconds", "histogram",
-    "How long calls take. By path shm as clients see them, a batch at one worker (_many): one in 64 of single gets and "
-    "puts, one in 8 of batches that are got or looked for, all others. By path tcp in the stream process.",
+    "How long calls take. By path shm as clients see them, a batch at one worker (_many): "
+    f"one in {SAMPLE} of single gets, one in {SAMPLE_PUTS} of single puts, one in {SAMPLE_BATCHES} of batches that are "
+    "got or looked for, all others. By path tcp in the stream process.",
     "path", "op",
 )  # fmt: skip
 _BOUNDS: Final = tuple(map(bound_s, range(BUCKETS)))
