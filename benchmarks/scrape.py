@@ -4,8 +4,8 @@
 
 A cluster of its own: one data server with ``--entries`` values of 64 bytes, and ``--clients`` sessions by shared memory
 in ``--namespaces`` namespaces, each with a commit ring in which it has counted. ``PROCESSES`` processes hold them. Each
-page is asked for ``--scrapes`` times, over a connection that stays, as a scraper's does, with pauses: under ``chrt`` the
-kernel stops processes that never wait, for 50 ms in each second. The table has the least, the median and the longest of
+page is asked for ``--scrapes`` times, over a connection that stays, as a scraper does, with pauses: under ``chrt`` the
+kernel stops processes that never wait, for 50 ms of each second. The table has the least, the median and the longest of
 these times, the processor time that the server took for one, and the bytes of a page.
 """
 

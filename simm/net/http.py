@@ -162,6 +162,8 @@ class Web:
         self.displaced = 0
         #: :func:`settle` has been called.
         self._settled = False
+        if "/metrics" in routes:
+            metrics.load()
         # One a turn: the loop reads it before so many others have come that it is the oldest.
         loop.accept(listener, self._take, per_turn=1)
         loop.call_every(1.0, self._maintain)

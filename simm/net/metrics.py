@@ -129,9 +129,14 @@ class _Shown(dict[str, str]):
         return found
 
 
+def load() -> None:
+    """Load what a page needs, which takes 10 ms: before the first scrape, and in no process without a page."""
+    import psutil  # noqa: F401
+
+
 def _process_values() -> list[float]:
     """Return the values of ``_PROCESS``; none if the system does not tell."""
-    import psutil  # 10 ms, for servers whose metrics are read
+    import psutil  # see load()
 
     process = psutil.Process()
     try:

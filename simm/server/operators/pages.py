@@ -426,7 +426,7 @@ def healthz(
 
 def usage_of(processes: Iterable[tuple[str, Child]]) -> dict[str, tuple[float, int, int]]:
     """Return, by what processes do, their processor time, memory and private memory. Omits what has ended."""
-    import psutil  # 10 ms, for servers whose metrics are read
+    import psutil  # see metrics.load()
 
     total: dict[str, tuple[float, int, int]] = {}
     for name, child in processes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,6 +16,7 @@ from simm.net import http
 from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, UNSENT_BYTES_MAX, Page, Route, Web
 from simm.net.loop import Loop
 from simm.net.metrics import Metric, Samples
+from tests.support.child import ROOT
 from tests.support.manager_process import WAIT_S
 from tests.support.tokens import old_tokens
 
@@ -192,3 +195,15 @@ def test_what_there_is_after_the_first_scrape_is_not_looked_at_again(
         assert ask(loop, address, b"GET /metrics HTTP/1.1\r\n\r\n")
         loop.run_once(0.0)
     assert steps == ["collect", "freeze"]
+
+
+def test_a_server_with_metrics_has_loaded_what_they_need() -> None:
+    """The first scrape does not wait for it."""
+    code = (
+        "import sys, socket\nfrom simm.net.http import Web\nfrom simm.net.loop import Loop\n"
+        "assert 'psutil' not in sys.modules\n"
+        "Web(Loop(), socket.create_server(('127.0.0.1', 0)), {sys.argv[1]: None})\nprint('psutil' in sys.modules)"
+    )
+    for route, wanted in (("/metrics", "True"), ("/workers", "False")):
+        done = subprocess.run([sys.executable, "-c", code, route], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert done.stdout.strip() == wanted
