@@ -257,7 +257,8 @@ def _tables(end: End) -> list[bytes]:
     found = []
     for name in ("tcp", "tcp6") if len(end[0]) == 4 else ("tcp6",):
         try:
-            with open(f"/proc/net/{name}", "rb") as file:
+            # What /proc/net leads to, which a unit with ProcSubset=pid does not see.
+            with open(f"/proc/self/net/{name}", "rb") as file:
                 found.append(file.read())
         except FileNotFoundError:
             continue  # a system without IPv6

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import socket
 import struct
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
 
 from simm.net import peer_uid
 from simm.net.peer_uid import NotHere, UnknownUser, in_tables, tcp_uid, uid_in_answer
+from tests.support.child import ROOT
 from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
@@ -296,3 +301,28 @@ def test_a_server_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peer_uid, "tcp_uid", lambda _sock: 4711)
         assert "of uid 4711" in peer_uid.foreign_server(pair.client, ())
         assert peer_uid.foreign_server(pair.client, (4711,)) == ""
+
+
+def test_a_unit_that_sees_nothing_of_proc_but_processes() -> None:
+    """``ProcSubset=pid``, as the manager's unit has it, hides /proc/net; a kernel without modules has no sock_diag."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root, for a mount of its own")
+    code = textwrap.dedent("""
+        import os, socket
+        from simm.net import peer_uid
+        def none(*_):
+            raise peer_uid._NoSockDiag
+        peer_uid._by_sock_diag = none
+        assert not os.path.exists("/proc/net/tcp")
+        listener = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(listener.getsockname())
+        print(peer_uid.tcp_uid(listener.accept()[0]))
+    """)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", 'mount -t proc -o subset=pid proc /proc && exec "$@"', "sh",
+         sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    if "mount:" in done.stderr:
+        pytest.skip(f"no mount here: {done.stderr}")
+    assert done.stdout == f"{os.geteuid()}\n", done.stderr
