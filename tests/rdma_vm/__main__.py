@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=int, default=2048, metavar="MIB", help="memory of each (2048)")
     parser.add_argument("--hugepages", type=int, default=0, help="2 MiB pages")
     parser.add_argument("--share", action="append", default=[], metavar="FOLDER", help="may be written there")
+    parser.add_argument("--systemd", action="store_true", help="with systemd as its process 1")
     parser.add_argument("--module", action="append", default=[], help="one more kernel module")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the command")
     parser.add_argument("--timeout", type=float, metavar="S", help="end after so many seconds, with status 124")
@@ -74,7 +75,7 @@ def main() -> int:
             plan = Plan(
                 pairs=arguments.pairs, nics=arguments.nics, numa=arguments.numa, hosts=arguments.hosts,
                 cpus=arguments.cpus or max(2, arguments.numa), memory_mib=arguments.memory,
-                hugepages=arguments.hugepages, modules=tuple(arguments.module),
+                hugepages=arguments.hugepages, modules=tuple(arguments.module), systemd=arguments.systemd,
                 shares=tuple(os.path.realpath(share) for share in arguments.share),
                 accelerator=_accelerator(arguments.accelerator),
             )  # fmt: skip

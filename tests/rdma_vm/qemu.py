@@ -38,6 +38,7 @@ class Plan:
     ``pairs``: veth cables with an RDMA device at both ends, rxe0 - rxe1, rxe2 - rxe3 and so on. The quickest wire, on
     no NUMA node. ``nics``: PCI cards with an RDMA device each, numbered after those, on the NUMA nodes in turn, all on
     one wire, which joins the hosts too. ``shares``: folders that may be written there, by their own path.
+    ``systemd``: it is process 1 when the command runs.
     """
 
     pairs: int = 1
@@ -50,6 +51,7 @@ class Plan:
     shares: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     kernel_arguments: tuple[str, ...] = ()
+    systemd: bool = False
     accelerator: str = "tcg"
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Plan:
         """What guest/ reads as a piece of shell."""
         values = {
             "host": host, "hosts": self.hosts, "cpus": self.cpus, "pairs": self.pairs, "nics": self.nics,
-            "hugepages": self.hugepages, "here": shlex.quote(here),
+            "hugepages": self.hugepages, "here": shlex.quote(here), "systemd": int(self.systemd),
         }  # fmt: skip
         return "".join(f"{name}={value}\n" for name, value in values.items())
 
@@ -163,6 +165,8 @@ def _streams(wires: Wires) -> list[str]:
 def command_line(plan: Plan, host: int, image: Path, wires: Wires) -> Sequence[str]:
     """QEMU's, for one of the plan's machines."""
     arguments = [_KERNEL_ARGUMENTS, *plan.kernel_arguments]
+    if plan.systemd:
+        arguments.append("fstab=no")
     if plan.hugepages:
         arguments.append(f"hugepages={plan.hugepages}")
     words = [

@@ -214,6 +214,10 @@ def test_shares_and_settings() -> None:
     assert any("path=/,security_model=none" in word and "readonly=on" in word for word in words)
     assert "here='/a b'\n" in qemu.Plan().settings(0, "/a b")
     assert "hugepages=7" in options(command(qemu.Plan(hugepages=7)), "-append")[0].split()
+    for systemd in (False, True):
+        plan = qemu.Plan(systemd=systemd)
+        assert f"systemd={int(systemd)}\n" in plan.settings(0, "/")
+        assert ("fstab=no" in options(command(plan), "-append")[0].split()) == systemd
 
 
 @pytest.mark.parametrize(
