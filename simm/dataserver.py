@@ -166,7 +166,7 @@ class DataServer:
             listener = listen_tcp(*options.http)
             self._http = " http=" + str(Address(*listener.getsockname()[:2]))
             tls = options.tls.pages if options.tls else None
-            self._web = Web(self.loop, listener, self.pages.routes, options.page_tokens, tls)
+            self._web = Web(self.loop, listener, self.pages.routes, options.page_tokens, tls, settles=True)
         self._allow("starting the workers", sum(slot.segment.size for slot in self.slots))
         for slot in self.slots:
             self.start_worker(slot)

@@ -543,7 +543,7 @@ def run(settings: Settings, notify: Notifier, *, end_with_pid: int = 0) -> int:
             page = str(bound_address(http))
             ready += f" http={page}"
             web_tokens = () if settings.http.loopback else tokens
-            web = Web(loop, http, manager.pages.routes, web_tokens, tls.pages if tls else None)
+            web = Web(loop, http, manager.pages.routes, web_tokens, tls.pages if tls else None, settles=True)
             stack.callback(web.close)
         # Stored before READY: a folder that cannot be written fails now, not at the first change.
         manager.state.save_now()

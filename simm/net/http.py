@@ -135,14 +135,17 @@ def settle() -> None:
 
 
 class Web:
-    """A server for ``routes`` (path -> function) on a listening socket, in the loop's thread."""
+    """A server for ``routes`` (path -> function) on a listening socket, in the loop's thread.
+
+    ``settles``: the process is this server's alone, so the first scrape calls :func:`settle`.
+    """
 
     def __init__(
         self, loop: Loop, listener: socket.socket, routes: Mapping[str, Route],
         tokens: Sequence[Token] = (), tls: Context | None = None, *,
         posts: Mapping[str, Post] | None = None, body_max: int = 0, verbs: Mapping[str, Verb] | None = None,
         basic: bool = False, users: LocalUsers | None = None, keep_s: float = 0.0,
-        connections_max: int = CONNECTIONS_MAX,
+        connections_max: int = CONNECTIONS_MAX, settles: bool = False,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.routes = routes
@@ -160,8 +163,8 @@ class Web:
         #: In order of arrival, oldest first.
         self._clients: dict[_Client, None] = {}
         self.displaced = 0
-        #: :func:`settle` has been called.
-        self._settled = False
+        #: :func:`settle` is due, at the first scrape.
+        self._settles = settles
         if "/metrics" in routes:
             metrics.load()
         # One a turn: the loop reads it before so many others have come that it is the oldest.
@@ -352,8 +355,8 @@ class Web:
                 openmetrics = metrics.wants_openmetrics(headers.get("accept", ""))
                 kind = metrics.OPENMETRICS if openmetrics else metrics.TEXT
                 found = Page(found.text(openmetrics=openmetrics), kind)
-                if not self._settled:
-                    self._settled = True
+                if self._settles:
+                    self._settles = False
                     self.loop.call_later(0.0, settle)  # when the page is on its way
             return found
         except Exception:
