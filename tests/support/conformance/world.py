@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 from simm.client import Client
@@ -80,6 +81,12 @@ def promise(check: _P) -> _P:
     """Register a promise."""
     PROMISES[check.__name__] = check
     return check
+
+
+def ordered(checks: Mapping[str, Promise], *modules: ModuleType) -> list[str]:
+    """Return the names of promises, of these modules or of all, in an order that depends on no import."""
+    wanted = {module.__name__ for module in modules} or {check.__module__ for check in checks.values()}
+    return sorted(name for name, check in checks.items() if check.__module__ in wanted)
 
 
 def apart(check: _P) -> _P:

@@ -8,7 +8,7 @@ import pytest
 
 from simm.client import Client
 from tests.support.conformance import groups, if_absent, keep, keys, large, parts, pins, values
-from tests.support.conformance.world import PROMISES, World
+from tests.support.conformance.world import PROMISES, World, ordered
 from tests.support.fake_rdma_cluster import FakeRdmaCluster, until_rdma
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ NO_PATH = ("bad_arguments_are_refused",)
 
 @pytest.mark.full
 @pytest.mark.usefixtures("nothing_retired")
-@pytest.mark.parametrize("name", [name for name in PROMISES if name not in NO_PATH])
+@pytest.mark.parametrize("name", [name for name in ordered(PROMISES, *MODULES) if name not in NO_PATH])
 def test_a_client_keeps_its_promises_by_rdma(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with FakeRdmaCluster(monkeypatch, size=256 * MIB) as cluster:
 
