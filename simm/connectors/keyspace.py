@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,11 +32,11 @@ from ..client import Client, NoValue, sink_of, source_of
 from ..errors import SimmError
 from ..host.buffers import Span
 from ..schemes.encodings import short_key
+from ..schemes.registry import GENERATION, generation_key
 from ..wire.status import Status
 
 log = logging.getLogger("simm.connectors")
 
-_GENERATION: Final = struct.Struct("<Q")
 #: Attempts to store a generation while others do.
 _ATTEMPTS: Final = 3
 
@@ -59,7 +58,7 @@ class Keyspace:
     def __init__(self, client: Client, scope: str) -> None:
         self._client = client
         self.scope = scope
-        self._name = short_key(f"{scope}/generation")
+        self._name = generation_key(scope)
         self._lock = threading.Lock()
         #: The largest generation that this keyspace has seen; 0 for none.
         self._known = 0
@@ -79,11 +78,11 @@ class Keyspace:
         counts as down from now on, so the next call goes on with the generation known last. Raises UsageError if the
         client is closed.
         """
-        buffer = bytearray(_GENERATION.size)
+        buffer = bytearray(GENERATION.size)
         for _ in range(_ATTEMPTS):
             began = time.monotonic()
             got = self._client.get_digest(self._key, sink_of(buffer))
-            stored = _GENERATION.unpack(buffer)[0] if got == _GENERATION.size else 0
+            stored = GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
             with self._lock:
                 known = self._known = max(self._known, stored)
                 if got == NoValue.UNAVAILABLE and (not known or time.monotonic() - began > self._client.deadline_s / 2):
@@ -100,15 +99,15 @@ class Keyspace:
 
         Return whether other keyspaces see it too. This one keeps to it in any case, and stores it later.
         """
-        buffer = bytearray(_GENERATION.size)
+        buffer = bytearray(GENERATION.size)
         got = self._client.get_digest(self._key, sink_of(buffer))
-        stored = _GENERATION.unpack(buffer)[0] if got == _GENERATION.size else 0
+        stored = GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
         with self._lock:
             new = self._known = max(self._known + 1, stored + 1, time.time_ns())
         return self._store(new)
 
     def _store(self, generation: int) -> bool:
-        return replace(self._client, [self._key], [source_of(_GENERATION.pack(generation))]) == [Status.OK]
+        return replace(self._client, [self._key], [source_of(GENERATION.pack(generation))]) == [Status.OK]
 
     def names(self, generation: str, keys: Sequence[str]) -> list[str]:
         """Return keys of a generation as the client takes them. O(bytes)."""

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
+from ..schemes.groups import first_needed
 
-__all__ = ["Block", "BlockLayout", "Group", "Layer", "Load", "Plan", "Report", "ValueLayout", "block_layout", "first_needed", "restorable", "supplied", "tainted"]  # fmt: skip  # noqa: E501
+__all__ = ["Block", "BlockLayout", "Group", "Layer", "Load", "Plan", "Report", "ValueLayout", "block_layout", "supplied", "tainted"]  # fmt: skip  # noqa: E501
 
 
 class Group(NamedTuple):
@@ -77,38 +78,6 @@ class Report:
         self.stored += other.stored
         self.gone += other.gone
         return self
-
-
-def first_needed(group: Group, tokens: int) -> int:
-    """Return the first block of a prefix that the next token attends to. O(1)."""
-    return max(0, tokens - group.window + 1) // group.block_tokens if group.window else 0
-
-
-def restorable(
-    groups: Sequence[Group], found: Sequence[Sequence[bool]], computed: int, most: int, align: int
-) -> int:  # fmt: skip
-    """Return how many tokens of a prefix can be had: ``computed``, or more. O(blocks).
-
-    ``found``: for each group whether each block from the one at ``computed`` on is stored. ``computed``: tokens that
-    the engine has, a multiple of ``align``, as the result is. ``most``: the result's bound.
-    """
-    runs: list[list[int]] = []
-    for group, there in zip(groups, found):
-        first = computed // group.block_tokens
-        run = first
-        ending = [run]
-        for hit in there:
-            run = run + 1 if hit else 0
-            ending.append(run)
-        runs.append(ending)
-    for tokens in range(most // align * align, computed, -align):
-        for group, ending in zip(groups, runs):
-            block, first = tokens // group.block_tokens, computed // group.block_tokens
-            if block - first >= len(ending) or ending[block - first] < block - first_needed(group, tokens):
-                break
-        else:
-            return tokens
-    return computed
 
 
 def supplied(

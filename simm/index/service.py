@@ -6,6 +6,7 @@ Bodies are JSON, at most ``BODY_BYTES_MAX``, and every field is checked. A calle
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,11 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ..errors import SimmError, UsageError
+from ..errors import SimmError, UsageError, printable
 from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
 from ..schemes.encodings import check_block
-from ..schemes.registry import Scheme
+from ..schemes.registry import Libraries, Scheme
 from . import figures
 from .blocks import Blocks
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
@@ -31,6 +32,8 @@ from .publishers import Publishers
 from .scores import WEIGHTS, Match, Scores, score
 from .sources import TIERS, U64, Registration, Source, Space
 from .streams import Stream
+
+log = logging.getLogger("simm.index.service")
 
 BODY_BYTES_MAX: Final = 8 << 20
 #: Connections that are open, as routers keep several each; and for how long without a request, longer than routers do.
@@ -45,6 +48,8 @@ EXPECT_S: Final = 2.0
 LEASE_S_MAX: Final = 86_400.0
 NAMES_MAX: Final = 4096
 _NONE_S: Final = 1.0
+#: Key schemes that cannot answer, of which the log says so.
+_USELESS_MAX: Final = 64
 assert TIERS[:3] == ("gpu", "cpu", "disk")
 _MORE_TIERS: Final = tuple(name.upper() for name in TIERS[3:])
 
@@ -399,39 +404,66 @@ def _scored(found: Scores) -> dict[str, Any]:
     return answer
 
 
-def asking(client: Any, *, every_s: float = 30.0, given: Sequence[Scheme] = ()) -> Shared:
+def asking(
+    client: Any, *, every_s: float = 30.0, given: Sequence[Scheme] = (), libraries: Libraries | None = None
+) -> Shared:  # fmt: skip
     """Return what asks a store for prompts, by the schemes that connectors have registered in it, and by those given.
 
     The answer has the greatest of all schemes of the model: ``tokens``, ``by_host`` (keys by data server) and
-    ``load_ms``; None if no scheme is known. Schemes are read again after ``every_s`` seconds, where there were none
-    after one second.
+    ``load_ms``; None if no scheme can answer. Schemes are read again after ``every_s`` seconds, where none or nothing
+    was found after one second. A scheme that cannot answer, as a wrong one, leaves the others alone.
     """
     from ..schemes import registry
+    from ..schemes.stored import KEYS_MAX, stored
 
     known: dict[str, tuple[float, list[registry.Scheme]]] = {}
+    useless: set[str] = set()
+
+    def schemes_of(model: str, *, anew: bool = False) -> list[registry.Scheme]:
+        read, schemes = known.get(model, (0.0, []))
+        age = time.monotonic() - read
+        if not read or age > (min(every_s, _NONE_S) if anew or not schemes else every_s):
+            schemes = registry.registered(client, model)
+            if len(known) > NAMES_MAX:
+                known.clear()
+            known[model] = time.monotonic(), schemes
+        return schemes
+
+    def best_of(schemes: Sequence[Scheme], tokens: Any, request: registry.Request) -> dict[str, Any] | None:
+        best: dict[str, Any] | None = None
+        generations: dict[str, str] = {}
+        left = KEYS_MAX
+        for scheme in schemes:
+            if scheme.namespace not in ("", client.namespace):
+                continue
+            try:
+                found = stored(
+                    client, scheme, tokens, request, generations=generations, libraries=libraries or {}, keys_max=left
+                )
+                left -= min(left, scheme.keys_max * (len(tokens) // scheme.page))
+            except Exception as exc:  # by what others have written: the next one may know
+                told = f"{scheme.scheme} of {scheme.model}: {exc}"[:400]
+                if told not in useless and len(useless) < _USELESS_MAX:
+                    useless.add(told)
+                    log.warning("a registered key scheme cannot answer: %s", printable(told))
+                continue
+            if best is None or found.tokens > best["tokens"]:
+                best = {"tokens": found.tokens, "by_host": found.by_host, "load_ms": found.load_ms,
+                        "scheme": scheme.scheme, "block_size": scheme.page}  # fmt: skip
+        return best
 
     def shared(body: Body) -> dict[str, Any] | None:
-        model = _text(body, "model", "model_name", "modelname")
-        if _text(body, "lora_name"):
-            return None  # keys need the adapter's path, which requests do not have
-        request = registry.Request(cache_salt=_text(body, "cache_salt") or None)
+        model, lora = _text(body, "model", "model_name", "modelname"), _text(body, "lora_name")
+        request = registry.Request(cache_salt=_text(body, "cache_salt") or None, lora=(lora, None) if lora else None)
+        mine = [each for each in given if each.model == model]
         best: dict[str, Any] | None = None
         try:
-            read, schemes = known.get(model, (0.0, []))
-            if not read or time.monotonic() - read > (every_s if schemes else min(every_s, _NONE_S)):
-                schemes = registry.registered(client, model)
-                if len(known) > NAMES_MAX:
-                    known.clear()
-                known[model] = time.monotonic(), schemes
-            for scheme in (*schemes, *(each for each in given if each.model == model)):
-                if scheme.namespace not in ("", client.namespace):
-                    continue
-                keys, per_page = scheme.keys(body["token_ids"], request)
-                found = client.prefix(keys, group=max(1, per_page))
-                tokens = found.keys // max(1, per_page) * scheme.page
-                if best is None or tokens > best["tokens"]:
-                    best = {"tokens": tokens, "by_host": found.by_host, "load_ms": found.load_ms,
-                            "scheme": scheme.scheme, "block_size": scheme.page}  # fmt: skip
+            before = schemes_of(model)
+            best = best_of([*reversed(before), *mine], body["token_ids"], request)
+            if best is None or not best["tokens"]:
+                after = schemes_of(model, anew=True)
+                if after is not before and after != before:
+                    best = best_of([*reversed(after), *mine], body["token_ids"], request)
         except SimmError:
             return best
         return best

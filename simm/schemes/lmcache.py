@@ -101,6 +101,11 @@ def server_chunk_hashes(
     return hashes
 
 
+def kv_rank(world_size: int, rank: int) -> int:
+    """Return how ``lmcache server`` calls a rank in its keys. It takes all ranks to be on one host."""
+    return world_size << 24 | rank << 16 | world_size << 8 | rank
+
+
 def object_keys(
     hashes: Sequence[bytes], model: str, *, kv_rank: int = 0, group: int = 0, cache_salt: str = ""
 ) -> list[str]:

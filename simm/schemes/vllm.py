@@ -174,3 +174,11 @@ def connector_keys(hashes: Sequence[bytes], identity: str, *, group: int = 0) ->
     """
     head = f"{identity}/{group}/"
     return [head + each.hex() for each in hashes]
+
+
+def tier_keys(hashes: Sequence[bytes], *, group: int = 0) -> list[str]:
+    """Return the keys of SiMM's offload tier for vLLM, one for each chunk of a KV cache group.
+
+    They are behind the scope, which has the identity of what is offloaded, and its generation.
+    """
+    return [f"{group}/{each.hex()}" for each in hashes]

@@ -101,6 +101,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..config.startup import say
     from ..index.blocks import Blocks
     from ..index.keys import SEED
+    from ..index.lmcache.hashes import libraries as hash_libraries
     from ..index.lmcache.hashes import namers
     from ..index.lmcache.servers import Servers
     from ..index.publishers import Publishers
@@ -139,7 +140,8 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
         if not settings.origin("manager").startswith("default"):
             from ..client import Client
 
-            shared = asking(stack.enter_context(Client(**client_arguments(settings))), given=schemes)
+            client = stack.enter_context(Client(**client_arguments(settings)))
+            shared = asking(client, given=schemes, libraries=hash_libraries())
         index = Blocks(seed)
         publishers = Publishers(index)
         stack.callback(publishers.close)

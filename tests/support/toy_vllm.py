@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from simm.connectors.keyspace import Keyspace
-from simm.connectors.vllm_plan import Group, Layer, Plan, block_layout, first_needed
+from simm.connectors.vllm_plan import Group, Layer, Plan, block_layout
 from simm.connectors.vllm_scheduler import SchedulerSide
 from simm.connectors.vllm_worker import WorkerSide
 from simm.host.buffers import Span
+from simm.schemes.groups import first_needed
 from simm.schemes.vllm import block_hashes
 
 #: Tokens of a block of the first group; the second one's blocks are larger, and it has a window.

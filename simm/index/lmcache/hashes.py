@@ -47,10 +47,23 @@ def namers(text: str | None) -> list[Namer]:
 
 
 def _blake3() -> Namer:
+    return partial(_names, _digest(), BLAKE3, "")
+
+
+def _digest() -> Callable[[bytes], bytes]:
+    """Return the digest of BLAKE3. Raises UsageError if it is not installed."""
     from .hash_library import blake3
 
     made: Any = blake3.blake3
-    return partial(_names, lambda data: bytes(made(data).digest()), BLAKE3, "")
+    return lambda data: bytes(made(data).digest())
+
+
+def libraries() -> dict[str, Callable[[bytes], bytes]]:
+    """Return the digests that key schemes may need, of what is installed."""
+    try:
+        return {BLAKE3: _digest()}
+    except UsageError:
+        return {}
 
 
 def _names(

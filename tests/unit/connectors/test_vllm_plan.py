@@ -14,13 +14,12 @@ from simm.connectors.vllm_plan import (
     Report,
     ValueLayout,
     block_layout,
-    first_needed,
-    restorable,
     supplied,
     tainted,
 )
 from simm.constants import RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import UsageError
+from simm.schemes.groups import first_needed, restorable
 from simm.schemes.vllm import connector_keys
 
 

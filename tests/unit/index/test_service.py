@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from simm.index.sources import Registration, Source
 from simm.net.http import Web
 from simm.net.loop import Loop
 from simm.schemes import registry
+from simm.testing import FakeClient
 from tests.support.tokens import old_tokens
 
 MODEL = "deepseek"
@@ -174,10 +176,15 @@ class _Store:
         self.pages, self.value = pages, registry.as_value(schemes)
         self.down = False
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+    def get_into_many(self, keys: Sequence[str], buffers: Sequence[bytearray]) -> list[int | None]:
         if self.down:
             raise TransportError("down")
-        return [self.value if key == registry.value_key(MODEL, "sglang-simm") else None for key in keys]
+        found: list[int | None] = []
+        for key, buffer in zip(keys, buffers):
+            mine = key == registry.value_key(MODEL, "sglang-simm")
+            found.append(len(self.value) if mine else None)
+            buffer[: found[-1] or 0] = self.value if mine else b""
+        return found
 
     def prefix(self, keys: Sequence[str], group: int) -> Any:
         return SimpleNamespace(keys=min(len(keys), self.pages * group), by_host={"h": 1}, load_ms=0.5)
@@ -198,6 +205,63 @@ def test_a_query_has_what_the_store_has() -> None:
     assert (shared["tokens"], shared["scheme"]) == (64, "vllm-mooncake"), "of connectors that register nothing"
     store.down = True
     assert _post(service, "/query", body) == (200, {**_post(Service(_index()), "/query", body)[1], "shared": None})
+
+
+def test_a_registration_that_is_wrong_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Registrations are other processes' words: of an algorithm that nobody knows, or with far too many keys."""
+    client = FakeClient()
+    good = registry.Scheme(MODEL, "sglang-simm", 16)
+    keys = good.keys(TOKENS).keys
+    assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
+    bad = [
+        registry.Scheme(MODEL, "lmcache-server", 16),
+        registry.Scheme(MODEL, "vllm-tier", 16, options={"algorithm": "?"}),
+        registry.Scheme(MODEL, "sglang-mooncake", 1, ranks=64, options={"scope": "s", "generation": "z" * 900}),
+        registry.Scheme(MODEL, "sglang-mooncake", 16, options={"scope": "s"}),
+        registry.Scheme(MODEL, "sglang-mooncake", 16, pools=("unheard",)),
+    ]  # fmt: skip
+    for each in (*bad, good):
+        assert registry.register(client, each)
+    client.put(registry.value_key(MODEL, "lmcache"), b"[" * 60_000)
+    client.put(registry.value_key(MODEL, "vllm-blocks"), bytes(1 << 20))
+    service = Service(_index(), shared=asking(client))
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    for _ in range(3):
+        status, answer = _post(service, "/query", body)
+        assert status == 200 and answer["shared"]["tokens"] == len(TOKENS) // 16 * 16
+    said = [each.getMessage() for each in caplog.records if "cannot answer" in each.getMessage()]
+    assert len(said) == len(set(said)) == 3, "once each"
+
+
+def test_a_new_registration_is_read_where_nothing_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    old, new = registry.Scheme(MODEL, "sglang-simm", 16), registry.Scheme(MODEL, "lmcache", 32)
+    registry.register(client, old)
+    service = Service(_index(), shared=asking(client))
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    assert _post(service, "/query", body)[1]["shared"]["tokens"] == 0
+    registry.register(client, new)
+    keys = new.keys(TOKENS).keys
+    assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
+    assert _post(service, "/query", body)[1]["shared"]["tokens"] == 0, "read a moment ago"
+    later = time.monotonic() + 1.5
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert _post(service, "/query", body)[1]["shared"]["tokens"] == len(TOKENS) // 32 * 32
+
+
+def test_a_prompt_with_an_adapter_is_that_of_deployments_that_name_it() -> None:
+    client = FakeClient()
+    options = {"scope": "s", "generation": "1", "loras": json.dumps({"sql": "/adapters/sql"})}
+    scheme = registry.Scheme(MODEL, "vllm-blocks", 16, options=options)
+    registry.register(client, scheme)
+    registry.register(client, registry.Scheme(MODEL, "sglang-simm", 16))
+    keys = scheme.keys(TOKENS, registry.Request(lora=("sql", "/adapters/sql"))).keys
+    assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
+    service = Service(_index(), shared=asking(client))
+    body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
+    assert _post(service, "/query", {**body, "lora_name": "sql"})[1]["shared"]["tokens"] == len(TOKENS) // 16 * 16
+    assert _post(service, "/query", body)[1]["shared"]["tokens"] == 0
+    assert _post(service, "/query", {**body, "lora_name": "other"})[1]["shared"] is None, "nobody knows its path"
 
 
 # -- by HTTP ---------------------------------------------------------------------------------------------

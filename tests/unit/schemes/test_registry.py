@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from typing import Any
@@ -58,6 +59,68 @@ def test_vllm_and_lmcache_keys() -> None:
     )[0]  # fmt: skip
 
 
+def test_keys_of_simms_connector_and_tier_for_vllm() -> None:
+    """Of all groups and ranks, behind scope and generation; a group with larger blocks has every second hash."""
+    options: dict[str, Any] = {
+        "scope": "s", "generation": "01", "algorithm": "sha256_cbor", "seed": "0", "hash_tokens": 8,
+        "groups": "0:8:0,1:16:9", "identities": "a,b", "loras": json.dumps({"sql": "/sql"}),
+    }  # fmt: skip
+    scheme = Scheme("m", "vllm-blocks", 16, ranks=2, options=options)
+    hashes = vllm.block_hashes(TOKENS, 8, algorithm="sha256_cbor", seed="0")
+    full, window = scheme.groups(TOKENS)
+    assert (full.block_tokens, full.window, full.per_block, len(full.keys)) == (8, 0, 2, 16)
+    assert (window.block_tokens, window.window, window.per_block, len(window.keys)) == (16, 9, 2, 8)
+    assert full.range(1, 2) == [f"s/01/{each}/0/{hashes[1].hex()}" for each in "ab"]
+    assert window.range(1, 2) == [f"s/01/{each}/1/{hashes[3].hex()}" for each in "ab"]
+    assert scheme.groups(TOKENS, generation="02")[0].keys[0].startswith("s/02/a/0/")
+    keys, per_page = scheme.keys(TOKENS)
+    assert per_page == 6 and keys[:6] == [*full.range(0, 2), *window.range(0, 1)]
+    extras = vllm.extra_keys(8, 8, lora=("sql", "/sql"), cache_salt="t")
+    salted = vllm.block_hashes(TOKENS, 8, algorithm="sha256_cbor", seed="0", extras=extras)
+    asked = scheme.groups(TOKENS, Request(cache_salt="t", lora=("sql", None)))[0].keys
+    assert asked[0] == f"s/01/a/0/{salted[0].hex()}"
+    assert scheme.groups(TOKENS, Request(cache_salt="t", lora=("sql", "/sql")))[0].keys == asked
+    with pytest.raises(UsageError, match="adapter"):
+        scheme.groups(TOKENS, Request(lora=("other", None)))
+    options = {"scope": "s", "generation": "1", "hash_tokens": 16, "groups": "2:32:0"}
+    tier = Scheme("m", "vllm-tier", 32, options=options)
+    plain = vllm.block_hashes(TOKENS, 16)
+    assert tier.keys(TOKENS).keys == [f"s/1/2/{each.hex()}" for each in plain[1::2]]
+
+
+def test_keys_of_lmcaches_server_need_its_hash() -> None:
+    scheme = Scheme("org/m", "lmcache-server", 16, ranks=2, options={"object_groups": 2})
+    with pytest.raises(UsageError, match="blake3"):
+        scheme.keys(TOKENS)
+    libraries = {"blake3": lambda data: hashlib.sha256(data).digest()}
+    keys, per_page = scheme.keys(TOKENS, Request(cache_salt="t"), libraries=libraries)
+    hashes = lmcache.server_chunk_hashes(TOKENS, 16, blake3=libraries["blake3"])
+    assert per_page == 4 and keys[:4] == [
+        f"org/m@{rank}@{group}@{hashes[0].hex()}@t" for group in (0, 1) for rank in ("02000200", "02010201")
+    ]
+    with pytest.raises(UsageError, match="salt"):
+        scheme.keys(TOKENS, Request(cache_salt="a/b"), libraries=libraries)
+    plain = Scheme("org/m", "lmcache-server", 16, options={"algorithm": "sha256", "seed": "1"})
+    assert plain.keys(TOKENS).keys == lmcache.object_keys(
+        lmcache.server_chunk_hashes(TOKENS, 16, algorithm="sha256", seed="1"), "org/m", kv_rank=lmcache.kv_rank(1, 0)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["sglang-simm", "sglang-pages", "lmcache", "lmcache-server"])
+def test_what_adapters_do_to_keys_is_not_guessed(scheme: str) -> None:
+    with pytest.raises(UsageError, match="adapter"):
+        Scheme("m", scheme, 16).keys(TOKENS, Request(lora=("sql", "/sql")))
+
+
+def test_keys_through_the_face_of_mooncake_are_in_its_scope() -> None:
+    scoped = {"scope": "mooncake/default", "generation": "07"}
+    for name in ("sglang-mooncake", "vllm-mooncake", "lmcache"):
+        plain, behind = Scheme("m", name, 16), Scheme("m", name, 16, options=scoped)
+        assert behind.keys(TOKENS).keys == [f"mooncake/default/07/{key}" for key in plain.keys(TOKENS).keys]
+    long = Scheme("m", "lmcache", 16, options={**scoped, "model_name": "m" * 500})
+    assert {len(key) for key in long.keys(TOKENS).keys} == {len("sha256:") + 64}, "as SiMM stores long keys"
+
+
 def test_a_prompt_without_a_full_page() -> None:
     assert Scheme("m", "sglang-simm", 128).keys(TOKENS).keys == []
 
@@ -68,6 +131,15 @@ WRONG: list[dict[str, Any]] = [
     {"options": {"unheard": 1}}, {"options": {"mla": 1}}, {"options": {"tag": "t" * 2000}}, {"namespace": None},
     {"ranks": 4096, "stages": 4096}, {"pools": ("kv",) * 40_000},
     {"scheme": "sglang-unified", "options": {"heads": 4096, "model_layers": 4096}},
+    {"model": "\ud800"}, {"options": {"tag": "\ud800"}},
+    *({"scheme": "vllm-blocks", "options": {"groups": groups}} for groups in (
+        "0", "0:16", "0:16:0:0", "a:16:0", "0:0:0", "0:7:0", "0:-16:0", "0:32:0", ",", "0:16:0," * 65,
+        "0:16:9999999999", "0:\u0661\u0666:0",
+    )),
+    {"scheme": "vllm-tier", "options": {"hash_tokens": 3}}, {"scheme": "vllm-tier", "options": {"identities": "a"}},
+    {"scheme": "vllm-blocks", "options": {"identities": "," * 5000, "groups": ",".join(["0:1:0"] * 64)}},
+    {"scheme": "lmcache-server", "options": {"object_groups": 8192}, "ranks": 4096},
+    {"scheme": "vllm-blocks", "options": {"loras": "x" * 9000}},
     {"scheme": "sglang-mooncake", "options": {"split": -1}}, {"scheme": "lmcache", "options": {"layers": 1 << 40}},
 ]  # fmt: skip
 
@@ -89,6 +161,62 @@ def test_register_and_read() -> None:
     assert registry.registered(client, "other") == []
 
 
+def test_of_two_that_register_at_once_none_is_lost() -> None:
+    """The second one writes between the first one's read and put: the first one looks, and registers again."""
+    client, other = FakeClient(), Scheme("m", "lmcache", 64)
+    mine = Scheme("m", "lmcache", 256)
+
+    class Late:
+        get_into_many = staticmethod(client.get_into_many)
+        puts = 0
+
+        def put(self, key: str, value: Any) -> bool:
+            self.puts += 1
+            stored = client.put(key, value)
+            if self.puts == 1:
+                client.put(key, registry.as_value([other]))
+            return stored
+
+    late = Late()
+    assert registry.register(late, mine) and registry.registered(client, "m") == [other, mine]
+    assert registry.register(late, mine) and late.puts == 2, "it is there: nothing is put"
+
+    class Never(Late):
+        def put(self, key: str, value: Any) -> bool:
+            self.puts = 0
+            return super().put(key, value)
+
+    assert not registry.register(Never(), Scheme("m", "lmcache", 128)), "others win each time"
+
+
+def test_a_registration_with_more_adapters_takes_the_place_of_the_one_before() -> None:
+    client = FakeClient()
+
+    def scheme(generation: str = "1", **loras: str) -> Scheme:
+        options = {"scope": "s", "generation": generation, "loras": json.dumps(loras)}
+        return Scheme("m", "vllm-blocks", 16, options=options)
+
+    for each in (scheme(), scheme(a="/a"), scheme(a="/a", b="/b")):
+        registry.register(client, each)
+    assert registry.registered(client, "m") == [scheme(a="/a", b="/b")]
+    registry.register(client, scheme(c="/c"))
+    assert registry.registered(client, "m") == [scheme(a="/a", b="/b"), scheme(c="/c")], "of another engine"
+    registry.register(client, scheme("2"))
+    assert registry.registered(client, "m") == [scheme("2")], "behind a flush"
+
+
+def test_a_huge_value_is_not_read() -> None:
+    """Anybody may put one there; the others' registrations are read all the same."""
+    client = FakeClient()
+    mine = Scheme("m", "lmcache", 256)
+    registry.register(client, mine)
+    client.put(registry.value_key("m", "sglang-simm"), bytes(8 << 20))
+    client.put(registry.generation_key("s"), bytes(8 << 20))
+    assert registry.registered(client, "m") == [mine] and registry.generation_of(client, "s") == ""
+    client.put(registry.generation_key("s"), registry.GENERATION.pack(26))
+    assert registry.generation_of(client, "s") == "000000000000001a"
+
+
 def test_a_value_keeps_its_bounds() -> None:
     client = FakeClient()
     for rank in range(1, 200):
@@ -103,7 +231,9 @@ def test_a_value_keeps_its_bounds() -> None:
 
 def test_other_values_under_the_key_are_not_believed() -> None:
     """Cut, damaged and nonsensical values: no exception, and only registrations that can be."""
-    good = registry.as_value([Scheme("m", "sglang-simm", 16)] * 3)
+    options: dict[str, Any] = {"groups": "0:8:0,1:16:9", "hash_tokens": 8, "identities": "a,b", "loras": '{"a": "b"}'}
+    plain = Scheme("m", "sglang-simm", 16)
+    good = registry.as_value([plain, Scheme("m", "vllm-blocks", 16, options=options), plain])
     assert len(registry.parse(good)) == 3
     mixed = json.dumps([*json.loads(good), {"model": "m"}, 7, None, {**json.loads(good)[0], "page": -1}]).encode()
     assert len(registry.parse(mixed)) == 3
@@ -116,4 +246,7 @@ def test_other_values_under_the_key_are_not_believed() -> None:
             if damaged:
                 damaged[dice.randrange(len(damaged))] = dice.randrange(256)
         for each in registry.parse(bytes(damaged)):
-            each.keys(TOKENS)
+            try:
+                each.keys(TOKENS)
+            except UsageError:
+                pass  # an algorithm that nobody knows
