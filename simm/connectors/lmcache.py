@@ -26,6 +26,7 @@ memory any more.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -44,6 +45,8 @@ from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
 from .lmcache_values import Arena, Layout, Slot, head_of, length_of, reachable, taken_apart, too_large
+from .registration.of_lmcache import engine_schemes
+from .registration.registrar import Registrar
 
 __all__ = ["SimmAdapter", "SimmConnector"]
 
@@ -93,7 +96,8 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any, metadata: Any = None, *,
         url: str = "plugin://simm", plugin_name: str | None = None, client: Client | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, metadata if metadata is not None else local_cpu_backend.metadata)
+        metadata = metadata if metadata is not None else local_cpu_backend.metadata
+        super().__init__(config, metadata)
         self._backend = local_cpu_backend
         self._binary = config.remote_serde not in (None, "naive")
         self._complain = Complaints(log)
@@ -103,6 +107,10 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self._head = head_of(options)
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
+        self._registrar = Registrar(self._client, self._complain)
+        self._schemes = functools.partial(engine_schemes, config, metadata, TORCH_DTYPE_TO_STR_DTYPE, {})
+        #: The first rank registers the keys of all.
+        self._tells = metadata.worker_id == metadata.first_rank
         allocator = getattr(local_cpu_backend, "memory_allocator", None)
         try:
             self._arena = Arena(self._client, getattr(allocator, "buffer", None))
@@ -312,6 +320,8 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
                 good.append(at)
         if not good:
             return
+        if self._tells:
+            self._registrar.tell("", self._schemes)
         sources = [self._arena.source(objs[at]) for at in good]
         statuses = self._client.put_digests(self._digests([keys[at] for at in good]), sources, True)
         failed = [status for status in statuses if status != Status.OK]
@@ -343,6 +353,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
     def _end(self) -> None:
         with self._complain.ending("a registration"):
             self._arena.close()
+        self._registrar.close()
         if self._owns:
             self._client.close()
 

@@ -30,7 +30,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -45,10 +45,14 @@ from ..errors import UsageError
 from ..host.buffers import Span
 from ..schemes.encodings import short_key
 from ..schemes.lmcache import object_keys
+from ..schemes.registry import Scheme
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of
 from .lmcache_values import Arena, Slot, head_of, length_of, reachable, too_large
+from .registration.callers import caller
+from .registration.of_lmcache import server_schemes
+from .registration.registrar import Registrar
 
 __all__ = ["SimmL2Adapter"]
 
@@ -56,6 +60,8 @@ log = logging.getLogger("simm.connectors.lmcache")
 
 _THREADS: Final = 4
 _OPTIONS: Final = ("manager_address", "namespace", "deadline_ms", "threads", "weight_version", "salt")
+#: Models whose keys are registered, each with its number of ranks.
+_MODELS_MAX: Final = 64
 
 
 class _Held:
@@ -94,6 +100,11 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         self._owns = client is None
         self._client = client or connect(str(wanted.get("manager_address", "")), **options_of(wanted))
         self._complain = Complaints(log)
+        self._registrar = Registrar(self._client, self._complain)
+        #: What hashes prompts in this server.
+        self._context = caller("lmcache.v1.multiprocess", "MPCacheServerContext")
+        #: Object groups of each model and number of ranks that were stored.
+        self._groups: dict[tuple[str, int], set[int]] = {}
         try:
             self._arena = Arena(self._client, _registered(l1_memory_desc))
         except Exception as exc:  # its objects still go, by copies
@@ -156,6 +167,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _store(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
         digests = self._digests(keys)
+        self._tell(keys)
         there = self._client.exists_digests(digests) if digests else []
         missing = [at for at, known in enumerate(there) if not known]
         fits = [at for at in missing if not too_large(objects[at])]
@@ -172,6 +184,20 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         if good:
             self._notify_keys_stored([keys[at] for at in good], sizes)
         return L2StoreResult(len(good) == len(missing), sum(sizes))
+
+    def _tell(self, keys: Iterable[Any]) -> None:
+        """Register how the keys of these models are made, for routers."""
+        with self._lock:
+            for key in keys:
+                of = key.model_name, key.kv_rank >> 24
+                if of in self._groups or len(self._groups) < _MODELS_MAX:
+                    self._groups.setdefault(of, set()).add(key.object_group_id)
+            told = tuple((*of, max(groups) + 1) for of, groups in self._groups.items())
+        self._registrar.tell(told, lambda: self._schemes(told))
+
+    def _schemes(self, told: Iterable[tuple[str, int, int]]) -> list[Scheme]:
+        context = self._context() if self._context is not None else None
+        return [scheme for each in told for scheme in server_schemes(context, *each)]
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the results of stores that have ended since the last call."""
@@ -333,6 +359,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             self._release(each)
         with self._complain.ending("a registration"):
             self._arena.close()
+        self._registrar.close()
         if self._owns:
             with self._complain.ending("a client"):
                 self._client.close()

@@ -68,6 +68,8 @@ from .mooncake_types import (
     same_length,
     unreached,
 )
+from .registration import of_mooncake
+from .registration.registrar import Registrar
 
 __all__ = [
     "BufferHandle", "MooncakeDistributedStore", "MooncakeHostMemAllocator", "ObjectDataType", "ReplicaDescriptor",
@@ -131,6 +133,8 @@ class MooncakeDistributedStore:
     def __init__(self) -> None:
         self._client: Client | None = None
         self._keys: Keyspace | None = None
+        self._registrar: Registrar | None = None
+        self._user: of_mooncake.Maker | None = None
         self._hostname = ""
         self._complain = Complaints(log)
         self._lock = threading.Lock()
@@ -169,6 +173,7 @@ class MooncakeDistributedStore:
             log.error("setup: %s", exc)
             return INVALID_PARAMS if isinstance(exc, (UsageError, ConfigError)) else FAILED
         self.use(client, hostname, tenant)
+        self._user = of_mooncake.user()
         log.warning("mooncake.store is SiMM: %r, tenant %r", client, tenant)
         return OK
 
@@ -177,6 +182,7 @@ class MooncakeDistributedStore:
         self.close()
         self._hostname = hostname
         self._keys = Keyspace(client, short_key(f"mooncake/{tenant}"))
+        self._registrar = Registrar(client, self._complain)
         self._client = client
 
     def close(self) -> int:
@@ -188,6 +194,8 @@ class MooncakeDistributedStore:
         for session in dict.fromkeys(each for each, _ in held):
             with self._complain.ending("a get session"):
                 session.pins.release()
+        if self._registrar is not None:
+            self._registrar.close()
         if client is not None:
             for span in spans:
                 with self._complain.ending("a registration"):
@@ -305,6 +313,9 @@ class MooncakeDistributedStore:
         generation = space.generation()
         if generation is None:
             return [RPC_FAIL] * len(keys)
+        if self._user is not None and self._registrar is not None:
+            told = {"scope": space.scope, "generation": generation}
+            self._registrar.tell(generation, functools.partial(self._user, told))
         codes = [INVALID_PARAMS] * len(keys)
         todo: list[tuple[int, bytes, memoryview | Span]] = []
         for at, (key, source) in enumerate(zip(keys, sources)):

@@ -55,6 +55,7 @@ from . import hit_policies
 from .complaints import Complaints
 from .host_pools import GEOMETRY, HostPool, buffers, head_of, of_pages, sinks_of, source, whole
 from .keyspace import Keyspace, connect, identity
+from .registration.registrar import Registrar, under_names
 
 __all__ = ["HiCacheSimm"]
 
@@ -64,8 +65,6 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 #: Samples that get_stats() hands over at most.
 _SAMPLES_MAX: Final = 4096
-#: The keys' scheme is registered again after so many seconds, as its value may be evicted.
-_REGISTER_S: Final = 60.0
 #: Raised when a page's form changes, as keys and values in another order.
 _FORM: Final = 1
 #: What follows from the number of heads, which differs between TP widths that share groups of heads.
@@ -141,8 +140,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._keyspace = Keyspace(self._client, f"sglang/{identity(self._model)}")
         self._pools: dict[str, HostPool] = {}
         self._thread = threading.local()
-        #: Of which weights and generation the scheme was registered last, and when.
-        self._registered: tuple[tuple[str, str] | None, float] = None, 0.0
+        self._registrar = Registrar(self._client, self.complain)
         self._samples = {name: deque[float](maxlen=_SAMPLES_MAX) for name in _STATISTICS}
         log.info("SiMM's backend for SGLang: scope %s of %s", self._keyspace.scope, self._model)
 
@@ -252,37 +250,28 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"pool {name} was not registered")
         return pool
 
-    def _scheme(self, weights: str, generation: str) -> registry.Scheme | None:
-        """Return how the keys of a prompt's pages are made, of all ranks; None where this rank cannot tell.
+    def _schemes(self, weights: str, generation: str) -> list[registry.Scheme]:
+        """Return how the keys of a prompt's pages are made, of all ranks; nothing where this rank cannot tell.
 
         The first rank tells it of all others, whose pools are like its own. Stages of a pipeline have other layers, and
         pages that are split by tokens other tokens: nothing is told of these.
         """
         config, pool = self._config, self._pools.get(str(PoolName.KV))
-        model = str(self._options.get("model") or getattr(config, "model_name", None) or "")
+        names = [self._options.get("model"), getattr(config, "model_name", None)]
         parts = [getattr(config, name, 1) or 1 for name in ("pp_size", "attn_cp_size", "dcp_size")]
-        if pool is None or pool.logical or not model or max(parts) > 1 or getattr(config, "tp_rank", 0):
-            return None
+        if pool is None or pool.logical or not any(names) or max(parts) > 1 or getattr(config, "tp_rank", 0):
+            return []
         ranks = 1 if self._replicated(pool.name, pool.host) else getattr(config, "tp_size", 1) or 1
         heads = [
             head_of(pool.name, facts, weights)
             for rank in range(ranks) for facts in self._pool_facts(pool.name, pool.host, rank)
         ]  # fmt: skip
         options = {"scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads)}
-        return registry.Scheme(model, "sglang-pages", pool.page_tokens, ranks, options=options)
+        return under_names(registry.Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
 
     def _tell(self, weights: str, generation: str) -> None:
-        """Register the scheme of the keys, now and then, for routers. Nothing depends on it."""
-        told, when = self._registered
-        if told == (weights, generation) and time.monotonic() - when < _REGISTER_S:
-            return
-        self._registered = (weights, generation), time.monotonic()
-        try:
-            scheme = self._scheme(weights, generation)
-            if scheme is not None:
-                registry.register(self._client, scheme)
-        except Exception as exc:
-            self.complain("scheme", "the scheme of the keys is not registered, routers do not know it: %s", str(exc))
+        """Register the scheme of the keys for routers. Nothing depends on it."""
+        self._registrar.tell((weights, generation), lambda: self._schemes(weights, generation))
 
     # -- the batches --------------------------------------------------------------------------------
 
@@ -518,6 +507,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_harmless(_nothing)
     def close(self) -> None:
         """Close the connection. Later calls find nothing and store nothing."""
+        self._registrar.close()
         if self._owns:
             self._client.close()
 

@@ -45,10 +45,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ..client import Client
 from ..constants import VALUE_BYTES_MAX
+from ..errors import UsageError
 from ..host.buffers import Span
+from ..schemes.registry import Scheme
+from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
+from .registration.callers import local_values
+from .registration.of_vllm import Groups, hashing_of, names_of, window_of
+from .registration.registrar import Registrar, under_names
 
 __all__ = ["SimmTier"]
 
@@ -117,6 +123,10 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             "kv_cache_layout": getattr(offloading_spec.config, "kv_cache_layout", None),
         }  # fmt: skip
         self._keyspace = Keyspace(self._client, f"vllm/{identity(facts)}")
+        self._registrar = Registrar(self._client, self._complain)
+        #: What a tier is not told: vLLM's configuration, and that of its KV cache.
+        self._engine = local_values(("vllm_config", "kv_cache_config"))
+        self._spec = offloading_spec
         # Not kept: vLLM releases the view, which nothing may refer to then. Jobs end before.
         memory = np.asarray(primary_kv_view)
         self._span = Span(memory.__array_interface__["data"][0], memory.shape[0] * size)
@@ -169,9 +179,28 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         generation = self._keyspace.generation() if keys else None
         if generation is None:
             return []
-        return self._keyspace.digests(
-            generation, [f"{get_offload_group_idx(key)}/{get_offload_block_hash(key).hex()}" for key in keys]
-        )
+        self._registrar.tell(generation, lambda: self._schemes(generation))
+        names = [tier_keys([get_offload_block_hash(key)], group=get_offload_group_idx(key))[0] for key in keys]
+        return self._keyspace.digests(generation, names)
+
+    def _schemes(self, generation: str) -> list[Scheme]:
+        """Return how keys are made, for routers. Raises UsageError where that is not known."""
+        if self._engine is None:
+            raise UsageError("the tier was made by something else than vLLM's offloading connector")
+        vllm_config, kv_cache_config = self._engine
+        config, listed = self._spec.config, []
+        for group in config.groups:
+            tokens = group.tokens_per_block * self._spec.blocks_per_chunk
+            window = window_of(kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec)
+            # vLLM rounds a window up to chunks.
+            listed.append((group.group_id, tokens, -(-window // tokens) * tokens + 1 if window else 0))
+        groups = Groups(listed, config.cache.tokens_per_hash)
+        options = {
+            **hashing_of(vllm_config).options, **groups.options, "scope": self._keyspace.scope,
+            "generation": generation,
+        }  # fmt: skip
+        names = names_of(vllm_config)
+        return under_names(Scheme(names[0], "vllm-tier", groups.page, options=options), names)
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -277,6 +306,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._threads.shutdown(wait=True, cancel_futures=False)
         with self._complain.ending("a registration"):
             self._client.deregister(self._span)
+        self._registrar.close()
         if self._owns:
             with self._complain.ending("a client"):
                 self._client.close()

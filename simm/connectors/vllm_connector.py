@@ -21,7 +21,7 @@ were not loaded are named to vLLM, which computes them. Only the constructor rai
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,8 +44,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ..client import Client
 from ..errors import UsageError
 from ..host.buffers import Span
+from ..schemes.registry import Scheme
 from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
+from .registration.of_vllm import KINDS, Groups, adapters, hashing_of, names_of
+from .registration.registrar import Registrar, under_names
 from .vllm_plan import Group, Layer, Plan, Report, block_layout, tainted
 from .vllm_scheduler import SchedulerSide
 from .vllm_worker import STAGING_BYTES, WorkerSide
@@ -59,8 +62,8 @@ _FORM: Final = 1
 _OPTIONS: Final = (
     "manager_address", "namespace", "deadline_ms", "model", "weight_version", "salt", "layerwise", "staging_mb",
 )  # fmt: skip
-#: Kinds of vLLM's KV cache groups that are stored: those whose blocks are of their tokens alone.
-_KINDS: Final = frozenset(("full_attention", "mla_attention", "sliding_window", "sliding_window_mla"))
+#: Adapters whose paths are registered.
+_ADAPTERS_MAX: Final = 64
 #: Those whose blocks all tensor-parallel ranks have alike.
 _ALIKE: Final = frozenset(("mla_attention", "sliding_window_mla"))
 #: What is counted, with what a Prometheus metric says of it.
@@ -183,14 +186,19 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         self._complain = Complaints(log)
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._keyspace = Keyspace(self._client, f"vllm-connector/{identity(self._facts)}")
+        self._registrar = Registrar(self._client, self._complain)
+        #: Adapters that requests had: where each is.
+        self._adapters: dict[str, str] = {}
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._identity = ""
         if role == KVConnectorRole.SCHEDULER:
             align, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            self._hash_tokens = hash_tokens
             self._scheduler = SchedulerSide(
                 self._client, self._keyspace, self._groups, hash_tokens, align, layerwise=self._layerwise,
                 loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer, events=_wants_events(vllm_config),
+                tell=self._tell,
             )  # fmt: skip
             log.info("SiMM's connector for vLLM: scope %s of %s", self._keyspace.scope, self._facts)
             return
@@ -306,10 +314,34 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         if self._scheduler is not None:
             self._scheduler.use([each.identity for _, each in sorted(metadata.items())])
 
+    def _tell(self, generation: str) -> None:
+        """Register how keys are made, for routers."""
+        assert self._scheduler is not None
+        told = generation, tuple(self._scheduler.identities), tuple(self._adapters.items())
+        self._registrar.tell(told, lambda: self._schemes(*told))
+
+    def _schemes(
+        self, generation: str, identities: Sequence[str], paths: Sequence[tuple[str, str]]
+    ) -> list[Scheme]:  # fmt: skip
+        """Return how keys are made, by each name of the model. Raises UsageError where nobody else can make them."""
+        config = self._vllm_config
+        listed = [(at, group.block_tokens, group.window) for at, group in enumerate(self._groups)]
+        groups = Groups(listed, self._hash_tokens)
+        options = {
+            **hashing_of(config).options, **groups.options, "scope": self._keyspace.scope, "generation": generation,
+            "identities": ",".join(identities), **adapters(dict(paths)),
+        }  # fmt: skip
+        names = names_of(config, self._facts["model"])
+        scheme = Scheme(names[0], "vllm-blocks", groups.page, len(identities), options=options)
+        return under_names(scheme, names)
+
     def on_new_request(self, request: Any) -> None:
         """Begin with a request."""
         if self._scheduler is not None:
             self._scheduler.added(request)
+            lora = getattr(request, "lora_request", None)
+            if lora is not None and len(self._adapters) < _ADAPTERS_MAX:
+                self._adapters[str(lora.lora_name)] = str(lora.lora_path)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those computed; None until that is known."""
@@ -397,6 +429,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+        self._registrar.close()
         if self._owns:
             with self._complain.ending("a client"):
                 self._client.close()
@@ -428,7 +461,7 @@ def _groups_of(kv_cache_config: Any) -> tuple[list[Group], list[str]]:
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind = str(get_kv_cache_spec_kind(spec).value)
-        if kind not in _KINDS or number not in stored:
+        if kind not in KINDS or number not in stored:
             raise RuntimeError(f"SiMM: this model has layers of the kind {kind}, whose state is not stored")
         window = get_kv_cache_spec_sliding_window(spec) or 0
         if not window and kind.startswith("sliding_window"):

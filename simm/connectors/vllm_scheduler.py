@@ -15,16 +15,17 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ..client import Client
+from ..schemes.groups import first_needed, restorable
 from ..schemes.vllm import connector_keys, merged
 from .complaints import Complaints
 from .keyspace import Keyspace
-from .vllm_plan import Block, Group, Load, Plan, Report, first_needed, restorable, supplied
+from .vllm_plan import Block, Group, Load, Plan, Report, supplied
 
 __all__ = ["SchedulerSide", "Stored"]
 
@@ -91,11 +92,13 @@ class SchedulerSide:
         layerwise: requests are run while they load.
         loads, saves: what this engine does with the store.
         events: remember what events need.
+        tell: is told the generation that is used, at each step, and before whatever is stored or looked for under it.
     """
 
     def __init__(
         self, client: Client, keyspace: Keyspace, groups: Sequence[Group], hash_tokens: int, align: int, *,
         layerwise: bool = False, loads: bool = True, saves: bool = True, events: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._keyspace = keyspace
@@ -104,9 +107,11 @@ class SchedulerSide:
         self._align = align
         self._layerwise = layerwise
         self._loads, self._saves = loads, saves
+        self._tell = tell
         self._complain = Complaints(log)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="simm-vllm-lookup")
-        self._identities: list[str] = []
+        #: Of the ranks' memory, as far as it differs.
+        self.identities: list[str] = []
         self._requests: dict[str, _Tracked] = {}
         #: Loads of the step that is being scheduled.
         self._due: list[Load] = []
@@ -124,7 +129,7 @@ class SchedulerSide:
 
     def use(self, identities: Sequence[str]) -> None:
         """Take what the workers say of their memory: the identity of each rank. Nothing is looked for before."""
-        self._identities = list(dict.fromkeys(identities))
+        self.identities = list(dict.fromkeys(identities))
         try:
             self._threads.submit(self._read_generation)
         except RuntimeError:
@@ -153,7 +158,12 @@ class SchedulerSide:
             return None
         if generation is not None and resets == self._resets:
             self._generation = generation
+            self._say(generation)
         return generation
+
+    def _say(self, generation: str | None) -> None:
+        if self._tell is not None and generation is not None and self.identities:
+            self._tell(generation)
 
     def _look(self, computed: int, most: int, hashes: Sequence[Sequence[bytes]]) -> _Found:
         """Return how many tokens can be had, and under which generation. Runs in a thread."""
@@ -162,7 +172,7 @@ class SchedulerSide:
             return _Found(computed, None)
         names = [
             name
-            for identity in self._identities
+            for identity in self.identities
             for group, each in enumerate(hashes)
             for name in connector_keys(each, identity, group=group)
         ]
@@ -190,7 +200,7 @@ class SchedulerSide:
         tokens = min(int(request.num_tokens) - 1, len(request.block_hashes) * self._hash_tokens)
         most = tokens // self._align * self._align
         computed = computed // self._align * self._align
-        if tracked.failed or self._muted or not self._loads or not self._identities or most <= computed:
+        if tracked.failed or self._muted or not self._loads or not self.identities or most <= computed:
             return 0, False
         lookup = tracked.lookup
         if lookup is None or (lookup.computed, lookup.most, lookup.resets) != (computed, most, self._resets):
@@ -245,7 +255,8 @@ class SchedulerSide:
         """Return what the workers do in a step."""
         plan = Plan(self._due, failures=self._failures, idle=not output.num_scheduled_tokens)
         self._due = []
-        if not self._saves or not self._identities or self._muted:
+        self._say(self._generation)
+        if not self._saves or not self.identities or self._muted:
             return plan
         for number, computed, anew in _scheduled(output):
             tracked_or_none = self._requests.get(number)
@@ -306,7 +317,7 @@ class SchedulerSide:
             list(request.all_token_ids[block * size : (block + 1) * size]),
             (int(lora.lora_int_id), str(lora.lora_name)) if lora is not None else None,
         )  # fmt: skip
-        self._expected[at, hashes[block]] = [told, len(self._identities)]
+        self._expected[at, hashes[block]] = [told, len(self.identities)]
         while len(self._expected) > _EVENTS_MAX:
             self._expected.popitem(last=False)
 

@@ -18,6 +18,7 @@ from simm.schemes.sglang import page_hashes
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang
 from tests.support.fake_sglang import Config, Pool, PoolHitPolicy, PoolName, PoolTransfer, Served
+from tests.support.waiting import wait_until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 ROWS = range(8)
@@ -247,11 +248,19 @@ def test_widths_share_groups_of_heads_if_they_are_told_to(engine: Engines) -> No
     assert one.batch_exists(KEYS) == 0 and one.batch_exists(KEYS[1:]) == 7, "half a page is none"
 
 
+def settle() -> None:
+    """Wait until no registration is under way."""
+    for each in threading.enumerate():
+        if each.name == "simm-scheme":
+            each.join()
+
+
 # -- what routers are told ---------------------------------------------------------------------------------
 
 
 def asked(client: FakeClient, pool: Pool, salt: str | None = None) -> list[tuple[int, int]]:
     """Return for each scheme that is registered how many keys the prompt has, and how many of them are stored."""
+    settle()
     found = []
     for scheme in registry.registered(client, "model"):
         keys, per_page = scheme.keys(list(range(8 * pool.page_size)), registry.Request(cache_salt=salt))
@@ -290,8 +299,10 @@ def test_what_cannot_be_told_is_not_registered(engine: Engines, store: FakeStore
     assert stores(backend, pool)
     assert asked(engine.clients[0], pool) == []
     plain = engine(pool)
-    engine.clients[-1].put = None  # type: ignore[method-assign, assignment]
+    engine.clients[-1].get_into_many = None  # type: ignore[method-assign, assignment]
     assert plain.batch_set_v1(KEYS[:1], pool.indices(0)) == [True], "a registration that fails harms nothing"
+    wait_until(lambda: plain._registrar._said, "a line in the log")
+    plain.close()
     assert asked(engine.clients[0], pool) == []
 
 

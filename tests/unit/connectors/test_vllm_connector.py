@@ -125,7 +125,7 @@ def test_the_scheduler_looks_for_what_all_workers_have(engines: Engines) -> None
     scheduler = engines(Role.SCHEDULER, tp=2)
     said = {(0, at): pickle.loads(pickle.dumps(each.get_handshake_metadata())) for at, each in enumerate(workers)}
     scheduler.set_xfer_handshake_metadata_pp_aware(said)
-    assert scheduler._scheduler._identities == [each.get_handshake_metadata().identity for each in workers]
+    assert scheduler._scheduler.identities == [each.get_handshake_metadata().identity for each in workers]
 
 
 def ran(worker: Any, plan: Plan) -> None:

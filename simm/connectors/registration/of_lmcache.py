@@ -1,0 +1,75 @@
+"""What LMCache's configuration says of its keys, of an engine's process and of its server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...errors import UsageError
+from ...schemes import vllm
+from ...schemes.registry import Scheme
+from . import of_vllm
+from .registrar import under_names
+
+#: LMCache's names for vLLM's algorithms.
+_ALGORITHMS: Final = {"sha256": "sha256", "sha256_cbor": "sha256_cbor", "sha256_cbor_64bit": "sha256_cbor"}
+_BEGIN: Final = "it is not known how LMCache's hashes begin"
+
+
+def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: Mapping[str, str]) -> list[Scheme]:
+    """Return how LMCache makes its keys in an engine's process, by each name of the model.
+
+    ``dtypes``: what data types are called in keys. ``more``: options of the registration.
+
+    Raises UsageError where nobody else can make them.
+    """
+    workers, extra = int(metadata.world_size), dict(config.extra_config or {})
+    mla = bool(metadata.use_mla)
+    options: dict[str, Any] = {
+        **_hash_of(str(config.pre_caching_hash_algorithm)), **more, "model_name": str(metadata.model_name),
+        "dtype": dtypes[metadata.kv_dtype], "layers": int(metadata.kv_shape[0]) if config.use_layerwise else 0,
+    }  # fmt: skip
+    if mla and extra.get("save_only_first_rank", True):
+        options["mla"] = True
+    elif extra.get("remote_enable_mla_worker_id_as0", mla):
+        options["world"], workers = workers, 1
+    if getattr(config, "enable_blending", False):
+        raise UsageError("with blending, LMCache hashes pieces of a prompt, whatever is before them")
+    scheme = Scheme(str(metadata.model_name), "lmcache", int(config.chunk_size), workers, options=options)
+    return under_names(scheme, (getattr(metadata, "served_model_name", None), metadata.model_name))
+
+
+def _hash_of(algorithm: str) -> dict[str, str | int]:
+    """Return the options that say how LMCache hashes in this process, which has vLLM or not."""
+    with_vllm = "vllm.utils.hashing" in sys.modules or "vllm.utils" in sys.modules
+    root = getattr(sys.modules.get("lmcache.v1.token_database"), "NONE_HASH", None)
+    if algorithm in _ALGORITHMS and with_vllm:
+        name, seed = _ALGORITHMS[algorithm], of_vllm.seed()
+        if root != int.from_bytes(vllm.none_hash(name, seed)[:8], "big"):
+            raise UsageError(_BEGIN)
+        return {"algorithm": name, "seed": seed}
+    if algorithm.startswith("xxhash") and with_vllm:
+        raise UsageError(f"LMCache hashes by {algorithm}: use pre_caching_hash_algorithm {vllm.ALGORITHMS[1]}")
+    if type(root) is not int:
+        raise UsageError(_BEGIN)
+    return {"algorithm": "builtin", "root": root}
+
+
+def server_schemes(context: Any, model: str, workers: int, groups: int) -> list[Scheme]:
+    """Return how ``lmcache server`` makes the keys of a model with so many ranks and object groups.
+
+    ``context``: the server's, which hashes. Raises UsageError where nobody else can make them.
+    """
+    if context is None:
+        raise UsageError("the adapter was made by something else than LMCache's server")
+    hasher = context.token_hasher
+    algorithm = str(hasher.hash_algorithm_name)
+    options: dict[str, Any] = {"algorithm": algorithm, "object_groups": groups}
+    if algorithm != "blake3":
+        if algorithm not in _ALGORITHMS:
+            raise UsageError(f"LMCache's server hashes by {algorithm}: use --hash-algorithm blake3")
+        options |= {"algorithm": _ALGORITHMS[algorithm], "seed": of_vllm.seed()}
+        if hasher.none_hash != vllm.none_hash(options["algorithm"], options["seed"]):
+            raise UsageError(_BEGIN)
+    return [Scheme(model, "lmcache-server", int(context.chunk_size), workers, options=options)]

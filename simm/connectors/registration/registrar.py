@@ -1,0 +1,144 @@
+"""Registers the scheme of a connector's keys in the store, for routers: when it changes, and again now and then.
+
+Nothing in the connector depends on it, so it costs the connector a comparison, fails with a line in the log, and never
+raises. The store is asked in a thread, which ends with the answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ...client import Client, source_of
+from ...schemes import registry
+from ...schemes.registry import Scheme
+from ...wire.status import Status
+from ..complaints import Complaints
+from ..keyspace import replace as replaced
+
+#: A scheme is registered again after so many seconds, as its value may be evicted; and after a failure.
+REGISTER_S: Final = 60.0
+RETRY_S: Final = 5.0
+#: While a connector's engine is being made.
+NOT_YET_S: Final = 0.2
+
+
+class NotYet(Exception):
+    """What the keys are is not known yet."""
+
+
+class _Values:
+    """A client that puts a value in place of another, whatever the client's settings say."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.get_into_many = client.get_into_many
+
+    def put(self, key: str, value: Any) -> bool:
+        return replaced(self._client, [self._client.digest(key)], [source_of(value)]) == [Status.OK]
+
+
+class Registrar:
+    """Registers what one connector's keys are. Any thread may call it; no method raises.
+
+    Args:
+        client: whose namespace it is. Its owner closes it, after this.
+        complain: logs failures.
+    """
+
+    def __init__(self, client: Client, complain: Complaints) -> None:
+        self._client = client
+        self._complain = complain
+        #: Held for moments only, and never waited for: a fork may leave it held.
+        self._lock = threading.Lock()
+        #: What was asked for last, and when it is due again.
+        self._of: Hashable = None
+        self._due = 0.0
+        #: The epoch, and what returns the schemes.
+        self._wanted: tuple[int, Callable[[], Iterable[Scheme]]] = 0, tuple
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        #: What the log says of the last failure.
+        self._said = ""
+
+    def tell(self, of: Hashable, make: Callable[[], Iterable[Scheme]]) -> None:
+        """Register what ``make`` returns if ``of`` is new, or the last time is ``REGISTER_S`` ago. Never waits.
+
+        ``of``: what the keys depend on, beside the epoch of the client's namespace. ``make`` runs in a thread, and may
+        raise: :class:`NotYet`, to be asked again soon, or another exception, to be asked when ``of`` changes.
+        """
+        try:
+            epoch = self._client._epoch.epoch
+            if (self._of == (of, epoch) and time.monotonic() < self._due) or self._ending.is_set():
+                return
+            if not self._lock.acquire(blocking=False):
+                return  # the next call comes here again
+            try:
+                self._of, self._due = (of, epoch), time.monotonic() + REGISTER_S
+                self._wanted = epoch, make
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
+                    self._thread.start()
+            finally:
+                self._lock.release()
+        except Exception as exc:
+            self._failed(str(exc))
+
+    def _run(self) -> None:
+        """Register what is wanted, until it is registered, given up, or due again."""
+        while True:
+            wanted = self._wanted
+            again_s = self._attempt(*wanted)
+            if again_s and time.monotonic() < self._due and not self._ending.wait(again_s):
+                continue
+            with self._lock:
+                if self._wanted is wanted:
+                    self._thread = None
+                    return
+
+    def _attempt(self, epoch: int, make: Callable[[], Iterable[Scheme]]) -> float:
+        """Register schemes; return after how many seconds to try again, 0 for no more."""
+        try:
+            schemes = [replace(each, namespace=self._client.namespace, epoch=epoch) for each in make()]
+        except NotYet:
+            return NOT_YET_S
+        except Exception as exc:  # the same whenever it is tried
+            self._due = float("inf")
+            self._failed(str(exc))
+            return 0.0
+        try:
+            values = _Values(self._client)
+            if not [each for each in schemes if not registry.register(values, each)]:
+                self._said = ""
+                return 0.0
+            self._failed("the store did not take it")
+        except Exception as exc:
+            self._failed(str(exc))
+        return RETRY_S
+
+    def _failed(self, why: str) -> None:
+        """Log a failure, once until there is another one, or none."""
+        if why != self._said and not self._ending.is_set():
+            self._said = why
+            self._complain("scheme", "the scheme of the keys is not registered, routers do not know it: %s", why)
+
+    def settled(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; return whether it is so."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            return not thread.is_alive()
+        return True
+
+    def close(self) -> None:
+        """Try nothing any more, and wait for what is under way: for two deadlines of the client at the most."""
+        self._ending.set()
+        self.settled(2 * self._client.deadline_s)
+
+
+def under_names(scheme: Scheme, names: Sequence[object]) -> list[Scheme]:
+    """Return a scheme for each name under which requests may have its model, without empty ones."""
+    return [replace(scheme, model=name) for name in dict.fromkeys(str(each) for each in names if each)]
