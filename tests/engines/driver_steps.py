@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
+
+#: Bounds what never ends, seconds.
+REGISTER_S = 120.0
+
+
+def registered() -> None:
+    """Wait until connectors have registered their keys' schemes: this process ends sooner than an engine's would."""
+    for each in threading.enumerate():
+        if each.name == "simm-scheme":
+            each.join(REGISTER_S)
 
 
 def carry_out(run: Any, steps: Sequence[Any], commands: Collection[str]) -> tuple[list[Any], list[float]]:

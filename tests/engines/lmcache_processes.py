@@ -6,10 +6,13 @@ import json
 import os
 import socket
 import subprocess
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from simm.tools.engine import LMCACHE_SERVER
 from tests.engines.engine_processes import DRIVER_S, HERE, PATIENT_MS, ROOT, Engine
@@ -69,6 +72,19 @@ def server(lmcache: Engine, folder: Path, l2: str, more: Sequence[str] = ()) -> 
         wait_until(lambda: answers(http) or not child.running, "LMCache's server", DRIVER_S)
         assert child.running, child.said()
         yield Server(port, http, child)
+
+
+def blake3_of(lmcache: Engine, folder: Path) -> Path:
+    """Return a folder in which our Python finds LMCache's BLAKE3. Skips the test where the two have other versions."""
+    ask = "import blake3, sys; print(list(blake3.__path__)[0]); print(*sys.version_info[:2])"
+    said = subprocess.run([lmcache.python, "-c", ask], capture_output=True, text=True, check=True, timeout=DRIVER_S)
+    package, version = said.stdout.splitlines()
+    if version.split() != sysconfig.get_python_version().split("."):
+        pytest.skip(f"LMCache's environment has Python {version}, and so its blake3")
+    libraries = folder / "libraries"
+    libraries.mkdir()
+    (libraries / "blake3").symlink_to(package)
+    return libraries
 
 
 def answers(port: int) -> bool:

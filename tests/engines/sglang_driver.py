@@ -44,6 +44,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from driver_steps import registered
 from engine_content import CANARY, Bytes, compare, fill, flip, strayed, tokens
 
 #: Tokens of a page, which a test may change.
@@ -553,6 +554,7 @@ def main() -> int:
         module: Any = importlib.import_module(HICACHE_SIMM)
         module.get_numa_nic_mapping = dict
     steps = [run_step(step, request["manager"], request["seed"], problems) for step in request["steps"]]
+    registered()
     ok = all(step["ok"] for step in steps)
     summary = {
         "ok": ok,

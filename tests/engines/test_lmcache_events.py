@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed"
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
 from tests.engines.engine_processes import DRIVER_S, HERE, ROOT, Engine, tail
+from tests.engines.lmcache_processes import blake3_of
 from tests.support.child import child_environment
 from tests.support.http_page import ask_json
 from tests.support.ports import reserve_port
@@ -72,11 +72,11 @@ class Index:
 class Server:
     """LMCache's server as a process."""
 
-    def __init__(self, lmcache: Engine, folder: Path, index: str) -> None:
+    def __init__(self, lmcache: Engine, folder: Path, index: str, l2: dict[str, Any] | None = None) -> None:
         self.log = folder / "lmcache.log"
         self.http = reserve_port()
         (folder / "l2").mkdir()
-        adapter = {"type": "fs", "base_path": str(folder / "l2"), "shared": True}
+        adapter = l2 or {"type": "fs", "base_path": str(folder / "l2"), "shared": True}
         flags = [
             "--http-port", str(self.http), "--port", str(reserve_port()), "--instance-id", NAME, "--chunk-size",
             str(CHUNK), "--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--coordinator-url", f"http://{index}",
@@ -128,16 +128,7 @@ class Server:
 @pytest.fixture(scope="module")
 def index(lmcache: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("lmcache-index")
-    # BLAKE3 is in LMCache's environment, and one of its Python's versions is ours.
-    ask = "import blake3, sys; print(list(blake3.__path__)[0]); print(*sys.version_info[:2])"
-    said = subprocess.run([lmcache.python, "-c", ask], capture_output=True, text=True, check=True, timeout=300)
-    package, version = said.stdout.splitlines()
-    if version.split() != sysconfig.get_python_version().split("."):
-        pytest.skip(f"LMCache's environment has Python {version}, and so its blake3")
-    libraries = folder / "libraries"
-    libraries.mkdir()
-    (libraries / "blake3").symlink_to(package)
-    running = Index(folder, libraries)
+    running = Index(folder, blake3_of(lmcache, folder))
     with contextlib.closing(running):
         yield running
 

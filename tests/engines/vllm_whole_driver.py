@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from driver_steps import carry_out
+from driver_steps import carry_out, registered
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -158,12 +158,13 @@ class Run:
         self.worker._client.put_digests = stored
         self.worker.get_kv_connector_stats = counted
 
-    def generate(self, together: bool = False) -> list[dict[str, Any]]:
+    def generate(self, together: bool = False, salt: str | None = None) -> list[dict[str, Any]]:
         """Generate greedily for each prompt, one after the other, or for all in one batch."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+        salted = {"cache_salt": salt} if salt is not None else {}
+        asked = [{"prompt_token_ids": prompt, **salted} for prompt in prompts()]
         answers = []
         for batch in [asked] if together else [[each] for each in asked]:
             answers += self.llm.generate(batch, sampling, use_tqdm=False)  # type: ignore[arg-type]
@@ -178,6 +179,10 @@ class Run:
         """Wait until all that was computed is stored; return how many blocks were, so far."""
         assert self.worker._worker.wait_saved(STORED_S)
         return len(self.digests)
+
+    def written(self) -> list[str]:
+        """Return the digests of all that was stored so far."""
+        return [each.hex() for each in dict.fromkeys(self.digests)]
 
     def forget(self, everywhere: bool = False) -> bool:
         """Reset vLLM's own cache, or the connector's too; return whether it could.
@@ -291,7 +296,8 @@ class Run:
 
 
 COMMANDS = (
-    "generate", "stored", "forget", "corrupt", "fail", "mend", "lose", "send", "told", "counts", "metrics", "until",
+    "generate", "stored", "written", "forget", "corrupt", "fail", "mend", "lose", "send", "told", "counts",
+    "metrics", "until",
 )  # fmt: skip
 
 
@@ -306,6 +312,7 @@ def main() -> int:
         stand_in()
     run = Run(request)
     results, took = carry_out(run, request["steps"], COMMANDS)
+    registered()
     print(json.dumps({"vllm": vllm.__version__, "results": results, "took": took}), file=report, flush=True)
     run.llm.llm_engine.engine_core.shutdown()
     return 0
