@@ -27,6 +27,7 @@ class Base:
     """``KVConnectorBase_V1``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._kv_cache_manager: Any = None
         self._metadata: Any = None
@@ -129,7 +130,7 @@ class World:
             ),
             model_config=SimpleNamespace(
                 model=self.model, revision=self.revision, dtype=self.dtype, quantization=self.quantization,
-                hf_overrides={},
+                hf_overrides={}, served_model_name="served",
             ),
             cache_config=SimpleNamespace(cache_dtype=self.cache_dtype, prefix_caching_hash_algo=self.hash),
             parallel_config=SimpleNamespace(
@@ -176,6 +177,7 @@ def install(world: World) -> Iterator[Any]:
             "get_tp_group": lambda: SimpleNamespace(rank_in_group=world.rank),
         },
         "vllm.v1.core.kv_cache_utils": {
+            "get_none_hash_seed": lambda: "seed of the process",
             "maybe_convert_block_hash": lambda block: int.from_bytes(block[-8:], "big"),
             "resolve_kv_cache_block_sizes": lambda cache, config: (world.tokens, world.tokens),
         },

@@ -52,7 +52,7 @@ class Registrar:
     def __init__(self, client: Client, complain: Complaints) -> None:
         self._client = client
         self._complain = complain
-        #: Held for moments only, and never waited for: a fork may leave it held.
+        #: Held for moments only, and not waited for without a bound: a fork may leave it held.
         self._lock = threading.Lock()
         #: What was asked for last, and when it is due again.
         self._of: Hashable = None
@@ -80,8 +80,9 @@ class Registrar:
                 self._of, self._due = (of, epoch), time.monotonic() + REGISTER_S
                 self._wanted = epoch, make
                 if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="simm-scheme", daemon=True)
+                    thread.start()
+                    self._thread = thread  # it ends under the lock
             finally:
                 self._lock.release()
         except Exception as exc:
@@ -127,7 +128,10 @@ class Registrar:
 
     def settled(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; return whether it is so."""
+        held = self._lock.acquire(timeout=timeout_s)  # while a thread is being started
         thread = self._thread
+        if held:
+            self._lock.release()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
             return not thread.is_alive()

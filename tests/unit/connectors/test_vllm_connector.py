@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from simm.connectors.vllm_plan import Block, Load, Plan, Report
+from simm.schemes import registry
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_vllm
 from tests.support.fake_vllm import Role, World
+from tests.support.waiting import wait_until
+
+#: No request goes on in a step.
+NONE = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
 
 
 class Engines:
@@ -126,6 +131,55 @@ def test_the_scheduler_looks_for_what_all_workers_have(engines: Engines) -> None
     said = {(0, at): pickle.loads(pickle.dumps(each.get_handshake_metadata())) for at, each in enumerate(workers)}
     scheduler.set_xfer_handshake_metadata_pp_aware(said)
     assert scheduler._scheduler.identities == [each.get_handshake_metadata().identity for each in workers]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
+def test_the_scheduler_registers_how_keys_are_made(
+    engines: Engines, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks and groups, under the names of the model; adapters when requests have them, and anew behind a reset.
+
+    vLLM keeps the seed of ``xxhash`` to itself, and so do we.
+    """
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    fields: dict[str, Any] = {"tp": 2, "kinds": ("full_attention", "sliding_window"), "window": 9, "hash": algorithm}
+    workers = [engines(rank=rank, **fields) for rank in range(2)]
+    scheduler = engines(Role.SCHEDULER, **fields, extra={"model": "own"})
+    client = scheduler._client
+    scheduler.set_xfer_handshake_metadata_pp_aware({
+        (0, at): each.get_handshake_metadata() for at, each in enumerate(workers)
+    })  # fmt: skip
+    step = SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[], scheduled_cached_reqs=NONE)
+
+    def registered(name: str = "served") -> list[registry.Scheme]:
+        wait_until(lambda: scheduler._scheduler._generation is not None, "the generation")
+        scheduler.build_connector_meta(step)
+        assert scheduler._registrar.settled(120.0)
+        return registry.registered(client, name)
+
+    if algorithm == "xxhash":
+        assert registered() == []
+        return
+    wait_until(registered, "the registration")
+    (scheme,) = registered()
+    for name in ("own", "org/model"):
+        assert [each.options for each in registered(name)] == [scheme.options]
+    identities = ",".join(each.get_handshake_metadata().identity for each in workers)
+    generation = scheduler._keyspace.generation()
+    assert (scheme.scheme, scheme.page, scheme.ranks) == ("vllm-blocks", 4, 2)
+    assert scheme.options == {
+        "algorithm": algorithm, "seed": "seed of the process", "groups": "0:4:9,1:4:9", "hash_tokens": 4,
+        "scope": scheduler._keyspace.scope, "generation": generation, "identities": identities,
+    }  # fmt: skip
+    lora = SimpleNamespace(lora_name="sql", lora_path="/adapters/sql", lora_int_id=1)
+    scheduler.on_new_request(SimpleNamespace(request_id="1", lora_request=lora))
+    wait_until(lambda: registered() != [scheme], "the registration")
+    (more,) = registered()
+    assert more.options == {**scheme.options, "loras": '{"sql": "/adapters/sql"}'}
+    scheduler.reset_cache()
+    wait_until(lambda: registered() != [more], "the registration")
+    (anew,) = registered()
+    assert str(anew.options["generation"]) > str(generation)
 
 
 def ran(worker: Any, plan: Plan) -> None:
