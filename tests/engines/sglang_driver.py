@@ -291,6 +291,7 @@ def write(case: Case, manager: str, seed: int) -> dict[str, Any]:
     stored = [ok for keys, at in batches(hashes, indices) for ok in backend.batch_set_v1(keys, at)]
     after = backend.batch_exists(hashes)
     again = [ok for keys, at in batches(hashes, indices) for ok in backend.batch_set_v1(keys, at)]
+    registered()  # the backend ends with this call
     return {
         "ok": before == 0 and after == case.pages and all_true(stored, case) and all_true(again, case)
         and accessor and not clean.wrong,
