@@ -108,7 +108,9 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._registrar = Registrar(self._client, self._complain)
-        self._schemes = functools.partial(engine_schemes, config, metadata, TORCH_DTYPE_TO_STR_DTYPE, {})
+        self._schemes = functools.partial(
+            engine_schemes, config, metadata, TORCH_DTYPE_TO_STR_DTYPE, {"head": self._head} if self._head else {}
+        )
         #: The first rank registers the keys of all.
         self._tells = metadata.worker_id == metadata.first_rank
         allocator = getattr(local_cpu_backend, "memory_allocator", None)

@@ -197,7 +197,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _schemes(self, told: Iterable[tuple[str, int, int]]) -> list[Scheme]:
         context = self._context() if self._context is not None else None
-        return [scheme for each in told for scheme in server_schemes(context, *each)]
+        return [scheme for each in told for scheme in server_schemes(context, *each, head=self._head)]
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the results of stores that have ended since the last call."""

@@ -173,7 +173,7 @@ class Scheme:
         """
         generation = generation or str(self.options.get("generation", ""))
         asked = _Asked(tokens, request, libraries)
-        head = f"{self.scope}/{generation}/" if self.scope else ""
+        head = f"{self.scope}/{generation}/" if self.scope else str(self.options.get("head", ""))
         found = []
         for part in SCHEMES[self.scheme](self, asked):
             per_block = [len(each) // (part.blocks or 1) for each in part.lists]
@@ -427,10 +427,10 @@ _OPTIONS: Final[Mapping[str, Mapping[str, type]]] = {
     "vllm-tier": _VLLM,
     "vllm-mooncake": {**_VLLM, "mla": bool, "model_name": str, "group": int, "prefix": str},
     "lmcache": {
-        **_SCOPED, "mla": bool, "algorithm": str, "seed": str, "root": int, "model_name": str, "dtype": str,
-        "layers": int, "world": int,
+        **_SCOPED, "head": str, "mla": bool, "algorithm": str, "seed": str, "root": int, "model_name": str,
+        "dtype": str, "layers": int, "world": int,
     },
-    "lmcache-server": {"algorithm": str, "seed": str, "model_name": str, "object_groups": int},
+    "lmcache-server": {"head": str, "algorithm": str, "seed": str, "model_name": str, "object_groups": int},
 }  # fmt: skip
 _GROUPED: Final = frozenset(("vllm-blocks", "vllm-tier", "vllm-mooncake"))
 _LISTS: Final = frozenset(("groups", "heads", "identities", "loras"))

@@ -200,9 +200,11 @@ def lmcache_prompt(prompt: str) -> list[int]:
 def test_lmcache_in_an_engines_process(lmcache: Engine, index: Index, client: Client) -> None:
     """And LMCache's own connector for Mooncake, over the face of SiMM."""
     seats = {"plugin": "org/plugin", "url": "org/url", "mooncakestore": "org/mooncake"}
+    #: What SiMM's plugin puts before LMCache's keys.
+    before = {"url": {"weights": "2", "own_salt": "s"}}
     steps = [
         {"command": "remote-write", "case": {"prompt": f"lmcache/{seat}", "model": model, "seat": seat,
-                                             "deadline_ms": PATIENT_MS}}
+                                             "deadline_ms": PATIENT_MS, **before.get(seat, {})}}
         for seat, model in seats.items()
     ]  # fmt: skip
     run = lmcache.run(
@@ -219,7 +221,8 @@ def test_lmcache_in_an_engines_process(lmcache: Engine, index: Index, client: Cl
 def test_lmcaches_server(lmcache: Engine, cluster: Cluster, client: Client, tmp_path: Path) -> None:
     """The index hashes as the server does, by BLAKE3. Of two ranks the second one's part comes later."""
     libraries = lmcache_processes.blake3_of(lmcache, tmp_path)
-    adapter = {**LMCACHE_SERVER, "adapter_params": {"manager_address": cluster.address, "deadline_ms": PATIENT_MS}}
+    options = {"manager_address": cluster.address, "deadline_ms": PATIENT_MS, "weight_version": "2"}
+    adapter = {**LMCACHE_SERVER, "adapter_params": options}
     tokens, other = lmcache_prompt("server/plain"), lmcache_prompt("server/ranks")
     with start(tmp_path, cluster.address, libraries) as process:
         index = Index(process.expect("READY index ").split()[2], cluster.address)

@@ -56,16 +56,18 @@ def _hash_of(algorithm: str) -> dict[str, str | int]:
     return {"algorithm": "builtin", "root": root}
 
 
-def server_schemes(context: Any, model: str, workers: int, groups: int) -> list[Scheme]:
+def server_schemes(context: Any, model: str, workers: int, groups: int, head: str = "") -> list[Scheme]:
     """Return how ``lmcache server`` makes the keys of a model with so many ranks and object groups.
 
-    ``context``: the server's, which hashes. Raises UsageError where nobody else can make them.
+    ``context``: the server's, which hashes. ``head``: what the adapter puts before each key.
+
+    Raises UsageError where nobody else can make them.
     """
     if context is None:
         raise UsageError("the adapter was made by something else than LMCache's server")
     hasher = context.token_hasher
     algorithm = str(hasher.hash_algorithm_name)
-    options: dict[str, Any] = {"algorithm": algorithm, "object_groups": groups}
+    options: dict[str, Any] = {"algorithm": algorithm, "object_groups": groups, **({"head": head} if head else {})}
     if algorithm != "blake3":
         if algorithm not in _ALGORITHMS:
             raise UsageError(f"LMCache's server hashes by {algorithm}: use --hash-algorithm blake3")

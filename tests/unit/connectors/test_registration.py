@@ -299,6 +299,8 @@ def test_lmcaches_server(monkeypatch: pytest.MonkeyPatch) -> None:
     (scheme,) = of_lmcache.server_schemes(context, "org/m", 2, 1)
     assert (scheme.scheme, scheme.page, scheme.ranks) == ("lmcache-server", 128, 2)
     assert scheme.options == {"algorithm": "blake3", "object_groups": 1}
+    (weighted,) = of_lmcache.server_schemes(context, "org/m", 2, 1, head="0a/")
+    assert weighted.options == {**scheme.options, "head": "0a/"}
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     hasher.hash_algorithm_name = "sha256_cbor"
     with pytest.raises(UsageError, match="begin"):

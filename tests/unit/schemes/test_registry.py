@@ -57,6 +57,8 @@ def test_vllm_and_lmcache_keys() -> None:
     assert per_page == 2 and keys[1] == lmcache.engine_keys(
         lmcache.chunk_hashes(TOKENS, 16), "m", "half", world_size=2, worker_id=1
     )[0]  # fmt: skip
+    weighted = Scheme("m", "lmcache", 16, ranks=2, options={"dtype": "half", "head": "0a/"})
+    assert weighted.keys(TOKENS).keys == [f"0a/{key}" for key in keys]
 
 
 def test_keys_of_simms_connector_and_tier_for_vllm() -> None:
@@ -98,6 +100,8 @@ def test_keys_of_lmcaches_server_need_its_hash() -> None:
     assert per_page == 4 and keys[:4] == [
         f"org/m@{rank}@{group}@{hashes[0].hex()}@t" for group in (0, 1) for rank in ("02000200", "02010201")
     ]
+    weighted = Scheme("org/m", "lmcache-server", 16, ranks=2, options={"object_groups": 2, "head": "0a/"})
+    assert weighted.keys(TOKENS, Request(cache_salt="t"), libraries=libraries).keys == [f"0a/{key}" for key in keys]
     with pytest.raises(UsageError, match="salt"):
         scheme.keys(TOKENS, Request(cache_salt="a/b"), libraries=libraries)
     plain = Scheme("org/m", "lmcache-server", 16, options={"algorithm": "sha256", "seed": "1"})
