@@ -27,7 +27,7 @@ from simm.schemes import registry
 from simm.tools.engine import LMCACHE_SERVER
 from tests.engines import engine_content, engine_processes, lmcache_processes
 from tests.engines.engine_processes import PATIENT_MS, Cluster, Engine
-from tests.engines.test_lmcache_events import Server
+from tests.engines.lmcache_storing import StoringServer
 from tests.support.child import Child, child_environment
 from tests.support.http_page import ask_json
 from tests.support.waiting import wait_until
@@ -226,7 +226,7 @@ def test_lmcaches_server(lmcache: Engine, cluster: Cluster, client: Client, tmp_
     tokens, other = lmcache_prompt("server/plain"), lmcache_prompt("server/ranks")
     with start(tmp_path, cluster.address, libraries) as process:
         index = Index(process.expect("READY index ").split()[2], cluster.address)
-        server = Server(lmcache, tmp_path, index.at, adapter)
+        server = StoringServer(lmcache, tmp_path, index.at, adapter)
         try:
             stored = server.store(tokens, salt="tenant")
             assert stored["stored"] == LMCACHE_CHUNKS

@@ -6,12 +6,10 @@ No engine with a GPU is here, so ``lmcache_server_driver.py`` stores in its plac
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,13 @@ pytest.importorskip("msgspec", reason="the extra simm-store[index] is not instal
 pytest.importorskip("zmq", reason="the extra simm-store[index] is not installed")
 pytest.importorskip("xxhash", reason="the extra simm-store[index] is not installed")
 
-from tests.engines.engine_processes import DRIVER_S, HERE, ROOT, Engine, tail
-from tests.engines.lmcache_processes import blake3_of
+from tests.engines.engine_processes import ROOT, Engine
+from tests.engines.lmcache_processes import CHUNK, blake3_of
+from tests.engines.lmcache_storing import MODEL, NAME, StoringServer
 from tests.support.child import child_environment
 from tests.support.http_page import ask_json
-from tests.support.ports import reserve_port
 from tests.support.waiting import wait_until
 
-CHUNK = 64
-MODEL = "org/model"
-NAME = "vllm-0"
 POOL = "pool:lmcache:fs:1"
 PROMPT = list(range(1000, 1000 + 4 * CHUNK))
 OTHER = [*PROMPT[: 2 * CHUNK], *range(9000, 9000 + 2 * CHUNK)]
@@ -69,62 +64,6 @@ class Index:
         self.process.stdout.close()
 
 
-class Server:
-    """LMCache's server as a process."""
-
-    def __init__(self, lmcache: Engine, folder: Path, index: str, l2: dict[str, Any] | None = None) -> None:
-        self.log = folder / "lmcache.log"
-        self.http = reserve_port()
-        (folder / "l2").mkdir()
-        adapter = l2 or {"type": "fs", "base_path": str(folder / "l2"), "shared": True}
-        flags = [
-            "--http-port", str(self.http), "--port", str(reserve_port()), "--instance-id", NAME, "--chunk-size",
-            str(CHUNK), "--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--coordinator-url", f"http://{index}",
-            "--coordinator-advertise-ip", "127.0.0.1", "--coordinator-event-reporting",
-            "--coordinator-event-flush-interval", "0.2", "--coordinator-heartbeat-interval", "0.5",
-            "--l2-adapter", json.dumps(adapter),
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE / "shim"))), "HOME": str(folder),
-            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LMCACHE_TRACK_USAGE": "false",
-        }  # fmt: skip
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [lmcache.python, str(HERE / "lmcache_server_driver.py"), *flags], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=folder,
-            )  # fmt: skip
-        assert self._answer() == {"ready": True}
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it has ended"}
-        assert "error" not in answer, (answer["error"], tail(self.log))
-        return answer
-
-    def store(self, tokens: Sequence[int], **order: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        order = {"tokens": list(tokens), "model": MODEL, "world": 1, "ranks": [0], **order}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def delete(self, keys: list[dict[str, Any]], tier: str) -> None:
-        data = json.dumps({"tier": tier, "keys": keys, "force": True}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http}/cache/objects", data, {"Content-Type": "application/json"}, method="DELETE"
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            assert json.loads(answer.read())["ok"]
-
-    def end(self, how: int) -> None:
-        self.process.send_signal(how)
-        self.process.wait(DRIVER_S)
-        for each in (self.process.stdin, self.process.stdout):
-            assert each is not None
-            each.close()
-
-
 @pytest.fixture(scope="module")
 def index(lmcache: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("lmcache-index")
@@ -135,7 +74,7 @@ def index(lmcache: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.engines
 def test_a_server_tells_the_index_what_it_holds(lmcache: Engine, index: Index, tmp_path: Path, say: Any) -> None:
-    server = Server(lmcache, tmp_path, index.at)
+    server = StoringServer(lmcache, tmp_path, index.at)
     try:
         wait_until(lambda: index.worker().get("complete", False), "its declaration of what it has")
         stored = server.store(PROMPT)

@@ -279,7 +279,7 @@ def by_the_stream(case: tuple[Any, ...]) -> tuple[int, int, bool]:
 
     reader: Any = SimpleNamespace(
         locate=lambda _digest: SimpleNamespace(slot=0, length=1) if (then if asked else at_first) else None,
-        shard_word=lambda _digest: word, touch=lambda _slot: None,
+        shard_word=lambda _digest: word, touch=lambda _slot: None, visited=bytearray(1),
     )  # fmt: skip
     stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
     status, epoch, found = Stream._lookup(stream, reader, [DIGEST], previous)[0]
