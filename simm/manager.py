@@ -13,7 +13,7 @@ What can go wrong, and what we chose
   ``PUSHES_PER_TURN`` a turn, so that heartbeats are read in between.
 * *Killed between a change and its storing.* No map is sent before it is stored: a request for it waits. Nor must an
   epoch that was sent name another map later. So the file *reserves* epochs: it names one further on, and a manager
-  that was killed continues there. A clean stop writes the exact one.
+  that was killed continues there. A clean stop writes the exact one. DRAIN is answered when it is stored.
 * *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. If the manager is killed
   meanwhile, the servers' heartbeats name the newest epoch and raise ours. If the file is lost, the first server that
   joins brings a map (``cluster/recovery.py``).
@@ -128,27 +128,24 @@ class Manager(Service):
         self.loop, self.timing = loop, timing
         self._subscribers: set[Peer] = set()
         self._tuning = tuning.Tuning(self, loop, lambda name: self._links.peer_of(name), self._subscribers)
-        self.insecure, self.leading = insecure, False
-        self.started = loop.now
+        self.insecure, self.leading, self.started = insecure, False, loop.now
         self.counts = dict.fromkeys(
             ("joins", "joins_refused", "heartbeats", "maps_sent", "pushes", "moves_reported", "maps_offered",
              "unauthorized"), 0,
         )  # fmt: skip
         self._tokens, self._users = tokens, users
-        self._coordinator = coordinator
-        #: The coordinator's term in which this manager leads.
-        self._term = 0
+        #: And its term in which this manager leads.
+        self._coordinator, self._term = coordinator, 0
         self.state = StateKeeper(
             loop, store if coordinator is None else coordinator, EPOCHS_RESERVED,
             lambda: (self.cluster.epoch, self.cluster.to_state()), self._publish, self.step_down,
             self._tuning.traces.to_state,
         )  # fmt: skip
         self._settling = False
-        #: Requests for the map that could not be answered yet: connection and request number.
-        self._waiting: list[tuple[Peer, int]] = []
+        #: Requests that wait for what is stored: connection, request number, and the answer; None: the map.
+        self._waiting: list[tuple[Peer, int, Answer | None]] = []
         self._to_push: deque[Peer] = deque()
-        self._push_frame = b""
-        self._push_epoch = 0
+        self._push_frame, self._push_epoch = b"", 0
         self._encoded: Encoded | None = None
         self._links = ServerLinks()
         self.advances = Advances(lambda: self.cluster, lease_s)
@@ -220,9 +217,8 @@ class Manager(Service):
             self._apply(self.cluster.link_lost(self.loop.now, *node))
 
     def on_drain(self, peer: Peer) -> None:
-        state: ConnectionState = peer.context
-        if state.stale:
-            self._push(peer, state)
+        if peer.context.stale:
+            self._push(peer, peer.context)
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         state: ConnectionState = peer.context
@@ -278,7 +274,7 @@ class Manager(Service):
             self.counts["moves_reported"] += 1
             self._reply(peer, number, self.cluster.moved(now, msg))
         elif isinstance(msg, M.Drain):
-            self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)))
+            self._reply(peer, number, self.cluster.drain(now, msg.name, bool(msg.drain)), ordered=True)
         elif isinstance(msg, tuning.HANDLED):
             self._tuning.on_message(peer, number, msg)
         elif isinstance(msg, M.MapOffer):
@@ -296,7 +292,7 @@ class Manager(Service):
                 peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))
             self.advances.asked(self._links.names(peer), state.follows)
             self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=self._links.has_joined(peer)))
-            self._waiting.append((peer, number))
+            self._waiting.append((peer, number, None))
             self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
             peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
@@ -352,15 +348,17 @@ class Manager(Service):
             peer.context.asked |= asks_for_map(actions)
         self._reply(peer, number, actions)
 
-    def _reply(self, peer: Peer, number: int, actions: list[Action]) -> None:
-        """Send the answer among ``actions`` and do the others."""
+    def _reply(self, peer: Peer, number: int, actions: list[Action], *, ordered: bool = False) -> None:
+        """Send the answer among ``actions`` and do the others. ``ordered``: by a person, who is told what is stored."""
         answer = actions[0]
         assert isinstance(answer, Answer)
         if answer.status != Status.OK:
-            text = answer.message.text
-            self.loop.noise(logging.INFO, "%s: %s: %s", peer.address, status_name(answer.status), text)
+            self.loop.noise(logging.INFO, "%s: %s: %s", peer.address, status_name(answer.status), answer.message.text)
         self._apply(actions)
-        if self.state.cover(self.cluster.epoch) and self._leads():
+        if ordered and answer.status == Status.OK:
+            self._waiting.append((peer, number, answer))
+            self._answer_waiting()
+        elif self.state.cover(self.cluster.epoch) and self._leads():
             peer.send_message(answer.message, number, status=answer.status)
 
     # -- changes ---------------------------------------------------------------------------------
@@ -380,15 +378,17 @@ class Manager(Service):
         return self._encoded
 
     def _answer_waiting(self) -> None:
-        """Answer the requests for the map, if it may be sent."""
+        """Answer the requests that wait, if the map may be sent."""
         if not self._waiting or self.cluster.rebuilding or (self._settling and self.state.used):
             return
         if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
             return
         found = self._map()
         waiting, self._waiting = self._waiting, []
-        for peer, number in waiting:
-            if not peer.closed:
+        for peer, number, said in waiting:
+            if said is not None and not peer.closed:
+                peer.send_message(said.message, number, status=said.status)
+            elif not peer.closed:
                 state: ConnectionState = peer.context
                 state.stale = False
                 state.epoch = found.msg.epoch

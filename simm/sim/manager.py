@@ -68,6 +68,10 @@ class ManagerHost:
         self.links: dict[int, tuple[Process, int, Any]] = {}
         self.subscribers: set[int] = set()
         self.waiting: list[tuple[int, Any]] = []
+        #: Told when an operator's orders are on the disk.
+        self.ordered: list[Any] = []
+        #: Injected bugs.
+        self.plants: frozenset[str] = frozenset()
         self._numbers = 0
         self.settling = self.unsaved = False
         self.last_pushed = 0
@@ -102,6 +106,7 @@ class ManagerHost:
         self.stored = 0
         self.subscribers.clear()
         self.waiting.clear()
+        self.ordered.clear()
         self.settling = False
         self.unsaved = True
         if self.disk is None:
@@ -219,10 +224,21 @@ class ManagerHost:
         self.messages += 1
         self.client_messages += process.name.startswith("client")
 
-    def drain(self, name: str, on: bool) -> None:
-        """Start or end a drain for an operator."""
+    def drain(self, name: str, on: bool, done: Any = None) -> None:
+        """Start or end a drain for an operator, and call ``done`` when that is on the disk."""
         if self.process.running and not self.process.paused:
-            self._apply(self.cluster.drain(self._clock(), name, on))
+            actions = self.cluster.drain(self._clock(), name, on)
+            self._apply(actions)
+            if done is not None and not self.cluster.rebuilding:
+                self.ordered.append(done)
+                self._answer_orders()
+
+    def _answer_orders(self) -> None:
+        """Answer the operators whose orders are on the disk."""
+        if not self.settling or "answers_early" in self.plants:
+            ordered, self.ordered = self.ordered, []
+            for done in ordered:
+                done()
 
     def _reply(self, link: int, actions: Sequence[Action], answer: Any) -> None:
         said = actions[0]
@@ -261,6 +277,7 @@ class ManagerHost:
     def _settled(self) -> None:
         self.settling = False
         self.save()
+        self._answer_orders()
         if not self.cluster.rebuilding:
             self._answer_waiting()
             self._push()

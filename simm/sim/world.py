@@ -7,6 +7,7 @@ large cluster for hours. There a client stands for many, and a value for ``sampl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -58,6 +59,7 @@ class World:
         timing = Timing(heartbeat_s=options.heartbeat_s, restart_grace_s=15.0, moves_at_once=options.moves_at_once)
         self.oracle = Oracle(self)
         self.manager = ManagerHost(self.net, timing, options.lease_s)
+        self.manager.plants = options.plants
         self.servers: dict[str, Server] = {}
         self.clients: list[Client] = []
         self.keys: list[Key] = []
@@ -265,12 +267,15 @@ class World:
     # -- faults ---------------------------------------------------------------------------------------
 
     def resume(self, name: str) -> None:
-        """End a drain; repeated until the manager takes it."""
-        manager = self.manager
-        if manager.process.running and not manager.process.paused and not manager.cluster.rebuilding:
-            manager.drain(name, False)
-        else:
-            self.net.at(self.net.now + 0.5, self.resume, name)
+        """End a drain, as an operator does: again and again, until the manager confirms it."""
+        confirmed: list[bool] = []
+        if not self.manager.cluster.rebuilding:
+            self.manager.drain(name, False, partial(confirmed.append, True))
+        self.net.at(self.net.now + 0.5, self._resume_again, name, confirmed)
+
+    def _resume_again(self, name: str, confirmed: list[bool]) -> None:
+        if not confirmed:
+            self.resume(name)
 
     def _next_fault(self, until: float) -> None:
         options, rng = self.options, self.net.random

@@ -128,6 +128,13 @@ def test_an_injected_bug_is_found(bug: str, faults: tuple[str, ...], text: str) 
     assert not run_scenario(seed, faults=faults).failure
 
 
+def test_a_manager_that_confirms_before_it_has_stored_is_found() -> None:
+    """It dies 8 ms after it has confirmed that a drain has ended, and the next one drains on."""
+    seed = 2_001_976
+    assert "is draining" in run_scenario(seed, plants=frozenset(["answers_early"])).failure
+    assert not run_scenario(seed).failure
+
+
 @pytest.mark.full
 def test_a_manager_that_uses_epochs_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A manager that lost its state begins anew by its old name and ignores what servers report."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simm import manager as manager_module
+from simm.control.state_file import StateFile
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.wire import messages as M
 from simm.wire.messages import WorkerInfo
 from tests.support.manager_client import joining
+from tests.support.waiting import WAIT_S, wait_until
 
 INFO = WorkerInfo(0, 0, 1, 0, 1 << 30, "", "", "127.0.0.1", 1)
 
@@ -120,3 +125,80 @@ def test_silence_is_not_counted_faster_than_time_passes() -> None:
         silent = {node["name"]: node["silent_s"] for node in manager.cluster.status(loop.now)["nodes"]}
         assert manager.cluster._observed <= slow() - began, "observed time runs ahead of the clock"
         assert len(silent) == 20 and max(silent.values()) <= slow() - began
+
+
+class Stored:
+    """A manager with a state file on a disk that the test stops, and on a clock that the test moves."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.loop = Loop(lambda: self.now)
+        self.file = StateFile(folder, "manager")
+        self.manager = Manager(self.loop, store=self.file)
+        self.manager.state.save_now()
+        self.manager.state.save_in_background()
+        self.open = threading.Event()
+        self.open.set()
+        fsync = os.fsync
+
+        def when_open(fd: int) -> None:
+            assert self.open.wait(WAIT_S)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", when_open)
+
+    def draining(self) -> list[str]:
+        """Return the servers that are to be drained by what is on the disk."""
+        nodes = self.file.load()["cluster"]["nodes"]
+        return [node["name"] for node in nodes if node["draining"]]
+
+    def turns(self, seconds: float) -> None:
+        """Let so much time pass."""
+        for _ in range(10):
+            self.now += seconds / 10
+            self.loop.run_once(0.0)
+
+    def close(self) -> None:
+        self.open.set()
+        self.manager.state.close()
+        self.loop.close()
+        self.file.close()
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
+    with contextlib.closing(Stored(tmp_path / "state", monkeypatch)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("answer", ["when it is stored", "when the disk takes too long"])
+def test_issue_an_order_is_confirmed_when_it_is_stored(stored: Stored, answer: str) -> None:
+    """A manager that was killed within moments forgot that a drain had ended, which it had confirmed."""
+    talk = Talk(stored.loop, stored.manager)
+    with contextlib.closing(talk.sock):
+        for number, name in enumerate(("a", "b"), 1):
+            talk.ask(joining(number, name, [INFO]), number)
+            assert isinstance(decode(talk.hear()), M.Joined)
+        stored.turns(1.0)
+        wait_until(lambda: stored.loop.run_once(0.0) or stored.manager.state.up_to_date, "it is stored")
+        for on in (1, 0):
+            stored.open.clear()
+            talk.ask(M.Drain(on, "b"), 9)
+            for _ in range(3):
+                stored.turns(0.1)
+                with pytest.raises(BlockingIOError):
+                    talk.sock.recv(1)
+            assert stored.draining() == ["b"] * (1 - on)
+            if answer == "when it is stored":
+                stored.open.set()
+                assert isinstance(decode(talk.hear()), M.Done)
+                assert stored.draining() == ["b"] * on
+            else:
+                stored.turns(1.0)
+                assert isinstance(decode(talk.hear()), M.Done)
+                stored.open.set()
+                wait_until(lambda: stored.loop.run_once(0.0) or stored.manager.state.up_to_date, "it is stored")
+        talk.ask(M.Drain(0, "b"), 10)  # nothing to store
+        assert isinstance(decode(talk.hear()), M.Done)
+        talk.ask(M.Drain(0, "unknown"), 11)
+        assert talk.hear().status == M.Status.UNKNOWN_NODE
