@@ -20,7 +20,7 @@ from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader, Located, Unsettled
 from ..arena.sessions import PINNED_SHARE
-from ..cluster.lookup import miss_status, previous_status
+from ..cluster.lookup import ASK_OWNER, miss_status, previous_status
 from ..constants import DEFAULT_NAMESPACE
 from ..errors import SegmentError, TransportError
 from ..ipc.arena_lister import Lister
@@ -500,7 +500,7 @@ def locate(
             time.sleep(0.0005)
             continue
         if found is not None and not found.length:
-            break  # a stray store, as no value is empty: a client would end the connection for it
+            return Status.BUSY, 0, None  # a stray store, as no value is empty: a client would end the connection for it
         word = reader.shard_word(digest)
         if previous:
             if found is None or not word:
@@ -509,7 +509,8 @@ def locate(
             return miss_status(word, asked=asked), 0, None
         reader.touch(found.slot)
         return Status.OK, 0, found
-    return Status.BUSY, 0, None
+    # The worker was interrupted while it wrote the slot, for longer than this waits. It answers when it goes on.
+    return Status.BUSY if asked or previous else ASK_OWNER, 0, None
 
 
 def _populate(reader: ArenaReader) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from simm.arena.reader import Unsettled
 from simm.cluster import lookup
 from simm.cluster.lookup import ASK_OWNER, HOPS, Unresolved
 from simm.errors import TransportError
@@ -21,6 +22,7 @@ from simm.ipc.counts import new_words
 from simm.ipc.patience import Patience
 from simm.sdk.batch import MISS
 from simm.sdk.reads import Gets
+from simm.server import worker_session
 from simm.server.stream import Stream
 from simm.sim.client import Ask, Found
 from simm.sim.client import Client as SimulatedClient
@@ -290,6 +292,31 @@ def by_the_stream(case: tuple[Any, ...]) -> tuple[int, int, bool]:
 def test_the_stream_answers_by_the_same_rules(name: str) -> None:
     case, outcome = STREAM_CASES[name]
     assert by_the_stream(case) == outcome
+
+
+@pytest.mark.parametrize(("answer", "status"), [(Status.OK, Status.OK), (Status.NOT_FOUND, Status.NOT_FOUND)])
+def test_the_stream_asks_a_worker_that_was_interrupted_in_a_slot(
+    answer: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers when it goes on. On a busy machine that is milliseconds later, and the key was a miss."""
+    asked: list[bytes] = []
+
+    def find(_digest: bytes) -> Any:
+        if not asked:
+            raise Unsettled
+        return SimpleNamespace(slot=0, length=1)
+
+    def resolve_misses(digests: list[bytes]) -> list[tuple[int, int]]:
+        asked.extend(digests)
+        return [(answer, 0)] * len(digests)
+
+    monkeypatch.setattr(worker_session.time, "sleep", lambda _s: None)
+    reader: Any = SimpleNamespace(
+        locate=find, shard_word=lambda _digest: SINCE, touch=lambda _slot: None, visited=bytearray(1)
+    )
+    stream: Any = SimpleNamespace(keeper=SimpleNamespace(resolve_misses=resolve_misses))
+    ((found, _, location),) = Stream._lookup(stream, reader, [DIGEST], False)
+    assert (found, asked) == (status, [DIGEST]) and (location is not None) == (status == Status.OK)
 
 
 # -- positive control: break each rule, and every driver that runs it fails ----------------------------------
