@@ -43,8 +43,8 @@ log = logging.getLogger("simm.client")
 
 #: Idle connections that a path keeps. It makes no further one for a large batch while so many are open.
 POOL_MAX: Final = 8
-#: How often a value is requested that changes while it is sent. On a busy machine one that others overwrite may do so in
-#: several transfers running. After so many, and at the deadline, it is a miss.
+#: How often a value is requested that changes while it is sent. On a busy machine one that others overwrite may do so
+#: in several transfers running. After so many, and at the deadline, it is a miss.
 ATTEMPTS: Final = 8
 #: Bytes that one FETCH or STORE carries at most, so that a deadline means the same at every batch size.
 EXCHANGE_BYTES: Final = 64 << 20
