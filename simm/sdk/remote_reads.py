@@ -308,7 +308,7 @@ class RemoteReads:
 def _has_devices(positions: Sequence[int], batch: Batch) -> bool:
     """Return whether a batch reads ranges, some of them into a device's memory. If one sink is ranges, all are."""
     sinks = batch.sinks
-    if sinks is None or type(sinks[positions[0]]) is not Ranges:
+    if sinks is None or not isinstance(sinks[positions[0]], Ranges):
         return False
     return any(has_device(part[3] for part in sinks[position].parts) for position in positions)  # type: ignore[union-attr]
 

@@ -203,7 +203,7 @@ class Large:
 
     def _read_ordinary(self, digest: bytes, sink: Sink) -> Answer:
         """Read a value that has no parts. No server is asked for ranges that no such value has."""
-        if type(sink) is not Ranges or not is_wide(sink):
+        if not isinstance(sink, Ranges) or not is_wide(sink):
             return self._read_plain([digest], [sink])[0]  # type: ignore[no-any-return]
         end = Ranges([(VALUE_BYTES_MAX - 1, 1, 0, memoryview(bytearray(1)))], VALUE_BYTES_MAX, 1)
         got = self._read_plain([digest], [end])[0]

@@ -196,6 +196,7 @@ def _checked_columns(offsets: NDArray[Any], lengths: Any) -> _Columns:
         lengths = np.full(count, size)
     elif lengths.shape != offsets.shape or lengths.dtype.kind not in "iu":
         raise UsageError(f"lengths are an int, or an array of {count} integers as the offsets are")
+    lengths = np.asarray(lengths)  # a masked array leaves items out of its sums
     wrong = (offsets < 0) | (offsets > LARGE_BYTES_MAX) | (lengths < 1) | (lengths > LARGE_BYTES_MAX)
     starts, sizes = offsets.astype(np.int64), lengths.astype(np.int64)
     ends = starts + sizes

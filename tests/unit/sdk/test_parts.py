@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import array
 import random
+import re
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import simm
 from simm.constants import LARGE_BYTES_MAX, RANGES_MAX, VALUE_BYTES_MAX
 from simm.errors import UsageError
 from simm.host.buffers import RELEASE_BYTES, Copier, Span, address_of
@@ -206,6 +209,22 @@ def test_arrays_that_only_a_value_in_parts_has() -> None:
             ranges_of((offsets, length, out))
         assert [part[:2] for part in caught.value.memory.parts] == [(at, length) for at in offsets.tolist()]
         assert prepared((offsets, length, out)).total == 2 * length
+
+
+def test_issue_a_masked_array_of_lengths_reaches_no_byte_behind_the_buffer() -> None:
+    """Its sum leaves items out, so more bytes were copied than there was room for."""
+    lengths = np.ma.array([4096] * 3, mask=[0, 1, 1])  # type: ignore[no-untyped-call]
+    with pytest.raises(UsageError):
+        ranges_of((np.array([0, 4096, 8192]), lengths, bytearray(4096)))
+    assert ranges_of((np.array([0, 4096, 8192]), lengths, bytearray(3 * 4096))).total == 3 * 4096
+
+
+def test_issue_all_kinds_of_ranges_count_as_ranges() -> None:
+    """Who asked for the exact type took rows for plain memory: wide ones went to servers, a GPU's to sockets."""
+    exact = re.compile(r"type\([^)]*\)+ is (not )?Ranges\b")
+    package = Path(simm.__file__).parent
+    assert [str(path) for path in package.rglob("*.py") if exact.search(path.read_text())] == []
+    assert exact.search("if type(sinks[at]) is not Ranges:") and not exact.search("isinstance(sink, Ranges)")
 
 
 def test_an_array_of_offsets_may_change_after_it_was_checked() -> None:
