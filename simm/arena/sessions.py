@@ -268,7 +268,7 @@ class SessionTable:
     def prepare_wanted(self) -> None:
         """Prepare what :meth:`want` has asked for since the last call, as far as there is room. Nothing is pending.
 
-        What a session wants of a size comes together: entries that are evicted together cost less.
+        What a session wants of a size comes together, up to BATCH_KEYS_MAX: evicted together, entries cost less.
         """
         together: dict[tuple[Session, int], int] = {}
         for session, size, count in self.wanted:
@@ -276,10 +276,12 @@ class SessionTable:
         self.wanted.clear()
         short_of: dict[int, int] = {}
         for (session, size), count in together.items():
-            if not session.closed and size < short_of.get(session.session, _MORE_THAN_ANY):
-                got = self.allocate(session, size, count)
+            while count > 0 and not session.closed and size < short_of.get(session.session, _MORE_THAN_ANY):
+                some = min(count, BATCH_KEYS_MAX)
+                got = self.allocate(session, size, some)
                 session.prepared += got
-                if len(got) < count:
+                count -= some
+                if len(got) < some:
                     short_of[session.session] = _power_below(size)
 
     def want(self, session: Session, size: int, count: int) -> None:

@@ -284,7 +284,8 @@ class EventRing:
             return _NO_SLOTS
         parts = [slice(start, end)] if start < end else [slice(start, None), slice(0, end)]
         found = [self._arguments[part][self._operations[part] == REMOVED] for part in parts]
-        return (found[0] if len(found) == 1 else np.concatenate(found)).astype(np.int64)
+        slots = (found[0] if len(found) == 1 else np.concatenate(found)).astype(np.int64)
+        return slots[slots < len(self._flags)]  # all of them, unless something has stored in the ring astray
 
     def stats(self) -> dict[str, int]:
         """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""

@@ -303,6 +303,10 @@ def test_what_a_session_wants_of_a_size_is_made_together(store: Store, monkeypat
     store.apply_pending()
     assert len(asked) == 3
     check(store)
+    for _ in range(3):  # as many as one message may evict at once, and no more
+        store.sessions.want(first, 64, 2000)
+    store.apply_pending()
+    assert [count for _, _, count in asked[3:]] == [4096], "the store has no room for these"
 
 
 def test_check_sees_a_prepared_grant_that_differs(store: Store) -> None:

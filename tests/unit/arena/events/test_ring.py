@@ -117,6 +117,17 @@ def test_a_slot_that_went_and_came_again_is_told_again() -> None:
     assert ring.head == head, "nothing has changed"
 
 
+def test_issue_a_slot_that_somebody_else_has_stored_in_the_ring_ends_no_worker() -> None:
+    memory = new_ring()
+    ring, reader = EventRing(memory), RingReader(memory)
+    ring.begin(bits({3, 4}, 64), nothing)
+    ring.removed_one(3)
+    memory[HEADER_BYTES : HEADER_BYTES + 4] = b"\xff" * 4
+    tell(ring, {4, 5}, 64)
+    told = reader.read(1).records
+    assert (STORED, 5) in zip(told["operation"].tolist(), told["argument"].tolist())
+
+
 def test_more_removals_than_the_ring_has_room_for() -> None:
     """What went cannot be found in it: readers look at the table."""
     memory = new_ring()
