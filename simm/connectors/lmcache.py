@@ -112,7 +112,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
             engine_schemes, config, metadata, TORCH_DTYPE_TO_STR_DTYPE, {"head": self._head} if self._head else {}
         )
         #: The first rank registers the keys of all.
-        self._tells = metadata.worker_id == metadata.first_rank
+        self._tells = getattr(metadata, "worker_id", 0) == getattr(metadata, "first_rank", 0)
         allocator = getattr(local_cpu_backend, "memory_allocator", None)
         try:
             self._arena = Arena(self._client, getattr(allocator, "buffer", None))

@@ -188,6 +188,7 @@ class MooncakeDistributedStore:
     def close(self) -> int:
         """Close the connection; return 0. Twice is harmless."""
         client, self._client, self._keys = self._client, None, None
+        self._user = None  # what it has of its caller
         with self._lock:
             spans, self._registered = list(self._registered.values()), {}
             held, self._sessions = list(self._sessions.values()), {}

@@ -48,6 +48,8 @@ EXPECT_S: Final = 2.0
 LEASE_S_MAX: Final = 86_400.0
 NAMES_MAX: Final = 4096
 _NONE_S: Final = 1.0
+#: After so long no further registered scheme is asked for one question: they are as many as clients like.
+QUESTION_S: Final = 1.0
 #: Key schemes that cannot answer, of which the log says so.
 _USELESS_MAX: Final = 64
 assert TIERS[:3] == ("gpu", "cpu", "disk")
@@ -432,15 +434,18 @@ def asking(
     def best_of(schemes: Sequence[Scheme], tokens: Any, request: registry.Request) -> dict[str, Any] | None:
         best: dict[str, Any] | None = None
         generations: dict[str, str] = {}
-        left = KEYS_MAX
+        left, until = KEYS_MAX, time.monotonic() + QUESTION_S
         for scheme in schemes:
             if scheme.namespace not in ("", client.namespace):
                 continue
+            if time.monotonic() > until:
+                break  # anybody may register a scheme, and all who ask wait for this one
+            most = left
+            left -= min(left, scheme.keys_max * (len(tokens) // scheme.page))
             try:
                 found = stored(
-                    client, scheme, tokens, request, generations=generations, libraries=libraries or {}, keys_max=left
+                    client, scheme, tokens, request, generations=generations, libraries=libraries or {}, keys_max=most
                 )
-                left -= min(left, scheme.keys_max * (len(tokens) // scheme.page))
             except Exception as exc:  # by what others have written: the next one may know
                 told = f"{scheme.scheme} of {scheme.model}: {exc}"[:400]
                 if told not in useless and len(useless) < _USELESS_MAX:
@@ -454,7 +459,8 @@ def asking(
 
     def shared(body: Body) -> dict[str, Any] | None:
         model, lora = _text(body, "model", "model_name", "modelname"), _text(body, "lora_name")
-        request = registry.Request(cache_salt=_text(body, "cache_salt") or None, lora=(lora, None) if lora else None)
+        salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
+        request = registry.Request(cache_salt=salt or None, lora=(lora, None) if lora else None)
         mine = [each for each in given if each.model == model]
         best: dict[str, Any] | None = None
         try:

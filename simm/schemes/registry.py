@@ -146,7 +146,8 @@ class Scheme:
         if self.scheme in _GROUPED:
             blocks = sum(self.page // each.tokens for each in _groups(self))
             identities = str(self.options.get("identities", "")).count(",") + 1
-            return blocks * (self.ranks * self.stages if self.scheme == "vllm-mooncake" else identities)
+            keys = blocks * (self.ranks * self.stages if self.scheme == "vllm-mooncake" else identities)
+            return max(keys, self.page // _unit(self, _groups(self)))  # a hash costs what a key does
         parts = 2 * max(1, many.get("split", 0)) * max(1, many.get("layers", 0)) * len(self.pools)
         parts *= max(1, many.get("object_groups", 0))
         return int(parts * self.ranks * self.stages)
@@ -306,6 +307,8 @@ def _groups(scheme: Scheme) -> list[_Group]:
     for each in groups:
         if not 0 < each.tokens <= BLOCK_TOKENS_MAX or scheme.page % each.tokens or not unit or each.tokens % unit:
             raise UsageError(f"blocks of {each.tokens} tokens do not fit pages of {scheme.page} and hashes of {unit}")
+        if each.window == 1:
+            raise UsageError("a window of one token needs no block, so none would ever be looked for")
     return groups
 
 

@@ -16,31 +16,40 @@ from typing import Any, Final
 _DEPTH_MAX: Final = 48
 
 
-def _frames() -> Iterator[Mapping[str, Any]]:
-    """Yield the local variables of the calls that this one is part of, the innermost first."""
+def _frames(names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the local variables of those calls around this one that have all of these, the innermost first.
+
+    Until Python 3.12 whoever looks at a call's variables keeps what they are now as long as the call: no other call's
+    are looked at.
+    """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEPTH_MAX):
         if frame is None:
             return
-        yield frame.f_locals
+        code = frame.f_code
+        if {*code.co_varnames, *code.co_cellvars, *code.co_freevars}.issuperset(names):
+            yield frame.f_locals
         frame = frame.f_back
 
 
 def caller(module: str, kind: str) -> Callable[[], Any] | None:
     """Return a reference to the innermost caller of a class: its name, in a module whose name begins so."""
-    for names in _frames():
-        own = names.get("self")
-        if type(own).__name__ == kind and type(own).__module__.startswith(module):
-            try:
+    try:
+        for names in _frames(("self",)):
+            own = names.get("self")
+            if type(own).__name__ == kind and type(own).__module__.startswith(module):
                 return weakref.ref(own)
-            except TypeError:
-                return None
+    except Exception:  # whatever else is on the stack of a program
+        return None
     return None
 
 
 def local_values(names: Sequence[str]) -> list[Any] | None:
     """Return the local variables of the innermost call that has all of these names."""
-    for found in _frames():
-        if all(each in found for each in names):
-            return [found[each] for each in names]
+    try:
+        for found in _frames(names):
+            if all(each in found for each in names):
+                return [found[each] for each in names]
+    except Exception:
+        return None
     return None

@@ -37,8 +37,7 @@ def user() -> Maker | None:
     connector, made_with = caller(*_LMCACHE), local_values(("local_cpu_backend", "lmcache_config"))
     if connector is not None and made_with is not None:
         cpu = made_with[0]
-        config, metadata = cpu.config, cpu.metadata
-        return lambda scope: _lmcache(config, metadata, scope)
+        return lambda scope: _lmcache(cpu.config, cpu.metadata, scope)
     return None
 
 

@@ -107,7 +107,9 @@ class Registrar:
         except NotYet:
             return NOT_YET_S
         except Exception as exc:  # the same whenever it is tried
-            self._due = float("inf")
+            with self._lock:
+                if self._wanted == (epoch, make):  # and not of what is wanted by now
+                    self._due = float("inf")
             self._failed(str(exc))
             return 0.0
         try:

@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -136,6 +137,22 @@ def test_a_scheme_that_cannot_be_told_is_asked_for_once(told: Registrar, caplog:
     assert told.settled(WAIT_S) and len(calls) == 6, "asked until it is known, without another call"
 
 
+def test_issue_what_was_wanted_before_ends_not_what_is_wanted_now(told: Registrar) -> None:
+    """A scheme that cannot be told, after a newer one was wanted: that is registered again after its time."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> list[Scheme]:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        raise UsageError("nobody knows")
+
+    told.tell("old", slow)
+    assert begun.wait(WAIT_S)
+    told.tell("new", lambda: [SCHEME])
+    go_on.set()
+    assert told.settled(WAIT_S) and told._due < float("inf")
+
+
 def test_after_the_end_nothing_is_registered(client: FakeClient, told: Registrar) -> None:
     told.close()
     told.tell("a", lambda: [SCHEME])
@@ -190,6 +207,22 @@ def test_a_caller_is_known_by_its_class() -> None:
     gc.collect()
     with pytest.raises(NotYet):
         kept(SCOPE)  # nothing keeps the engine's object
+
+
+def test_issue_looking_at_callers_keeps_nothing_of_theirs() -> None:
+    """A frame whose variables were looked at keeps what they were then: a model that its function has dropped since."""
+
+    class Model:
+        pass
+
+    def engine() -> bool:
+        model = Model()
+        known = weakref.ref(model)
+        assert caller("sglang.srt", "MooncakeStore") is None and local_values(("alpha", "gamma")) is None
+        del model
+        return known() is None
+
+    assert engine()
 
 
 def test_sglangs_backend_for_mooncake() -> None:

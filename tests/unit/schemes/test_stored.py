@@ -126,6 +126,18 @@ def test_values_that_go_while_it_is_asked_are_not_claimed() -> None:
     assert asked(client, scheme).tokens == 0
 
 
+def test_issue_a_window_of_one_token_is_refused() -> None:
+    """It needs no block, so an empty store had all of every prompt."""
+    with pytest.raises(UsageError, match="window"):
+        asked(FakeClient(), Scheme("m", "vllm-tier", 16, options={"groups": "0:16:1"}))
+
+
+def test_issue_hashes_count_as_keys() -> None:
+    """A registration of some bytes made a hash for each token of a question, and was taken for one key a page."""
+    assert Scheme("m", "vllm-tier", 4096, options={"hash_tokens": 1}).keys_max == 4096
+    assert Scheme("m", "vllm-tier", 16).keys_max == 1
+
+
 def test_a_registration_that_contradicts_itself() -> None:
     with pytest.raises(UsageError):
         asked(FakeClient(), Scheme("m", "vllm-tier", 16, options={"algorithm": "md5"}))
