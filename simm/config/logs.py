@@ -22,6 +22,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class LineFormatter(logging.Formatter):
         """Return the line, and below it the lines of a traceback."""
         where = f"{self.server} {self.process}[{record.process}] {record.name}"
         head = f"{timestamp(record.created)} {record.levelname} {where}: {record.getMessage()}"
-        ids = [f"{name} {each}" for name, each in ids_of(record).items() if each not in head]
+        ids = [f"{name} {each}" for name, each in ids_of(record).items() if not _has_word(head, each)]
         head += f" ({', '.join(ids)})" if ids else ""
         lines = [printable(head, LINE_CHARACTERS_MAX)]
         if trace := self.trace(record):
@@ -82,7 +83,11 @@ class JsonFormatter(LineFormatter):
 
 def ids_of(record: logging.LogRecord) -> dict[str, str]:
     """Return what a line is about, as far as it was logged with that (``net/admission.py``)."""
-    return {name: record.__dict__[name] for name in ("session", "trace_id") if name in record.__dict__}
+    return {name: str(record.__dict__[name]) for name in ("session", "trace_id") if name in record.__dict__}
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
 
 
 FORMATTERS: Final = {"text": LineFormatter, "json": JsonFormatter}

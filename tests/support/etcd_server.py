@@ -14,6 +14,7 @@ from pathlib import Path
 from simm.control.etcd import Etcd, EtcdError, put
 from tests.support.child import Child
 from tests.support.ports import reserve_port
+from tests.support.waiting import wait_until
 
 READY_S = 120.0
 PROGRAM = shutil.which("etcd")
@@ -23,6 +24,12 @@ MISSING = "no etcd in PATH (Debian's package etcd-server has it)"
 def put_key(etcd: Etcd, key: bytes, value: bytes, lease: int = 0) -> int:
     """Write a key without a condition; return the revision."""
     return etcd.txn((), [put(key, value, lease)]).revision
+
+
+def all_stopped(pid: int) -> bool:
+    """Return whether each thread of a process is stopped by a signal."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 class EtcdServer:
@@ -105,4 +112,7 @@ class EtcdServer:
     def pause(self, paused: bool) -> None:
         """SIGSTOP and SIGCONT: it accepts connections and answers nothing."""
         assert self.child is not None
+        pid = self.child.pid
         self.child.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+        if paused:  # its threads stop one by one: until then it may answer
+            wait_until(lambda: all_stopped(pid), "all of its threads are stopped")

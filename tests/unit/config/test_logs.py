@@ -102,6 +102,17 @@ def test_a_line_names_the_session_and_the_trace_that_it_is_about() -> None:
     assert not line_about()
 
 
+def test_issue_other_codes_session_is_no_text() -> None:
+    """Another library logs with a field of that name. And a number is not part of a longer one."""
+    for formatter in (LineFormatter("s", "p"), JsonFormatter("s", "p")):
+        made = record("closing session %#x", 0x12)
+        made.__dict__["session"] = 7
+        assert "7" in formatter.format(made)
+    made = record("closing session %#x", 0x12)
+    made.__dict__.update(line_about(0x1))
+    assert LineFormatter("s", "p").format(made).endswith("(session 0x1)")
+
+
 @pytest.mark.parametrize("formatter", [LineFormatter, JsonFormatter])
 def test_a_line_has_a_bound(formatter: type[LineFormatter]) -> None:
     assert len(formatter("s", "p").format(record("x" * 100_000))) < LINE_CHARACTERS_MAX + 300
