@@ -6,6 +6,7 @@ or not, now or later: it is still read, and the client has another one from then
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from ..arena.hashing import Hasher
@@ -106,26 +107,45 @@ class GroupLoad:
         client.run(put_group(client, self._hasher, group.names, versions), ended)
 
 
+class OwnKeys:
+    """The keys of a load: each client has some of its own, which only it writes."""
+
+    def __init__(self, add_key: Callable[[bytes], Key], hasher: Hasher, seed: int) -> None:
+        self._add_key = add_key
+        self._hasher = hasher
+        self._seed = seed
+        self._mine: dict[int, list[Key]] = {}
+        #: Of all clients, also those that their clients have given up.
+        self.all: list[Key] = []
+
+    def of(self, client: Client) -> list[Key]:
+        """Return a client's keys, as many as it is to have."""
+        mine = self._mine.setdefault(client.number, [])
+        while len(mine) < EACH:
+            key = self._add_key(self._hasher(f"{self._seed}/{len(self.all)}"))
+            mine.append(key)
+            self.all.append(key)
+        return mine
+
+    def give_up(self, client: Client, key: Key) -> None:
+        """Let the client have another one in its place."""
+        self._mine[client.number].remove(key)
+
+
 class LargeLoad:
     """Puts, reads and deletes values in parts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._mine: dict[int, list[Key]] = {}
-        self._all: list[Key] = []
-        self._hasher = Hasher("simulated, in parts")
+        self._keys = OwnKeys(world.add_key, Hasher("simulated, in parts"), world.options.seed)
 
     def work(self, client: Client) -> None:
         """Start an operation."""
         rng = self._world.net.random
-        mine = self._mine.setdefault(client.number, [])
-        while len(mine) < EACH:
-            key = self._world.add_key(self._hasher(f"{self._world.options.seed}/{len(self._all)}"))
-            mine.append(key)
-            self._all.append(key)
+        mine = self._keys.of(client)
         what = rng.random()
         if what < 0.5:
-            self._get(client, rng.choice(self._all))
+            self._get(client, rng.choice(self._keys.all))
         else:
             self._write(client, rng.choice(mine), delete=what > 0.9)
 
@@ -154,7 +174,7 @@ class LargeLoad:
             if status == Status.OK:
                 key.done = version
             else:
-                self._mine[client.number].remove(key)
+                self._keys.give_up(client, key)
 
         steps = delete_large(client, key.digest) if delete else put_large(client, key.digest, version, random)
         client.run(steps, ended)

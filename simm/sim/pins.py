@@ -12,13 +12,12 @@ from typing import Any, Final, Protocol
 from ..arena.hashing import Hasher, shard_of
 from ..wire.messages import Status, WorkerInfo
 from .client import Client, Found, Pause, Place, Steps, piece
+from .load import OwnKeys
 from .net import Net
 from .oracle import Key, Oracle
 from .worker import Options
 from .worker import World as AnyWorld
 
-#: Keys of each client, and how long it holds a session, and is between two ranges of one read, at most.
-EACH: Final = 3
 SESSION_S: Final = 4.0
 BETWEEN_S: Final = 0.3
 #: Reads of one session at most, and how often ranges of a value that changes are read again.
@@ -162,23 +161,17 @@ class PinLoad:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._mine: dict[int, list[Key]] = {}
-        self._all: list[Key] = []
-        self._hasher = Hasher("simulated, pinned")
+        self._keys = OwnKeys(world.add_key, Hasher("simulated, pinned"), world.options.seed)
 
     def work(self, client: Client) -> None:
         """Start an operation."""
         rng = self._world.net.random
-        mine = self._mine.setdefault(client.number, [])
-        while len(mine) < EACH:
-            key = self._world.add_key(self._hasher(f"{self._world.options.seed}/{len(self._all)}"))
-            mine.append(key)
-            self._all.append(key)
+        mine = self._keys.of(client)
         what = rng.random()
         if what < 0.25:
-            client.run(self._session(client, rng.choice(self._all)), lambda *_: None, DEADLINE_S)
+            client.run(self._session(client, rng.choice(self._keys.all)), lambda *_: None, DEADLINE_S)
         elif what < 0.5:
-            self._ranges(client, rng.choice(self._all))
+            self._ranges(client, rng.choice(self._keys.all))
         else:
             self._world.mutate(client, rng.choice(mine), delete=what > 0.92)
 
