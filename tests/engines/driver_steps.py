@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 #: Bounds what never ends, seconds.
@@ -28,3 +29,14 @@ def carry_out(run: Any, steps: Sequence[Any], commands: Collection[str]) -> tupl
         results.append(getattr(run, name)(*arguments))
         took.append(time.monotonic() - began)
     return results, took
+
+
+def results_of(steps: Sequence[Any], result: Callable[[Any], Any]) -> list[Any]:
+    """Return the result of each step, or its exception as a text: one that fails leaves the others alone."""
+    results = []
+    for step in steps:
+        try:
+            results.append(result(step))
+        except Exception:
+            results.append({"error": traceback.format_exc()})
+    return results

