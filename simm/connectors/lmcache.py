@@ -111,8 +111,6 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         self._schemes = functools.partial(
             engine_schemes, config, metadata, TORCH_DTYPE_TO_STR_DTYPE, {"head": self._head} if self._head else {}
         )
-        #: The first rank registers the keys of all.
-        self._tells = getattr(metadata, "worker_id", 0) == getattr(metadata, "first_rank", 0)
         allocator = getattr(local_cpu_backend, "memory_allocator", None)
         try:
             self._arena = Arena(self._client, getattr(allocator, "buffer", None))
@@ -322,8 +320,7 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
                 good.append(at)
         if not good:
             return
-        if self._tells:
-            self._registrar.tell("", self._schemes)
+        self._registrar.tell("", self._schemes)
         sources = [self._arena.source(objs[at]) for at in good]
         statuses = self._client.put_digests(self._digests([keys[at] for at in good]), sources, True)
         failed = [status for status in statuses if status != Status.OK]

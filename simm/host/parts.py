@@ -156,10 +156,7 @@ class TableRanges(Ranges):
 #: Types of a value's memory that the CPU addresses; None stands for new bytes. All else is a :class:`DeviceBuffer`.
 #: Looking a type up here costs no more than comparing it with one class, so host memory pays nothing for GPUs. Some
 #: parts of the last three may be a device's: code that copies these looks at each.
-HOST_TYPES: Final[frozenset[type]] = frozenset(
-    (memoryview, Span, type(None), Ranges, TableRanges, Pieces)
-)
-
+HOST_TYPES: Final[frozenset[type]] = frozenset((memoryview, Span, type(None), Ranges, TableRanges, Pieces))
 
 
 def on_device(memory: object) -> TypeGuard[DeviceBuffer]:

@@ -144,10 +144,11 @@ class Scheme:
         if self.scheme == "sglang-unified":
             return int(many.get("model_layers", 0) * max(1, many.get("heads", 0)))
         if self.scheme in _GROUPED:
-            blocks = sum(self.page // each.tokens for each in _groups(self))
+            groups = _groups(self)
+            blocks = sum(self.page // each.tokens for each in groups)
             identities = str(self.options.get("identities", "")).count(",") + 1
             keys = blocks * (self.ranks * self.stages if self.scheme == "vllm-mooncake" else identities)
-            return max(keys, self.page // _unit(self, _groups(self)))  # a hash costs what a key does
+            return max(keys, self.page // _unit(self, groups))  # a hash costs what a key does
         parts = 2 * max(1, many.get("split", 0)) * max(1, many.get("layers", 0)) * len(self.pools)
         parts *= max(1, many.get("object_groups", 0))
         return int(parts * self.ranks * self.stages)

@@ -18,12 +18,14 @@ _BEGIN: Final = "it is not known how LMCache's hashes begin"
 
 
 def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: Mapping[str, str]) -> list[Scheme]:
-    """Return how LMCache makes its keys in an engine's process, by each name of the model.
+    """Return how LMCache makes its keys in an engine's process, by each name of the model. The first rank tells of all.
 
     ``dtypes``: what data types are called in keys. ``more``: options of the registration.
 
     Raises UsageError where nobody else can make them.
     """
+    if getattr(metadata, "worker_id", 0) != getattr(metadata, "first_rank", 0):
+        return []
     workers, extra = int(metadata.world_size), dict(config.extra_config or {})
     mla = bool(metadata.use_mla)
     options: dict[str, Any] = {

@@ -60,9 +60,7 @@ def _sglang(backend: Any, scope: dict[str, Any]) -> list[Scheme]:
         options["split"] = int(backend.split_factor)
     name = config.model_name or "default"
     page = max(1, int(getattr(host, "page_size", 1) or 1))
-    return under_names(
-        Scheme(str(name), "sglang-mooncake", page, int(config.tp_size), int(config.pp_size), options=options), [name]
-    )
+    return [Scheme(str(name), "sglang-mooncake", page, int(config.tp_size), int(config.pp_size), options=options)]
 
 
 def _vllm(worker: Any, config: Any, scope: dict[str, Any]) -> list[Scheme]:
@@ -91,10 +89,6 @@ def _vllm(worker: Any, config: Any, scope: dict[str, Any]) -> list[Scheme]:
 
 
 def _lmcache(config: Any, metadata: Any, scope: dict[str, Any]) -> list[Scheme]:
-    """Return the keys of LMCache's connector. The first rank tells them of all."""
-    if metadata.worker_id != metadata.first_rank:
-        return []
+    """Return the keys of LMCache's connector."""
     dtypes = getattr(sys.modules.get("lmcache.utils"), "TORCH_DTYPE_TO_STR_DTYPE", {})
     return of_lmcache.engine_schemes(config, metadata, dtypes, scope)
-
-
