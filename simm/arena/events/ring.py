@@ -114,7 +114,7 @@ STORED, REMOVED, SHARD, NAMESPACE, CLOSED, ANEW = range(1, 7)
 #: Positions of the header's words. MAGIC is stored last.
 _MAGIC, _VERSION, _CAPACITY, _HEAD, _RESERVED = range(5)
 #: Records that are reserved at a time, at least.
-RESERVE: Final = 1024
+RESERVE: Final = 4096
 #: A worker tells what it is about to remove, so many entries at most, before it removes any of them. So whoever looks
 #: at the table applies this many records from before its look too.
 LOOKBACK: Final = 1 << 14
@@ -129,6 +129,9 @@ _NO_SLOTS: Final = np.zeros(0, np.int64)
 #: Bits of a byte of the table's slots in use, and slots of eight such bytes.
 _WAYS: Final = 8
 _WAY_BITS: Final = 3
+_BIT_OF_WAY: Final = np.left_shift(1, np.arange(_WAYS)).astype(np.uint8)
+#: Where one word of this many has a bit, or more, all bits are unpacked at once.
+_SPARSE: Final = 4
 
 Bits = NDArray[np.uint8]
 
@@ -161,7 +164,8 @@ class EventRing:
         records = np.frombuffer(buf, RECORD_FIELDS, capacity, HEADER_BYTES)
         self._arguments, self._operations, self._tails = (records[each] for each in ("argument", "operation", "tail"))
         self._halves = buf[HEADER_BYTES : HEADER_BYTES + capacity * RECORD_BYTES].cast("I")
-        self._counts = np.arange(1, LOOKBACK + 1, dtype=np.uint32)
+        #: The second halves of removals 0, 1, 2 ...
+        self._stamps = np.arange(1, LOOKBACK + 1, dtype=np.uint32) << _SHIFT | REMOVED
         self.head: int = words[_HEAD]
         #: Records before this one have their numbers, and are removals.
         self._ready: int = self.head
@@ -171,7 +175,6 @@ class EventRing:
         self.overwritten = array("L")
         #: The slots that were told, as the table's bits; the end of the ring and the entries of the table then.
         self._told: Bits = np.zeros(0, np.uint8)
-        self._flags = np.zeros(0, np.bool_)
         self._told_at = self.head
         self._entries = -1
         #: Tells what has come since the last heartbeat. The table's.
@@ -184,8 +187,6 @@ class EventRing:
     def begin(self, used: bytearray, flush: Callable[[], None]) -> None:
         """Begin to compare with these bits of the table: readers look at it first. ``flush`` calls :meth:`tell`."""
         self._told = np.frombuffer(used, np.uint8).copy()
-        if len(self._flags) != len(used) * _WAYS:
-            self._flags = np.zeros(len(used) * _WAYS, np.bool_)  # a page of it is used once a slot there has gone
         self._told_at, self._entries, self.flush = self.head, -1, flush
         del self.overwritten[:]
 
@@ -213,17 +214,18 @@ class EventRing:
 
     def removed(self, slots: NDArray[np.int64]) -> None:
         """Tell that the entries in these slots go, no more than ``LOOKBACK``. O(those), by numpy."""
-        head, count = self.head, len(slots)
-        if head + count > self._ready:
-            self._reserve(count)
+        head = self.head
+        after = head + len(slots)
+        if after > self._ready:
+            self._reserve(len(slots))
         at = head & self._mask
-        end = at + count
+        end = at + after - head
         if end <= self._capacity:
             self._arguments[at:end] = slots
         else:
             first = self._capacity - at
-            self._arguments[at:], self._arguments[: count - first] = slots[:first], slots[first:]
-        self.head = self._words[_HEAD] = head + count
+            self._arguments[at:], self._arguments[: end - self._capacity] = slots[:first], slots[first:]
+        self.head = self._words[_HEAD] = after
 
     def _reserve(self, count: int) -> None:
         """Make the next ``count`` records ready, ``LOOKBACK`` at most, and ``RESERVE`` at least."""
@@ -232,7 +234,8 @@ class EventRing:
         while start < end:
             at = start & self._mask
             some = min(end - start, self._capacity - at)
-            self._tails[at : at + some] = (self._counts[:some] + np.uint32(start % NUMBERS)) << _SHIFT | REMOVED
+            # Modulo 2 ** 32: the numbers have the upper 24 bits.
+            np.add(self._stamps[:some], np.uint32(start % NUMBERS << _SHIFT), out=self._tails[at : at + some])
             start += some
         self._ready = end
 
@@ -250,8 +253,9 @@ class EventRing:
             self.anew()  # removals that nobody has any more
             told[:] = now
         else:
-            self._forget(self._gone())
-        np.bitwise_xor(now, told, out=told)  # what was told and is no more has been forgotten
+            self._forget(self._gone(), now)
+        np.invert(told, out=told)
+        told &= now
         come = _slots_of(told)
         told[:] = now
         if self.overwritten:
@@ -269,13 +273,17 @@ class EventRing:
             come = come[count:]
         self._told_at, self._entries = self.head, entries
 
-    def _forget(self, slots: NDArray[np.int64]) -> None:
-        """Clear the bits of slots that were told, which may come twice. O(those), by numpy."""
-        flags = self._flags
-        flags[slots] = True
-        sets = slots >> _WAY_BITS
-        self._told[sets] &= ~np.packbits(flags.reshape(-1, _WAYS).take(sets, axis=0), bitorder="little")
-        flags[slots] = False
+    def _forget(self, gone: NDArray[np.int64], now: Bits) -> None:
+        """Clear the bits of the slots that were told, have gone since and are in use once more.
+
+        The others need none: they are not in ``now``. A slot may come twice. O(those + slots / 8), by numpy.
+        """
+        bits = _BIT_OF_WAY.take(gone & (_WAYS - 1))
+        both = (now & self._told).take(gone >> _WAY_BITS)
+        both &= bits
+        again = both.nonzero()[0]
+        if len(again):
+            np.bitwise_and.at(self._told, (gone >> _WAY_BITS).take(again), ~bits.take(again))
 
     def _gone(self) -> NDArray[np.int64]:
         """Return the slots that were told as going since the last heartbeat."""
@@ -283,9 +291,14 @@ class EventRing:
         if self._told_at == self.head:
             return _NO_SLOTS
         parts = [slice(start, end)] if start < end else [slice(start, None), slice(0, end)]
-        found = [self._arguments[part][self._operations[part] == REMOVED] for part in parts]
-        slots = (found[0] if len(found) == 1 else np.concatenate(found)).astype(np.int64)
-        return slots[slots < len(self._flags)]  # all of them, unless something has stored in the ring astray
+        found = []
+        for part in parts:
+            slots, removals = self._arguments[part].astype(np.int64), self._operations[part] == REMOVED
+            found.append(slots if removals.all() else slots[removals])
+        slots = found[0] if len(found) == 1 else np.concatenate(found)
+        most = len(self._told) * _WAYS
+        # Beyond it only if something has stored in the ring astray.
+        return slots if slots.max(initial=0) < most else slots[slots < most]
 
     def stats(self) -> dict[str, int]:
         """Return what was written since the server's start; a reader that was away for a whole turn has a gap."""
@@ -308,8 +321,10 @@ def _nothing() -> None:
 def _slots_of(bits: Bits) -> NDArray[np.int64]:
     """Return the slots whose bits are set, in ascending order. O(bits / 64 + those)."""
     # nonzero() of anything but bools looks at one element after the other.
-    if len(bits) % 8 == 0:  # most words are 0
+    if len(bits) % 8 == 0:
         words = (bits.view(np.uint64) != 0).nonzero()[0]
+        if len(words) * _SPARSE > len(bits) // 8:
+            return np.unpackbits(bits, bitorder="little").view(np.bool_).nonzero()[0]
         some = bits.reshape(-1, 8).take(words, axis=0)
         inside = (some != 0).reshape(-1).nonzero()[0]
         some = some.reshape(-1).take(inside)
