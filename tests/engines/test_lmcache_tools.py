@@ -71,4 +71,5 @@ def test_bench_server(lmcache: Engine, cluster: Cluster, tmp_path: Path) -> None
         log = server.child.said()
     found = re.search(r"Checksum OK\W+(\d+)", said)
     assert found is not None and int(found[1]) == REQUESTS, (said[-3000:], log)
-    assert entries(cluster) - before == REQUESTS * TOKENS // lmcache_processes.CHUNK
+    # One more value is the model's key scheme, for the routing index.
+    assert entries(cluster) - before - REQUESTS * TOKENS // lmcache_processes.CHUNK in (0, 1)
