@@ -9,10 +9,10 @@ is full, so each PUT evicts. It is one store, as two differ by where their memor
 the quick turns. It is compared with the wall time of a whole PUT of a client, of the quick
 ones too, in the same run.
 
-*Put*: three clusters with one worker each, one with a ring, and a client of each that puts values of 4 KiB, in turns:
-one by one, and 32 with a call. The arenas are full. Of each turn the median latency, and the processor time of the
-worker: it polls while it is asked, so that has its waiting in it. What two without a ring differ by says what the other
-difference is worth.
+*Put*: three clusters with one worker each, one with a ring, and a client of each that puts values of 4 KiB and of 64
+KiB, in turns: one by one, and 32 with a call. The arenas are full. Of each turn the median latency, and the processor
+time of the worker: it polls while it is asked, so that has its waiting in it. What two without a ring differ by says
+what the other difference is worth.
 
 *Restart*: a data server with so many values. An index begins anew while ``simm events`` runs; then ``simm events``
 begins anew while an index runs. Each time: until the index is complete and has as many blocks as the store has entries.
@@ -127,9 +127,9 @@ def processor_ns(pid: int) -> int:
     return time.clock_gettime_ns(~pid << 3 | 2)
 
 
-def put(rounds: int) -> None:
-    """Print the latency of a PUT, and the worker's processor time, with and without a ring."""
-    value = bytes(VALUE)
+def put(rounds: int, size: int) -> None:
+    """Print the latency of a PUT of this size, and the worker's processor time, with and without a ring."""
+    value = bytes(size)
     with contextlib.ExitStack() as stack:
         sides = []
         for flags in ((), (), ("--events", "4M")):
@@ -159,7 +159,7 @@ def put(rounds: int) -> None:
             for what, turns in found.items():
                 plain, again, ringed = map(np.array, turns)
                 low = float(np.median(plain))
-                print(f"PUT of {VALUE} bytes, {batch} a call, {what} of a value: {low:.2f} us, p50; with a ring "
+                print(f"PUT of {size} bytes, {batch} a call, {what} of a value: {low:.2f} us, p50; with a ring "
                       f"{100 * float(np.median((ringed - plain) / plain)):+.1f} %, without one in another cluster "
                       f"{100 * float(np.median((again - plain) / plain)):+.1f} % (medians of pairs)")  # fmt: skip
 
@@ -276,7 +276,8 @@ def main() -> None:
     if arguments.what in ("all", "cost"):
         cost(arguments.rounds, arguments.burst)
     if arguments.what in ("all", "put"):
-        put(arguments.rounds)
+        for size in (VALUE, 16 * VALUE):
+            put(arguments.rounds, size)
     if arguments.what in ("all", "parts"):
         parts(arguments.blocks)
     if arguments.what in ("all", "restart"):
