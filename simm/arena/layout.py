@@ -148,6 +148,10 @@ SESSION_LINES_MAX: Final = 4096
 HOLD_LINES_MAX: Final = 65_536
 
 
+#: Slots for each chunk that fits, as a fraction. Two-choice hashing into sets of 8 has both sets full for 13 of 1,000
+#: new keys at 5 / 4, as entries come and go, for 1 of 1,000 at 11 / 8 and for 3 of 100,000 at 3 / 2 (values of 4 KiB in
+#: a full arena of 512 MiB). Such a key evicts the coldest of sixteen entries, not of all, and is stored late.
+SLOTS_PER_CHUNK: Final = 11, 8
 #: Fewest slots that a value's size asks for: sets are even only if they are many.
 SLOTS_MIN: Final = 1024
 
@@ -215,17 +219,16 @@ class Geometry(NamedTuple):
 
     @classmethod
     def plan(cls, size: int, slots: int = 0) -> Geometry:
-        """Return the layout of an arena of ``size`` bytes in all. ``slots`` 0 means five per four pages of data.
+        """Return the layout of an arena of ``size`` bytes in all. ``slots`` 0 means those for values of a page.
 
-        Two-choice hashing into sets of 8 fills four fifths of the slots before a set overflows in practice. So with
-        values of 4 KiB the data region fills first, and the table takes 2 % of the memory.
+        So with values of 4 KiB the data region fills first, and the table takes 2.2 % of the memory.
         """
         size = size // SLAB_BYTES * SLAB_BYTES
         if size < 4 * SLAB_BYTES:
             raise UsageError(f"an arena has at least {ARENA_BYTES_MIN >> 20} MiB, not {size} bytes")
         if slots < 0:
             raise UsageError(f"slots must be positive, not {slots}")
-        wanted = slots or size // PAGE_BYTES * 5 // 4
+        wanted = slots or size // PAGE_BYTES * SLOTS_PER_CHUNK[0] // SLOTS_PER_CHUNK[1]
         sets = max(2, _round_up(wanted, WAYS) // WAYS)
         slots_offset = HEADER_BYTES + SHARDS_BYTES
         geometry = cls(
@@ -296,9 +299,10 @@ def laid_out(size: int) -> int:
 def slots_for(size: int, chunk: int) -> int:
     """Return the slots of an arena of ``size`` bytes in all that is to be filled with chunks of ``chunk`` bytes.
 
-    Five for every four chunks that fit beside the table, as in :meth:`Geometry.plan`, which takes chunks of a page.
+    ``SLOTS_PER_CHUNK`` for the chunks that fit beside the table.
     """
-    return max(SLOTS_MIN, size * 5 // (4 * chunk + 5 * (SLOT_BYTES + 1)))
+    slots, chunks = SLOTS_PER_CHUNK
+    return max(SLOTS_MIN, size * slots // (chunks * chunk + slots * (SLOT_BYTES + 1)))
 
 
 def publish(words: memoryview) -> None:

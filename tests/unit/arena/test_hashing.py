@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import re
 import subprocess
@@ -25,8 +26,11 @@ from simm.arena.hashing import (
     shard_of,
     split,
 )
-from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, SHARD_COUNT
+from simm.arena.layout import slots_for
+from simm.arena.store import Store
+from simm.constants import DIGEST_BYTES, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, PAGE_BYTES, SHARD_COUNT
 from simm.errors import UsageError
+from simm.wire.messages import ShardRole
 from tests.support.dose import dosed
 
 
@@ -167,3 +171,28 @@ def test_shards_and_sets_are_independent_and_even() -> None:
         chi = sum((count - total / 64) ** 2 / (total / 64) for count in counts.values())
         assert chi < 130  # 63 degrees of freedom: 1 in 10^6
     assert len(within) == 64  # one shard's keys lie in all sets
+
+
+# -- how full the sets get ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_bytes", [0, 64 << 10])
+def test_few_keys_find_both_sets_full_as_entries_come_and_go(value_bytes: int) -> None:
+    """A full arena of values of the size that its table is made for. 0: the default, which is a page."""
+    size = 64 << 20 if not value_bytes else 512 << 20
+    store = Store.create(mmap.mmap(-1, size), slots=slots_for(size, value_bytes) if value_bytes else 0)
+    store.begin_shards(1, np.full(SHARD_COUNT, 1, np.uint64).tobytes(), bytes([ShardRole.OWNER]) * SHARD_COUNT)
+    session = store.sessions.open(1, 1, "a")
+    rng = random.Random(3)
+    value = value_bytes or PAGE_BYTES
+    most = store.geometry.data_bytes // value
+    puts = 0
+    while puts < 6 * most:
+        grants = store.sessions.grant(session, value, 64)
+        statuses = store.commit(session, [(rng.randbytes(16), grant[0], value, 0, 0, 0) for grant in grants])
+        store.apply_pending()
+        assert not any(statuses)
+        puts += len(grants)
+    assert store.table.entries > 0.9 * most
+    assert store.set_evictions < puts / 300
+    store.release()
