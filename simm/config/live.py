@@ -22,6 +22,12 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 #: Settings whose values are words, which stand in the page by their places here.
 _WORDS_OF: Final[Mapping[str, tuple[str, ...]]] = {"log_level": LEVELS, "policy": POLICY_NAMES}
 _WORDS: Final = 512
+#: What does without a restart what somebody wants who asks for one of these here.
+_BY_COMMAND: Final[Mapping[str, str]] = {
+    "trace": "`simm trace start --ratio 0.01` lets all clients of this host trace, --all those of the cluster",
+    "memory": "`simm ctl grow --memory SIZE` adds memory to a data server that runs; what is to last belongs into "
+              "SIMM_MEMORY as well",
+}  # fmt: skip
 
 
 class LiveSettings:
@@ -85,6 +91,8 @@ def _why_not(name: str, live: list[str]) -> str:
     if name not in SETTINGS:
         return f"there is no setting {name!r}: {can} can be changed here" if name else f"name a setting: {can}"
     setting = SETTINGS[name]
+    if name in _BY_COMMAND:
+        return f"{name} cannot be changed here: {_BY_COMMAND[name]}; {can} can be changed here"
     if not set(setting.roles) & {MANAGER, SERVER}:
         return f"{name} is a setting of clients, which take it at their start: {setting.env}; {can} can be changed here"
     return (

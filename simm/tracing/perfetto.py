@@ -6,8 +6,9 @@ A span is a *complete event* of Chrome's trace event format, which ui.perfetto.d
      "args": {"trace_id": "32 digits", "span_id": "16 digits", "parent_id": "16 digits", "keys": 1, ...}}
 
 ``ts`` and ``dur`` are microseconds of the host's monotonic clock. A server's spans lie on a track of their own. So do
-those that go on beside each other while their thread does something else, as transfers by RDMA (``lane``). Files
-come from other processes, perhaps of another version: each event is checked, and one that is none is counted and left
+those that go on beside each other while their thread does something else, as transfers by RDMA (``lane``). On one
+track complete events must nest: Perfetto cuts or drops one that begins within another and ends after it. So
+:func:`document` moves such a one, as an exchange by TCP with a second server, to a lane as well. Files come from other processes, perhaps of another version: each event is checked, and one that is none is counted and left
 out.
 """
 
@@ -126,7 +127,7 @@ def read_lines(lines: Iterable[bytes]) -> tuple[list[Event], int]:
 
 def document(events: Iterable[Event], processes: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Return what Perfetto opens: all events by time, with names for the processes."""
-    found = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    found = _nested(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
     servers = {event["pid"] for event in found if event["args"].get("server")}
     names = {
         event["pid"]: "simm server" if event["pid"] in servers else "simm client" for event in found
@@ -141,6 +142,39 @@ def document(events: Iterable[Event], processes: Mapping[int, str] | None = None
         for (pid, tid), lane in sorted(lanes.items())
     ]
     return {"traceEvents": [*heads, *found], "displayTimeUnit": "ns", "otherData": {"clock": "CLOCK_MONOTONIC"}}
+
+
+def _nested(ordered: Iterable[Event]) -> list[Event]:
+    """Return events, which are in the order of their begin, such that those of each track nest.
+
+    Each stays where it is, or goes to its parent's lane, or to the first one where it fits. O(events) for the few lanes
+    that there are.
+    """
+    found: list[Event] = []
+    #: By pid and thread: for each lane the ends, in nanoseconds, of the spans that go on there, the outermost first.
+    tracks: dict[tuple[int, int], dict[int, list[int]]] = {}
+    lane_of: dict[tuple[int, int, str], int] = {}
+    for event in ordered:
+        args = event["args"]
+        named = args.get("lane", 0)
+        lane = named if type(named) is int and 0 < named <= LANES_MAX and named * LANE_TIDS <= event["tid"] else 0
+        thread = event["pid"], event["tid"] - lane * LANE_TIDS
+        lanes = tracks.setdefault(thread, {})
+        began, ended = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+        first = lane or lane_of.get((*thread, args["parent_id"]), 0)
+        for at in (first, *(each for each in range(min(lane, 1), LANES_MAX + 1) if each != first)):
+            going_on = lanes.setdefault(at, [])
+            while going_on and going_on[-1] <= began:
+                going_on.pop()
+            if not going_on or ended <= going_on[-1]:
+                break
+        going_on.append(ended)
+        lane_of[(*thread, args["span_id"])] = at
+        if at != lane:
+            args = {**args, "lane": at}
+            event = {**event, "tid": thread[1] + at * LANE_TIDS, "args": args}
+        found.append(event)
+    return found
 
 
 def spans_in(text: bytes) -> tuple[list[Event], int]:

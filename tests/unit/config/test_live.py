@@ -36,7 +36,9 @@ def test_a_value_is_parsed_and_followed() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [("poll_us", "-1", "poll_us: "), ("poll_us", "soon", "poll_us: "), ("log_level", "loud", "must be one of"),
-     ("memory", "1G", "memory is taken at the start .*SIMM_MEMORY, .* keeps its values.; log_level, poll_us, policy"),
+     ("listen", "h:1", "listen is taken at the start .*SIMM_LISTEN, .* keeps its values.; log_level, poll_us, policy"),
+     ("memory", "1G", "simm ctl grow --memory SIZE.*SIMM_MEMORY.*; log_level, poll_us, policy"),
+     ("trace", "1", "simm trace start --ratio.*; log_level, poll_us, policy"),
      ("deadline_ms", "1", "deadline_ms is a setting of clients.*SIMM_DEADLINE_MS"), ("", "1", "name a setting: log_"),
      ("polcy", "lru", "there is no setting 'polcy': log_level"), ("policy", "best", "policy: .*must be one of"),
      ("keep_share", "91", "keep_share: "), ("keep_share", "-1", "keep_share: "), ("poll_us", "2s", "poll_us: ")],

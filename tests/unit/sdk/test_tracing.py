@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,20 @@ def test_a_put_and_a_get_are_trees_under_the_callers_id(client: Client) -> None:
         assert least <= names(events, operation)
         assert of_server <= names(events, operation, server=True)
         assert bool(of_server) is bool(names(events, operation, server=True)), "a get by shm asks no server"
+
+
+def test_a_get_that_is_timed_for_the_histogram_has_its_segments_once(client: Client) -> None:
+    """One get in 160 is timed by a call of itself: what it has found out already must not be noted twice."""
+    assert client.put("k", VALUE)
+    client.trace(0.0)
+    with context(PARENT):
+        for _ in range(400):
+            assert client.get("k") == VALUE
+    events = spans(client)
+    gets = [event for event in events if event["args"].get("op")]
+    assert len(gets) == 400
+    copies = Counter(event["args"]["parent_id"] for event in events if event["name"] == "copy")
+    assert sorted(copies) == sorted(get["args"]["span_id"] for get in gets) and set(copies.values()) == {1}
 
 
 @both_paths

@@ -74,6 +74,67 @@ def test_the_document_names_its_processes_and_orders_its_events() -> None:
     assert spans_in(json.dumps(made).encode()) == (spans, 0)
 
 
+def tracks_of(document: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
+    """Return by track what lies there: begin and end in nanoseconds, and name."""
+    found: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            began, ended = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            found.setdefault((event["pid"], event["tid"]), []).append((began, ended, event["name"]))
+    return found
+
+
+def crossing(document: dict[str, Any]) -> list[Any]:
+    """Return pairs of spans of one track of which neither holds the other, though they overlap: no viewer shows them."""
+    return [
+        (one, other) for spans in tracks_of(document).values() for one in spans for other in spans
+        if one[0] < other[0] < one[1] < other[1]
+    ]  # fmt: skip
+
+
+def test_spans_of_one_track_nest() -> None:
+    """Two exchanges by TCP go on at a time, and a server has two requests at a time."""
+    one = Operation("get", bytes(range(1, 17)), b"", kept=True)
+    one.began, one.ended = 1_000_000, 9_000_000
+    one.segment("send", 1_000_000, 3_000_000)
+    one.segment("send", 2_000_000, 4_000_000, span_id=b"\2" * 8)
+    one.segment("wait", 2_500_000, 2_600_000, parent=b"\2" * 8)
+    one.segment("answer", 3_000_000, 3_500_000)
+    one.of_server(99, [("read", 2_000_000, 2_800_000)], (0, 9_000_000), b"\2" * 8, remote=False)
+    one.of_server(99, [("read", 2_400_000, 3_000_000)], (0, 9_000_000), b"\3" * 8, remote=False)
+    one.segment("fetch", 4_000_000, 6_000_000, lane=1)
+    one.segment("fetch", 5_000_000, 7_000_000, lane=1)
+    events = list(events_of(one, 42))
+    made = document(events)
+    assert crossing({"traceEvents": events}) and not crossing(made)
+    tid = one.tid
+    assert {track: [name for _, _, name in spans] for track, spans in tracks_of(made).items()} == {
+        (42, tid): ["get", "send", "answer"], (42, tid + LANE_TIDS): ["send", "wait", "fetch"],
+        (42, tid + 2 * LANE_TIDS): ["fetch"], (99, 99): ["read"], (99, 99 + LANE_TIDS): ["read"],
+    }  # fmt: skip
+    heads = {(event["pid"], event["tid"]) for event in made["traceEvents"] if event["name"] == "thread_name"}
+    assert heads == {(42, tid + LANE_TIDS), (42, tid + 2 * LANE_TIDS), (99, 99 + LANE_TIDS)}
+    again = spans_in(json.dumps(made).encode())
+    assert again[1] == 0 and document(again[0]) == made
+
+
+def test_more_spans_at_a_time_than_lanes_are_kept() -> None:
+    one = Operation("get", bytes(range(1, 17)), b"", kept=True)
+    one.began, one.ended = 0, 10**9
+    events = list(events_of(one, 42))
+    for number in range(LANES_MAX + 20):
+        events.append({**events[0], "ts": 1.0 + number, "dur": 10_000.0})
+    assert len(tracks_of(document(events))) == LANES_MAX + 1
+
+
+@pytest.mark.parametrize("lane", [-1, 0, True, 1.5, "1", LANES_MAX + 1, 3])
+def test_a_lane_that_a_file_makes_up_ends_nothing(lane: object) -> None:
+    event = next(events_of(operation(), 42))
+    event["args"]["lane"] = lane
+    assert fault_of(event) == ""
+    assert [each for each in document([event])["traceEvents"] if each["ph"] == "X"] == [event]
+
+
 DAMAGES: dict[str, Any] = {
     "ph": "B", "cat": "other", "name": "a\nb", "ts": -1.0, "dur": float("inf"), "pid": "1", "tid": True, "args": [],
 }  # fmt: skip
