@@ -164,6 +164,8 @@ class Served(Totals):
     def __init__(self, names: Callable[[], Collection[str]] | None = None) -> None:
         super().__init__()
         self._names = names
+        #: The trace of the request that is counted just now; empty for one in none.
+        self.trace = b""
 
     def counters(self, namespace: str) -> list[int]:
         if len(self.namespaces) >= NAMESPACES_MAX and namespace not in self.namespaces and self._names is not None:

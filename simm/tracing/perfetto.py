@@ -8,8 +8,9 @@ A span is a *complete event* of Chrome's trace event format, which ui.perfetto.d
 ``ts`` and ``dur`` are microseconds of the host's monotonic clock. A server's spans lie on a track of their own. So do
 those that go on beside each other while their thread does something else, as transfers by RDMA (``lane``). On one
 track complete events must nest: Perfetto cuts or drops one that begins within another and ends after it. So
-:func:`document` moves such a one, as an exchange by TCP with a second server, to a lane as well. Files come from other processes, perhaps of another version: each event is checked, and one that is none is counted and left
-out.
+:func:`document` moves such a one to a lane as well: an exchange by TCP with a second server, or a second client's
+request. Files come from other processes, perhaps of another version: each event is checked, and one that is none is
+counted and left out.
 """
 
 from __future__ import annotations

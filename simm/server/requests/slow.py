@@ -80,6 +80,6 @@ def watch_stream(slow_ms: int) -> None:
         _plain(self, operation, began)
         took = _ns() - began
         if took >= least:
-            SLOW.line(f"a stream's {TIMED[operation]}", took, ())
+            SLOW.line(f"a stream's {TIMED[operation]}", took, (), about=line_about(trace_id=self.trace))
 
     Served._timed = timed if slow_ms else _plain  # type: ignore[method-assign]

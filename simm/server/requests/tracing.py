@@ -68,33 +68,43 @@ def handler(handlers: Handlers) -> Callable[[Session, Traced], tuple[Any, int]]:
 class Watched:
     """In place of a stream's counts while it carries out a request in a trace: it is told when that has ended.
 
-    ``stored`` just before the answer is on its way, the others when it is.
+    ``stored`` just before the answer is on its way, the others when it is. The counts know the trace meanwhile.
     """
 
-    def __init__(self, counts: Served, on_answered: Callable[[], None], on_stored: Callable[[], None]) -> None:
+    def __init__(
+        self, counts: Served, trace: bytes, on_answered: Callable[[], None], on_stored: Callable[[], None]
+    ) -> None:
         self._counts = counts
+        self._trace = trace
         self._on_answered = on_answered
         self._on_stored = on_stored
 
     def looked(self, *arguments: Any) -> None:
         """Count an EXISTS that has been answered."""
-        self._counts.looked(*arguments)
+        self._in_trace(self._counts.looked, arguments)
         self._on_answered()
 
     def deleted(self, *arguments: Any) -> None:
         """Count a DELETE that has been answered."""
-        self._counts.deleted(*arguments)
+        self._in_trace(self._counts.deleted, arguments)
         self._on_answered()
 
     def fetched(self, *arguments: Any) -> None:
         """Count a FETCH that has been answered."""
-        self._counts.fetched(*arguments)
+        self._in_trace(self._counts.fetched, arguments)
         self._on_answered()
 
     def stored(self, *arguments: Any) -> None:
         """Count a STORE whose last byte is stored."""
-        self._counts.stored(*arguments)
+        self._in_trace(self._counts.stored, arguments)
         self._on_stored()
+
+    def _in_trace(self, count: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._counts.trace = self._trace
+        try:
+            count(*arguments)
+        finally:
+            self._counts.trace = b""
 
 
 #: Requests to an endpoint that may be in a trace.
@@ -162,7 +172,7 @@ def serve(stream: TracedService, peer: Peer, request_id: int, msg: Traced) -> No
         stream.loop.call_later(0.0, partial(send, _ns()))
 
     request = request_in(msg, OF_STREAMS, request_id)
-    state.counted = Watched(counts, answered, stored)
+    state.counted = Watched(counts, msg.trace, answered, stored)
     try:
         stream.on_frame(peer, request)
     finally:

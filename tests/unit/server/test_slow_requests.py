@@ -110,6 +110,29 @@ def test_a_line_names_the_session_and_the_trace(
     assert about and {session for session, _ in about} <= sessions and ("ab" * 16) in {trace for _, trace in about}
 
 
+def test_a_streams_line_names_the_trace(
+    cluster: FakeCluster, live: LiveSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    follow_in_stream(live)
+    switch(live, "1")
+    now = itertools.count(1 << 62, 2_000_000)
+    monkeypatch.setattr(slow, "_ns", lambda: next(now))
+    monkeypatch.setattr(slow, "SLOW", SlowLog(lambda: float(next(now))))  # no limit
+    with contextlib.closing(cluster.client("tcp", trace=0)) as client:
+        with context(f"00-{'ab' * 16}-{'cd' * 8}-01"):
+            assert client.put("k", b"v") and client.get("k") == b"v" and client.exists("k") and client.delete("k")
+        assert client.get("k") is None
+
+    def lines() -> list[tuple[str, str | None]]:
+        found = [each for each in caplog.records if "a stream's" in each.getMessage()]
+        return [(each.getMessage().split()[3], each.__dict__.get("trace_id")) for each in found]
+
+    mine = "ab" * 16
+    wanted = [("put", mine), ("get", mine), ("exists_many", mine), ("delete", mine), ("get", None)]
+    wait_until(lambda: len(lines()) == len(wanted), "a line of each call")
+    assert lines() == wanted
+
+
 def test_what_a_client_causes_is_logged_with_its_session(
     cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:

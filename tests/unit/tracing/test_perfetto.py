@@ -85,7 +85,7 @@ def tracks_of(document: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int,
 
 
 def crossing(document: dict[str, Any]) -> list[Any]:
-    """Return pairs of spans of one track of which neither holds the other, though they overlap: no viewer shows them."""
+    """Return pairs of spans of one track of which neither holds the other, though they overlap."""
     return [
         (one, other) for spans in tracks_of(document).values() for one in spans for other in spans
         if one[0] < other[0] < one[1] < other[1]
