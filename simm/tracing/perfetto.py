@@ -170,7 +170,7 @@ def _nested(ordered: Iterable[Event]) -> list[Event]:
             if not going_on or ended <= going_on[-1]:
                 break
         going_on.append(ended)
-        lane_of[(*thread, args["span_id"])] = at
+        lane_of[thread[0], thread[1], args["span_id"]] = at
         if at != lane:
             args = {**args, "lane": at}
             event = {**event, "tid": thread[1] + at * LANE_TIDS, "args": args}

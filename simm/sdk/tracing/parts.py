@@ -51,7 +51,7 @@ class TracedGets(Gets):
     def read(self, target: Target | None, digest: bytes, sink: Sink) -> Answer:
         """Read one value through a timed reader, if it is in an arena."""
         operation = CURRENT.get()
-        reader = target.reader if operation is not None and target is not None else None
+        reader: Any = target.reader if operation is not None and target is not None else None
         if operation is None or reader is None or type(reader) is TimedReader:  # read() has called itself, to time it
             return super().read(target, digest, sink)
         operation.by("shm")
