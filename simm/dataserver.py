@@ -47,7 +47,7 @@ from .errors import ConfigError, SimmError, UsageError, printable
 from .host.file_locks import LockFile
 from .ipc import segments
 from .net.http import Web
-from .net.listeners import listen_tcp
+from .net.listeners import open_listener
 from .net.loop import Loop
 from .net.named_socket import NamedSocket
 from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
@@ -163,7 +163,7 @@ class DataServer:
         for slot in self.slots:
             self._shared += self.opener.open(slot)
         if options.http is not None:
-            listener = listen_tcp(*options.http)
+            listener = open_listener(options.http, "--http")
             self._http = " http=" + str(Address(*listener.getsockname()[:2]))
             tls = options.tls.pages if options.tls else None
             self._web = Web(self.loop, listener, self.pages.routes, options.page_tokens, tls, settles=True)

@@ -12,7 +12,7 @@ from ..config.parsers import Address
 from ..errors import SimmError
 
 _TCP_NOTSENT_LOWAT: Final = 25
-
+_PORT_MAX: Final = 65_535
 
 _NONE_LEFT: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 #: Errors of the waiting connection only, see accept(2).
@@ -88,6 +88,8 @@ def listen_tcp(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
 
 def open_listener(address: Address, flag: str) -> socket.socket:
     """Listen on an address. Raises SimmError naming the flag that gave it."""
+    if address.port > _PORT_MAX:
+        raise SimmError(f"there is no port {address.port}: choose a lower one by {flag} (port 0 is any free one)")
     try:
         return listen_tcp(*address)
     except OSError as exc:

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from ..config.parsers import Address
 from ..errors import ConfigError
 from ..host import numa
 from ..ipc.tally import Continued, Totals
-from ..net.listeners import listen_tcp
+from ..net.listeners import open_listener
 from ..net.loop import Loop
 from ..net.process import Child, end_children
 from ..rdma import ports
@@ -99,15 +100,15 @@ class Endpoints:
             log.info("no RDMA: %s", self.down_reason)
 
     def listen(self, slot: WorkerSlot, server: str = "") -> int:
-        """Open the listener of a worker's endpoint and return its port; 0 if it has none. Raises OSError.
+        """Open the listener of a worker's endpoint and return its port; 0 if it has none. Raises SimmError.
 
         ``server``: what clients with a token ask for.
         """
         if self.down_reason is not None:
             return 0
         options = self.options
-        port = options.port_of(slot.number, rdma=True)
-        endpoint = self.by_worker[slot.number] = EndpointState(slot.number, listen_tcp(options.listen_host, port))
+        address = Address(options.listen_host, options.port_of(slot.number, rdma=True))
+        endpoint = self.by_worker[slot.number] = EndpointState(slot.number, open_listener(address, "--listen"))
 
         def body(supervisor: socket.socket) -> None:
             numa.pin(slot.node)

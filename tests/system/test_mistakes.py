@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,6 +87,26 @@ def test_a_server_without_descriptors_starts_nothing(server: str, tmp_path: Path
     assert done.returncode == 2, done
     assert "this process may open 10 files only" in done.stderr and "Traceback" not in done.stderr
     assert not [name for name in os.listdir("/dev/shm") if f"mistakes-{os.getpid()}" in name]
+
+
+def test_a_data_servers_port_that_cannot_be_had_is_a_sentence_that_names_its_flag(tmp_path: Path) -> None:
+    """Also the port of its second worker, which nobody has written down."""
+
+    def says(*arguments: str) -> str:
+        done = run(["dataserver", "--memory", "8M", "--rdma", "off", *arguments], tmp_path)
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done
+        (said,) = [line for line in done.stderr.splitlines() if line.startswith("simm")]
+        assert "[Errno" not in said
+        assert not [name for name in os.listdir("/dev/shm") if f"mistakes-{os.getpid()}" in name]
+        return said
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        in_use = f"cannot listen on {at}: Address already in use: free it, or choose another"
+        assert f"{in_use} --listen" in says("--listen", at)
+        assert f"{in_use} --http" in says("--http", at)
+    said = says("--listen", "127.0.0.1:65535", "--workers", "2")
+    assert "there is no port 65536: choose a lower one by --listen" in said
 
 
 #: Calls that no client can carry out, and a part of the sentence. A client's own arguments are in

@@ -343,7 +343,7 @@ class Growth:
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except (SimmError, OSError, OverflowError, MemoryError) as exc:
+        except (SimmError, OSError, MemoryError) as exc:
             self._fail(str(exc) or type(exc).__name__)
 
     def _fail(self, why: str) -> None:

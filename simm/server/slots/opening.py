@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any, Final
 
 from ...config.live import LiveSettings
+from ...config.parsers import Address
 from ...host import numa
 from ...ipc import segments
-from ...net.listeners import listen_tcp
+from ...net.listeners import open_listener
 from ...net.named_socket import NamedSocket
 from ...wire import messages as M
 from ..arena_stock import ArenaStock
@@ -69,7 +70,7 @@ class Opener:
     def open(self, slot: WorkerSlot) -> list[socket.socket | NamedSocket]:
         """Bind a slot's sockets and make its processes, without starting them. Return what is to be closed at the end.
 
-        Raises OSError, OverflowError (there is no such port), SimmError. Nothing is left then.
+        Raises OSError, SimmError. Nothing is left then.
         """
         options = self.options
         with contextlib.ExitStack() as undo:
@@ -80,7 +81,7 @@ class Opener:
             undo.callback(os.unlink, unix.path)
             rdma_port = self._endpoints.listen(slot, self._id_of(slot))
             undo.callback(self._endpoints.remove, slot.number)
-            tcp = listen_tcp(options.listen_host, options.port_of(slot.number))
+            tcp = open_listener(Address(options.listen_host, options.port_of(slot.number)), "--listen")
             undo.callback(tcp.close)
             slot.tcp = tcp
             slot.worker = self.worker_of(slot)

@@ -41,6 +41,24 @@ _SUBJECTS: Final = {
     "workers": 0, "clients": 0, "sessions": 0, "namespaces": 2, "slabs": 0, "keys": 2, "evict": 1, "settings": 3,
     "grow": 0, "cluster": 1, "server": 2, "node": 3, "shard": 1, "why": 1, "gflag": 3, "kv": 2,
 }  # fmt: skip
+#: Options that say of what something is shown or done -> what they are without being given.
+_NARROWING: Final[dict[str, Any]] = {
+    "server": "", "of_manager": False, "of": "", "memory": None, "numa": "", "older": None, "larger": None,
+    "most": None, "dry_run": False, "no_wait": False, "timeout": None,
+}  # fmt: skip
+#: Those that a subject heeds, or one with its first word; the others look at this host's servers, or at one.
+_HEEDS: Final[dict[str, frozenset[str]]] = {
+    "keys": frozenset({"server", "most"}),
+    "evict": frozenset({"server", "older", "larger", "most", "dry_run"}),
+    "settings": frozenset({"server", "of_manager", "of"}),
+    "gflag": frozenset({"server", "of_manager", "of"}),
+    "grow": frozenset({"server", "of", "memory", "numa", "no_wait", "timeout"}),
+    "kv": frozenset(),
+    "namespaces flush": frozenset({"timeout"}),
+    "node drain": frozenset({"no_wait", "timeout"}),
+    "node resume": frozenset(),
+    "node set": frozenset({"no_wait"}),
+}
 #: Rows, their text, and whether all is well.
 Shown = tuple[Any, str, bool]
 
@@ -50,7 +68,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     parser = Parser(prog=prog, description=_ABOUT)
     add_arguments(parser, "client")
     parser.add_argument("what", choices=list(_SUBJECTS), metavar="WHAT", help="what to look at, or to do")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="what of it, see above")
+    parser.add_argument("words", nargs="*", metavar="WORD", default=[], help="what of it, see above")
     parser.add_argument("--server", metavar="NAME", default="", help="only this data server's workers")
     parser.add_argument("--of-manager", action="store_true", help="settings: those of the manager, by an admin's token")
     parser.add_argument("--of", metavar="NAME", default="", help="settings, grow: a data server anywhere; '*' is all")
@@ -67,6 +85,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.words) > _SUBJECTS[arguments.what]:
         parser.error(f"{arguments.what} takes {_SUBJECTS[arguments.what] or 'no'} words after it")
+    _check_heeded(arguments)
     if arguments.most is not None and arguments.most < 1:
         raise UsageError("--most is 1 at least")
     every_s = parse_duration(arguments.watch, "s") if arguments.watch is not None else 0.0
@@ -82,6 +101,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
             raise UsageError("--watch only looks: it goes with what changes nothing")
         return act(settings, arguments)
     return _show(lambda: _look(settings, arguments), every_s, as_json=arguments.json, watch=bool(every_s))
+
+
+def _check_heeded(arguments: argparse.Namespace) -> None:
+    """Refuse options that would be ignored: a ``--dry-run`` of what knows none would do it. Raises UsageError."""
+    subject = " ".join([arguments.what, *arguments.words[:1]])
+    heeds = _HEEDS.get(subject, _HEEDS.get(arguments.what, frozenset({"server"})))
+    for name, without in _NARROWING.items():
+        if getattr(arguments, name) != without and name not in heeds:
+            said = subject if subject in _HEEDS else arguments.what
+            raise UsageError(f"{said} takes no --{name.replace('_', '-')}, so nothing was done; see `simm ctl --help`")
 
 
 def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:

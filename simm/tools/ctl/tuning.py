@@ -124,6 +124,9 @@ def ask_admin(settings: Settings, path: str, ask: AskSettings) -> bytes:
 def no_socket(settings: Settings, server: str) -> TransportError:
     """Return the error of a folder without an admin socket."""
     of = f" of the data server {server!r}" if server else ""
+    if server and (others := admin_sockets(settings, "")):
+        names = ", ".join(sorted(others))
+        return TransportError(f"there is no data server {server!r} in {settings.runtime_dir}, but {names}")
     return TransportError(f"{settings.runtime_dir} has no admin socket{of}: name the folder by --runtime-dir")
 
 

@@ -1,4 +1,4 @@
-"""``simm ctl why``: why clients of this host find few of the values that they ask for, or none.
+"""``simm ctl why``: why clients of this host find few of the values that they ask for, or none, and why puts fail.
 
 Each rule looks at what workers and clients have counted since the workers began, and at what the arenas hold now. A
 finding says what was seen, and what to do. Rules are in the order in which their causes exclude each other.
@@ -60,7 +60,15 @@ def _of_workers(workers: Sequence[Row]) -> Iterator[Finding]:
 
 def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -> Iterator[Finding]:
     name, gets, puts = row["namespace"], row["gets"], row["puts"]
+    tried = puts + row["put_failures"]
+    failed = f"{row['put_failures']:,} of {tried:,} puts failed" if row["put_failures"] else ""
+    if failed:
+        failed += _causes(workers)
+    many = row["put_failures"] > MUCH * tried
+    remedy = "more memory, a larger quota, or fewer pins; `simm ctl clients`"
     if not gets and not row["exists"]:
+        if failed:
+            yield Finding(name, failed, remedy, bad=many)
         if row["clients"] or puts:
             yield Finding(name, f"{puts:,} values were put, and no client of this host has asked for any",
                           "does the engine look them up? Check its log for the storage backend", bad=False)  # fmt: skip
@@ -68,6 +76,8 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
     share = row["hit_ratio"]
     if share is not None and share >= GOOD:
         yield Finding(name, f"{share:.1%} of {gets:,} gets were hits", bad=False)
+        if failed:
+            yield Finding(name, failed, remedy, bad=many)
         return
     asked = f"{row['hits']:,} of {gets:,} gets were hits" if gets else f"{row['exists']:,} keys looked for, none got"
     misses: dict[str, int] = row["misses"]
@@ -90,10 +100,8 @@ def _of_namespace(row: Row, namespaces: Sequence[Row], workers: Sequence[Row]) -
                       "the engines that put and those that get must have one SIMM_NAMESPACE" if others else
                       "does the engine put anything? Its log; a write policy may wait for evictions")  # fmt: skip
         return
-    if row["put_failures"] > MUCH * (puts + row["put_failures"]):
-        causes = _causes(workers)
-        yield Finding(name, f"{asked}; {row['put_failures']:,} of {puts + row['put_failures']:,} puts failed{causes}",
-                      "more memory, a larger quota, or fewer pins; `simm ctl clients`")  # fmt: skip
+    if failed:
+        yield Finding(name, f"{asked}; {failed}", remedy, bad=many)
     gone = misses["evicted"] + row["exists_evicted"]
     if gone > MUCH * (gets + row["exists"]):
         yield Finding(name, f"{asked}; about {gone:,} of the keys that were asked for had been there and were evicted",

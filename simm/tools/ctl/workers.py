@@ -74,10 +74,15 @@ def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -
     ``trusted``: users besides this process's own and root whose workers are believed.
     """
     found = []
+    others = set()
     for path in sorted(glob.glob(os.path.join(glob.escape(str(runtime_dir)), "*.sock"))):
         name, _, number = os.path.basename(path).removesuffix(".sock").rpartition(".")
         if name and number.isdigit() and server in ("", name):
             found.append(_ask(name, int(number), path, trusted))
+        elif name and number.isdigit():
+            others.add(name)
+    if not found and others:
+        raise UsageError(f"there is no data server {server!r} in {runtime_dir}, but {', '.join(sorted(others))}")
     if not found:
         of = f" of the data server {server!r}" if server else ""
         raise UsageError(

@@ -65,6 +65,10 @@ def said(rows: list[dict[str, Any]], only: str = "a", **changes: Any) -> list[wh
         ([row(TIMEOUT=5, HITS=1, PUTS=5)], {}, "did not answer within the deadline"),
         ([row(AWAY_TIMEOUT=5, HITS=1, PUTS=5)], {}, "did not answer within the deadline"),
         ([row(ABSENT=9, PUTS=1, PUT_FAILURES=9)], {"put_failures": {"over_quota": 9}}, "over_quota 9"),
+        ([row(HITS=9, PUTS=9, PUT_FAILURES=1)], {"put_failures": {"no_room": 1}},
+         "1 of 10 puts failed (workers refused: no_room 1)"),
+        ([row(PUTS=9, PUT_FAILURES=9)], {"put_failures": {"no_room": 9}}, "9 of 18 puts failed"),
+        ([row(ABSENT=9, HITS=1, PUTS=99, PUT_FAILURES=1)], {"put_failures": {"no_room": 1}}, "1 of 100 puts failed"),
         ([row(ABSENT=90, PUTS=1000, entries=5)], {"evictions": {"own": 995}}, "evicted before they are asked for"),
         ([row(ABSENT=50, EVICTED=40, PUTS=100, entries=100)], {}, "about 40 of the keys"),
         ([row(NOT_FOUND=50, NOT_FOUND_EVICTED=40, PUTS=100, entries=100)], {}, "were evicted"),
@@ -87,6 +91,13 @@ def test_each_cause_has_a_finding(rows: list[dict[str, Any]], changes: dict[str,
 def test_what_is_well_is_no_cause() -> None:
     (finding,) = said([row(HITS=80, ABSENT=20, PUTS=80, entries=80)])
     assert not finding.bad
+
+
+def test_failed_puts_are_a_cause_if_they_are_many() -> None:
+    """Also where gets hit, or nobody gets: ``simm ctl why`` is what is asked why puts fail."""
+    few = said([row(HITS=80, PUTS=80, PUT_FAILURES=1, entries=80)])
+    many = said([row(HITS=80, PUTS=80, PUT_FAILURES=80, entries=80)])
+    assert [each.bad for each in few] == [False, False] and [each.bad for each in many] == [False, True]
 
 
 def test_without_any_client_that_is_said() -> None:
@@ -159,7 +170,8 @@ def test_a_folder_without_sockets_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "manager.sock").touch()
     (found,) = ask_all(tmp_path)
     assert found.name == "a/0" and found.why and not found.stats
-    with pytest.raises(UsageError, match="data server 'b'"):
+    (tmp_path / "c.1.sock").touch()
+    with pytest.raises(UsageError, match=r"no data server 'b' in .*, but a, c$"):
         ask_all(tmp_path, "b")
 
 
@@ -203,6 +215,37 @@ def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     turns = iter((1,))
     assert command._show(look, 0.0, as_json=True, watch=False) == 0
     assert json.loads(capsys.readouterr().out) == [{"number": 1}]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["namespaces", "flush", "a", "--dry-run"], "namespaces flush takes no --dry-run, so nothing was done"),
+        (["namespaces", "flush", "a", "--older", "1h"], "namespaces flush takes no --older"),
+        (["node", "drain", "a", "--dry-run"], "node drain takes no --dry-run"),
+        (["node", "set", "a", "DEAD", "--server", "b"], "node set takes no --server"),
+        (["settings", "set", "poll_us", "1", "--dry-run"], "settings takes no --dry-run"),
+        (["kv", "del", "k", "--dry-run"], "kv takes no --dry-run"),
+        (["evict", "a", "--of", "far"], "evict takes no --of"),
+        (["evict", "a", "--of-manager"], "evict takes no --of-manager"),
+        (["grow", "--memory", "8M", "--dry-run"], "grow takes no --dry-run"),
+        (["clients", "--most", "3"], "clients takes no --most"),
+        (["keys", "hot", "--older", "1h"], "keys takes no --older"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is asked: ``namespaces flush NAME --dry-run`` used to flush."""
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(UsageError, match=says):
+        command.main(argv)
+
+
+def test_what_every_command_needs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert "required: WHAT;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["clients", "a"], ["why", "--watch", "0s"], ["nothing"], []])
