@@ -249,6 +249,7 @@ def _flush(settings: Settings, arguments: argparse.Namespace) -> int:
 
     name = cluster.one_word(arguments.words[1:], "namespaces flush")
     timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else 60.0
+    manager_client(settings).close()  # the absence of all is said at once: what follows waits for another one to lead
     epoch = advance(ClientOptions.from_settings(settings, token=token_of(settings)), name, timeout_s)
     text = f"nobody can read what was stored in {printable(repr(name))} before: its epoch is {epoch:,} now"
     _print({"namespace": name, "epoch": epoch}, text, as_json=arguments.json)

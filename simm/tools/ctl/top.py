@@ -93,7 +93,7 @@ class Sight:
         trouble += [f"{each.name} does not answer: {each.why}" for each in asked if not each.stats]
         status = self._status()
         if status is None:
-            trouble.append(f"no manager answers: {self._why}")
+            trouble.append(self._why)  # which says that no manager answers, or why one refuses
         return Look(asked, status, trouble)
 
     def _status(self) -> Mapping[str, Any] | None:

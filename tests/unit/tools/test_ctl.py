@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from simm.errors import UsageError
+from simm.errors import TransportError, UsageError
 from simm.ipc.counts import COUNTERS, Word
 from simm.rpc import Connection, reply
 from simm.tools.ctl import command, why
@@ -240,6 +241,18 @@ def test_an_option_that_would_be_ignored_is_refused(
     monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(UsageError, match=says):
         command.main(argv)
+
+
+def test_a_flush_without_a_manager_says_so_before_it_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It used to say nothing for a minute."""
+    asked: list[Any] = []
+    monkeypatch.setattr("simm.sdk.ops.epochs.advance", lambda *given: asked.append(given) or 7)
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(TransportError, match="no manager answers .*: start one with `simm manager`, or name it"):
+        command.main(["namespaces", "flush", "a", "--manager", "127.0.0.1:1"])
+    assert not asked
+    monkeypatch.setattr(command, "manager_client", lambda _: io.BytesIO())
+    assert command.main(["namespaces", "flush", "a"]) == 0 and len(asked) == 1
 
 
 def test_what_every_command_needs_is_said(capsys: pytest.CaptureFixture[str]) -> None:

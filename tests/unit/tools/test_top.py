@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from simm.config.parsers import Address
+from simm.config.settings import Settings
 from simm.ipc.counts import BUCKETS, COUNTERS, Word
 from simm.tools.ctl import top
 from simm.tools.ctl.top import Look, grown, spark, view
@@ -48,6 +50,13 @@ def look(at: float, status: Any = None, trouble: tuple[str, ...] = (), **words: 
     made = Look([Asked("host", 0, "/n", {**STATS, "counted": counted, "clients": [CLIENT]})], status, trouble)
     made.at = at
     return made
+
+
+def test_that_no_manager_answers_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(top, "ask_all", lambda *_: [])
+    sight = top.Sight(Settings(runtime_dir=tmp_path, manager=(Address("127.0.0.1", 1),)))
+    (said,) = sight.look().trouble
+    assert said.startswith("no manager answers (127.0.0.1:1: ") and said.count("no manager answers") == 1
 
 
 def test_it_believes_the_users_that_the_settings_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
