@@ -248,7 +248,7 @@ def test_a_flush_without_a_manager_says_so_before_it_waits(monkeypatch: pytest.M
     asked: list[Any] = []
     monkeypatch.setattr("simm.sdk.ops.epochs.advance", lambda *given: asked.append(given) or 7)
     monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
-    with pytest.raises(TransportError, match="no manager answers .*: start one with `simm manager`, or name it"):
+    with pytest.raises(TransportError, match=r"no manager answers .*: start one with `simm manager`, or name it"):
         command.main(["namespaces", "flush", "a", "--manager", "127.0.0.1:1"])
     assert not asked
     monkeypatch.setattr(command, "manager_client", lambda _: io.BytesIO())
