@@ -6,6 +6,7 @@ the terminal end only the watching. The same command resumes it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TextIO
@@ -25,6 +26,8 @@ POLL_S: Final = 0.25
 LINE_S: Final = 5.0
 #: The watching ends after this time without a manager, seconds; until then another one may take over.
 SILENCE_S: Final = 60.0
+#: How old the counts of a status may be: a worker tells them once a second, and the manager hears them a second later.
+COUNTS_S: Final = 2.5
 _RUNNING: Final = ("running", "draining")
 _GONE: Final = ("dead", "left")
 _UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
@@ -228,6 +231,18 @@ def evictions_beside(found: Mapping[str, Any], name: str) -> int:
     return sum(worker["evictions"] for each in found["nodes"] if each["name"] != name for worker in each["workers"])
 
 
+def _evictions_later(
+    link: ManagerClient, found: Mapping[str, Any], name: str, clock: Callable[[], float], sleep: Callable[[float], object]
+) -> int:
+    """Return :func:`evictions_beside` when the manager has counts that are younger than the status ``found``."""
+    until = clock() + COUNTS_S
+    while clock() < until:
+        sleep(POLL_S)
+        with contextlib.suppress(TransportError):
+            found = link.status()
+    return evictions_beside(found, name)
+
+
 def wait_drained(
     link: ManagerClient, name: str, out: TextIO, timeout_s: float | None = None,
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
@@ -265,7 +280,8 @@ def wait_drained(
             text = progress.text(found, node, last_seen)
             if node["drained"]:
                 copied, took = bytes_text(progress.copied), last_seen - start
-                evicted = evictions_beside(found, name) - evicted_before
+                shown.show(f"{name}: drained, the other servers count what they have evicted")
+                evicted = _evictions_later(link, found, name, clock, sleep) - evicted_before
                 lost = f", {evicted:,} values evicted by the other servers meanwhile" if evicted > 0 else ""
                 shown.end(f"{name}: drained, {copied} copied in {took:.1f} s{lost}; it may be stopped")
                 return
