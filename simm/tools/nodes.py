@@ -232,8 +232,9 @@ def evictions_beside(found: Mapping[str, Any], name: str) -> int:
 
 
 def _evictions_later(
-    link: ManagerClient, found: Mapping[str, Any], name: str, clock: Callable[[], float], sleep: Callable[[float], object]
-) -> int:
+    link: ManagerClient, found: Mapping[str, Any], name: str, clock: Callable[[], float],
+    sleep: Callable[[float], object],
+) -> int:  # fmt: skip
     """Return :func:`evictions_beside` when the manager has counts that are younger than the status ``found``."""
     until = clock() + COUNTS_S
     while clock() < until:
@@ -280,7 +281,8 @@ def wait_drained(
             text = progress.text(found, node, last_seen)
             if node["drained"]:
                 copied, took = bytes_text(progress.copied), last_seen - start
-                shown.show(f"{name}: drained, the other servers count what they have evicted")
+                if out.isatty():
+                    shown.show(f"{name}: drained, the other servers count what they have evicted")
                 evicted = _evictions_later(link, found, name, clock, sleep) - evicted_before
                 lost = f", {evicted:,} values evicted by the other servers meanwhile" if evicted > 0 else ""
                 shown.end(f"{name}: drained, {copied} copied in {took:.1f} s{lost}; it may be stopped")
