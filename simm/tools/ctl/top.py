@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import sys
@@ -130,7 +131,7 @@ def view(now: Look, before: Look | None, history: Sequence[float], width: int, h
         lines += shown
         left -= len(shown)
     lines += [f"! {printable(text)}" for text in now.trouble]
-    return [line[:width] for line in lines[:height]]
+    return [_cut(line, width) for line in lines[:height]]
 
 
 def _head(now: Look) -> list[str]:
@@ -204,6 +205,13 @@ def _time(seconds: float | None) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f}us"
     return f"{seconds * 1e3:.1f}ms" if seconds < 1 else f"{seconds:.1f}s"
+
+
+def _cut(line: str, width: int) -> str:
+    """Return a line that fits. One that is cut ends with a dot-dot-dot, and never in the middle of a number."""
+    if len(line) <= width:
+        return line
+    return re.sub(r"(?<!\S)[0-9]\S*$", "", line[: width - 1]) + "…"
 
 
 def spark(values: Sequence[float], width: int) -> str:

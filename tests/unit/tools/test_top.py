@@ -96,6 +96,27 @@ def test_the_manager_tells_of_the_whole_cluster() -> None:
     assert "1 of 4 (25%)" in text, "what is dead holds nothing"
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"), [(10, "a  12  166"), (9, "a  12  …"), (7, "a  12 …"), (5, "a  …"), (2, "a…"), (1, "…")]
+)
+def test_a_number_is_whole_or_not_there(width: int, shown: str) -> None:
+    assert top._cut("a  12  166", width) == shown
+
+
+def test_a_narrow_terminal_shows_no_part_of_a_number() -> None:
+    """On 60 columns 166 evictions were shown as 1."""
+    worker = {"used_bytes": 1, "capacity_bytes": 1, "entries": 1, "shards": 1, "puts": 1, "evictions": 166}
+    node = {"name": "n", "state": "running", "draining": False, "drained": False, "workers": [worker]}
+    status = {"cluster": "c", "epoch": 1, "nodes": [node], "shards_moving": 0, "shards_without_owner": 0}
+
+    def row(width: int) -> str:
+        return next(line for line in view(look(12.0, status), None, [], width, 40) if line.startswith("n "))
+
+    whole = row(200)
+    assert whole.split()[-1] == "166" and row(len(whole)) == whole
+    assert row(len(whole) - 2).split() == [*whole.split()[:-1], "…"]
+
+
 @pytest.mark.parametrize("height", range(1, 40, 3))
 @pytest.mark.parametrize("width", [1, 20, 300])
 def test_every_size_is_kept(width: int, height: int) -> None:
