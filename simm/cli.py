@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
+from .config.logs import hold_standard_descriptors
 from .errors import SimmError, TransportError, UsageError
 from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
 
@@ -505,6 +506,7 @@ def _help() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script and return the exit code."""
+    hold_standard_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         if len(arguments) > 1 and arguments[1] in COMMANDS:

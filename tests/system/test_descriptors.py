@@ -408,3 +408,16 @@ def test_standard_streams_are_never_missing() -> None:
         timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout == "done\n"
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["config", "show"], ["nothing"]], ids=str)
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
+def test_a_command_without_a_standard_stream_ends_as_with_it(arguments: list[str], closed: tuple[int, ...]) -> None:
+    """Without stdout it used to end with an AttributeError, and without stderr it said at stdout what went wrong."""
+    command = [sys.executable, "-m", "simm", *arguments]
+    usual, done = (
+        subprocess.run(each, env=child_environment(), capture_output=True, text=True, timeout=300, check=False)
+        for each in (command, Without(*closed).command(command))
+    )
+    assert done.returncode == usual.returncode
+    assert done.stdout == ("" if 1 in closed else usual.stdout) and done.stderr == ("" if 2 in closed else usual.stderr)

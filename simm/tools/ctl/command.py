@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...config.client_options import ClientOptions
+from ...config.logs import hold_standard_descriptors
 from ...config.parsers import node_name, parse_bytes, parse_duration
 from ...config.settings import Settings, add_arguments
 from ...errors import TransportError, UsageError, printable
@@ -333,5 +334,6 @@ def _show(
 
 def simmctl() -> int:
     """Run ``simmctl``, which is ``simm ctl``."""
+    hold_standard_descriptors()
     end_cleanly_on_signals()
     return guarded(lambda: main(sys.argv[1:], "simmctl"), "simmctl")
