@@ -13,6 +13,11 @@ from ..errors import SimmError
 
 _TCP_NOTSENT_LOWAT: Final = 25
 _PORT_MAX: Final = 65_535
+_REMEDIES: Final = {
+    errno.EADDRINUSE: "free it, or choose another {} (port 0 is any free one)",
+    errno.EACCES: "ports below 1024 are for root, or with CAP_NET_BIND_SERVICE: choose another {}",
+    errno.EADDRNOTAVAIL: "this host has no such address: choose another {}",
+}
 
 _NONE_LEFT: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 #: Errors of the waiting connection only, see accept(2).
@@ -93,7 +98,8 @@ def open_listener(address: Address, flag: str) -> socket.socket:
     try:
         return listen_tcp(*address)
     except OSError as exc:
-        raise SimmError(f"{exc.strerror or exc}: free it, or choose another {flag} (port 0 is any free one)") from exc
+        remedy = _REMEDIES.get(exc.errno or 0, "choose another {}").format(flag)
+        raise SimmError(f"{exc.strerror or exc}: {remedy}") from exc
 
 
 def bound_address(sock: socket.socket) -> Address:

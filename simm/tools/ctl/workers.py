@@ -83,12 +83,27 @@ def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -
             others.add(name)
     if not found and others:
         raise UsageError(f"there is no data server {server!r} in {runtime_dir}, but {', '.join(sorted(others))}")
+    if not found and (why := not_to_be_seen(runtime_dir)):
+        raise UsageError(why)
     if not found:
         of = f" of the data server {server!r}" if server else ""
         raise UsageError(
             f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir, and be its user or root"
         )
     return found
+
+
+def not_to_be_seen(runtime_dir: Path) -> str:
+    """Return why this user sees no socket in a folder, whatever is there; empty if it sees what there is."""
+    try:
+        os.listdir(runtime_dir)
+    except PermissionError:
+        return f"this user may not look into {runtime_dir}, the folder of a data server's sockets: be its user or root"
+    except FileNotFoundError:
+        return f"there is no {runtime_dir}, where a data server would have its sockets: start one, or name --runtime-dir"
+    except OSError as exc:
+        return f"{runtime_dir}: {exc.strerror}: name the folder of a data server's sockets with --runtime-dir"
+    return ""
 
 
 def _ask(server: str, worker: int, path: str, trusted: Container[int]) -> Asked:

@@ -29,6 +29,7 @@ from simm.control.state_file import StateFile
 from simm.control.state_keeper import RETRY_S
 from simm.errors import ConfigError, CorruptionError, SimmError, TransportError, UsageError
 from simm.manager import Manager, check_exposure
+from simm.net import listeners
 from simm.net.channel import Refused
 from simm.net.http import Page
 from simm.net.loop import Loop
@@ -193,6 +194,20 @@ def test_port_taken() -> None:
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in err and "another --listen" in err
         code, err = fails("--listen", "127.0.0.1:0", "--http", f"127.0.0.1:{port}")
         assert code == 1 and "another --http" in err
+
+
+def test_an_address_that_cannot_be_had() -> None:
+    """Nobody has to free what this user may not have, or this host has not."""
+    code, err = fails("--listen", "192.0.2.1:0", "--insecure")
+    assert code == 1 and "this host has no such address: choose another --listen" in err and "free it" not in err
+    with pytest.raises(SimmError, match=r"Permission denied: ports below 1024 are for root, .*: choose another --at$"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(listeners, "listen_tcp", refuse)
+            listeners.open_listener(Address("127.0.0.1", 80), "--at")
+
+
+def refuse(host: str, port: int) -> socket.socket:
+    raise PermissionError(13, f"cannot listen on {host}:{port}: Permission denied")
 
 
 def test_a_second_manager_on_the_same_state(run: Callable[..., Process], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import threading
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from simm.config.settings import Settings
 from simm.errors import TransportError, UsageError
 from simm.ipc.counts import COUNTERS, Word
 from simm.rpc import Connection, reply
 from simm.tools.ctl import command, why
 from simm.tools.ctl.tables import TABLES, client_rows, kept_text, namespace_rows, rates_text, table, worker_rows
+from simm.tools.ctl.tuning import no_socket
 from simm.tools.ctl.workers import Asked, ask_all
 from simm.wire import messages as M
 
@@ -174,6 +177,26 @@ def test_a_folder_without_sockets_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "c.1.sock").touch()
     with pytest.raises(UsageError, match=r"no data server 'b' in .*, but a, c$"):
         ask_all(tmp_path, "b")
+
+
+def test_a_folder_that_cannot_be_seen_is_not_one_without_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user was told to name the folder that it had named."""
+    with pytest.raises(UsageError, match=r"there is no .*/none, .*: start one, or name --runtime-dir"):
+        ask_all(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"/file: Not a directory: name the folder"):
+        ask_all(tmp_path / "file")
+
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    says = f"this user may not look into {tmp_path}, .*: be its user or root$"
+    with pytest.raises(UsageError, match=says):
+        ask_all(tmp_path)
+    assert re.search(says, str(no_socket(Settings(runtime_dir=tmp_path), "")))
 
 
 @pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"clients": ' * 50_000, b"7", b"\xff", b"{}"])
