@@ -100,7 +100,7 @@ def not_to_be_seen(runtime_dir: Path) -> str:
     except PermissionError:
         return f"this user may not look into {runtime_dir}, the folder of a data server's sockets: be its user or root"
     except FileNotFoundError:
-        return f"there is no {runtime_dir}, where a data server would have its sockets: start one, or name --runtime-dir"
+        return f"there is no {runtime_dir}, the folder of a data server: start one, or name it with --runtime-dir"
     except OSError as exc:
         return f"{runtime_dir}: {exc.strerror}: name the folder of a data server's sockets with --runtime-dir"
     return ""

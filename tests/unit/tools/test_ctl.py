@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_seen_is_not_one_without_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user was told to name the folder that it had named."""
-    with pytest.raises(UsageError, match=r"there is no .*/none, .*: start one, or name --runtime-dir"):
+    with pytest.raises(UsageError, match=r"there is no .*/none, .*: start one, or name it with --runtime-dir"):
         ask_all(tmp_path / "none")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"/file: Not a directory: name the folder"):
