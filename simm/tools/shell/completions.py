@@ -8,6 +8,18 @@ from typing import Final
 
 from .manual import Argument, CommandText
 
+_SETTINGS: Final = (
+    "log_level", "poll_us", "move_mib_s", "slow_ms", "policy", "keep_share", "keep_namespace_share", "near_share",
+)  # fmt: skip
+#: Words that may follow others, which the commands' arguments do not say.
+FOLLOWING: Final[dict[str, tuple[str, ...]]] = {
+    "ctl namespaces": ("flush",), "ctl keys": ("sample", "hot", "large", "old", "new"),
+    "ctl settings": ("list", "get", "set"), "ctl settings get": _SETTINGS, "ctl settings set": _SETTINGS,
+    "ctl gflag": ("list", "get", "set"), "ctl gflag get": _SETTINGS, "ctl gflag set": _SETTINGS,
+    "ctl cluster": ("status",), "ctl server": ("status",), "ctl shard": ("list",), "ctl kv": ("exist", "get", "del"),
+    "ctl node": ("list", "summary", "drain", "resume", "set"),
+}  # fmt: skip
+
 
 def bash(texts: Sequence[CommandText]) -> str:
     """Return a script for bash."""
@@ -19,25 +31,30 @@ def bash(texts: Sequence[CommandText]) -> str:
     lines = [
         "# Completions of simm for bash: eval \"$(simm completions bash)\"",
         "_simm() {",
-        "    local current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} what=-W words=",
-        "    if ((COMP_CWORD == 1)); then",
+        '    local -a given=("${COMP_WORDS[@]:0:COMP_CWORD}")',
+        "    [[ ${given[0]##*/} != simmctl ]] || given=(simm ctl \"${given[@]:1}\")",
+        "    local current=${COMP_WORDS[COMP_CWORD]} before=${given[-1]} what=-W words= word said",
+        "    if ((${#given[@]} == 1)); then",
         f'        words="{" ".join(text.name for text in texts)}"',
         "    else",
-        '        case "${COMP_WORDS[1]} $before" in',
+        "        said=${given[1]}",
+        '        for word in "${given[@]:2}"; do [[ $word == -* ]] || said+=" $word"; done',
+        '        case "${given[1]} $before" in',
         *(f"            {' | '.join(patterns)})\n                {values} ;;" for values, patterns in after.items()),
         "            *)",
         "                if [[ $current == -* ]]; then",
-        "                    case ${COMP_WORDS[1]} in",
+        "                    case ${given[1]} in",
     ]
     for text in texts:
         flags = " ".join(flag for argument in text.flags for flag in argument.flags)
         lines.append(f'                        {text.name}) words="{flags}" ;;')
-    lines += ["                    esac", "                else", "                    case ${COMP_WORDS[1]} in"]
+    lines += ["                    esac", "                else", "                    case $said in"]
     for text in texts:
-        if any(argument.is_file for argument in text.alone):
-            lines.append(f"                        {text.name}) what=-f ;;")
-        elif choices := " ".join(choice for argument in text.alone for choice in argument.choices):
+        if choices := " ".join(choice for argument in text.alone for choice in argument.choices):
             lines.append(f'                        {text.name}) words="{choices}" ;;')
+        if any(argument.is_file for argument in text.alone):
+            lines.append(f'                        {text.name} | "{text.name} "*) what=-f ;;')
+    lines += [f'                        "{said}") words="{" ".join(words)}" ;;' for said, words in FOLLOWING.items()]
     return "\n".join([
         *lines, "                    esac", "                fi ;;", "        esac", "    fi",
         "    if [[ $what == -W ]]; then",
@@ -47,7 +64,7 @@ def bash(texts: Sequence[CommandText]) -> str:
         '        mapfile -t COMPREPLY < <(compgen "$what" -- "$current")',
         "    fi",
         "}",
-        "complete -F _simm simm",
+        "complete -F _simm simm simmctl",
         "",
     ])  # fmt: skip
 
@@ -104,20 +121,37 @@ def fish(texts: Sequence[CommandText]) -> str:
     """Return a script for fish."""
     lines = [
         "# Completions of simm for fish: simm completions fish >~/.config/fish/completions/simm.fish",
+        "function __simm_words -d 'the words before the cursor that are no flags, after simm'",
+        "    string match -v -- '-*' (commandline -opc)[2..-1]",
+        "end",
+        "function __simm_is -d 'whether this is the command'",
+        "    set -l words (__simm_words)",
+        "    test (count $words) -gt 0; and test $words[1] = $argv[1]",
+        "end",
+        "function __simm_said -d 'whether these words were said, and nothing else'",
+        "    set -l words (__simm_words)",
+        "    test \"$words\" = \"$argv\"",
+        "end",
         "complete -c simm -f",
+        "complete -c simmctl -f -w 'simm ctl'",
     ]
     for text in texts:
         lines.append(f"complete -c simm -n __fish_use_subcommand -a {text.name} -d {_quoted(text.line)}")
-        seen = f"complete -c simm -n '__fish_seen_subcommand_from {text.name}'"
+        seen = f"complete -c simm -n '__simm_is {text.name}'"
         for argument in text.alone:
             if argument.choices:
-                lines.append(f"{seen} -a {_quoted(' '.join(argument.choices))}")
+                lines.append(_fish_words(text.name, argument.choices))
             elif argument.is_file:
                 lines.append(f"{seen} -F")
         for argument in text.flags:
             names = "".join(f" -l {flag[2:]}" if flag[:2] == "--" else f" -s {flag[1:]}" for flag in argument.flags)
             lines.append(f"{seen}{names} -d {_quoted(argument.about)}{_fish_values(argument)}")
+    lines += [_fish_words(said, words) for said, words in FOLLOWING.items()]
     return "\n".join([*lines, ""])
+
+
+def _fish_words(said: str, words: Sequence[str]) -> str:
+    return f"complete -c simm -n '__simm_said {said}' -a {_quoted(' '.join(words))}"
 
 
 def _fish_values(argument: Argument) -> str:

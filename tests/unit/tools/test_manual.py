@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -16,10 +17,15 @@ import pytest
 
 from simm import cli
 from simm.config.settings import SETTINGS
+from simm.tools.ctl import command
 from simm.tools.shell import completions, manual
 from simm.tools.shell.manual import CommandText, described, settings_of
 
 TEXTS = described(cli.COMMANDS)
+#: What a data server can change while it runs (``simm/server/operators/admin.py``).
+LIVE = {
+    "log_level", "poll_us", "move_mib_s", "slow_ms", "policy", "keep_share", "keep_namespace_share", "near_share",
+}  # fmt: skip
 
 
 def flags_of(name: str) -> set[str]:
@@ -116,6 +122,52 @@ def test_bash_completes_commands_flags_and_values(in_bash: Any, tmp_path: Path) 
     assert in_bash("simm", "put", "key", f"{tmp_path}/a") == [f"{tmp_path}/a b.pem"]
     assert in_bash("simm", "manager", "--listen", "") == [""], "nothing fits"
     assert set(in_bash("simm", "manager", "--")) == flags_of("manager")
+
+
+def test_bash_completes_what_follows_a_word(in_bash: Any, tmp_path: Path) -> None:
+    """``simm ctl node`` and ``simm node drain`` were followed by the first word's choices again."""
+    assert in_bash("simm", "ctl", "no") == ["node"] and in_bash("simm", "ctl", "--json", "no") == ["node"]
+    assert in_bash("simm", "ctl", "node", "") == ["list", "summary", "drain", "resume", "set"]
+    assert in_bash("simm", "ctl", "settings", "set", "k") == ["keep_share", "keep_namespace_share"]
+    assert in_bash("simm", "ctl", "node", "drain", "") == in_bash("simm", "node", "drain", "") == [""]
+    assert in_bash("simm", "trace", "s") == ["start", "stop", "summary"]
+    (tmp_path / "a.json").touch()
+    assert in_bash("simm", "trace", "summary", f"{tmp_path}/a") == [f"{tmp_path}/a.json"]
+    assert in_bash("simmctl", "wh") == ["why"] and in_bash("/opt/simm/bin/simmctl", "kv", "d") == ["del"]
+    assert in_bash("simmctl", "--watc") == ["--watch"]
+
+
+def test_fish_completes_what_follows_a_word(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    script = tmp_path / "simm.fish"
+    script.write_text(completions.fish(TEXTS))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+
+    def complete(line: str) -> list[str]:
+        asked = ["fish", "-c", f"source {script}; complete -C'{line}'"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+        assert done.stderr == ""
+        return sorted(each.partition("\t")[0] for each in done.stdout.splitlines())
+
+    assert complete("simm ma") == ["man", "manager"]
+    assert complete("simm ctl no") == complete("simmctl no") == ["node"]
+    assert complete("simm ctl node ") == complete("simmctl node ") == ["drain", "list", "resume", "set", "summary"]
+    assert complete("simm ctl settings set k") == ["keep_namespace_share", "keep_share"]
+    assert complete("simm node drain ") == complete("simm ctl node drain ") == []
+    assert complete("simm ctl node --no-w") == ["--no-wait"] and complete("simm status --no-w") == []
+    assert complete("simm dataserver --policy s") == ["sieve"]
+
+
+def test_words_that_follow_are_those_that_the_command_takes() -> None:
+    for said, words in completions.FOLLOWING.items():
+        _, subject, *rest = said.split()
+        assert subject in command._SUBJECTS
+        if subject in ("node", "namespaces", "settings") and not rest:
+            acts = {word for what, word in command._ACTIONS if what == subject}
+            assert acts <= set(words)
+        if rest:
+            assert set(words) == LIVE
 
 
 @pytest.mark.parametrize("shell", completions.SHELLS)
