@@ -88,7 +88,10 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
     rows: dict[str, Row] = {}
 
     def row(name: str) -> Row:
-        empty = {"namespace": name, "entries": 0, "bytes": 0, "kept_bytes": 0, "clients": 0, "quota_bytes": None}
+        empty = {
+            "namespace": name, "entries": 0, "bytes": 0, "kept_bytes": 0, "soft_kept_bytes": 0, "clients": 0,
+            "quota_bytes": None,
+        }  # fmt: skip
         return rows.setdefault(name, {**empty, **_done(counters_summary([0] * 32))})
 
     for name, counts in totals_of(asked).namespaces.items():
@@ -100,6 +103,7 @@ def namespace_rows(asked: Sequence[Asked]) -> list[Row]:
             row(name)["bytes"] += size
         for name, sizes in kept_of(each).get("bytes", {}).items():
             row(name)["kept_bytes"] += sizes.get("hard", 0)
+            row(name)["soft_kept_bytes"] += sizes.get("soft", 0)
         for name, quota in each.stats.get("quotas", {}).items():
             row(name)["quota_bytes"] = (row(name)["quota_bytes"] or 0) + quota["quota_bytes"]
         for claimed in each.stats.get("clients", ()):
@@ -202,12 +206,13 @@ TABLES: Final[dict[str, tuple[Callable[[Sequence[Asked]], list[Row]], dict[str, 
     }, (0, 2, 3, 12)),
     "namespaces": (namespace_rows, {
         "NAMESPACE": lambda row: str(row["namespace"]), "ENTRIES": lambda row: f"{row['entries']:,}",
-        "BYTES": lambda row: bytes_text(row["bytes"]), "KEPT": lambda row: bytes_text(row["kept_bytes"]),
+        "BYTES": lambda row: bytes_text(row["bytes"]), "HARD KEPT": lambda row: bytes_text(row["kept_bytes"]),
+        "SOFT KEPT": lambda row: bytes_text(row["soft_kept_bytes"]),
         "QUOTA": lambda row: "-" if row["quota_bytes"] is None else bytes_text(row["quota_bytes"]),
         "CLIENTS": lambda row: f"{row['clients']:,}", "GETS": lambda row: f"{row['gets']:,}",
         "HITS": lambda row: _percent(row["hit_ratio"]), "PUTS": lambda row: f"{row['puts']:,}",
         "FAILED": lambda row: f"{row['put_failures']:,}", "MISSES ARE MOST": _reason,
-    }, (0, 10)),
+    }, (0, 11)),
     "slabs": (chunk_rows, {
         "CHUNK": lambda row: f"{row['chunk_bytes']:,}", "ENTRIES": lambda row: f"{row['entries']:,}",
         "BYTES": lambda row: bytes_text(row["bytes"]), "WASTED": lambda row: bytes_text(row["wasted_bytes"]),

@@ -147,8 +147,11 @@ def test_what_namespaces_keep_is_added_up_beside_what_they_may() -> None:
     kept = {"bytes": {"a": {"soft": 9 << 20, "hard": 3 << 20}, "b": {"soft": 1, "hard": 0}}, "hard_max": 8 << 20,
             "namespace_max": 4 << 20}  # fmt: skip
     two = [asked(kept=kept), asked(kept=kept)]
-    found = {row["namespace"]: row["kept_bytes"] for row in namespace_rows(two)}
-    assert found == {"a": 6 << 20, "b": 0}
+    rows = namespace_rows(two)
+    found = {row["namespace"]: (row["kept_bytes"], row["soft_kept_bytes"]) for row in rows}
+    assert found == {"a": (6 << 20, 18 << 20), "b": (0, 2)}
+    head, first, *_ = table("namespaces", rows).splitlines()
+    assert "HARD KEPT  SOFT KEPT" in head and first.split()[3:5] == ["6M", "18M"]
     assert kept_text(two) == (
         "\nhard kept: 6M of the 16M that may be (keep_share), 8M of one namespace (keep_namespace_share)"
     )
