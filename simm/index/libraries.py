@@ -10,7 +10,7 @@ try:
     import zmq
 except ImportError as missing:
     raise UsageError(
-        f"the event index needs {missing.name}, which is not installed: pip install simm-store[index]"
+        f"the event index needs {missing.name}, which is not installed: pip install '.[index]' in SiMM's checkout"
     ) from missing
 
 __all__ = ["msgspec", "xxhash", "zmq"]

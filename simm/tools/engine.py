@@ -56,7 +56,7 @@ def _sglang(settings: Settings) -> Recipe:
     if settings.origin("namespace") != "default":
         extra["namespace"] = settings.namespace
     flags = (*_SGLANG_FLAGS, ("--hicache-storage-backend", "dynamic"), _extra(extra))
-    return Recipe({}, flags, ("pip install simm-store in SGLang's environment",))
+    return Recipe({}, flags, ("pip install CHECKOUT (of SiMM) in SGLang's environment",))
 
 
 def _sglang_builtin(settings: Settings) -> Recipe:
@@ -65,7 +65,7 @@ def _sglang_builtin(settings: Settings) -> Recipe:
     flags = (*_SGLANG_FLAGS, ("--hicache-storage-backend", "simm"), extra)
     name = settings.namespace if settings.origin("namespace") != "default" else "MODEL-tp1"
     notes = (
-        "pip install simm-store in SGLang's environment; SGLang 0.5.11 or newer",
+        "pip install CHECKOUT (of SiMM) in SGLang's environment; SGLang 0.5.11 or newer",
         "the namespace is one name for each model, layout and TP width: this backend's keys have none of these",
         "it needs the folder /sys/class/infiniband: see `simm doctor`",
     )
@@ -76,7 +76,7 @@ def _sglang_mooncake(settings: Settings) -> Recipe:
     """SGLang, with its backend for Mooncake over SiMM"""
     extra = _extra({"master_server_address": str(settings.manager[0]), "local_hostname": "localhost"})
     notes = (
-        "pip install simm-store in SGLang's environment, and start SGLang by:",
+        "pip install CHECKOUT (of SiMM) in SGLang's environment, and start SGLang by:",
         "python -m simm.connectors.mooncake -- python -m sglang.launch_server ...",
         "the namespace is one name for each data type, layout and page size: this backend's keys have none of these",
     )
@@ -100,7 +100,7 @@ def _lmcache(settings: Settings) -> Recipe:
         "PYTHONHASHSEED": "0",
     }
     notes = (
-        "pip install simm-store in the engine's environment; LMCache 0.5.6",
+        "pip install CHECKOUT (of SiMM) in the engine's environment; LMCache 0.5.6",
         "variables for vllm serve, or the same as remote_storage_plugins and extra_config in LMCACHE_CONFIG_FILE",
         "PYTHONHASHSEED is the same number in all engines, else they find nothing of each other",
     )
@@ -112,7 +112,7 @@ def _lmcache_server(settings: Settings) -> Recipe:
     """LMCache's server, by its L2 adapter"""
     adapter = json.dumps({**LMCACHE_SERVER, "adapter_params": _lmcache_options(settings)})
     notes = (
-        "pip install simm-store in the server's environment, and add to lmcache server; LMCache 0.5.6",
+        "pip install CHECKOUT (of SiMM) in the server's environment, and add to lmcache server; LMCache 0.5.6",
         "--l1-size-gb is the server's own memory: it does not start without a size and a policy",
     )
     return Recipe({}, (*_LMCACHE_L1, ("--l2-adapter", adapter)), notes)
@@ -129,7 +129,7 @@ def _vllm(settings: Settings) -> Recipe:
     }  # fmt: skip
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     notes = (
-        "pip install simm-store in vLLM's environment; vLLM 0.32",
+        "pip install CHECKOUT (of SiMM) in vLLM's environment; vLLM 0.32",
         "cpu_bytes_to_use: of host memory for vLLM's primary tier; block_size: tokens of a chunk",
     )
     return Recipe({}, (("--kv-transfer-config", json.dumps(transfer)),), notes)
@@ -142,7 +142,7 @@ def _vllm_connector(settings: Settings) -> Recipe:
         extra["namespace"] = settings.namespace
     transfer = {**VLLM_CONNECTOR, "kv_connector_extra_config": extra}
     notes = (
-        "pip install simm-store in vLLM's environment; vLLM 0.32, with its KV cache in host memory",
+        "pip install CHECKOUT (of SiMM) in vLLM's environment; vLLM 0.32, with its KV cache in host memory",
         "for a GPU take the flags of: simm engine vllm",
     )
     return Recipe({}, (("--kv-transfer-config", json.dumps(transfer)),), notes)

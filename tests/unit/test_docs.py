@@ -192,3 +192,11 @@ def test_every_metric_of_a_worker_is_reported_by_it(reported: Any, key: str) -> 
 @pytest.mark.parametrize("key", list(_RDMA))
 def test_every_metric_of_an_endpoint_is_reported_by_it(reported: Any, key: str) -> None:
     assert key in reported["endpoint"]
+
+
+def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
+    """Until SiMM is published: whoever takes the name ``simm-store`` first would run code at all who are told so."""
+    root = DOCS.parent
+    files = [*root.glob("simm/**/*.py"), *root.glob("docs/*.md"), *root.glob("examples/*.*"), root / "README.md"]
+    told = re.compile(r"pip3? install [^\n`]*\bsimm-store\b")
+    assert not [f"{path}: {found.group()}" for path in files if (found := told.search(path.read_text()))]

@@ -8,7 +8,7 @@ try:
     import blake3
 except ImportError as missing:
     raise UsageError(
-        "LMCache's default hash needs blake3, which is not installed: pip install simm-store[index,lmcache]"
+        "LMCache's default hash needs blake3, which is not installed: pip install '.[index,lmcache]' in SiMM's checkout"
     ) from missing
 
 __all__ = ["blake3"]

@@ -7,6 +7,8 @@ from ...errors import UsageError
 try:
     import grpc
 except ImportError as missing:
-    raise UsageError("--grpc needs grpcio, which is not installed: pip install simm-store[index,grpc]") from missing
+    raise UsageError(
+        "--grpc needs grpcio, which is not installed: pip install '.[index,grpc]' in SiMM's checkout"
+    ) from missing
 
 __all__ = ["grpc"]

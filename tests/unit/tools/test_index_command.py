@@ -71,7 +71,7 @@ def test_a_wrong_flag_is_one_sentence(arguments: list[str], sentence: str, capsy
 def test_without_the_extra_there_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import simm.cli; sys.exit(simm.cli.main(['index']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "pip install simm-store[index]" in done.stderr
+    assert done.returncode == 2 and "pip install '.[index]' in SiMM's checkout" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -79,7 +79,7 @@ def test_without_the_other_extra_there_is_one_sentence() -> None:
     code = "import sys; sys.modules['grpc'] = None; import simm.cli; "
     code += "sys.exit(simm.cli.main(['index', '--grpc', '127.0.0.1:0']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "pip install simm-store[index,grpc]" in done.stderr
+    assert done.returncode == 2 and "pip install '.[index,grpc]' in SiMM's checkout" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
