@@ -79,10 +79,20 @@ def _bash_values(argument: Argument) -> str:
 def zsh(texts: Sequence[CommandText]) -> str:
     """Return a function for zsh, for a file _simm in a folder of $fpath."""
     lines = [
-        "#compdef simm",
+        "#compdef simm simmctl",
         "# Completions of simm for zsh: simm completions zsh >FOLDER/_simm, with FOLDER in $fpath before compinit",
+        "_simm_words() {",
+        '    local -a said=("${(@)words[1,CURRENT-1]:#-*}")',
+        '    case "$said" in',
+        *(f'        "{said}") compadd -- {" ".join(words)} ;;' for said, words in FOLLOWING.items()),
+        "    esac",
+        "}",
         "_simm() {",
         "    local -a commands",
+        "    if [[ $service == simmctl ]]; then",
+        '        words=(simm ctl "${(@)words[2,-1]}")',
+        "        ((CURRENT++))",
+        "    fi",
         "    if ((CURRENT == 2)); then",
         "        commands=(",
         *(f"            {shlex.quote(f'{text.name}:{text.line}')}" for text in texts),
@@ -98,7 +108,7 @@ def zsh(texts: Sequence[CommandText]) -> str:
     for text in texts:
         given = [_zsh_flag(argument, flag) for argument in text.flags for flag in argument.flags]
         given += [
-            f"{'*' * argument.many}:{argument.value}:{_zsh_values(argument)}" for argument in text.alone
+            f"{'*' * argument.many}:{argument.value}:{_zsh_words(text, argument)}" for argument in text.alone
         ]  # fmt: skip
         joined = "".join(f" \\\n                {shlex.quote(each)}" for each in given)
         lines.append(f"        {text.name})\n            _arguments{joined}\n            ;;")
@@ -109,6 +119,11 @@ def _zsh_flag(argument: Argument, flag: str) -> str:
     about = argument.about.replace("\\", "\\\\").replace("[", "(").replace("]", ")").replace(":", "\\:")
     value = f":{argument.value}:{_zsh_values(argument)}" if argument.value else ""
     return f"{flag}[{about}]{value}"
+
+
+def _zsh_words(text: CommandText, argument: Argument) -> str:
+    followed = argument.many and any(said.startswith(f"{text.name} ") for said in FOLLOWING)
+    return "_simm_words" if followed else _zsh_values(argument)
 
 
 def _zsh_values(argument: Argument) -> str:

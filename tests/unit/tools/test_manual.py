@@ -159,6 +159,26 @@ def test_fish_completes_what_follows_a_word(tmp_path: Path) -> None:
     assert complete("simm dataserver --policy s") == ["sieve"]
 
 
+def test_zsh_completes_what_follows_a_word() -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    stubs = 'compadd() { shift; print -r -- "$@"; }; _arguments() { print -r -- "$CURRENT $words"; _simm_words; }'
+
+    def complete(*words: str) -> list[str]:
+        given = f"words=({' '.join(map(repr, words))}); CURRENT={len(words)}; service={words[0]}"
+        script = f"{stubs}; {given}\n{completions.zsh(TEXTS)}"
+        done = subprocess.run(["zsh", "-f", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    nodes = "list summary drain resume set"
+    assert complete("simm", "ctl", "node", "") == ["3 ctl node ", nodes]
+    assert complete("simmctl", "node", "") == ["3 ctl node ", nodes], "simmctl is simm ctl"
+    assert complete("simmctl", "--json", "kv", "") == ["4 ctl --json kv ", "exist get del"]
+    assert complete("simm", "ctl", "node", "drain", "") == ["4 ctl node drain "]
+    assert complete("simm", "node", "drain", "") == ["3 node drain "]
+
+
 def test_words_that_follow_are_those_that_the_command_takes() -> None:
     for said, words in completions.FOLLOWING.items():
         _, subject, *rest = said.split()
