@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
-from .config.logs import hold_standard_descriptors
+from .config.logs import CLOSED, hold_standard_descriptors
 from .errors import SimmError, TransportError, UsageError
 from .tools.console import EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, end_cleanly_on_signals, guarded
 
@@ -100,7 +100,7 @@ def _get(argv: Sequence[str], prog: str) -> int:
     if arguments.file is not None and arguments.output is not None:
         raise UsageError("two files to write to: give FILE or -o FILE")
     output = arguments.output if arguments.file is None else arguments.file
-    if output in (None, "-") and sys.stdout is None:  # the shell's >&-
+    if output in (None, "-") and "stdout" in CLOSED:  # the shell's >&-
         raise UsageError("stdout is closed: name a file")
     with _client(_settings("client", arguments)) as client:
         value = client.get(arguments.key)

@@ -246,6 +246,10 @@ def set_up_logging(settings: Settings, process: str) -> None:
         root.warning("%s", trouble)
 
 
+#: The standard streams that this process was started without, and has the null device for.
+CLOSED: Final[set[str]] = set()
+
+
 def hold_standard_descriptors() -> None:
     """Open the null device as each of stdin, stdout and stderr that is closed.
 
@@ -260,6 +264,7 @@ def hold_standard_descriptors() -> None:
             os.set_inheritable(fd, True)
             if opened != fd:
                 os.close(opened)
+    CLOSED.update(name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None)
     # Python sets None for a closed descriptor, and print() then uses stdout instead of stderr.
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)

@@ -134,6 +134,7 @@ def test_the_same_word_puts_stdin_and_gets_to_stdout(run: Run, at: list[str], tm
 @pytest.mark.parametrize(("words", "closed", "text"), [
     (["put", "k", "-"], "<&-", "stdin is empty: a value has at least one byte"),
     (["get", "k", "-"], ">&-", "stdout is closed: name a file"), (["get", "k"], ">&-", "stdout is closed: name a file"),
+    (["ctl", "kv", "get", "k"], ">&-", "stdout is closed: `simm get KEY FILE` writes"),
 ])  # fmt: skip
 def test_a_stream_that_is_closed_is_said_in_a_sentence(at: list[str], words: list[str], closed: str, text: str) -> None:
     command = shlex.join([sys.executable, "-m", "simm", *words, *at])

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from ...config.logs import CLOSED
 from ...config.settings import Settings
 from ...errors import UsageError
 from ..connect import reached_client, require_reached
@@ -51,6 +52,8 @@ def values(settings: Settings, words: Sequence[str]) -> int:
     if len(words) != 2 or words[0] not in _KV:
         raise UsageError("kv takes exist KEY, get KEY or del KEY")
     action, key = words
+    if action == "get" and "stdout" in CLOSED:
+        raise UsageError("stdout is closed: `simm get KEY FILE` writes into a file")
     with reached_client(settings) as client:
         if action == "get":
             value = client.get(key)

@@ -230,7 +230,7 @@ def test_an_error_of_ours_leaves_it_so_too(terminal: Terminal) -> None:
 def test_another_size_is_used_at_once(terminal: Terminal) -> None:
     terminal.until(b"no manager answers")
     terminal.resize(5, 12)
-    terminal.until(b"! no manager\x1b[0m\x1b[K\x1b[J")
+    terminal.until("! no manage…\x1b[0m\x1b[K\x1b[J".encode())
     drawn = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", terminal.seen[terminal.seen.rindex(b"\x1b[H") :])
     assert all(len(line) <= 12 for line in drawn.decode().split("\r\n"))
     terminal.type(b"q")
