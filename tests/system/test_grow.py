@@ -357,7 +357,7 @@ def test_what_is_refused_changes_nothing(make_fleet: Callable[..., Fleet]) -> No
         ((), "say how much to add"),
         (("--memory", "32M", "--numa", "77"), "there is no node 77 here"),
         (("--memory", "32M", "--numa", "x"), "not a list of nodes"),
-        (("--memory", "32M", "--server", "nobody"), "no admin socket of the data server 'nobody'"),
+        (("--memory", "32M", "--server", "nobody"), "there is no data server 'nobody' in"),
         (("--memory", "32M", "--of", "nobody"), "no data server 'nobody' is connected"),
         (("--memory", "32M", "--of", "*"), "name one data server"),
     ):
