@@ -99,19 +99,24 @@ def _needed(group: GroupKeys, tokens: int) -> list[str]:
 
 
 def _restorable(client: Store, groups: Sequence[GroupKeys], most: int, align: int) -> int:
-    """Return how many tokens could be restored, by two questions."""
-    for each in groups:
-        if not each.window:
-            keys = each.range(0, most // each.block_tokens)
-            most = client.prefix(keys, group=max(1, each.per_block)).keys // max(1, each.per_block) * each.block_tokens
+    """Return how many tokens could be restored, by two questions, however many groups there are."""
+    whole = [each for each in groups if not each.window]
+    counts = [align // each.block_tokens for each in whole]
+    per_page = sum(count * each.per_block for each, count in zip(whole, counts))
+    if per_page:
+        keys = [
+            key for page in range(most // align)
+            for each, count in zip(whole, counts) for key in each.range(page * count, (page + 1) * count)
+        ]  # fmt: skip
+        most = client.prefix(keys, group=per_page).keys // per_page * align
     most = most // align * align
+    windowed = [key for each in groups if each.window for key in each.range(0, most // each.block_tokens)]
+    there = iter(client.exists_many(windowed) if windowed else ())
     flags = []
     for each in groups:
         blocks = most // each.block_tokens
         if each.window:
-            there = client.exists_many(each.range(0, blocks))
-            per = max(1, each.per_block)
-            flags.append([all(there[at : at + per]) for at in range(0, len(there), per)])
+            flags.append([all([next(there) for _ in range(each.per_block)]) for _ in range(blocks)])
         else:
             flags.append([True] * blocks)
     return restorable(groups, flags, 0, most, align)

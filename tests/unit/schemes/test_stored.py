@@ -45,8 +45,9 @@ def test_groups_with_windows_as_an_engine_restores_them() -> None:
     for _ in range(150):
         client = FakeClient()
         window = dice.choice((0, 5, 9, 17, 40))
-        options = {"groups": f"0:8:{dice.choice((0, 0, 12))},1:16:{window}", "hash_tokens": 8, "identities": "a,b",
-                   "scope": "s", "generation": "01"}  # fmt: skip
+        more = dice.choice(("", ",2:8:0", ",2:8:20"))
+        options = {"groups": f"0:8:{dice.choice((0, 0, 12))},1:16:{window}{more}", "hash_tokens": 8,
+                   "identities": "a,b", "scope": "s", "generation": "01"}  # fmt: skip
         scheme = Scheme("m", "vllm-blocks", 16, options=options)
         groups = scheme.groups(TOKENS)
         chance = dice.choice((0.02, 0.1, 0.5))
@@ -62,6 +63,30 @@ def test_groups_with_windows_as_an_engine_restores_them() -> None:
         assert sum(found.by_host.values()) == len(needed)
         lengths.add(best)
     assert lengths == {0, 16, 32, 48, 64}
+
+
+def test_issue_groups_are_asked_for_together() -> None:
+    """One question for all groups without a window, one for all with one, and one for all that is needed."""
+
+    class Counting(FakeClient):
+        asked: list[str] = []
+
+        def exists_many(self, keys: Sequence[str]) -> list[bool]:
+            self.asked.append("exists")
+            return super().exists_many(keys)
+
+        def prefix(self, keys: Sequence[str], **more: Any) -> Any:
+            self.asked.append("prefix")
+            return super().prefix(keys, **more)
+
+    client = Counting()
+    options = {"groups": "0:8:0,1:16:0,2:8:9,3:16:17,4:16:40", "hash_tokens": 8, "identities": "a,b"}
+    scheme = Scheme("m", "vllm-blocks", 16, options=options)
+    put(client, [key for group in scheme.groups(TOKENS) for key in group.keys])
+    assert asked(client, scheme).tokens == 64
+    assert client.asked == ["prefix", "exists", "prefix"]
+    client.delete(scheme.groups(TOKENS)[1].keys[4])
+    assert asked(client, scheme).tokens == 32, "the second group's third block"
 
 
 def test_the_generation_is_the_one_that_holds_now() -> None:
