@@ -138,7 +138,7 @@ class MooncakeDistributedStore:
         self._hostname = ""
         self._complain = Complaints(log)
         self._lock = threading.Lock()
-        #: Registered memory by its address.
+        #: Registered memory by its address. Replaced with each change, as any thread may read it.
         self._registered: dict[int, Span] = {}
         self._sessions: dict[str, tuple[_Held, int]] = {}
 
@@ -234,7 +234,7 @@ class MooncakeDistributedStore:
         with self._lock:
             if buffer_ptr in self._registered:
                 return INVALID_PARAMS
-            self._registered[buffer_ptr] = span
+            self._registered = {**self._registered, buffer_ptr: span}
         return OK
 
     @_guarded(invalid)
@@ -242,7 +242,8 @@ class MooncakeDistributedStore:
         """End a registration; return 0, or -600 if there is none at this address."""
         client, _ = self._ready()
         with self._lock:
-            span = self._registered.pop(buffer_ptr, None)
+            left = dict(self._registered)
+            span, self._registered = left.pop(buffer_ptr, None), left
         if span is None:
             return INVALID_PARAMS
         with self._complain.ending("a registration"):  # no call uses it any more, all the same
@@ -251,7 +252,7 @@ class MooncakeDistributedStore:
 
     def _memory(self, address: int, size: int) -> Span:
         """Return memory by address, with its registration if it has one. O(registrations). Raises UsageError."""
-        for start, span in tuple(self._registered.items()):
+        for start, span in self._registered.items():
             if start <= address and address + size <= start + span.size:
                 return span.part(address - start, size)
         return Span(address, size)

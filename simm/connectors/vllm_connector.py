@@ -187,7 +187,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         self._keyspace = Keyspace(self._client, f"vllm-connector/{identity(self._facts)}")
         self._registrar = Registrar(self._client, self._complain)
-        #: Adapters that requests had: where each is.
+        #: Adapters that requests had: where each is. Replaced with each one that is added, as any thread may read it.
         self._adapters: dict[str, str] = {}
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -341,7 +341,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
             self._scheduler.added(request)
             lora = getattr(request, "lora_request", None)
             if lora is not None and len(self._adapters) < _ADAPTERS_MAX:
-                self._adapters[str(lora.lora_name)] = str(lora.lora_path)
+                self._adapters = {**self._adapters, str(lora.lora_name): str(lora.lora_path)}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those computed; None until that is known."""

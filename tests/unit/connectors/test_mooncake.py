@@ -323,6 +323,19 @@ def test_issue_one_text_is_no_list_of_keys(store: MooncakeDistributedStore) -> N
     assert store.put_batch("ab", [b"1", b"2"]) != 0 and store.is_exist("a") == 0
 
 
+def test_issue_memory_is_registered_while_other_threads_look_for_theirs(
+    store: MooncakeDistributedStore, memory: Any
+) -> None:
+    at = ctypes.addressof(memory)
+    assert [store.register_buffer(at + each * 1024, 1024) for each in range(3)] == [0, 0, 0]
+    walk = iter(store._registered.items())
+    found = [next(walk)]
+    assert store.register_buffer(at + 8192, 1024) == 0 and store.unregister_buffer(at + 1024) == 0
+    found += walk
+    assert [start - at for start, _ in found] == [0, 1024, 2048]
+    assert [start - at for start in store._registered] == [0, 2048, 8192]
+
+
 def test_a_registration_that_cannot_be_ended_is_ended(
     store: MooncakeDistributedStore, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,24 @@ def test_the_scheduler_registers_how_keys_are_made(
     assert str(anew.options["generation"]) > str(generation)
 
 
+def test_issue_adapters_come_while_others_are_registered(engines: Engines) -> None:
+    """Threads that look things up register while the engine's thread brings requests: nobody's walk is disturbed."""
+    scheduler = engines(Role.SCHEDULER)
+
+    def arrives(number: int) -> None:
+        lora = SimpleNamespace(lora_name=f"a{number}", lora_path=f"/adapters/{number}", lora_int_id=number)
+        scheduler.on_new_request(SimpleNamespace(request_id=str(number), lora_request=lora))
+
+    for number in range(3):
+        arrives(number)
+    walk = iter(scheduler._adapters.items())
+    found = [next(walk)]
+    arrives(3)
+    found += walk
+    assert [name for name, _ in found] == ["a0", "a1", "a2"]
+    assert list(scheduler._adapters) == ["a0", "a1", "a2", "a3"]
+
+
 def ran(worker: Any, plan: Plan) -> None:
     """A step of a worker, without a model."""
     worker.bind_connector_metadata(pickle.loads(pickle.dumps(worker.MODULE._Metadata(plan))))
