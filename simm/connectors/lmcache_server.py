@@ -51,7 +51,7 @@ from .complaints import Complaints
 from .keyspace import connect, options_of
 from .lmcache_values import Arena, Slot, head_of, length_of, reachable, too_large
 from .registration.callers import caller
-from .registration.of_lmcache import server_schemes
+from .registration.of_lmcache import all_server_schemes
 from .registration.registrar import Registrar
 
 __all__ = ["SimmL2Adapter"]
@@ -197,7 +197,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def _schemes(self, told: Iterable[tuple[str, int, int]]) -> list[Scheme]:
         context = self._context() if self._context is not None else None
-        return [scheme for each in told for scheme in server_schemes(context, *each, head=self._head)]
+        return all_server_schemes(context, told, head=self._head)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the results of stores that have ended since the last call."""

@@ -200,7 +200,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             "generation": generation,
         }  # fmt: skip
         names = names_of(vllm_config)
-        return under_names(Scheme(names[0], "vllm-tier", groups.page, options=options), names)
+        return under_names(Scheme("any", "vllm-tier", groups.page, options=options), names)
 
     # -- jobs -------------------------------------------------------------------------------------
 

@@ -332,7 +332,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
             "identities": ",".join(identities), **adapters(dict(paths)),
         }  # fmt: skip
         names = names_of(config, self._facts["model"])
-        scheme = Scheme(names[0], "vllm-blocks", groups.page, len(identities), options=options)
+        scheme = Scheme("any", "vllm-blocks", groups.page, len(identities), options=options)
         return under_names(scheme, names)
 
     def on_new_request(self, request: Any) -> None:

@@ -111,12 +111,15 @@ def _restorable(client: Store, groups: Sequence[GroupKeys], most: int, align: in
         most = client.prefix(keys, group=per_page).keys // per_page * align
     most = most // align * align
     windowed = [key for each in groups if each.window for key in each.range(0, most // each.block_tokens)]
-    there = iter(client.exists_many(windowed) if windowed else ())
-    flags = []
+    there = client.exists_many(windowed) if windowed else []
+    flags: list[list[bool]] = []
+    at = 0
     for each in groups:
         blocks = most // each.block_tokens
         if each.window:
-            flags.append([all([next(there) for _ in range(each.per_block)]) for _ in range(blocks)])
+            per = each.per_block
+            flags.append([all(there[begin : begin + per]) for begin in range(at, at + blocks * per, per)])
+            at += blocks * per
         else:
             flags.append([True] * blocks)
     return restorable(groups, flags, 0, most, align)

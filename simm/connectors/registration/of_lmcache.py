@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from ...errors import UsageError
 from ...schemes import vllm
 from ...schemes.registry import Scheme
 from . import of_vllm
-from .registrar import under_names
+from .registrar import all_of, under_names
 
 #: LMCache's names for vLLM's algorithms.
 _ALGORITHMS: Final = {"sha256": "sha256", "sha256_cbor": "sha256_cbor", "sha256_cbor_64bit": "sha256_cbor"}
@@ -38,7 +39,7 @@ def engine_schemes(config: Any, metadata: Any, dtypes: Mapping[Any, str], more: 
         options["world"], workers = workers, 1
     if getattr(config, "enable_blending", False):
         raise UsageError("with blending, LMCache hashes pieces of a prompt, whatever is before them")
-    scheme = Scheme(str(metadata.model_name), "lmcache", int(config.chunk_size), workers, options=options)
+    scheme = Scheme("any", "lmcache", int(config.chunk_size), workers, options=options)
     return under_names(scheme, (getattr(metadata, "served_model_name", None), metadata.model_name))
 
 
@@ -56,6 +57,14 @@ def _hash_of(algorithm: str) -> dict[str, str | int]:
     if type(root) is not int:
         raise UsageError(_BEGIN)
     return {"algorithm": "builtin", "root": root}
+
+
+def all_server_schemes(context: Any, told: Iterable[tuple[str, int, int]], head: str = "") -> list[Scheme]:
+    """Do :func:`server_schemes` for several models, ranks and object groups. One that cannot be leaves the others be.
+
+    Raises as ``registrar.all_of``.
+    """
+    return all_of(partial(server_schemes, context, *each, head=head) for each in told)
 
 
 def server_schemes(context: Any, model: str, workers: int, groups: int, head: str = "") -> list[Scheme]:

@@ -84,7 +84,7 @@ def _vllm(worker: Any, config: Any, scope: dict[str, Any]) -> list[Scheme]:
     }  # fmt: skip
     names = of_vllm.names_of(config)
     ranks = int(worker.tp_size) // factors.pop()
-    scheme = Scheme(names[0], "vllm-mooncake", groups.page, ranks, int(worker.pp_size), options=options)
+    scheme = Scheme("any", "vllm-mooncake", groups.page, ranks, int(worker.pp_size), options=options)
     return under_names(scheme, names)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ...client import Client, source_of
@@ -28,6 +29,14 @@ NOT_YET_S: Final = 0.2
 
 class NotYet(Exception):
     """What the keys are is not known yet."""
+
+
+class Partly(Exception):
+    """Some of what was to be registered cannot be told. ``schemes`` are the others."""
+
+    def __init__(self, schemes: list[Scheme], why: str) -> None:
+        super().__init__(why)
+        self.schemes = schemes
 
 
 class _Values:
@@ -68,7 +77,8 @@ class Registrar:
         """Register what ``make`` returns if ``of`` is new, or the last time is ``REGISTER_S`` ago. Never waits.
 
         ``of``: what the keys depend on, beside the epoch of the client's namespace. ``make`` runs in a thread, and may
-        raise: :class:`NotYet`, to be asked again soon, or another exception, to be asked when ``of`` changes.
+        raise: :class:`NotYet`, to be asked again soon, :class:`Partly`, whose schemes are registered, or another
+        exception, to be asked when ``of`` changes.
         """
         try:
             epoch = self._client._epoch.epoch
@@ -102,25 +112,32 @@ class Registrar:
 
     def _attempt(self, epoch: int, make: Callable[[], Iterable[Scheme]]) -> float:
         """Register schemes; return after how many seconds to try again, 0 for no more."""
+        partly = ""
         try:
-            schemes = [replace(each, namespace=self._client.namespace, epoch=epoch) for each in make()]
+            schemes = list(make())
         except NotYet:
             return NOT_YET_S
+        except Partly as exc:
+            schemes, partly = exc.schemes, str(exc)
         except Exception as exc:  # the same whenever it is tried
             with self._lock:
                 if self._wanted == (epoch, make):  # and not of what is wanted by now
                     self._due = float("inf")
             self._failed(str(exc))
             return 0.0
-        try:
-            values = _Values(self._client)
-            if not [each for each in schemes if not registry.register(values, each)]:
-                self._said = ""
-                return 0.0
-            self._failed("the store did not take it")
-        except Exception as exc:
-            self._failed(str(exc))
-        return RETRY_S
+        values = _Values(self._client)
+        fault = ""
+        for each in schemes:
+            try:
+                if not registry.register(values, replace(each, namespace=self._client.namespace, epoch=epoch)):
+                    fault = "the store did not take it"
+            except Exception as exc:  # of this one: the others are registered all the same
+                fault = str(exc)
+        if fault or partly:
+            self._failed(fault or partly)
+        else:
+            self._said = ""
+        return RETRY_S if fault else 0.0
 
     def _failed(self, why: str) -> None:
         """Log a failure, once until there is another one, or none."""
@@ -145,6 +162,35 @@ class Registrar:
         self.settled(2 * self._client.deadline_s)
 
 
+def all_of(makers: Iterable[Callable[[], Iterable[Scheme]]]) -> list[Scheme]:
+    """Return the schemes of several makers. Raises NotYet if one does.
+
+    Raises :class:`Partly` if some cannot tell theirs, and what the first one raised if none can.
+    """
+    found: list[Scheme] = []
+    first: Exception | None = None
+    for make in makers:
+        try:
+            found += make()
+        except NotYet:
+            raise
+        except Partly as exc:
+            found += exc.schemes
+            first = first or exc
+        except Exception as exc:
+            first = first or exc
+    if first is not None:
+        raise Partly(found, str(first)) if found else first
+    return found
+
+
 def under_names(scheme: Scheme, names: Sequence[object]) -> list[Scheme]:
-    """Return a scheme for each name under which requests may have its model, without empty ones."""
-    return [replace(scheme, model=name) for name in dict.fromkeys(str(each) for each in names if each)]
+    """Return a scheme for each name under which requests may have its model, without empty ones.
+
+    Raises as :func:`all_of`, for names that cannot be.
+    """
+
+    def under(name: str) -> list[Scheme]:
+        return [replace(scheme, model=name)]
+
+    return all_of(partial(under, name) for name in dict.fromkeys(str(each) for each in names if each))

@@ -161,6 +161,45 @@ def test_after_the_end_nothing_is_registered(client: FakeClient, told: Registrar
     Registrar(broken, told._complain).tell("b", lambda: [SCHEME])  # raises nothing
 
 
+@pytest.mark.parametrize("name", ["", "m" * (registry.TEXT_MAX + 1), "no \ud800 Unicode"])
+def test_issue_a_model_that_cannot_be_registered_leaves_the_others_be(
+    client: FakeClient, told: Registrar, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process of LMCache's server registers all models that were stored, in the order in which they came."""
+    hasher = SimpleNamespace(hash_algorithm_name="blake3", none_hash=b"")
+    context = SimpleNamespace(token_hasher=hasher, chunk_size=128)
+    models = [("a", 1, 1), (name, 1, 1), ("ranks", 1 << 20, 1), ("b", 2, 1)]
+    for _ in range(2):
+        told.tell("models", lambda: of_lmcache.all_server_schemes(context, models))
+        assert told.settled(WAIT_S)
+        assert [len(registry.registered(client, each)) for each in ("a", "b", "ranks")] == [1, 1, 0]
+        client.delete(registry.value_key("b", "lmcache-server"))
+        monkeypatch.setattr(told, "_due", 0.0)
+    assert len(caplog.records) == 1, "what cannot be is said once"
+    told.tell("names", lambda: under_names(SCHEME, [name, "c"]))
+    assert told.settled(WAIT_S) and len(registry.registered(client, "c")) == 1, "a name among others"
+    told.tell("none", lambda: of_lmcache.all_server_schemes(context, models[2:3]))
+    assert told.settled(WAIT_S) and told._due == float("inf"), "nothing can be told: not until it changes"
+
+
+def test_issue_a_value_that_the_store_chokes_on_leaves_the_others_be(
+    client: FakeClient, told: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrar, "RETRY_S", 0.01)
+    original, broken = client.get_into_many, True
+
+    def fails_for_one(keys: Any, buffers: Any) -> Any:
+        if broken and registry.value_key("one", "vllm-tier") in keys:
+            raise OSError("injected")
+        return original(keys, buffers)
+
+    client.get_into_many = fails_for_one  # type: ignore[method-assign]
+    told.tell("a", lambda: under_names(SCHEME, ["one", "other"]))
+    wait_until(lambda: registry.registered(client, "other") != [], "the other one")
+    broken = False
+    assert told.settled(WAIT_S) and registry.registered(client, "one") != [], "tried again"
+
+
 def test_values_are_replaced_in_a_namespace_that_keeps_what_is_stored() -> None:
     store = FakeStore()
     with FakeClient(store=store, replicas=2) as once:
