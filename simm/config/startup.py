@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -218,6 +219,17 @@ def ensure_runtime_dir(path: Path, gid: int | None = None) -> Path:
         else:
             os.chown(path, -1, gid)
             path.chmod(0o710)
+        _drop_acls(path)
     except OSError as exc:
         raise ConfigError(f"cannot set the mode of the runtime folder {path}: {exc.strerror or exc}; {remedy}") from exc
     return path
+
+
+def _drop_acls(folder: Path) -> None:
+    """Let a folder's mode say all, and those of sockets in it. Raises OSError."""
+    for name in ("system.posix_acl_access", "system.posix_acl_default"):
+        try:
+            os.removexattr(folder, name)
+        except OSError as exc:
+            if exc.errno not in (errno.ENODATA, errno.ENOTSUP):
+                raise

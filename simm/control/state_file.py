@@ -138,7 +138,7 @@ class StateFile:
 
 def _require_own(path: Path, about: os.stat_result) -> None:
     """Raise PermissionError for what is another user's than this one's or root's, where other users may make it."""
-    if not trusts(about.st_uid) and others_may_make(os.stat(path.parent)):
+    if not trusts(about.st_uid) and others_may_make(os.stat(path.parent), path.parent):
         raise PermissionError(
             errno.EPERM,
             f"{path} belongs to uid {about.st_uid}, not to {os.geteuid()} or root, and others may write there",

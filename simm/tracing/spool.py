@@ -67,7 +67,7 @@ def check_folder(folder: Path) -> bool:
         raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise ConfigError(f"{folder} is no folder of uid {os.geteuid()}; name another by --trace-dir")
-    if others_may_replace(around):
+    if others_may_replace(around, folder.parent):
         raise ConfigError(f"other users can replace what is in {folder.parent}; name another folder by --trace-dir")
     return True
 

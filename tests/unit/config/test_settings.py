@@ -27,6 +27,7 @@ from simm.config.settings import (
 )
 from simm.config.startup import ensure_runtime_dir, read_tokens
 from simm.errors import ConfigError
+from tests.support.acl import USER, acls_of, named, set_acl
 
 
 def write(path: Path, content: Any) -> Path:
@@ -415,6 +416,17 @@ def test_a_secret_is_for_its_owner_and_group(tmp_path: Path) -> None:
                 read_tokens(path)
         else:
             assert [token.secret for token in read_tokens(path)] == ["a-token-of-enough-bytes"]
+
+
+def test_issue_the_mode_of_the_runtime_folder_says_all(tmp_path: Path) -> None:
+    """Sockets in it are for a group, and with an ACL of the folder's they would be for whom it names as well."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for gid in (None, os.getegid()):
+        set_acl(folder, named((USER, 7, 4711)))
+        set_acl(folder, named((USER, 7, 4711)), "default")
+        ensure_runtime_dir(folder, gid)
+        assert acls_of(folder) == [] and folder.stat().st_mode & 0o777 == (0o700 if gid is None else 0o710)
 
 
 def test_brackets_hold_an_address_of_either_family() -> None:

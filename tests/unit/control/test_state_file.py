@@ -11,6 +11,7 @@ import pytest
 
 from simm.control.state_file import StateFile
 from simm.errors import ConfigError, CorruptionError
+from tests.support.acl import USER, named, set_acl
 from tests.support.other_user import UID, needs_root
 
 
@@ -71,6 +72,21 @@ def test_issue_what_another_user_has_made_first_is_not_used(tmp_path: Path, how:
         with contextlib.closing(StateFile(folder, "manager")) as file:
             file.load()
     assert how != "a link" or not list(folder.iterdir())
+
+
+@needs_root
+def test_issue_what_others_may_make_by_an_acl_is_not_used(tmp_path: Path) -> None:
+    """Its mode names the user's own group, which has nobody else."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o700)
+    set_acl(shared, named((USER, 7, UID)))
+    folder = shared / "state"
+    folder.mkdir()
+    os.chown(folder, UID, -1)
+    with pytest.raises(ConfigError, match=f"belongs to uid {UID}"):
+        StateFile(folder, "manager")
+    set_acl(shared, named((USER, 5, UID)))
+    StateFile(folder, "manager").close()  # the control: nobody else could have made it
 
 
 @needs_root

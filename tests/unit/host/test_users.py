@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import stat
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from simm.host import users
+from tests.support import acl
 
 STRANGER = 4711
+#: Nothing is there, so it has no ACL.
+NOWHERE = "/proc/self/comm"
 
 
 def test_own_user_root_and_who_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +92,89 @@ def as_me(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_may_make_and_replace_what_is_in_a_folder(
     as_me: None, mode: int, gid: int, make: bool, replace: bool
 ) -> None:
-    assert users.others_may_make(folder_of(mode, 1000, gid)) == make
+    assert users.others_may_make(folder_of(mode, 1000, gid), NOWHERE) == make
     for owner in (0, 1000):
-        assert users.others_may_replace(folder_of(mode, owner, gid)) == replace
-    assert users.others_may_replace(folder_of(mode, STRANGER, gid))
+        assert users.others_may_replace(folder_of(mode, owner, gid), NOWHERE) == replace
+    assert users.others_may_replace(folder_of(mode, STRANGER, gid), NOWHERE)
 
 
 def test_a_user_without_a_name_has_no_private_group(as_me: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container."""
     monkeypatch.setattr(users.pwd, "getpwuid", {}.__getitem__)
-    assert users.others_may_make(folder_of(0o775, 1000, 1000))
+    assert users.others_may_make(folder_of(0o775, 1000, 1000), NOWHERE)
+
+
+# -- ACLs ------------------------------------------------------------------------------------------------
+
+
+def asked_of(folder: Path) -> tuple[bool, bool]:
+    """Return whether others may make files in it, and replace what is there, by its real mode and ACL."""
+    about = os.stat(folder)
+    return users.others_may_make(about, folder), users.others_may_replace(about, folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "mask", "others"),
+    [
+        ([(acl.USER, 7, STRANGER)], 7, True), ([(acl.USER, 2, STRANGER)], 2, True),
+        ([(acl.USER, 7, STRANGER)], 5, False), ([(acl.USER, 5, STRANGER)], 7, False),
+        ([(acl.GROUP, 7, STRANGER)], 7, True), ([(acl.GROUP, 5, STRANGER)], 7, False),
+        ([(acl.USER, 7, -1)], 7, False), ([(acl.USER, 7, 0)], 7, False),
+        ([(acl.USER, 7, -1), (acl.USER, 3, STRANGER)], 7, True),
+    ],
+)  # fmt: skip
+def test_issue_an_acl_lets_others_make_files(
+    tmp_path: Path, entries: list[acl.Entry], mask: int, others: bool
+) -> None:
+    """The mode has the mask in place of the group's bits: with the user's own group they looked harmless."""
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    assert asked_of(folder) == (False, False)
+    own = [(tag, bits, os.geteuid() if number < 0 else number) for tag, bits, number in entries]
+    acl.set_acl(folder, acl.named(*sorted(own), mask=mask))
+    assert bool(folder.stat().st_mode & stat.S_IWGRP) == bool(mask & 2)
+    assert asked_of(folder) == (others, others)
+    folder.chmod(folder.stat().st_mode | stat.S_ISVTX)
+    assert asked_of(folder) == (others, False)
+
+
+def test_an_acl_of_the_group_counts_as_its_mode(tmp_path: Path, as_me: None) -> None:
+    """With an ACL the mode says what a group may do at the most."""
+    acl.set_acl(tmp_path, acl.named((acl.USER, 5, 1000), group=7))
+    assert users.others_may_make(folder_of(0o770, 1000, 4000), tmp_path)
+    assert not users.others_may_make(folder_of(0o770, 1000, 2000), tmp_path), "the user's own"
+    acl.set_acl(tmp_path, acl.named((acl.USER, 7, 1000), group=5))
+    assert not users.others_may_make(folder_of(0o770, 1000, 4000), tmp_path), "only the user is named"
+    acl.set_acl(tmp_path, acl.named((acl.GROUP, 7, 2000), group=5))
+    assert not users.others_may_make(folder_of(0o770, 1000, 4000), tmp_path)
+    acl.set_acl(tmp_path, acl.named((acl.GROUP, 7, 2000), (acl.GROUP, 7, 5000)))
+    assert users.others_may_make(folder_of(0o770, 1000, 4000), tmp_path)
+
+
+def test_an_acl_that_makes_no_sense_lets_everybody_in(as_me: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever bytes there are: no exception, and nothing that is not understood counts as harmless."""
+    good = acl.named((acl.USER, 5, STRANGER))
+    told = good
+
+    def getxattr(_path: object, _name: str) -> bytes:
+        return told
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    about = folder_of(0o770, 1000, 1000)
+    assert not users.others_may_make(about, NOWHERE)
+    dice = random.Random(20_261_128)
+    wrong = [b"", good[:3], good[:-1], good + b"\0", acl.packed([(3, 0, 0)]), acl.packed([(0, 0, 0)]),
+             acl.packed([(acl.USER, 8, 1000)]), good[:4] + bytes(8), struct.pack("<I", 1) + good[4:]]  # fmt: skip
+    wrong += [acl.packed([(acl.USER, 2, STRANGER)]), acl.packed([(acl.GROUP, 2, 0xFFFF_FFFF)])]  # no mask: no bound
+    for told in wrong:
+        assert users.others_may_make(about, NOWHERE), told.hex()
+    for _ in range(2000):
+        told = dice.randbytes(dice.choice((0, 4, 12, 28, 65_532)) + dice.randrange(2))
+        assert users.others_may_make(about, NOWHERE)
+    for number, others in ((errno.ENODATA, False), (errno.ENOTSUP, False), (errno.EACCES, True), (errno.EIO, True)):
+
+        def fails(_path: object, _name: str, number: int = number) -> bytes:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "getxattr", fails)
+        assert users.others_may_make(about, NOWHERE) == others

@@ -14,6 +14,7 @@ from simm.constants import TRACE_CONTROL
 from simm.errors import ConfigError, UsageError
 from simm.tracing import spool
 from simm.tracing.spans import Operation
+from tests.support.acl import USER, named, set_acl
 from tests.support.other_user import needs_root
 from tests.support.waiting import wait_until
 
@@ -128,14 +129,21 @@ def a_group_may_write(parent: Path) -> None:
     parent.chmod(0o770)
 
 
+def an_acl_lets_another_user_write(parent: Path) -> None:
+    set_acl(parent, named((USER, 7, 12345)))
+
+
 def others_own(parent: Path) -> None:
     os.chown(parent, 12345, 12345)
 
 
 @pytest.mark.parametrize(
     "change",
-    [others_may_write, pytest.param(a_group_may_write, marks=needs_root), pytest.param(others_own, marks=needs_root)],
-)
+    [
+        others_may_write, an_acl_lets_another_user_write, pytest.param(a_group_may_write, marks=needs_root),
+        pytest.param(others_own, marks=needs_root),
+    ],
+)  # fmt: skip
 def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
     """In /tmp anybody makes /tmp/simm-UID first, and a link in it to any folder of this user."""
     parent, victim = tmp_path / "simm-0", tmp_path / "victim"
