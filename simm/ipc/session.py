@@ -159,6 +159,43 @@ class WorkerSession:
         if isinstance(msg, M.Recall):
             self.pool.recall(msg.bytes)
 
+    # -- a worker that answers late --------------------------------------------------------------
+
+    def outlive_silence(self) -> None:
+        """Let later answers be late: a deadline that passes then ends the wait, and not the session.
+
+        What they bring is not lost, although nobody waits for it any more. For sessions without a ring. The worker
+        carries out what it is late with, so a caller that gives up a mutation must end the session
+        (:meth:`give_up`): the worker leaves alone what a session that has ended has asked for.
+        """
+        self.channel.on_late = weakly(self._on_late)
+
+    def _on_late(self, frame: Frame) -> None:
+        answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
+        if isinstance(answer, M.Granted | M.Committed):
+            self.pool.add(answer.grants)
+        elif isinstance(answer, M.Located):
+            self.unpins.extend(entry[5] for entry in answer.entries if entry[5])
+
+    def expect(self, ticket: int, wanted: bool = True) -> None:
+        """Say whether somebody comes back for an answer that is late."""
+        self.channel.expect(-1 - ticket, wanted)
+
+    @property
+    def late_s(self) -> float:
+        """For how long an answer has been late, seconds; 0.0 if none is."""
+        channel = self.channel
+        return time.monotonic() - channel.late_at if channel.late else 0.0
+
+    def look_for_late(self) -> None:
+        """Take the late answers that have come. Does not wait. The session is broken if the worker is gone."""
+        with contextlib.suppress(TransportError), self.lock:
+            self.channel.poll_pushes()
+
+    def give_up(self, why: str) -> None:
+        """Break the session, whose owner closes it then."""
+        self.channel.broken = self.channel.broken or why
+
     def read_by(self, reader: ArenaReader) -> None:
         """Read by one that maps the same files, and unmap this session's. Call it before the session is used."""
         reader.count_in(self.counts)

@@ -128,6 +128,12 @@ class Channel:
         self._on_push = on_push
         self._last_id = 0
         self._early: dict[int, Frame] = {}
+        #: Takes the replies that nobody waits for any more. With it, a wait whose deadline passes does not break the
+        #: channel: frames come whole, and each reply names its request.
+        self.on_late: Callable[[Frame], None] | None = None
+        #: Requests whose reply is late, and whether somebody comes back for it; when the first of them became late.
+        self.late: dict[int, bool] = {}
+        self.late_at = 0.0
         #: Number of waits whose polls all found nothing.
         self.slept = 0
         self._poller = select.poll()
@@ -280,6 +286,8 @@ class Channel:
                         # Replies that have arrived count: the caller may have sent the request long ago.
                         late += 1
                         data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+                    elif self.on_late is not None:
+                        self._leave(number)
                     else:
                         self.fail("deadline passed in the middle of a reply", DeadlineError)
                     if not data:
@@ -290,16 +298,43 @@ class Channel:
                     self._push(frame)
                     continue
                 if frame.request_id == number:
+                    self.late.pop(number, None)
                     return frame
                 if frame.opcode == M.OP_ERROR and frame.request_id == 0:
                     self.fail(str(self._error_text(frame)))
                 if frame.request_id > self._last_id:
                     raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
-                self._early[frame.request_id] = frame
+                self._keep(frame)
         except OSError as exc:
+            if self.on_late is not None and _is_late(exc):
+                self._leave(number)
             self.lose(exc, "waiting for a reply")
         except RemoteProtocolError as exc:
             self.fail(str(exc))
+
+    def _keep(self, frame: Frame) -> None:
+        """Take a reply that is not waited for now: for later, or for nobody."""
+        if self.late.pop(frame.request_id, True) or self.on_late is None:
+            self._early[frame.request_id] = frame
+        else:
+            self.on_late(frame)
+
+    def _leave(self, number: int) -> NoReturn:
+        """End a wait without breaking the channel. Raises DeadlineError."""
+        if not self.late:
+            self.late_at = time.monotonic()
+        self.late[number] = False
+        raise DeadlineError("deadline passed while waiting for a reply")
+
+    def expect(self, number: int, wanted: bool = True) -> None:
+        """Say whether somebody comes back for a reply that has not come yet. One that has, and is not wanted, goes."""
+        if number in self._early:
+            if not wanted and self.on_late is not None:
+                self.on_late(self._early.pop(number))
+        else:
+            if not self.late:
+                self.late_at = time.monotonic()
+            self.late[number] = wanted
 
     def has_input(self, number: int) -> bool:
         """Return whether the reply to request ``number`` has arrived, or anything that has not been read."""
@@ -347,7 +382,7 @@ class Channel:
                     elif frame.request_id > self._last_id:
                         raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
                     else:
-                        self._early[frame.request_id] = frame
+                        self._keep(frame)
         except BlockingIOError:
             return
         except OSError as exc:
@@ -373,7 +408,7 @@ class Channel:
     def lose(self, exc: OSError, doing: str) -> NoReturn:
         """Mark the channel broken by an error of its socket. Raises DeadlineError if that was its timeout, else
         TransportError."""
-        if exc.errno in _LATE or isinstance(exc, TimeoutError):
+        if _is_late(exc):
             self.fail(f"deadline passed while {doing}", DeadlineError)
         self.fail(f"connection lost while {doing}: {exc.strerror or exc}")
 
@@ -397,6 +432,10 @@ class Channel:
         """
         with contextlib.suppress(OSError):
             self.sock.close()
+
+
+def _is_late(exc: OSError) -> bool:
+    return exc.errno in _LATE or isinstance(exc, TimeoutError)
 
 
 class ChannelWait:

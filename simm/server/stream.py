@@ -115,7 +115,7 @@ class Stream(Service):
         self.server = server
         #: Where the worker's endpoint listens, 0 without one.
         self.rdma_port = rdma_port
-        self.keeper = WorkerSessionKeeper(uds)
+        self.keeper = WorkerSessionKeeper(uds, parks=True)
         self.leases = Leases(self.keeper)
         self.fetched_bytes = 0
         self.stored_bytes = 0

@@ -3,6 +3,13 @@
 Without a grant the bytes are read and dropped, and that key's status says so. For each client one chunk at a time is
 written. The loop closes a client that stops sending in the middle of a value, and the grant is released: the bytes come
 by this process's ``recv``, so nothing can still write there.
+
+A worker that is late
+---------------------
+The loop waits for an answer for ``PATIENCE_S``. After that the STORE is *parked*: its connection is not read, other
+clients are served, and it goes on with the answer. How long that may take, its client decides, which closes the
+connection at its deadline. Nothing more is committed for it then; ``worker_session.py`` says what becomes of what the
+worker has of it already. A STORE that comes while the worker is late is parked before its first byte is read.
 """
 
 from __future__ import annotations
@@ -10,14 +17,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Final
 
 from ..constants import VALUE_BYTES_MAX
-from ..errors import RemoteProtocolError, TransportError
+from ..errors import CorruptionError, DeadlineError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.session import WorkerSession
+from ..net.allowance import at_most
 from ..net.peer import Peer
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
@@ -33,6 +42,8 @@ ALIKE_MAX: Final = 64
 LOW_WATER_BYTES: Final = 256 << 10
 #: Bytes received of one client before the next client's turn.
 TURN_BYTES: Final = 8 << 20
+#: Longest wait for the worker in the loop, seconds.
+PATIENCE_S: Final = 0.2
 _SCRATCH: Final = memoryview(bytearray(256 << 10))
 
 
@@ -43,8 +54,8 @@ class Receiving:
     """
 
     __slots__ = (
-        "at", "copying", "entries", "grant", "in_flight", "keeper", "on_end", "options", "peer", "ready", "refused",
-        "request_id", "session", "since", "statuses", "target",
+        "at", "copying", "ending", "entries", "grant", "in_flight", "keeper", "on_end", "options", "parked", "peer",
+        "ready", "refused", "request_id", "session", "since", "statuses", "target",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +83,8 @@ class Receiving:
         self.ready: list[tuple[int, tuple[bytes, int, int, int, int, int], GrantTuple]] = []
         #: Commits sent and not yet answered: (ticket, positions).
         self.in_flight: list[tuple[int, list[int]]] = []
+        #: It waits for the worker: with the next value, or ``ending``, with the answers to its last commit.
+        self.parked = self.ending = False
 
     def start(self) -> None:
         """Begin with the first value. Raises RemoteProtocolError if the STORE is not allowed."""
@@ -84,9 +97,12 @@ class Receiving:
             self.keeper.session.wake()
         self.peer.bulk = True
         self._open_target()
+        self._take_pending()
+
+    def _take_pending(self) -> None:
+        """Take bytes that have come in one piece with the STORE frame."""
         conn = self.peer.conn
-        # Bytes may have come in one piece with the STORE frame.
-        while self.peer.bulk and conn.pending_bytes and not self.peer.closed:
+        while self.peer.bulk and conn.pending_bytes and not self.peer.closed and not self.parked:
             length = self.entries[len(self.statuses)][1]
             data = conn.take(length - self.at)
             if self.target is not None:
@@ -95,6 +111,46 @@ class Receiving:
             if self.at == length:
                 self._value_done()
 
+    # -- a worker that is late --------------------------------------------------------------------
+
+    def _park(self) -> None:
+        self.parked = True
+        if not self.peer.closed:
+            self.peer.pause(True)
+        self.keeper.park(self, self.peer.loop)
+
+    def gave_up(self) -> bool:
+        """See ``worker_session.Parked``."""
+        return bool(self.in_flight) and (self.peer.closed or self.peer.gave_up(self.since))
+
+    def resume(self) -> None:
+        """See ``worker_session.Parked``."""
+        peer = self.peer
+        self.parked = False
+        if peer.closed:
+            return
+        try:
+            self._go_on(peer)
+        except CorruptionError:
+            raise
+        except Exception:
+            log.exception("a STORE of %s failed", peer.address)
+            peer.loop.handler_errors += 1
+            peer.close("internal error")
+
+    def _go_on(self, peer: Peer) -> None:
+        if peer.gave_up(self.since):
+            peer.close("the peer gave up while the worker was late")
+            return
+        peer.progress_at = peer.loop.now
+        if self.ending:
+            self._end()
+        else:
+            self._open_target()
+            self._take_pending()
+        if not self.parked and peer.bulk and not peer.closed:
+            peer.pause(False)
+
     def _open_target(self) -> None:
         """Get a grant for the next value; without one its bytes will be dropped."""
         position = len(self.statuses)
@@ -102,8 +158,13 @@ class Receiving:
         self.at = 0
         self.target = None
         self.grant = None
+        if self.refused:
+            return
+        if self.keeper.is_late():
+            self._park()
+            return
         session = self.keeper.worker()
-        if session is None or self.refused:
+        if session is None:
             return
         if self.session is not session:
             self._commit()
@@ -113,11 +174,17 @@ class Receiving:
             grant = session.pool.take(length)
             if grant is None:
                 self._commit()  # never wait for a grant while holding an uncommitted one
-                self._collect()
+                if not self._collect():
+                    self._park()
+                    return
                 alike = sum(entry[1] == length for entry in self.entries[position : position + ALIKE_MAX])
-                grant = obtain(session, length, request_count(chunk_bytes_for(length), alike))
+                with at_most(PATIENCE_S):
+                    grant = obtain(session, length, request_count(chunk_bytes_for(length), alike))
         except TransportError as exc:
-            log.warning("no grant: %s", exc)
+            if isinstance(exc, DeadlineError) and self.keeper.is_late():
+                self._park()
+            else:
+                log.warning("no grant: %s", exc)
             return
         if grant is None:
             return
@@ -137,7 +204,7 @@ class Receiving:
         """Receive bytes of values from the socket, TURN_BYTES at most."""
         peer = self.peer
         budget = TURN_BYTES
-        while budget > 0 and peer.bulk and not peer.closed:
+        while budget > 0 and peer.bulk and not peer.closed and not self.parked:
             length = self.entries[len(self.statuses)][1]
             left = length - self.at
             target = self.target
@@ -180,7 +247,14 @@ class Receiving:
             self._open_target()
             return
         self._commit()
-        self._collect()
+        self._end()
+
+    def _end(self) -> None:
+        """Answer, if the worker has."""
+        self.ending = True
+        if not self._collect():
+            self._park()
+            return
         self.peer.bulk = False
         self.on_end(self)
         self.peer.send_message(M.Statuses(self.statuses), self.request_id)
@@ -210,25 +284,40 @@ class Receiving:
             return
         self.in_flight.append((ticket, [position for position, _, _ in ready]))
 
-    def _collect(self) -> None:
-        """Take the answers of all commits in flight."""
-        in_flight, self.in_flight = self.in_flight, []
-        if self.session is None:
-            return
-        try:
-            collect(self.session, in_flight, self.statuses)
-        except TransportError as exc:
-            log.warning("answers to %d commits: %s", len(in_flight), exc)
+    def _collect(self) -> bool:
+        """Take the answers of all commits in flight. Return False if the worker is late with one."""
+        session, in_flight = self.session, self.in_flight
+        while in_flight and session is not None:
+            ticket = in_flight[0][0]
+            channel = session.channel
+            # All waits for one silence are one.
+            channel.until = time.monotonic() + max(0.0, PATIENCE_S - session.late_s)
+            try:
+                collect(session, in_flight[:1], self.statuses)
+            except TransportError as exc:
+                if isinstance(exc, DeadlineError) and not session.broken:
+                    session.expect(ticket)
+                    return False
+                log.warning("answers to %d commits: %s", len(in_flight), exc)
+                break
+            del in_flight[0]
+        in_flight.clear()
+        return True
 
     def abandon(self) -> None:
         """End a STORE whose client has gone: commit nothing more, and release the grants."""
         self._close_target()
-        if self.session is not None and not self.session.broken:
+        session = self.session
+        if session is not None and not session.broken:
             if self.grant is not None:
-                self.session.pool.release(self.grant)
+                session.pool.release(self.grant)
                 self.grant = None
             self._release_ready()
-            self._collect()
+            if self.in_flight and not self._collect():
+                for ticket, _ in self.in_flight:
+                    session.expect(ticket, False)
+                if not self.parked:
+                    self._park()  # the worker may still store what its client has given up
 
     def _release_ready(self) -> None:
         """Release the grants of values that will not be committed."""

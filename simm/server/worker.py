@@ -228,6 +228,10 @@ class Worker(Service):
         if frame.opcode in (M.OP_KICK, M.OP_WAKE):
             self.rings.on_doorbell(peer, frame)
             return
+        # Whoever hung up while this process was stopped may have put a newer value by another way, which waits too.
+        if peer.gave_up(self.loop.now):
+            peer.close("the peer hung up while the worker was late")
+            return
         commit = commit_one_of(frame)
         session = peer.context.session
         if commit is not None and session is not None:

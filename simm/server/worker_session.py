@@ -4,6 +4,13 @@ Exchanges block the process's loop, for microseconds. A worker that does not ans
 Then the session counts as down, and a thread tries to make another: a stopped worker accepts connections and answers
 none of them, and in the loop each try would cost all clients that long. Reads need no session and go on meanwhile. The
 worker's successor has the same arena; where the arena is closed, the process ends with it.
+
+A STORE outlives a silence (``stream_put.py``): it blocks nobody, and its client knows best how long it can wait. So
+with ``parks`` the session lives on for ``SILENCE_S``, and all else fails at once from ``WORKER_DEADLINE_S`` on.
+
+A worker that goes on carries out what it has been sent. A client may have given up a value meanwhile, and have put a
+newer one elsewhere. But what a session has asked for that has ended, the worker leaves alone. So the session ends with
+any other mutation that is given up, and from ``WORKER_DEADLINE_S`` on as soon as such a client has gone.
 """
 
 from __future__ import annotations
@@ -14,7 +21,8 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol
 
 from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ..arena.namespaces import names_in
@@ -25,7 +33,9 @@ from ..constants import DEFAULT_NAMESPACE
 from ..errors import SegmentError, TransportError
 from ..ipc.arena_lister import Lister
 from ..ipc.session import WorkerSession
+from ..net.allowance import at_most
 from ..net.channel import Refused
+from ..net.peer import PeerLoop
 from ..rpc import batches
 from ..wire import messages as M
 from ..wire.group_messages import Group
@@ -38,6 +48,13 @@ log = logging.getLogger("simm.server.stream")
 #: A worker that is silent for so long counts as stopped. With ten runnable processes for each core, one that lives may
 #: be silent for a second. Shorter than the clients' default deadline, so that they get an answer.
 WORKER_DEADLINE_S: Final = 2.0
+#: STOREs wait for a worker until it has been silent for so long. Then they fail at once, so that a worker that is
+#: stopped for minutes does not cost its clients a deadline for each value. Shorter than STALL_S, which closes a peer.
+SILENCE_S: Final = 10.0
+#: While STOREs wait, the keeper looks for answers so often.
+LOOK_S: Final = 0.02
+#: Requests that change nothing. Whoever gives one up leaves no trace but what its answer brings.
+HARMLESS: Final = (M.Exists, M.Locate, M.Namespace, M.Grant)
 RETRY_S: Final = (0.05, 1.0)
 #: Values that all clients of a stream together may have in their leases.
 LEASED_KEYS_MAX: Final = 65_536
@@ -58,15 +75,29 @@ class State(enum.Enum):
     UP = enum.auto()
 
 
+class Parked(Protocol):
+    """A STORE that waits for the worker."""
+
+    def gave_up(self) -> bool:
+        """Return True if its client has gone, and the worker might still store a value of it."""
+
+    def resume(self) -> None:
+        """Go on: the worker has answered, or is given up. It may be parked again."""
+
+
 class WorkerSessionKeeper:
     """Keeps a session with the worker at ``uds``, and makes another one when it breaks. For one thread, the loop's.
 
     ``ring``: commit by a ring. The worker polls for it, and would take a core from a stream's transfers.
+    ``parks``: STOREs are parked here while the worker is late; see the module.
     """
 
-    def __init__(self, uds: str, *, ring: bool = False) -> None:
+    def __init__(self, uds: str, *, ring: bool = False, parks: bool = False) -> None:
+        assert not (ring and parks)
         self.uds = uds
         self._ring = ring
+        self._parks = parks
+        self.parked: list[Parked] = []
         self.state = State.DOWN
         #: The session as it was last seen; it may have broken since. None unless the state is UP.
         self.session: WorkerSession | None = None
@@ -85,19 +116,22 @@ class WorkerSessionKeeper:
 
     @property
     def down_s(self) -> float:
-        """Return for how long there has been no session, seconds; 0 while there is one."""
-        return 0.0 if self.session is not None else time.monotonic() - self._down_since
+        """Return for how long there has been no session that answers, seconds; 0 while there is one."""
+        session = self.session
+        if session is None:
+            return time.monotonic() - self._down_since
+        return late_s if (late_s := session.late_s) > WORKER_DEADLINE_S else 0.0
 
     def worker(self) -> WorkerSession | None:
         """Return the session, or None while the worker is down. Only the very first session is waited for."""
         session = self.session
         if session is not None and not session.broken:
-            return session
-        if session is not None:
-            session.close(clean=False)
-            self.session = None
-            self.state = State.DOWN
-            self._down_since = time.monotonic()
+            if not session.channel.late or self._late_s(session) <= WORKER_DEADLINE_S:
+                return session
+            if not session.broken:
+                return None
+        if session is not None and self.session is session:
+            self._give_up(session, "broken")
         now = time.monotonic()
         if self.state is State.CONNECTING:
             if self._maker is not None and self._maker.is_alive():
@@ -128,11 +162,56 @@ class WorkerSessionKeeper:
             threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
             self._numbers.clear()
             self._lister = None
+        if self._parks:
+            made.outlive_silence()
         self.session, self.reader = made, made.reader
         self.state = State.UP
         self._retry_s = RETRY_S[0]
         self._retry_at = 0.0
         return made
+
+    # -- a worker that is late -------------------------------------------------------------------------
+
+    def _late_s(self, session: WorkerSession) -> float:
+        """Return for how long the worker has been late now; break the session if that is too long."""
+        session.look_for_late()
+        late_s = session.late_s
+        if late_s > WORKER_DEADLINE_S and not session.broken:
+            if late_s > SILENCE_S:
+                self._give_up(session, f"the worker has been silent for {late_s:.1f} s")
+            elif any(each.gave_up() for each in self.parked):
+                self._give_up(session, "a client has given up a value that the silent worker may have")
+        return late_s
+
+    def _give_up(self, session: WorkerSession, why: str) -> None:
+        """End the session at once: before a client is told that what it wants is not done."""
+        session.give_up(why)
+        session.close(clean=False)
+        if self.session is session:
+            self.session = None
+            self.state = State.DOWN
+            self._down_since = time.monotonic()
+
+    def is_late(self) -> bool:
+        """Return whether the session lives, and the worker has not answered all that it should have."""
+        session = self.session
+        if session is None or session.broken or not session.channel.late:
+            return False
+        return self._late_s(session) > 0.0 and not session.broken
+
+    def park(self, store: Parked, loop: PeerLoop) -> None:
+        """Resume a STORE once the worker is no longer late, or is given up."""
+        if not self.parked:
+            loop.call_later(LOOK_S, partial(self._look, loop))
+        self.parked.append(store)
+
+    def _look(self, loop: PeerLoop) -> None:
+        if self.is_late():
+            loop.call_later(LOOK_S, partial(self._look, loop))
+            return
+        parked, self.parked = self.parked, []
+        for each in parked:
+            each.resume()
 
     def _make(self) -> None:
         """Make a session and leave it in ``_made``; None there if it fails."""
@@ -166,7 +245,7 @@ class WorkerSessionKeeper:
         """Maintain the session; call it about ten times a second. Return the bytes of grants recalled since."""
         session = self.worker()
         try:
-            return session.maintain() if session is not None else 0
+            return session.maintain() if session is not None and not session.channel.late else 0
         except TransportError:
             return 0
 
@@ -178,11 +257,16 @@ class WorkerSessionKeeper:
         if session is None:
             raise Refused(Status.UNAVAILABLE, "the worker is down")
         try:
-            return session.exchange(msg)
+            if not session.channel.late:
+                return session.exchange(msg)
+            with at_most(WORKER_DEADLINE_S - session.late_s):
+                return session.exchange(msg)
         except Refused:
             raise
         except TransportError as exc:
             log.warning("%s: %s", type(msg).__name__, exc)
+            if not isinstance(msg, HARMLESS):
+                self._give_up(session, "a mutation was given up")
             raise Refused(Status.UNAVAILABLE, str(exc)) from exc
 
     def namespace(self, name: str) -> int:
@@ -355,7 +439,7 @@ class Leases:
     def _pin(self, lease: Lease, taken: Sequence[Leased], reader: ArenaReader, previous: bool) -> None:
         """Pin values as far as the lease's share goes."""
         session = self._keeper.worker()
-        if session is None or session.reader is not reader:
+        if session is None or session.channel.late or session.reader is not reader:
             return
         room = (reader.geometry.data_bytes // PINNED_SHARE - self.bytes - lease.bytes) // 2
         wanted: list[Leased] = []

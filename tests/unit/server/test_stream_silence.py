@@ -1,0 +1,259 @@
+"""A worker that is silent for longer than a stream waits for one: STOREs outlive it, and nothing is done late."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from simm.arena.hashing import Hasher
+from simm.arena.layout import ENTRY_LARGE
+from simm.net.channel import Channel
+from simm.server import stream_put, worker_session
+from simm.server.worker_session import WorkerSessionKeeper
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.waiting import WAIT_S, wait_until
+from tests.support.worker_thread import StreamThread, WorkerThread, nothing_is_lost
+
+digest_of = Hasher("default")
+#: Of the worker, in these tests.
+DEADLINE_S = 0.5
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerThread]:
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(worker_session, "SILENCE_S", WAIT_S)
+    with WorkerThread(128 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(worker: WorkerThread) -> Iterator[StreamThread]:
+    with StreamThread(worker.path) as made:
+        channel = made.channel()
+        wait_until(lambda: store(channel, {"warm": bytes(10)}) == [Status.OK], "a session with the worker")
+        assert store(channel, {"warm": bytes(10)}) == [Status.OK]  # its answer brings a grant for the next one
+        channel.close()
+        yield made
+
+
+def begin(channel: Channel, values: dict[str, bytes]) -> int:
+    number = channel.submit(M.Store([(digest_of(key), len(value), 0, 0, 0) for key, value in values.items()]))
+    channel.sock.sendall(b"".join(values.values()))
+    return number
+
+
+def end(channel: Channel, number: int) -> list[int]:
+    statuses: list[int] = channel.result(channel.wait(number)).statuses
+    return statuses
+
+
+def store(channel: Channel, values: dict[str, bytes]) -> list[int]:
+    return end(channel, begin(channel, values))
+
+
+def fetched(stream: StreamThread, key: str) -> bytes | None:
+    channel = stream.channel()
+    number = channel.submit(M.Fetch([(digest_of(key), 1 << 20)]))
+    status, _, length, _ = channel.result(channel.wait(number)).entries[0]
+    value = bytearray(length if status == Status.OK else 0)
+    channel.receive_bulk(memoryview(value))
+    assert channel.result(channel.wait(number)).statuses == [Status.OK]
+    channel.close()
+    return bytes(value) if status == Status.OK else None
+
+
+def committing(stream: StreamThread) -> None:
+    """Wait until a STORE waits for the answer to a commit."""
+    parked = stream.stream.keeper.parked
+    wait_until(lambda: any(each.in_flight for each in parked), "a commit under way")  # type: ignore[attr-defined]
+
+
+def waits(stream: StreamThread, stores: int) -> None:
+    """Wait until so many STOREs wait for the worker, longer than anything else would."""
+    keeper = stream.stream.keeper
+
+    def silent() -> bool:
+        session = keeper.session
+        return len(keeper.parked) == stores and session is not None and session.late_s > DEADLINE_S
+
+    wait_until(silent, f"{stores} STOREs that wait")
+
+
+@pytest.mark.parametrize("size", [10, 200_000, 5 << 20])
+def test_issue_stores_outlive_a_silence(worker: WorkerThread, stream: StreamThread, size: int) -> None:
+    """One whose commit is under way, or that asks for room, and one that comes later. Reads go on meanwhile."""
+    session = stream.stream.keeper.session
+    first, second = stream.channel(), stream.channel()
+    with worker.frozen():
+        numbers = [begin(first, {"a": b"a" * size})] if size < 1 << 20 else [
+            first.submit(M.Store([(digest_of("a"), size, 0, 0, 0)]))  # it waits for room: nothing is read
+        ]  # fmt: skip
+        wait_until(lambda: len(stream.stream.keeper.parked) == 1, "the first one waits")
+        numbers.append(begin(second, {"b": b"b" * 10, "c": b"c" * 100}))
+        waits(stream, 2)
+        assert fetched(stream, "warm") == bytes(10)
+        assert fetched(stream, "a") is None
+    if size >= 1 << 20:
+        first.sock.sendall(b"a" * size)
+    assert end(first, numbers[0]) == [Status.OK] and end(second, numbers[1]) == [Status.OK, Status.OK]
+    assert stream.stream.keeper.session is session, "the session has lived on"
+    assert fetched(stream, "b") == b"b" * 10 and fetched(stream, "c") == b"c" * 100
+    assert session is not None
+    nothing_is_lost(worker, session)
+
+
+def test_issue_what_a_client_has_given_up_is_not_stored_late(worker: WorkerThread, stream: StreamThread) -> None:
+    """It may have put a newer value elsewhere meanwhile. Who comes later, waits, and puts it, has it stored."""
+    session = stream.stream.keeper.session
+    channel = stream.channel()
+    with worker.frozen():
+        begin(channel, {"old": b"old value."})
+        committing(stream)
+        channel.close()
+        wait_until(lambda: stream.stream.keeper.session is not session, "the session has ended")
+        wait_until(lambda: not stream.stream.keeper.parked, "nothing waits")
+    again = stream.channel()
+    wait_until(lambda: store(again, {"new": b"new"}) == [Status.OK], "another session")
+    assert fetched(stream, "old") is None and fetched(stream, "new") == b"new"
+
+
+def test_mutation_a_client_that_has_gone_is_not_looked_for(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_put.Receiving, "gave_up", lambda _: False)
+    channel = stream.channel()
+    with worker.frozen():
+        begin(channel, {"old": b"old value."})
+        committing(stream)
+        waits(stream, 1)
+        channel.close()
+    wait_until(lambda: fetched(stream, "old") == b"old value.", "it is stored late")
+
+
+def test_a_client_that_gave_up_before_its_commit_leaves_nothing(worker: WorkerThread, stream: StreamThread) -> None:
+    """A STORE that came while the worker was late ends with its client, and the session goes on for the others."""
+    session = stream.stream.keeper.session
+    other, gone = stream.channel(), stream.channel()
+    with worker.frozen():
+        number = begin(other, {"other": b"other"})
+        wait_until(lambda: len(stream.stream.keeper.parked) == 1, "the STORE waits")
+        begin(gone, {"gone": b"gone"})
+        waits(stream, 2)
+        gone.close()
+    assert end(other, number) == [Status.OK]
+    wait_until(lambda: len(stream.loop.peers) == 1, "the one that has gone is closed")
+    assert stream.stream.keeper.session is session is not None and fetched(stream, "gone") is None
+    nothing_is_lost(worker, session)
+
+
+def test_a_worker_that_is_stopped_for_long_fails_stores_at_once(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "SILENCE_S", 2 * DEADLINE_S)
+    channel = stream.channel()
+    with worker.frozen():
+        for name in ("a", "b", "c"):
+            assert store(channel, {name: b"value"}) == [Status.UNAVAILABLE]
+        assert stream.stream.keeper.session is None and stream.stream.keeper.down_s > 0
+    wait_until(lambda: store(channel, {"d": b"value"}) == [Status.OK], "another session")
+    assert fetched(stream, "a") is None
+
+
+def test_other_requests_fail_after_their_deadline_and_none_is_done_late(
+    worker: WorkerThread, stream: StreamThread
+) -> None:
+    """Questions leave the session be. A DELETE that was refused is not carried out when the worker goes on."""
+    keeper, channel = stream.stream.keeper, stream.channel()
+    session = keeper.session
+    assert session is not None
+    unknown = [digest_of("nothing")]
+    with worker.frozen():
+        assert keeper_answers(stream, M.Exists(unknown)) == [Status.UNAVAILABLE]
+        assert keeper_answers(stream, M.Exists(unknown)) == [Status.UNAVAILABLE], "at once"
+        assert keeper.down_s > DEADLINE_S
+    wait_until(lambda: keeper_answers(stream, M.Exists(unknown)) == [Status.NOT_FOUND], "it answers")
+    assert keeper.session is session
+    nothing_is_lost(worker, session)
+    with worker.frozen():
+        number = channel.submit(M.Delete([digest_of("warm")]))
+        assert end(channel, number) == [Status.UNAVAILABLE]
+    wait_until(lambda: keeper.session not in (None, session), "another session")
+    assert fetched(stream, "warm") == bytes(10)
+
+
+def keeper_answers(stream: StreamThread, msg: M.Exists) -> list[int]:
+    """Ask the worker from the loop's thread."""
+    found: list[list[int]] = []
+    stream.loop.call_later(0.0, lambda: found.append(stream.stream.keeper.statuses(msg)))
+    wait_until(lambda: bool(found), "an answer")
+    return found[0]
+
+
+def test_late_answers_bring_what_they_have(worker: WorkerThread) -> None:
+    """Grants go to the pool, and pins are released, although nobody waits for them any more."""
+    keeper = WorkerSessionKeeper(worker.path, parks=True)
+    session = keeper.worker()
+    assert session is not None
+    session.ask([(1000, 1)])
+    grant = session.pool.take(1000)
+    assert grant is not None
+    session.commit_one(digest_of("pinned"), grant[0], 1000, 0, ENTRY_LARGE, 1000, 0)
+    session.channel.deadline_s = 0.05
+    with worker.frozen():
+        for ask in (lambda: session.ask([(5000, 3)]), lambda: session.pin_many([digest_of("pinned")])):
+            with pytest.raises(M_ERRORS):
+                ask()
+        assert keeper.is_late() and not session.broken
+    session.channel.deadline_s = WAIT_S
+    wait_until(lambda: not keeper.is_late(), "the answers")
+    assert session.pool.take(5000) is not None and len(session.unpins) == 1
+    session.flush_unpins()
+    with worker.frozen() as arena:
+        assert not arena.sessions.by_id[session.session].pins
+    keeper.close()
+
+
+M_ERRORS = worker_session.TransportError
+
+
+def test_many_clients_over_many_silences(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is under way when the worker stops: all is stored, once it goes on, and can be read."""
+    monkeypatch.setattr(stream_put, "PATIENCE_S", 0.01)
+    dice, faults = random.Random(20_261_128), []
+    over = threading.Event()
+
+    def client(number: int) -> None:
+        mine = random.Random(number)
+        channel = stream.channel()
+        for turn in range(30):
+            sizes = [mine.choice((1, 100, 5000, 200_000)) for _ in range(mine.randrange(1, 60))]
+            values = {f"{number}/{at}": bytes([turn]) * size for at, size in enumerate(sizes)}
+            if store(channel, values) != [Status.OK] * len(values):
+                faults.append((number, turn))
+            if fetched(stream, f"{number}/0") not in (values[f"{number}/0"], None):
+                faults.append((number, turn))
+        channel.close()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with worker.frozen():
+            time.sleep(dice.choice((0.0, 0.02, 0.1)))
+        time.sleep(dice.choice((0.0, 0.005, 0.05)))
+    over.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not faults
+    session = stream.stream.keeper.session
+    assert session is not None and stream.loop.handler_errors == 0
+    wait_until(lambda: not stream.stream.keeper.parked, "nothing waits")
+    nothing_is_lost(worker, session)
