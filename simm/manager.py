@@ -13,14 +13,14 @@ What can go wrong, and what we chose
   ``PUSHES_PER_TURN`` a turn, so that heartbeats are read in between.
 * *Killed between a change and its storing.* No map is sent before it is stored: a request for it waits. Nor must an
   epoch that was sent name another map later. So the file *reserves* epochs: it names one further on, and a manager
-  that was killed continues there. A clean stop writes the exact one. DRAIN is answered when it is stored.
-* *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``; service goes on. If the manager is killed
-  meanwhile, the servers' heartbeats name the newest epoch and raise ours. If the file is lost, the first server that
-  joins brings a map (``cluster/recovery.py``).
+  that was killed continues there. A clean stop writes the exact one. DRAIN is answered when it is stored, others at
+  once: servers say again what a manager does not know.
+* *The disk is full or fails.* Logged, counted, retried every ``RETRY_S``. Service goes on: maps and DRAIN's answer are
+  sent though nothing is stored, and STATUS says so (``trouble``). If the manager is killed meanwhile, the servers'
+  heartbeats name the newest epoch and raise ours. If the file is lost, the first server that joins brings a map.
 * *The state file is damaged, foreign, newer, or in use.* The manager does not start. It says what is wrong and what to
   do; it never starts a new cluster instead.
-* *Another manager leads* (``leading`` is false). All but PING and HELLO is answered NOT_LEADER; nothing is decided or
-  stored here. :meth:`Manager.lead` and :meth:`Manager.step_down` change that; the latter closes all connections.
+* *Another manager leads* (``leading`` is false). All but PING and HELLO is answered NOT_LEADER, nothing is decided.
 * *This manager led, was stopped, and another leads since* (``control/election.py``). The coordinator's clock decides
   whether it leads, before each request and again before each answer, and etcd decides at each write. With a coordinator
   nothing is sent that is not stored, so that a successor never knows less than the servers.
@@ -28,8 +28,8 @@ What can go wrong, and what we chose
   secret of which the instance was made (``wire/identity.py``). HEARTBEAT, LEAVE, MOVED and MAP_OFFER count only on the
   connection by which the server has joined last. So a server that has lost its connection joins at once by another
   one, also at a manager that has never seen it.
-* *An fsync takes seconds.* A thread waits for it. Changes that must be stored first wait half a second at most; then
-  they are sent as if the disk had failed (``control/state_keeper.py``).
+* *An fsync takes seconds.* A thread waits for it. Changes wait half a second at most; then they are sent as if the disk
+  had failed (``control/state_keeper.py``).
 
 Exit codes: 0 stopped by a signal; 1 cannot start (port taken, state in use); 2 the configuration or the state file must
 be corrected.
@@ -349,7 +349,7 @@ class Manager(Service):
         self._reply(peer, number, actions)
 
     def _reply(self, peer: Peer, number: int, actions: list[Action], *, ordered: bool = False) -> None:
-        """Send the answer among ``actions`` and do the others. ``ordered``: by a person, who is told what is stored."""
+        """Send the answer among ``actions`` and do the others. ``ordered``: by a person, who waits for the disk."""
         answer = actions[0]
         assert isinstance(answer, Answer)
         if answer.status != Status.OK:
@@ -478,8 +478,8 @@ class Manager(Service):
         }  # fmt: skip
         status["manager"] = {
             "pid": os.getpid(), "version": __version__, "uptime_s": round(self.loop.now - self.started, 1),
-            "connections": len(self.loop.peers), "subscribers": len(self._subscribers),
-            "state_stored": self.state.up_to_date, "insecure": self.insecure, "leading": leading,
+            "connections": len(self.loop.peers), "subscribers": len(self._subscribers), "insecure": self.insecure,
+            "state_stored": self.state.up_to_date, "trouble": self._trouble(), "leading": leading,
             "leader": self._leader(), "term": self._term if self.leading else 0, "counters": counters, **counters,
         }  # fmt: skip
         return status
@@ -499,7 +499,7 @@ class Manager(Service):
             return f"standing by, {leader or 'another manager'} leads"
         if self.cluster.rebuilding:
             return "collecting the map from the servers"
-        return "the state cannot be stored" if self.state.failing else ""
+        return self.state.trouble
 
 
 # --- process ----------------------------------------------------------------------------------

@@ -109,7 +109,10 @@ class StateFile:
         return state
 
     def save(self, state: Any) -> None:
-        """Replace the state, durably. Raises OSError, as for a full disk; the old state is then unaffected."""
+        """Replace the state, durably. Raises OSError, as for a full disk.
+
+        The old state is then there, or the new one if only the fsync of the folder failed: whole, in any case.
+        """
         body = canonical(state)
         head = json.dumps({"kind": self.kind, "format": FILE_FORMAT, "crc32": zlib.crc32(body)})
         try:

@@ -77,6 +77,8 @@ class StateKeeper:
         self._ended = -1
         #: When the first change began to wait for its storing; None if none waits.
         self._waiting_since: float | None = None
+        #: When the save under way began.
+        self._began = 0.0
         self.writes = 0
         self.failures = 0
 
@@ -91,9 +93,12 @@ class StateKeeper:
         return self._store.where if self._store is not None else "memory"
 
     @property
-    def failing(self) -> bool:
-        """Whether the last save failed."""
-        return self._failed
+    def trouble(self) -> str:
+        """What is wrong; empty if nothing is. What is sent meanwhile may be stored nowhere."""
+        if self._failed:
+            return "the state cannot be stored"
+        late = self._thread is not None and self._loop.clock() - self._began > PATIENCE_S
+        return "the state is not stored yet" if late else ""
 
     @property
     def up_to_date(self) -> bool:
@@ -223,7 +228,7 @@ class StateKeeper:
             thread.start()
         except RuntimeError:
             return False
-        self._thread = thread
+        self._thread, self._began = thread, self._loop.clock()
         if self._waiting_since is None:
             self._waiting_since = self._loop.clock()
             self._loop.call_later(PATIENCE_S, self._overdue)

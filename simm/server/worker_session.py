@@ -48,12 +48,12 @@ log = logging.getLogger("simm.server.stream")
 #: A worker that is silent for so long counts as stopped. With ten runnable processes for each core, one that lives may
 #: be silent for a second. Shorter than the clients' default deadline, so that they get an answer.
 WORKER_DEADLINE_S: Final = 2.0
-#: STOREs wait for a worker until it has been silent for so long. Then they fail at once, so that a worker that is
-#: stopped for minutes does not cost its clients a deadline for each value. Shorter than STALL_S, which closes a peer.
+#: STOREs wait for a worker that is silent for so long, less than STALL_S. Then they fail at once, as each would cost a
+#: client's deadline while a worker is stopped for minutes.
 SILENCE_S: Final = 10.0
 #: While STOREs wait, the keeper looks for answers so often.
 LOOK_S: Final = 0.02
-#: Requests that change nothing. Whoever gives one up leaves no trace but what its answer brings.
+#: Requests that change nothing but by what their answers bring.
 HARMLESS: Final = (M.Exists, M.Locate, M.Namespace, M.Grant)
 RETRY_S: Final = (0.05, 1.0)
 #: Values that all clients of a stream together may have in their leases.
@@ -170,8 +170,6 @@ class WorkerSessionKeeper:
         self._retry_at = 0.0
         return made
 
-    # -- a worker that is late -------------------------------------------------------------------------
-
     def _late_s(self, session: WorkerSession) -> float:
         """Return for how long the worker has been late now; break the session if that is too long."""
         session.look_for_late()
@@ -200,7 +198,7 @@ class WorkerSessionKeeper:
         return self._late_s(session) > 0.0 and not session.broken
 
     def park(self, store: Parked, loop: PeerLoop) -> None:
-        """Resume a STORE once the worker is no longer late, or is given up."""
+        """Resume a STORE when the worker has answered all, or is given up."""
         if not self.parked:
             loop.call_later(LOOK_S, partial(self._look, loop))
         self.parked.append(store)

@@ -7,13 +7,14 @@ the terminal end only the watching. The same command resumes it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from ..client import Client
 from ..config.settings import Settings
-from ..errors import SimmError, TransportError, UsageError
+from ..errors import SimmError, TransportError, UsageError, printable
 from ..net.channel import Refused
 from ..sdk.manager_link import ManagerClient
 from ..wire.messages import Status
@@ -177,13 +178,23 @@ def request(link: ManagerClient, name: str, on: bool) -> int:
     Raises UsageError for an unknown name, SimmError if no other server could hold the shards, TransportError.
     """
     try:
-        return link.drain(name, on)
+        shards = link.drain(name, on)
+        warn_of_trouble(link)
+        return shards
     except Refused as exc:
         if exc.status == Status.UNKNOWN_NODE:
             raise UsageError(f"{exc}; `simm node list` shows all") from None
         if exc.status in (Status.UNAVAILABLE, Status.BUSY):
             raise SimmError(str(exc)) from None
         raise
+
+
+def warn_of_trouble(link: ManagerClient) -> None:
+    """Say it if the manager may forget an order that it has confirmed: its disk fails, or takes too long."""
+    with contextlib.suppress(TransportError):
+        own = link.status()["manager"]
+        if own.get("trouble") and not own["state_stored"]:
+            print(f"simm: {printable(own['trouble'])}: a manager that restarts now forgets this order", file=sys.stderr)
 
 
 def find(found: Mapping[str, Any], name: str) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from simm.control.state_file import StateFile
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
+from simm.tools import nodes
 from simm.wire import messages as M
 from simm.wire.messages import WorkerInfo
 from tests.support.manager_client import joining
@@ -196,9 +198,58 @@ def test_issue_an_order_is_confirmed_when_it_is_stored(stored: Stored, answer: s
             else:
                 stored.turns(1.0)
                 assert isinstance(decode(talk.hear()), M.Done)
+                assert stored.manager.status()["manager"]["trouble"] == "the state is not stored yet"
                 stored.open.set()
                 wait_until(lambda: stored.loop.run_once(0.0) or stored.manager.state.up_to_date, "it is stored")
         talk.ask(M.Drain(0, "b"), 10)  # nothing to store
         assert isinstance(decode(talk.hear()), M.Done)
         talk.ask(M.Drain(0, "unknown"), 11)
         assert talk.hear().status == M.Status.UNKNOWN_NODE
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_issue_what_is_confirmed_while_the_disk_fails_is_called_so(
+    stored: Stored, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Service goes on: servers join and are emptied. Who ordered it is told that a restart forgets it."""
+    talk = Talk(stored.loop, stored.manager)
+    failing = [True]
+    fsync = os.fsync
+
+    def fails(fd: int) -> None:
+        if failing[0]:
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails)
+
+    class Link:
+        """What `simm node drain` asks, at this manager."""
+
+        def drain(self, name: str, on: bool) -> int:
+            talk.ask(M.Drain(on, name), 9)
+            wait_until(lambda: stored.turns(0.1) or stored.manager.state._thread is None, "a save has ended")
+            stored.turns(1.0)
+            answer = decode(talk.hear())
+            assert isinstance(answer, M.Done)
+            return answer.items
+
+        def status(self) -> dict[str, Any]:
+            return stored.manager.status()
+
+    link: Any = Link()
+    with contextlib.closing(talk.sock):
+        for at, name in enumerate(("a", "b"), 1):
+            talk.ask(joining(at, name, [INFO]), at)
+            assert isinstance(decode(talk.hear()), M.Joined)
+        wait_until(lambda: stored.turns(0.1) or stored.manager.state.failures, "a save fails")
+        nodes.request(link, "b", True)
+        assert "the state cannot be stored: a manager that restarts now forgets this order" in capsys.readouterr().err
+        status = stored.manager.status()["manager"]
+        assert (status["trouble"], status["state_stored"]) == ("the state cannot be stored", False)
+        assert stored.file.load()["cluster"]["nodes"] == [], "nothing of it is on the disk"
+        failing[0] = False
+        wait_until(lambda: stored.turns(1.0) or stored.manager.state.up_to_date, "it is stored")
+        assert stored.draining() == ["b"] and stored.manager.status()["manager"]["trouble"] == ""
+        nodes.request(link, "b", False)
+        assert capsys.readouterr().err == "" and stored.draining() == []

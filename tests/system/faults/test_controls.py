@@ -189,7 +189,7 @@ def test_f16_a_state_that_cannot_be_stored_is_counted(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         keeper.changed()
-        assert not keeper.save_now() and keeper.failing
+        assert not keeper.save_now() and keeper.trouble
     assert (keeper.failures > before) == checked
     loop.close()
 

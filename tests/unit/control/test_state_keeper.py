@@ -129,7 +129,7 @@ def test_a_slow_disk_holds_back_for_a_while_only(
     disk.open.set()
     world.stored()
     assert world.on_disk() == (3, 3 + RESERVE), "the next save has what changed during the one before"
-    assert not world.keeper.failing
+    assert not world.keeper.trouble
 
 
 def test_changes_that_never_stop_are_sent(world: World) -> None:
@@ -152,14 +152,14 @@ def test_a_disk_that_fails_is_tried_again(world: World, disk: Disk, caplog: pyte
         return world.keeper.failures > 0
 
     wait_until(failed, "the save fails")
-    assert world.published == [2] and world.keeper.failing and world.on_disk()[0] == 1
+    assert world.published == [2] and world.keeper.trouble and world.on_disk()[0] == 1
     world.change()
     world.turn(RETRY_S / 2)
     assert world.keeper.failures == 1, "it waits"
     disk.error = None
     world.turn(RETRY_S)
     world.stored()
-    assert world.on_disk()[0] == 3 and not world.keeper.failing
+    assert world.on_disk()[0] == 3 and not world.keeper.trouble
     assert "No space left on device; service goes on" in caplog.text
 
 
@@ -258,7 +258,7 @@ def test_with_a_coordinator_nothing_is_sent_that_is_not_stored() -> None:
         keeper.begin(5)
         keeper.save_in_background()
         store.error = OSError(errno.EIO, "no answer")
-        assert not keeper.cover(5) and keeper.holds_back and keeper.failing
+        assert not keeper.cover(5) and keeper.holds_back and keeper.trouble
         store.error = None
         keeper.load = lambda: None  # type: ignore[method-assign]
         keeper.begin(5)
