@@ -1,7 +1,9 @@
 """Follow a worker's ring of events: the whole table once, then what changes, and the table again after a gap.
 
 Whoever adds up the steps of a :class:`Follower` has, after each of them, entries that could all be read at the moment
-of its end; and all entries that the worker has told, once it has told everything.
+of its end; and all entries that the worker has told, once it has told everything. (With a ring of more than 32 MiB a
+step may be behind by what does not fit ``STEP_READS`` reads: 4 million records in the time of a copy. What went then is
+claimed until the next step.)
 
 The table at a sequence number
 ------------------------------
@@ -41,8 +43,9 @@ from ..hashing import SHARD_MASK
 from .listing import Mapped, entries, entries_in
 from .ring import ANEW, CLOSED, LOOKBACK, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED, RingReader
 
-#: Records of one step, at most.
-STEP_RECORDS: Final = 1 << 16
+#: Records of one read, and reads of one step, at most. What came meanwhile has rarely more than one.
+READ_RECORDS: Final = 1 << 16
+STEP_READS: Final = 64
 #: What has happened: to the entry with a digest, of two words; or to a shard or a namespace, whose number is ``size``.
 CHANGE_FIELDS: Final = np.dtype(
     [("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2"), ("operation", "u1")]
@@ -127,7 +130,7 @@ class Follower:
 
     def step(self) -> Step:
         """Return what has happened since the last step. O(records), and O(slots) where the table is copied."""
-        records = _NO_RECORDS if self._due else self._read()
+        records = _NO_RECORDS if self._due else self._read_on()
         if len(records) or not self._due:
             return Step(None, self._changes(records))
         begin = self._ring.head
@@ -137,7 +140,7 @@ class Follower:
         self.at = max(0, begin - LOOKBACK)
         parts = [self._early(begin)]
         if not self._due:
-            parts.append(self._read())
+            parts.append(self._read_on())
         # With a gap, or an ANEW, what was copied cannot be put right: the next step does it all again.
         if self._due:
             return Step(None, _NOTHING)
@@ -188,7 +191,7 @@ class Follower:
         """Return those of these entries of which nobody has told by now that they go."""
         at = self.at
         while len(rows) and at < self._ring.head:
-            got = self._ring.read(at, STEP_RECORDS)
+            got = self._ring.read(at, READ_RECORDS)
             if got.gap or got.next == at:
                 return rows[:0]  # the next step sees that, too
             at = got.next
@@ -215,9 +218,19 @@ class Follower:
         told = np.flatnonzero(records["operation"] == ANEW)
         return records[told[-1] + 1 :] if told.size else records
 
+    def _read_on(self) -> NDArray[np.void]:
+        """Do :meth:`_read` up to where the ring ends now: a large table takes a while to copy."""
+        end = self._ring.head
+        parts = [self._read()]
+        for _ in range(STEP_READS - 1):
+            if self._due or not len(parts[-1]) or self.at >= end:
+                break
+            parts.append(self._read())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def _read(self) -> NDArray[np.void]:
         """Return the next records, up to an ANEW; note that the table is to be copied if there is one, or a gap."""
-        got = self._ring.read(self.at, STEP_RECORDS)
+        got = self._ring.read(self.at, READ_RECORDS)
         if got.gap:
             self._gap()
             return _NO_RECORDS

@@ -278,6 +278,45 @@ def test_an_end_that_somebody_else_sets_back_during_a_look_ends_no_reader() -> N
     assert follower.step().empty and follower.due, "the same again"
 
 
+@pytest.mark.parametrize("looking", [True, False])
+def test_issue_what_goes_while_a_large_table_is_copied_is_not_claimed(looking: bool) -> None:
+    """More than one read of the ring behind what was copied: it was claimed until the next step, or the one after."""
+    memory = new_ring(HEADER_BYTES + (4 << 20))
+    ring, reader = EventRing(memory), RingReader(memory)
+    there = {3, 5}
+
+    class Table:
+        slots = 8
+
+        def whole(self) -> np.ndarray:
+            rows = self.some(np.array(sorted(there)))
+            if looking:
+                busy()
+            return rows
+
+        def some(self, slots: np.ndarray) -> np.ndarray:
+            kept = np.array([slot for slot in slots.tolist() if slot in there], np.int64)
+            rows = np.zeros(len(kept), ENTRY_FIELDS)
+            rows["slot"], rows["low"], rows["size"] = kept, kept + 100, 1
+            return rows
+
+    def busy() -> None:
+        for _ in range(200):
+            ring.removed(np.zeros(1000, np.int64))
+        ring.removed_one(3)
+        there.discard(3)
+
+    follower = Follower(reader, Table())
+    step = follower.step()
+    assert step.whole is not None and step.whole["slot"].tolist() == [3, 5]
+    if not looking:
+        assert not len(step.records)
+        busy()
+        step = follower.step()
+    assert [tuple(each) for each in step.records[["low", "operation"]].tolist()] == [(103, REMOVED)]
+    assert follower.at == ring.head and follower.step().empty
+
+
 def test_sizes() -> None:
     for size in (0, RING_BYTES_MIN - 1, 1 << 40):
         with pytest.raises(UsageError, match="a ring of events has"):
