@@ -181,8 +181,8 @@ class Receiving:
                 with at_most(PATIENCE_S):
                     grant = obtain(session, length, request_count(chunk_bytes_for(length), alike))
         except TransportError as exc:
-            if isinstance(exc, DeadlineError) and self.keeper.is_late():
-                self._park()
+            if isinstance(exc, DeadlineError) and not session.broken:
+                self._park()  # also if the answer has come by now: it is in the pool
             else:
                 log.warning("no grant: %s", exc)
             return
