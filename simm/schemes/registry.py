@@ -5,6 +5,7 @@ epoch and the scheme's own options. All deployments of a model and scheme are on
 in a namespace that connectors and askers agree on. Connectors register at their start and again now and then:
 
 * The value may be evicted, as any other.
+* A process that registers something else drops what it had registered, and what processes had that have ended.
 * Two connectors that register at the same moment read the same value, and one of them is lost until it looks again.
 
 What comes out of the store is another process's word. :func:`parse` bounds it and checks each field.
@@ -43,6 +44,8 @@ KEYS_OF_PAGE_MAX: Final = 1 << 14
 GROUPS_MAX: Final = 64
 #: Attempts to register while others do.
 _ATTEMPTS: Final = 3
+#: Processes that a registration names, and characters of a name.
+OWNERS_MAX, OWNER_MAX = 32, 128
 #: The value of a scope's generation.
 GENERATION: Final = Struct("<Q")
 
@@ -71,7 +74,6 @@ class PromptKeys(NamedTuple):
 
 class _Group(NamedTuple):
     """A KV cache group: its number in keys, the tokens of a block, and of its window; 0 for full attention."""
-
     number: int
     tokens: int
     window: int
@@ -208,7 +210,6 @@ class Scheme:
 
 class _Asked(NamedTuple):
     """What keys are asked for."""
-
     tokens: Tokens
     request: Request
     libraries: Libraries
@@ -216,7 +217,6 @@ class _Asked(NamedTuple):
 
 class _Part(NamedTuple):
     """The keys of a group: its full blocks' number, and of each rank a list that has as many of each block."""
-
     tokens: int
     window: int
     blocks: int
@@ -469,7 +469,13 @@ def scheme_of(item: object) -> Scheme:
         raise UsageError(f"no scheme of keys: {exc}") from None
 
 
-def parse(value: bytes) -> list[Scheme]:
+class Registered(NamedTuple):
+    """A registration, and the processes that have made it, the last ones last."""
+    scheme: Scheme
+    by: tuple[str, ...] = ()
+
+
+def parse(value: bytes) -> list[Registered]:
     """Return the registrations of a value, without those that are wrong. O(bytes)."""
     if len(value) > VALUE_BYTES_MAX:
         return []
@@ -479,10 +485,13 @@ def parse(value: bytes) -> list[Scheme]:
         return []
     found = []
     for item in items[:DEPLOYMENTS_MAX] if isinstance(items, list) else ():
+        by = item.pop("by", None) if isinstance(item, dict) else None
         try:
-            found.append(scheme_of(item))
+            scheme = scheme_of(item)
         except UsageError:
             continue  # of a newer version, or nonsense
+        owners = by[-OWNERS_MAX:] if isinstance(by, list) else []
+        found.append(Registered(scheme, tuple(o for o in owners if isinstance(o, str) and len(o) <= OWNER_MAX)))
     return found
 
 
@@ -510,29 +519,49 @@ def generation_of(client: Readable, scope: str) -> str:
     return f"{number:016x}" if number else ""
 
 
-def as_value(schemes: Sequence[Scheme]) -> bytes:
+def as_value(known: Sequence[Registered]) -> bytes:
     """Return the value of these registrations."""
-    return json.dumps([{**asdict(each), "pools": list(each.pools)} for each in schemes]).encode()
+    return json.dumps([{**asdict(scheme), **({"by": by} if by else {})} for scheme, by in known]).encode()
 
 
-def register(client: Values, scheme: Scheme) -> bool:
+def register(
+    client: Values, scheme: Scheme, by: str = "", *, also: Sequence[Scheme] = (),
+    over: Callable[[str], bool] = lambda _: False,
+) -> bool:  # fmt: skip
     """Add a deployment to those in the store, and look whether it is there. Return False if it is not.
 
     Of more than ``DEPLOYMENTS_MAX``, or of a value that would be too long, the oldest are dropped. One round trip if
     it is there as the newest one, else three, and more while others register.
+
+    ``by``: the process that registers. What it registered before is dropped, but for ``also``, as far as no other one
+    has registered it, too; and that of processes that have ended, as ``over`` knows by their names.
     """
     key = value_key(scheme.model, scheme.scheme)
     for attempt in range(_ATTEMPTS):
         known = parse(*read(client, [key], VALUE_BYTES_MAX))
-        if known[-1:] == [scheme] or (attempt and scheme in known):
+        if any(each.scheme == scheme and (not by or by in each.by) for each in known[0 if attempt else -1 :]):
             return True
-        known = [each for each in known if each != scheme and not _replaced(each, scheme)]
-        known = [*known, scheme][-DEPLOYMENTS_MAX:]
+        known = _with(known, scheme, by, also, over)[-DEPLOYMENTS_MAX:]
         while len(raw := as_value(known)) > VALUE_BYTES_MAX and len(known) > 1:
             del known[0]
-        if not client.put(key, raw):
+        if len(raw) > VALUE_BYTES_MAX or not client.put(key, raw):  # nobody would read it, nor the others' in it
             return False
-    return scheme in parse(*read(client, [key], VALUE_BYTES_MAX))
+    return any(each.scheme == scheme for each in parse(*read(client, [key], VALUE_BYTES_MAX)))
+
+
+def _with(
+    known: Sequence[Registered], scheme: Scheme, by: str, also: Sequence[Scheme], over: Callable[[str], bool]
+) -> list[Registered]:
+    """Return registrations with another one, which is the newest, and without those that it replaces."""
+    kept, owners = [], []
+    for each in known:
+        if each.scheme == scheme:
+            owners = [owner for owner in each.by if owner != by and not over(owner)]
+        elif not _replaced(each.scheme, scheme):
+            left = tuple(owner for owner in each.by if (owner != by or each.scheme in also) and not over(owner))
+            if left or not each.by:  # of a process without a name nobody knows whether it lives
+                kept.append(each._replace(by=left))
+    return [*kept, Registered(scheme, (*owners, by)[-OWNERS_MAX:] if by else tuple(owners))]
 
 
 def _replaced(old: Scheme, new: Scheme) -> bool:
@@ -558,15 +587,14 @@ def _adapters(scheme: Scheme) -> dict[str, str]:
         found = json.loads(_option(scheme, "loras", "") or "{}")
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: path for name, path in found.items() if isinstance(path, str)}
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {name: path for name, path in pairs if isinstance(path, str)}
 
 
 def registered(client: Readable, model: str) -> list[Scheme]:
     """Return the deployments of a model, of all schemes. One round trip."""
     values = read(client, [value_key(model, scheme) for scheme in SCHEMES], VALUE_BYTES_MAX)
-    return [each for value in values if value for each in parse(value) if each.model == model]
+    return [each for value in values if value for each, _ in parse(value) if each.model == model]
 
 
 assert set(SCHEMES) == set(_OPTIONS)

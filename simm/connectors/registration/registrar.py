@@ -6,6 +6,8 @@ raises. The store is asked in a thread, which ends with the answer.
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...client import Client, source_of
+from ...host.processes import process_start
 from ...schemes import registry
 from ...schemes.registry import Scheme
 from ...wire.status import Status
@@ -25,6 +28,42 @@ REGISTER_S: Final = 60.0
 RETRY_S: Final = 5.0
 #: While a connector's engine is being made.
 NOT_YET_S: Final = 0.2
+_NUMBERS: Final = itertools.count()
+
+
+def _here() -> str:
+    """Return what this process and those that it can look at have in common: the host, its boot, the pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except (OSError, ValueError):
+        return ""
+
+
+def owner_name(number: int) -> str:
+    """Return the name of one registrar of this process; empty where nobody could tell later whether it lives."""
+    here = _here()
+    try:
+        start = process_start(os.getpid())
+    except OSError:
+        start = 0
+    return f"{here}/{os.getpid()}/{start}/{number}" if here and start else ""
+
+
+def has_ended(name: str) -> bool:
+    """Return True for the name of a process that could be seen from here, and has ended. Never raises."""
+    parts = name.split("/")
+    if len(parts) != 5 or "/".join(parts[:2]) != _here() or not all(map(_is_number, parts[2:])):
+        return False
+    try:
+        return process_start(int(parts[2])) != int(parts[3])
+    except (OSError, ValueError):
+        return False
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 class NotYet(Exception):
@@ -61,6 +100,8 @@ class Registrar:
     def __init__(self, client: Client, complain: Complaints) -> None:
         self._client = client
         self._complain = complain
+        #: Tells the registrars of a process apart.
+        self._number = next(_NUMBERS)
         #: Held for moments only, and not waited for without a bound: a fork may leave it held.
         self._lock = threading.Lock()
         #: What was asked for last, and when it is due again.
@@ -127,9 +168,15 @@ class Registrar:
             return 0.0
         values = _Values(self._client)
         fault = ""
+        told = []
         for each in schemes:
             try:
-                if not registry.register(values, replace(each, namespace=self._client.namespace, epoch=epoch)):
+                told.append(replace(each, namespace=self._client.namespace, epoch=epoch))
+            except Exception as exc:
+                fault = str(exc)
+        for each in told:
+            try:
+                if not registry.register(values, each, owner_name(self._number), also=told, over=has_ended):
                     fault = "the store did not take it"
             except Exception as exc:  # of this one: the others are registered all the same
                 fault = str(exc)

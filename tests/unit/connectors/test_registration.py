@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -200,14 +202,39 @@ def test_issue_a_value_that_the_store_chokes_on_leaves_the_others_be(
     assert told.settled(WAIT_S) and registry.registered(client, "one") != [], "tried again"
 
 
+def test_issue_a_restarted_process_takes_the_place_of_the_one_before(client: FakeClient, told: Registrar) -> None:
+    """Of one that lives, or that cannot be seen from here, all stays."""
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait(WAIT_S)
+    mine = registrar.owner_name(0)
+    here, _, own = mine.partition(f"/{os.getpid()}/")
+    start = own.partition("/")[0]
+    for name, over in (
+        (mine, False), (f"{here}/{ended.pid}/{start}/0", True), (f"{here}/{os.getpid()}/1/0", True),
+        (f"elsewhere/1/{ended.pid}/{start}/0", False), ("", False), (f"{here}/-1/x/0", False), ("/" * 4, False),
+        (f"{here}/{'9' * 30}/1/0", False), (f"{here}/99999999999999/1/0", True),
+    ):  # fmt: skip
+        assert registrar.has_ended(name) == over, name
+    for by in (f"{here}/{ended.pid}/{start}/0", "elsewhere/1/2/3/4", mine):
+        registry.register(client, Scheme("m", "vllm-tier", 32, namespace="n", options={"seed": by[-20:]}), by)
+    told.tell("a", lambda: [SCHEME, Scheme("m", "vllm-tier", 8)])
+    assert told.settled(WAIT_S)
+    assert [each.options.get("seed", each.page) for each in registry.registered(client, "m")] == [
+        "elsewhere/1/2/3/4", mine[-20:], 16, 8,
+    ]  # fmt: skip
+    told.tell("b", lambda: [Scheme("m", "vllm-tier", 64)])
+    assert told.settled(WAIT_S)
+    assert [each.page for each in registry.registered(client, "m")] == [32, 32, 64]
+
+
 def test_values_are_replaced_in_a_namespace_that_keeps_what_is_stored() -> None:
     store = FakeStore()
     with FakeClient(store=store, replicas=2) as once:
-        told = Registrar(once, Complaints(logging.getLogger("simm.connectors.test")))
         for model in ("a", "b"):
+            told = Registrar(once, Complaints(logging.getLogger("simm.connectors.test")))
             told.tell(model, lambda model=model: [Scheme("m", "lmcache", 64, options={"model_name": model})])  # type: ignore[misc]
             assert told.settled(WAIT_S)
-        told.close()
+            told.close()
         assert [each.options["model_name"] for each in registry.registered(once, "m")] == ["a", "b"]
 
 

@@ -173,7 +173,7 @@ class _Store:
     namespace = ""
 
     def __init__(self, pages: int, schemes: Sequence[registry.Scheme]) -> None:
-        self.pages, self.value = pages, registry.as_value(schemes)
+        self.pages, self.value = pages, registry.as_value([registry.Registered(each) for each in schemes])
         self.down = False
 
     def get_into_many(self, keys: Sequence[str], buffers: Sequence[bytearray]) -> list[int | None]:

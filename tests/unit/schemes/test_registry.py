@@ -11,7 +11,7 @@ import pytest
 
 from simm.errors import UsageError
 from simm.schemes import lmcache, registry, sglang, vllm
-from simm.schemes.registry import Request, Scheme
+from simm.schemes.registry import Registered, Request, Scheme
 from simm.testing import FakeClient
 
 TOKENS = list(range(1000, 1070))
@@ -178,7 +178,7 @@ def test_of_two_that_register_at_once_none_is_lost() -> None:
             self.puts += 1
             stored = client.put(key, value)
             if self.puts == 1:
-                client.put(key, registry.as_value([other]))
+                client.put(key, registry.as_value([Registered(other)]))
             return stored
 
     late = Late()
@@ -209,6 +209,39 @@ def test_a_registration_with_more_adapters_takes_the_place_of_the_one_before() -
     assert registry.registered(client, "m") == [scheme("2")], "behind a flush"
 
 
+def test_issue_what_a_process_registered_before_gives_way() -> None:
+    """A restarted engine with another scope: the former keys were counted until their registration was dropped."""
+    client = FakeClient()
+
+    def scheme(scope: str) -> Scheme:
+        return Scheme("m", "vllm-blocks", 16, options={"scope": scope, "generation": "1"})
+
+    def registered() -> list[str]:
+        return [each.scope for each in registry.registered(client, "m")]
+
+    registry.register(client, scheme("nobody's"))
+    for by in ("first", "second"):
+        assert registry.register(client, scheme("old"), by)
+    assert registry.register(client, scheme("new"), "first")
+    assert registered() == ["nobody's", "old", "new"], "the second one still has it"
+    assert registry.register(client, scheme("new"), "second") and registered() == ["nobody's", "new"]
+    assert registry.register(client, scheme("more"), "second", also=[scheme("new"), scheme("more")])
+    assert registry.register(client, scheme("third's"), "third", over=lambda by: by == "first")
+    assert registered() == ["nobody's", "new", "more", "third's"]
+    assert registry.register(client, scheme("last"), "third", over=lambda by: by != "third")
+    assert registered() == ["nobody's", "last"], "of processes that have ended, and its own"
+    for number in range(3 * registry.OWNERS_MAX):
+        registry.register(client, scheme("all"), f"owner {number}")
+    (*_, newest) = registry.parse(client.get(registry.value_key("m", "vllm-blocks")) or b"")
+    assert len(newest.by) == registry.OWNERS_MAX and newest.by[-1] == f"owner {3 * registry.OWNERS_MAX - 1}"
+
+
+@pytest.mark.parametrize("by", ["text", 7, {"a": 1}, [7, None], ["x" * 200], [["a"]]])
+def test_owners_that_are_none_are_left_out(by: Any) -> None:
+    (item,) = json.loads(registry.as_value([Registered(Scheme("m", "lmcache", 64))]))
+    assert registry.parse(json.dumps([{**item, "by": by}]).encode()) == [Registered(Scheme("m", "lmcache", 64))]
+
+
 def test_a_huge_value_is_not_read() -> None:
     """Anybody may put one there; the others' registrations are read all the same."""
     client = FakeClient()
@@ -237,7 +270,9 @@ def test_other_values_under_the_key_are_not_believed() -> None:
     """Cut, damaged and nonsensical values: no exception, and only registrations that can be."""
     options: dict[str, Any] = {"groups": "0:8:0,1:16:9", "hash_tokens": 8, "identities": "a,b", "loras": '{"a": "b"}'}
     plain = Scheme("m", "sglang-simm", 16)
-    good = registry.as_value([plain, Scheme("m", "vllm-blocks", 16, options=options), plain])
+    good = registry.as_value([
+        Registered(plain, ("a", "b")), Registered(Scheme("m", "vllm-blocks", 16, options=options)), Registered(plain),
+    ])  # fmt: skip
     assert len(registry.parse(good)) == 3
     mixed = json.dumps([*json.loads(good), {"model": "m"}, 7, None, {**json.loads(good)[0], "page": -1}]).encode()
     assert len(registry.parse(mixed)) == 3
@@ -250,7 +285,8 @@ def test_other_values_under_the_key_are_not_believed() -> None:
             if damaged:
                 damaged[dice.randrange(len(damaged))] = dice.randrange(256)
         for each in registry.parse(bytes(damaged)):
+            assert all(isinstance(owner, str) for owner in each.by)
             try:
-                each.keys(TOKENS)
+                each.scheme.keys(TOKENS)
             except UsageError:
                 pass  # an algorithm that nobody knows
