@@ -6,6 +6,7 @@ raises. The store is asked in a thread, which ends with the answer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -33,6 +34,11 @@ _NUMBERS: Final = itertools.count()
 
 def _here() -> str:
     """Return what this process and those that it can look at have in common: the host, its boot, the pid namespace."""
+    return _here_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _here_of(_pid: int) -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
