@@ -37,7 +37,7 @@ from ..host.file_locks import LockFile
 from ..ipc.segments import embedded_server_name, is_arena_of, metadata_of, state_of, store_closed
 from ..shm import SHM_DIR, remove_leftovers
 
-#: A starting server is given up when it has neither said READY nor faulted in a page of its arena for so long.
+#: A starting server is given up when it has neither said READY nor got on (:func:`_progress`) for so long.
 START_S: Final = 60.0
 STOP_S: Final = 5.0
 #: Between two looks at a server that starts.
@@ -165,7 +165,8 @@ class LocalCluster:
         self._undo.callback(_end, process)
         self._processes[module] = process
         assert process.stdout is not None
-        line = _first_line(process.stdout.fileno(), START_S, partial(_faulted_in, self.name, process.pid))
+        progress = partial(_progress, self.name, process.pid, self._log(module))
+        line = _first_line(process.stdout.fileno(), START_S, progress)
         if line is not None and line.startswith("READY "):
             return line
         if line is None:
@@ -258,22 +259,31 @@ def _remove_arenas(server: str, *, keep_suspended: bool) -> None:
             time.sleep(0.005)
 
 
-def _faulted_in(server: str, pid: int) -> int:
-    """Return a number that grows while a server's process ``pid`` faults in its arenas, bytes.
+def _progress(server: str, pid: int, log: str) -> tuple[int, int]:
+    """Return what changes while a server's process ``pid`` gets on: bytes that its processes use, and steps in its log.
 
-    With ``--group`` their data has no name in ``SHM_DIR``, and only the pages that the process has mapped tell of it.
+    The bytes are those of the arenas, and the mapped ones of its process and its children: libraries that they import,
+    and memory that an endpoint registers. With ``--group`` the arenas' data has no name in ``SHM_DIR``, and only the
+    mapped pages tell of it. Steps are the different lines of the log without their numbers, as a line may come again
+    and again.
     """
     import psutil  # 10 ms, for who starts a cluster
 
     total = 0
-    with contextlib.suppress(OSError, psutil.Error):
-        total += psutil.Process(pid).memory_info().shared
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(OSError, psutil.Error):
+                total += each.memory_info().shared
     with contextlib.suppress(OSError):
         for entry in os.scandir(SHM_DIR):
             if is_arena_of(server, entry.name):
                 with contextlib.suppress(OSError):
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
-    return total
+    steps: set[bytes] = set()
+    with contextlib.suppress(OSError), open(log, "rb") as lines:
+        steps.update(line.translate(None, b"0123456789") for line in lines)
+    return total, len(steps)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -290,7 +300,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def _first_line(fd: int, seconds: float, progress: Callable[[], int]) -> str | None:
+def _first_line(fd: int, seconds: float, progress: Callable[[], object]) -> str | None:
     """Return the first line from a pipe, or what there is when it closes.
 
     Return None when for so many seconds nothing has come, and ``progress()`` has not changed.

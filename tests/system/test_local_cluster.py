@@ -218,10 +218,10 @@ def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.Mon
     script.chmod(0o700)
     seen = []
 
-    def first_line(out: int, _seconds: float, progress: Callable[[], int]) -> None:
+    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int]]) -> None:
         for said in (b"mapped", b"faulted in"):
             assert os.read(out, 100) == said
-            seen.append(progress())
+            seen.append(progress()[0])
             go_on.touch()
 
     monkeypatch.setattr(sys, "executable", str(script))
@@ -229,6 +229,45 @@ def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
         LocalCluster("32M")
     assert seen[1] - seen[0] >= 7 * MIB
+
+
+def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An endpoint on a slow machine took a minute to import its library and to register the arena, and was given up."""
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport mmap, os, sys, time\n"
+        f"def wait(name):\n    while not os.path.exists({str(tmp_path)!r} + '/' + name): time.sleep(0.01)\n"
+        f"data = mmap.mmap(-1, {8 * MIB})\n"
+        "me = os.getpid()\n"
+        "if not os.fork():\n"
+        f"    wait('register'); data[:] = bytes({8 * MIB}); os.write(1, b'registered')\n"
+        "    while os.getppid() == me: time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "os.write(1, b'forked')\n"
+        "wait('log'); print('10:00:01 worker 0 is process 17', file=sys.stderr, flush=True); os.write(1, b'logged')\n"
+        "wait('again'); print('10:00:02 worker 0 is process 18', file=sys.stderr, flush=True); os.write(1, b'again')\n"
+        "wait('other'); print('10:00:03 joined', file=sys.stderr, flush=True); os.write(1, b'other')\n"
+        "time.sleep(600)\n"
+    )
+    script.chmod(0o700)
+    seen = []
+
+    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int]]) -> None:
+        for said, then in ((b"forked", "register"), (b"registered", "log"), (b"logged", "again"), (b"again", "other")):
+            assert os.read(out, 100) == said
+            seen.append(progress())
+            (tmp_path / then).touch()
+        assert os.read(out, 100) == b"other"
+        seen.append(progress())
+
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(started, "_first_line", first_line)
+    with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
+        LocalCluster("32M")
+    assert seen[1][0] - seen[0][0] >= 7 * MIB
+    assert [steps for _, steps in seen] == [0, 0, 1, 1, 2]
 
 
 def test_a_server_that_gets_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
