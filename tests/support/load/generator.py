@@ -119,8 +119,8 @@ class Load:
         self.rows: list[tuple[float, float, int, int, int, int, float]] | None = [] if keep_rows else None
         count = settings.batch if any("into" in name for name in settings.mix) else 0
         self.buffers = deque(Buffer(client, max(settings.sizes), settings.registered) for _ in range(count))
-        #: The registered memory among them.
-        self.spans = [buffer.span for buffer in self.buffers if buffer.span is not None]
+        #: Those whose memory is registered.
+        self.registered = [buffer for buffer in self.buffers if buffer.span is not None]
         self._constants: dict[str, bytes] = {}
         self._views: deque[tuple[str, Any, int]] = deque()
         mix = {name: weight for name, weight in settings.mix.items() if settings.deletes or name != "delete"}
@@ -434,8 +434,8 @@ class LoadThread:
         """After the end: assert that there was no fault, and some hit. Deregister its memory."""
         assert not self.load.faults, self.load.said
         assert self.load.tally[GET, OK] > 0
-        for span in self.load.spans:
-            self.load.client.deregister(span)
+        for buffer in self.load.registered:
+            self.load.client.deregister(buffer.span)
 
     def __str__(self) -> str:
         tally = self.load.tally
