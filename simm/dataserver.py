@@ -62,7 +62,7 @@ from .server.children import (
     HangWatch,
     WorkerSlot,
 )  # fmt: skip
-from .server.membership import Membership
+from .server.membership import JOIN_TIMEOUT_S, Membership
 from .server.operators.admin import open_admin
 from .server.operators.pages import DataServerPages
 from .server.operators.reports import Reporter
@@ -523,12 +523,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserv
     parser = argparse.ArgumentParser(prog=prog, description="A SiMM data server: one worker or more per NUMA node.")
     add_arguments(parser, "dataserver")
     parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
+    parser.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS",
+                        help="end when no manager has taken this server in for so long (default: 30)")  # fmt: skip
     arguments = parser.parse_args(argv)
     notify = Notifier.from_environment()
     try:
         settings = load_command("dataserver", arguments)
         set_up_logging(settings, "supervisor")
-        return DataServer(options_from(settings, end_with=arguments.end_with), notify).run()
+        options = options_from(settings, end_with=arguments.end_with, join_timeout_s=arguments.join_timeout)
+        return DataServer(options, notify).run()
     except (SimmError, OSError) as exc:
         notify.status(str(exc))
         print(f"simm dataserver: {printable(str(exc))}", file=sys.stderr)

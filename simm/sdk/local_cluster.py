@@ -23,7 +23,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +38,8 @@ from ..shm import SHM_DIR, remove_leftovers
 
 #: A starting server is given up when it has neither said READY nor got on (:func:`_progress`) for so long.
 START_S: Final = 60.0
+#: How long a data server waits for the manager: it is here, and we see whether it lives.
+_JOIN_S: Final = 86_400
 STOP_S: Final = 5.0
 #: Between two looks at a server that starts.
 _LOOK_S: Final = 1.0
@@ -104,7 +105,7 @@ class LocalCluster:
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
-                "--runtime-dir", str(self.sockets), *arguments,
+                "--runtime-dir", str(self.sockets), "--join-timeout", str(_JOIN_S), *arguments,
             )  # fmt: skip
         except OSError as exc:
             self.close()
@@ -165,7 +166,13 @@ class LocalCluster:
         self._undo.callback(_end, process)
         self._processes[module] = process
         assert process.stdout is not None
-        progress = partial(_progress, self.name, process.pid, self._log(module))
+
+        def progress() -> object:
+            for before, its in self._processes.items():
+                if before != module and its.poll() is not None:
+                    raise SimmError(f"the {module} did not start, as the {before} has ended: {self.how_ended(before)}")
+            return _progress(self.name, process.pid, self._log(module))
+
         line = _first_line(process.stdout.fileno(), START_S, progress)
         if line is not None and line.startswith("READY "):
             return line

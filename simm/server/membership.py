@@ -8,6 +8,7 @@ others answer NOT_LEADER. Losing the manager changes nothing for clients: the se
   is believed at once; another refusal counts as a lost connection.
 * *A manager that accepts and does not answer* (stopped, or cut off behind its kernel). After ``SILENT_BEATS``
   heartbeats, at least ``SILENT_S``, without any answer the server closes the connection and tries the next address.
+  Before the first JOINED it waits longer each time, as a slow manager has to begin anew with each connection.
 * *The manager does not know this server* (declared it dead, or lost its state). The workers are fenced at once, then
   the server joins again; the next map ends the fence. Maps that come in between are ignored.
 * *The manager has lost its state and asks for the newest map.* It gets this server's map, before anything else.
@@ -20,7 +21,7 @@ others answer NOT_LEADER. Losing the manager changes nothing for clients: the se
   (:meth:`Membership.find_cluster`). The request names the arena's epoch. A manager that has lost its state then waits
   for a server with a map, and does not answer at once with an id that it may replace by that of the map.
 * *MOVED is lost, or its map late.* The server repeats it with each heartbeat until the map agrees.
-* *A resolver hangs.* A child process resolves names.
+* *A resolver hangs.* A child resolves names.
 """
 
 from __future__ import annotations
@@ -171,13 +172,12 @@ class Membership(Service):
         #: HELLO has been sent by the present connection (without a token, and answered by a user who is trusted); its
         #: other end has proven that it knows our token.
         self._greeted = self._proven = False
-        self._beating = False
-        self._leaving = False
+        self._beating = self._leaving = False
+        self._patience = 1
         self._started = loop.clock()
         self._moved_at = 0.0
         #: When the last heartbeat was sent and the epoch that it acknowledged; an early heartbeat is scheduled.
-        self._last_sent_at = 0.0
-        self._acked_epoch = 0
+        self._last_sent_at, self._acked_epoch = 0.0, 0
         self._ack_due = False
         #: A JOIN is due, see _join_later.
         self._join_due = False
@@ -310,11 +310,12 @@ class Membership(Service):
         """Close a connection on which the manager does not answer."""
         if peer is None or self.peer is not peer:
             return
-        patience = max(SILENT_S, SILENT_BEATS * self.heartbeat_s)
-        if self._pending and self.loop.clock() - self._last_seen > patience:
-            peer.close(f"silent for {patience:.1f} s")
+        patience = max(SILENT_S, SILENT_BEATS * self.heartbeat_s) * (1 if self.joined_at else self._patience)
+        if not self._pending or self.loop.now - self._last_seen <= patience:  # what came until then has been read
+            self.loop.call_later(patience / 4, lambda: self._watch(peer))
             return
-        self.loop.call_later(patience / 4, lambda: self._watch(peer))
+        self._patience = min(4, 2 * self._patience)
+        peer.close(f"silent for {patience:.1f} s")
 
     def on_connect(self, peer: Peer) -> None:
         self.peer = peer

@@ -92,7 +92,7 @@ class DataServerOptions:
         return own.secret if own is not None else ""
 
 
-def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
+def options_from(settings: Settings, *, end_with: int = 0, join_timeout_s: float = JOIN_TIMEOUT_S) -> DataServerOptions:
     """Return a data server's options. Raises ConfigError."""
     host, port = settings.listen
     check_server_name(settings.name, end_with)
@@ -146,6 +146,7 @@ def options_from(settings: Settings, *, end_with: int = 0) -> DataServerOptions:
         users=LocalUsers(uids) if uids is not None else None,
         server_uids=settings.server_uid,
         end_with=end_with,
+        join_timeout_s=join_timeout_s,
         http=settings.http,
         move_bytes_per_s=settings.move_mib_s * MIB,
         rdma=settings.rdma,

@@ -270,6 +270,33 @@ def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
     assert [steps for _, steps in seen] == [0, 0, 1, 1, 2]
 
 
+def test_a_data_server_waits_for_as_long_as_its_manager_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine the manager did not answer within the 30 s that a data server has otherwise."""
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        "if 'simm.manager' in sys.argv: print('READY manager 127.0.0.1:1', flush=True)\n"
+        "else: time.sleep(600)\n"
+    )
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(started, "_LOOK_S", 0.05)
+    with pytest.raises(SimmError, match="the dataserver did not start, as the manager has ended: it logged nothing"):
+        with local_cluster():
+            raise AssertionError("it did")
+    assert not local_files()
+
+
+def test_a_data_server_without_a_manager(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "simm.dataserver", "--manager", "127.0.0.1:1", "--memory", "32M", "--name", "alone",
+         "--runtime-dir", str(tmp_path), "--numa", "0", "--join-timeout", "0.1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "manager 127.0.0.1:1 not reachable for 0 s (cannot connect: " in ended.stderr
+
+
 def test_a_server_that_gets_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "python"
     script.write_text(f"#!{sys.executable}\nimport sys, time\nprint('stuck', file=sys.stderr)\ntime.sleep(600)\n")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from simm.wire import report_messages as R
 from simm.wire.epoch_messages import NamespaceEpoch
 from simm.wire.messages import Status
 from tests.support.fake_manager import INFO, House, Manager, make_map
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -245,6 +249,49 @@ def test_a_manager_that_says_nothing(
         house.until(lambda: manager.of(M.Heartbeat), "the other one")
     finally:
         mute.close()
+
+
+def complained(house: House, reason: str) -> bool:
+    """Return whether this was the last trouble with a manager."""
+    return reason in house.membership._complained.values()
+
+
+def test_a_slow_manager_gets_more_time_with_each_connection(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection begins anew: with the same time for all of them the server never joined."""
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(membership_module, "SILENT_BEATS", 0)
+    mute = Manager()
+    try:
+        answers, mute.answers = mute.answers, dict.fromkeys(mute.answers)
+        house = make_house(mute, join_timeout_s=1000.0)
+        for said in ("0.1", "0.2", "0.4"):
+            house.until(partial(complained, house, f"silent for {said} s"), said)
+        mute.answers = answers
+        house.until(lambda: house.membership.joined, "JOIN")
+    finally:
+        mute.close()
+
+
+def test_an_answer_that_came_while_the_loop_was_held_up_counts(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the socket when the time is up."""
+    house = make_house(manager)
+    house.until(lambda: house.membership.joined and not house.membership._pending, "JOINED, and all answered")
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(membership_module, "SILENT_BEATS", 0)
+    peer = house.membership.peer
+    assert peer is not None
+    said: list[object] = []
+
+    house.membership.request(M.Ping(0), lambda msg, _: said.append(msg))
+    wait_until(lambda: select.select([peer.sock], [], [], 0)[0], "the answer is there")
+    monkeypatch.setattr(house.loop, "clock", lambda: time.monotonic() + 60.0)
+    house.membership._watch(peer)  # in the same turn of the loop
+    wait_until(lambda: (house.loop.run_once(0.02), said)[1], "the answer")
+    assert house.membership.peer is peer
 
 
 def test_connecting_does_not_hold_the_loop_up(make_house: Callable[..., House]) -> None:
