@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from tests.rdma_vm import boot, initramfs, kernel, packages
+from tests.rdma_vm import boot, initramfs, kernel, packages, ticks
 from tests.rdma_vm.errors import BootFailed, Unavailable
 from tests.rdma_vm.qemu import Plan, choose_accelerator
 
@@ -71,13 +71,14 @@ def main() -> int:
             return 0
         if not command:
             parser.error("no command")
+        accelerator = _accelerator(arguments.accelerator)
         try:
             plan = Plan(
                 pairs=arguments.pairs, nics=arguments.nics, numa=arguments.numa, hosts=arguments.hosts,
                 cpus=arguments.cpus or max(2, arguments.numa), memory_mib=arguments.memory,
                 hugepages=arguments.hugepages, modules=tuple(arguments.module), systemd=arguments.systemd,
                 shares=tuple(os.path.realpath(share) for share in arguments.share),
-                accelerator=_accelerator(arguments.accelerator),
+                accelerator=accelerator, tsc_khz=ticks.khz() if accelerator == "tcg" else 0,
             )  # fmt: skip
         except ValueError as error:
             parser.error(str(error))

@@ -38,7 +38,8 @@ class Plan:
     ``pairs``: veth cables with an RDMA device at both ends, rxe0 - rxe1, rxe2 - rxe3 and so on. The quickest wire, on
     no NUMA node. ``nics``: PCI cards with an RDMA device each, numbered after those, on the NUMA nodes in turn, all on
     one wire, which joins the hosts too. ``shares``: folders that may be written there, by their own path.
-    ``systemd``: it is process 1 when the command runs.
+    ``systemd``: it is process 1 when the command runs. ``tsc_khz``: of an emulated processor, see ``ticks``; 0 lets the
+    guest find out.
     """
 
     pairs: int = 1
@@ -52,6 +53,7 @@ class Plan:
     modules: tuple[str, ...] = ()
     kernel_arguments: tuple[str, ...] = ()
     systemd: bool = False
+    tsc_khz: int = 0
     accelerator: str = "tcg"
 
     def __post_init__(self) -> None:
@@ -165,6 +167,8 @@ def _streams(wires: Wires) -> list[str]:
 def command_line(plan: Plan, host: int, image: Path, wires: Wires) -> Sequence[str]:
     """QEMU's, for one of the plan's machines."""
     arguments = [_KERNEL_ARGUMENTS, *plan.kernel_arguments]
+    if plan.tsc_khz:
+        arguments.append(f"tsc_early_khz={plan.tsc_khz}")
     if plan.systemd:
         arguments.append("fstab=no")
     if plan.hugepages:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rdma_vm import boot, initramfs, kernel, modules, packages, qemu
+from tests.rdma_vm import boot, initramfs, kernel, modules, packages, qemu, ticks
 from tests.rdma_vm.errors import Unavailable
 from tests.support.child import Child, alive
 from tests.support.waiting import wait_until
@@ -218,6 +218,13 @@ def test_shares_and_settings() -> None:
         plan = qemu.Plan(systemd=systemd)
         assert f"systemd={int(systemd)}\n" in plan.settings(0, "/")
         assert ("fstab=no" in options(command(plan), "-append")[0].split()) == systemd
+
+
+def test_an_emulated_machine_is_told_the_rate_of_its_counter() -> None:
+    assert "tsc_early_khz=2600123" in options(command(qemu.Plan(tsc_khz=2_600_123)), "-append")[0].split()
+    assert not any("tsc_early_khz" in word for word in command(qemu.Plan()))
+    first, second = ticks.khz(), ticks.khz()
+    assert 500_000 < first < 10_000_000 and abs(first - second) < first / 100
 
 
 @pytest.mark.parametrize(
