@@ -174,7 +174,8 @@ def test_the_data_server_is_killed(fleet: Fleet) -> None:
         print(f"by RDMA again after {wait_served(client, thread):.1f} s")
 
 
-@pytest.mark.fault("F09", whole=20)
+@pytest.mark.fault("F09", ci=1, whole=20)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [SERVER, CLIENT])
 def test_a_link_goes_down(fleet: Fleet, device: str, amount: int) -> None:
     with loaded(fleet, f"{device} unplugged") as (client, thread):
@@ -215,7 +216,8 @@ def on_each_queue_pair(client: Client, act: Callable[[Any], None]) -> None:
     world.until(done, "the client has queue pairs")
 
 
-@pytest.mark.fault("F09", whole=20)
+@pytest.mark.fault("F09", ci=1, whole=20)
+@pytest.mark.slow
 def test_the_clients_queue_pairs_fail(fleet: Fleet, amount: int) -> None:
     with loaded(fleet, "client's QPs killed") as (client, thread):
         toll = Toll("client's queue pairs killed", client, thread)
@@ -252,7 +254,8 @@ def test_the_servers_memory_is_revoked(fleet: Fleet, amount: int) -> None:
         toll.report()
 
 
-@pytest.mark.fault("F09", whole=20)
+@pytest.mark.fault("F09", ci=1, whole=20)
+@pytest.mark.slow
 def test_the_clients_memory_is_revoked(fleet: Fleet, amount: int) -> None:
     """A buffer at a time, which is registered again when all have been through that."""
     with loaded(fleet, "client's MRs revoked") as (client, thread):
@@ -269,7 +272,8 @@ def test_the_clients_memory_is_revoked(fleet: Fleet, amount: int) -> None:
         toll.report()
 
 
-@pytest.mark.fault("F09", whole="1 each")
+@pytest.mark.fault("F09", ci="1 each", whole="1 each")
+@pytest.mark.slow
 def test_endpoint_and_worker_stand_still(fleet: Fleet) -> None:
     with loaded(fleet, "endpoint stopped") as (client, thread):
         with stopped(endpoint(fleet)):
