@@ -40,18 +40,6 @@ def kill_queue_pair(qp: Any) -> None:
     qp._qp.modify(library.QPAttr(qp_state=library.error_state), library.state)
 
 
-#: Requests whose destructors must not run while a device may read them.
-_sent: list[Any] = []
-
-
-def send_unawaited(qp: Any) -> None:
-    """Send a message for which the peer has posted no receive. Our device gives up after some tries."""
-    library = qp._library
-    request = library.SendWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
-    _sent.append(request)
-    qp._qp.post_send(request)
-
-
 def _kill_queue_pairs() -> None:
     for endpoint in _endpoints:
         for peer in endpoint.leases:

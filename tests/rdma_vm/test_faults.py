@@ -228,18 +228,6 @@ def test_the_clients_queue_pairs_fail(fleet: Fleet, amount: int) -> None:
 
 
 @pytest.mark.fault("F09", ci=1, whole=20)
-def test_the_server_is_not_ready_to_receive(fleet: Fleet, amount: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A message that nobody awaits completes with an error, and all behind it is flushed."""
-    with loaded(fleet, "receiver not ready") as (client, thread):
-        toll = Toll("receiver not ready", client, thread)
-        for _ in range(amount):
-            toll.hit(lambda: on_each_queue_pair(client, fault_injection.send_unawaited))
-            toll.back()
-        toll.report()
-    assert caplog.text.count("(RNR_RETRY_EXC_ERR)") >= amount, caplog.text
-
-
-@pytest.mark.fault("F09", ci=1, whole=20)
 def test_the_servers_memory_is_revoked(fleet: Fleet, amount: int) -> None:
     """All of the data's regions go in the middle of READs and WRITEs. Only a new endpoint has new ones."""
     with loaded(fleet, "server's MRs revoked") as (client, thread):
