@@ -39,7 +39,7 @@ from typing import Any, Final
 from .arena.vault import Vault
 from .cluster.assignment import DROP_ALL, Member, frozen_epoch
 from .config.logs import set_up_logging
-from .config.parsers import Address
+from .config.parsers import Address, duration_in
 from .config.settings import add_arguments, load_command
 from .config.startup import say
 from .constants import NO_OWNER
@@ -518,19 +518,26 @@ class DataServer:
             self.loop.run_once(min(left, 0.05))
 
 
+_join_ms: Final = duration_in("ms", 1, 86_400_000)
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.dataserver") -> int:
     """Run a data server until SIGTERM or Ctrl-C; the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description="A SiMM data server: one worker or more per NUMA node.")
     add_arguments(parser, "dataserver")
     parser.add_argument("--end-with", type=int, default=0, metavar="PID", help="end when process PID ends")
-    parser.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS",
-                        help="end when no manager has taken this server in for so long (default: 30)")  # fmt: skip
+    parser.add_argument("--join-timeout", default=f"{JOIN_TIMEOUT_S:.0f}s", metavar="TIME",
+                        help="end if no manager takes this server in for so long (default: %(default)s)")  # fmt: skip
     arguments = parser.parse_args(argv)
     notify = Notifier.from_environment()
     try:
         settings = load_command("dataserver", arguments)
         set_up_logging(settings, "supervisor")
-        options = options_from(settings, end_with=arguments.end_with, join_timeout_s=arguments.join_timeout)
+        try:
+            join_timeout_s = _join_ms(arguments.join_timeout) / 1000
+        except ConfigError as exc:
+            raise ConfigError(f"--join-timeout: {exc}") from None
+        options = options_from(settings, end_with=arguments.end_with, join_timeout_s=join_timeout_s)
         return DataServer(options, notify).run()
     except (SimmError, OSError) as exc:
         notify.status(str(exc))

@@ -39,7 +39,7 @@ from ..shm import SHM_DIR, remove_leftovers
 #: A starting server is given up when it has neither said READY nor got on (:func:`_progress`) for so long.
 START_S: Final = 60.0
 #: How long a data server waits for the manager: it is here, and we see whether it lives.
-_JOIN_S: Final = 86_400
+_JOIN: Final = "24h"
 STOP_S: Final = 5.0
 #: Between two looks at a server that starts.
 _LOOK_S: Final = 1.0
@@ -105,7 +105,7 @@ class LocalCluster:
             self._start(
                 "dataserver", "--listen", "127.0.0.1:0", "--manager", self.manager, *self._token_flags,
                 "--memory", str(arena_bytes(memory)), "--numa", "0", "--name", self.name,
-                "--runtime-dir", str(self.sockets), "--join-timeout", str(_JOIN_S), *arguments,
+                "--runtime-dir", str(self.sockets), "--join-timeout", _JOIN, *arguments,
             )  # fmt: skip
         except OSError as exc:
             self.close()

@@ -59,6 +59,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "--memory": ("24M",),
     "--move-mib-s": ("0", "10"),
     "--epoch-lease-ms": ("5000",),
+    "--join-timeout": ("1h",),
     "--moves-at-once": ("16384",),
     "--name": ("{name}-named",),
     "--near-share": ("0", "50"),
@@ -119,7 +120,8 @@ def options_of(program: str) -> list[str]:
     """The options of a program by the table of settings, and those beside it."""
     roles = set(COMMANDS[program])
     flags = [setting.flag for setting in SETTINGS.values() if roles & set(setting.roles)]
-    return [flag for flag in (*flags, "--config", "--end-with") if flag not in NOT_FOR[program]]
+    beside = ["--config", "--end-with"] + (["--join-timeout"] if program == "dataserver" else [])
+    return [flag for flag in (*flags, *beside) if flag not in NOT_FOR[program]]
 
 
 def cases(program: str) -> list[tuple[str, str]]:

@@ -290,7 +290,7 @@ def test_a_data_server_waits_for_as_long_as_its_manager_lives(tmp_path: Path, mo
 def test_a_data_server_without_a_manager(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "simm.dataserver", "--manager", "127.0.0.1:1", "--memory", "32M", "--name", "alone",
-         "--runtime-dir", str(tmp_path), "--numa", "0", "--join-timeout", "0.1"],
+         "--runtime-dir", str(tmp_path), "--numa", "0", "--join-timeout", "100ms"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 1
