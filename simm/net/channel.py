@@ -372,10 +372,7 @@ class Channel:
             raise TransportError(self.broken)
         try:
             for _ in range(_PUSH_PIECES):
-                data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
-                if not data:
-                    self.fail("the peer closed the connection")
-                self._conn.receive_data(data)
+                # First those that came in one piece with a reply that was waited for.
                 while (frame := self._conn.next_frame()) is not None:
                     if frame.flags & Flag.PUSH:
                         self._push(frame)
@@ -383,6 +380,10 @@ class Channel:
                         raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
                     else:
                         self._keep(frame)
+                data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+                if not data:
+                    self.fail("the peer closed the connection")
+                self._conn.receive_data(data)
         except BlockingIOError:
             return
         except OSError as exc:

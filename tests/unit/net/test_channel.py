@@ -7,8 +7,9 @@ import socket
 
 import pytest
 
-from simm.errors import TransportError
+from simm.errors import DeadlineError, TransportError
 from simm.net.channel import Channel
+from simm.rpc import reply
 from simm.wire import messages as M
 
 
@@ -34,3 +35,23 @@ def test_a_channel_that_failed_is_reset(fails: bool) -> None:
                         pass
             else:
                 assert len(server.recv(1000)) > 20 and server.recv(1000) == b""
+
+
+def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
+    """Both came in one piece. The second one counted as late until something else came, and then as never answered."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 10.0)
+    late: list[int] = []
+    channel.on_late = lambda frame: late.append(frame.request_id)
+    with contextlib.closing(theirs), contextlib.closing(channel):
+        first, second, third = (channel.submit(M.Ping(cookie)) for cookie in range(3))
+        channel.until = 0.0
+        for number in (second, third):
+            with pytest.raises(DeadlineError):
+                channel.wait(number)
+        channel.expect(third)
+        theirs.sendall(b"".join(reply(M.Pong(cookie), number) for cookie, number in enumerate((first, second, third))))
+        assert channel.result(channel.wait(first)) == M.Pong(0)
+        channel.poll_pushes()
+        assert late == [second] and not channel.late and not channel.broken
+        assert channel.result(channel.wait(third)) == M.Pong(2)
