@@ -131,7 +131,7 @@ class Channel:
         #: Takes the replies that nobody waits for any more. With it, a wait whose deadline passes does not break the
         #: channel: frames come whole, and each reply names its request.
         self.on_late: Callable[[Frame], None] | None = None
-        #: Requests whose reply is late, and whether somebody comes back for it; when the first of them became late.
+        #: Requests whose reply is late, and whether somebody comes back for it; when the first one's wait began.
         self.late: dict[int, bool] = {}
         self.late_at = 0.0
         #: Number of waits whose polls all found nothing.
@@ -271,6 +271,7 @@ class Channel:
             return frame
         conn = self._conn
         late = 0
+        waits_s = -1.0
         try:
             while True:
                 frame = conn.next_frame()
@@ -279,6 +280,8 @@ class Channel:
                         self._poll(polls)
                         polls = 0
                     left = self.until - time.monotonic()
+                    if waits_s < 0:
+                        waits_s = max(0.0, left)
                     if left > 0:
                         self._arm(left, False)
                         data = self.sock.recv(_RECV_BYTES)
@@ -287,7 +290,7 @@ class Channel:
                         late += 1
                         data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
                     elif self.on_late is not None:
-                        self._leave(number)
+                        self._leave(number, waits_s)
                     else:
                         self.fail("deadline passed in the middle of a reply", DeadlineError)
                     if not data:
@@ -307,7 +310,7 @@ class Channel:
                 self._keep(frame)
         except OSError as exc:
             if self.on_late is not None and _is_late(exc):
-                self._leave(number)
+                self._leave(number, waits_s)
             self.lose(exc, "waiting for a reply")
         except RemoteProtocolError as exc:
             self.fail(str(exc))
@@ -319,10 +322,14 @@ class Channel:
         else:
             self.on_late(frame)
 
-    def _leave(self, number: int) -> NoReturn:
-        """End a wait without breaking the channel. Raises DeadlineError."""
+    def _leave(self, number: int, waited_s: float) -> NoReturn:
+        """End a wait without breaking the channel. Raises DeadlineError.
+
+        ``waited_s``: how long it was to last. It may have been longer: this process may have been stopped, and so may
+        the peer.
+        """
         if not self.late:
-            self.late_at = time.monotonic()
+            self.late_at = time.monotonic() - waited_s
         self.late[number] = False
         raise DeadlineError("deadline passed while waiting for a reply")
 

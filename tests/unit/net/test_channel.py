@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from simm.errors import DeadlineError, TransportError
+from simm.net import channel as net_channel
 from simm.net.channel import Channel
 from simm.rpc import reply
 from simm.wire import messages as M
@@ -55,3 +57,25 @@ def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
         channel.poll_pushes()
         assert late == [second] and not channel.late and not channel.broken
         assert channel.result(channel.wait(third)) == M.Pong(2)
+
+
+@pytest.mark.parametrize(("until", "began", "ended", "late_at"), [(7.0, 5.0, 7.0, 5.0), (7.0, 5.0, 60.0, 58.0)])
+def test_issue_the_wait_for_a_late_reply_counts_as_silence(
+    until: float, began: float, ended: float, late_at: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted from the end of that wait on, so the next request waited for as long again.
+
+    Not more than was to be waited for: who was stopped meanwhile knows nothing of the peer.
+    """
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 10.0)
+    channel.on_late = lambda _: None
+    with contextlib.closing(theirs), contextlib.closing(channel):
+        number = channel.submit(M.Ping(1))
+        channel.until = until
+        monkeypatch.setattr(channel, "_arm", lambda *_: ours.setblocking(False))
+        ticks = iter((began, ended))
+        monkeypatch.setattr(net_channel, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        with pytest.raises(DeadlineError):
+            channel.wait(number)
+        assert channel.late_at == late_at
