@@ -63,9 +63,22 @@ def has_ended(name: str) -> bool:
     if len(parts) != 5 or "/".join(parts[:2]) != _here() or not all(map(_is_number, parts[2:])):
         return False
     try:
-        return process_start(int(parts[2])) != int(parts[3])
+        pid = int(parts[2])
+        start = process_start(pid)
+        return start != int(parts[3]) if start else not _exists(pid)
     except (OSError, ValueError):
         return False
+
+
+def _exists(pid: int) -> bool:
+    """Return whether there is a process, also another user's that a /proc with hidepid does not show."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _is_number(text: str) -> bool:

@@ -202,6 +202,20 @@ def test_issue_a_value_that_the_store_chokes_on_leaves_the_others_be(
     assert told.settled(WAIT_S) and registry.registered(client, "one") != [], "tried again"
 
 
+def test_issue_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid two users of a host dropped each other's registrations, time and again."""
+    mine = registrar.owner_name(0)
+    monkeypatch.setattr(registrar, "process_start", lambda _: 0)
+    assert not registrar.has_ended(mine)
+
+    def of_another_user(pid: int, sent: int) -> None:
+        assert (pid, sent) == (os.getpid(), 0)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", of_another_user)
+    assert not registrar.has_ended(mine)
+
+
 def test_issue_a_restarted_process_takes_the_place_of_the_one_before(client: FakeClient, told: Registrar) -> None:
     """Of one that lives, or that cannot be seen from here, all stays."""
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
