@@ -519,9 +519,9 @@ def generation_of(client: Readable, scope: str) -> str:
     return f"{number:016x}" if number else ""
 
 
-def as_value(known: Sequence[Registered]) -> bytes:
-    """Return the value of these registrations."""
-    return json.dumps([{**asdict(scheme), **({"by": by} if by else {})} for scheme, by in known]).encode()
+def as_value(known: Sequence[Registered], owners: int = OWNERS_MAX) -> bytes:
+    """Return the value of these registrations, each with so many names of processes, the last ones."""
+    return json.dumps([{**asdict(one), **({"by": by[-owners:]} if by else {})} for one, by in known]).encode()
 
 
 def register(
@@ -530,20 +530,20 @@ def register(
 ) -> bool:  # fmt: skip
     """Add a deployment to those in the store, and look whether it is there. Return False if it is not.
 
-    Of more than ``DEPLOYMENTS_MAX``, or of a value that would be too long, the oldest are dropped. One round trip if
-    it is there as the newest one, else three, and more while others register.
+    Of more than ``DEPLOYMENTS_MAX`` the oldest are dropped; of a value that would be too long, names of processes are,
+    then the oldest. One round trip if it is there as the newest one, else three, and more while others register.
 
     ``by``: the process that registers. What it registered before is dropped, but for ``also``, as far as no other one
     has registered it, too; and that of processes that have ended, as ``over`` knows by their names.
     """
     key = value_key(scheme.model, scheme.scheme)
     for attempt in range(_ATTEMPTS):
-        known = parse(*read(client, [key], VALUE_BYTES_MAX))
+        known, owners = parse(*read(client, [key], VALUE_BYTES_MAX)), OWNERS_MAX
         if any(each.scheme == scheme and (not by or by in each.by) for each in known[0 if attempt else -1 :]):
             return True
         known = _with(known, scheme, by, also, over)[-DEPLOYMENTS_MAX:]
-        while len(raw := as_value(known)) > VALUE_BYTES_MAX and len(known) > 1:
-            del known[0]
+        while len(raw := as_value(known, owners)) > VALUE_BYTES_MAX and owners + len(known) > 2:
+            owners, known = (owners // 2, known) if owners > 1 else (1, known[1:])
         if len(raw) > VALUE_BYTES_MAX or not client.put(key, raw):  # nobody would read it, nor the others' in it
             return False
     return any(each.scheme == scheme for each in parse(*read(client, [key], VALUE_BYTES_MAX)))

@@ -236,6 +236,19 @@ def test_issue_what_a_process_registered_before_gives_way() -> None:
     assert len(newest.by) == registry.OWNERS_MAX and newest.by[-1] == f"owner {3 * registry.OWNERS_MAX - 1}"
 
 
+def test_issue_names_of_processes_leave_room_for_the_registrations() -> None:
+    """A deployment has many processes, whose names are as long as all else: the oldest deployments were dropped."""
+    client, key = FakeClient(), registry.value_key("m", "sglang-simm")
+    for rank in range(1, registry.DEPLOYMENTS_MAX + 1):
+        for at in range(8):
+            by = f"{rank}.{at}".ljust(registry.OWNER_MAX)
+            assert registry.register(client, Scheme("m", "sglang-simm", 16, ranks=rank), by)
+            (*_, newest) = registry.parse(client.get(key) or b"")
+            assert newest.by[-1] == by
+    assert [each.ranks for each in registry.registered(client, "m")] == list(range(1, registry.DEPLOYMENTS_MAX + 1))
+    assert len(client.get(key) or b"") <= registry.VALUE_BYTES_MAX
+
+
 @pytest.mark.parametrize("by", ["text", 7, {"a": 1}, [7, None], ["x" * 200], [["a"]]])
 def test_owners_that_are_none_are_left_out(by: Any) -> None:
     (item,) = json.loads(registry.as_value([Registered(Scheme("m", "lmcache", 64))]))
