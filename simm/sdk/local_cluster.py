@@ -167,11 +167,16 @@ class LocalCluster:
         self._processes[module] = process
         assert process.stdout is not None
 
+        most = 0
+
         def progress() -> object:
+            nonlocal most
             for before, its in self._processes.items():
                 if before != module and its.poll() is not None:
                     raise SimmError(f"the {module} did not start, as the {before} has ended: {self.how_ended(before)}")
-            return _progress(self.name, process.pid, self._log(module))
+            mapped, arenas, steps = _progress(self.name, process.pid, self._log(module))
+            most = max(most, mapped)  # children that end and are started again and again get nowhere
+            return most, arenas, steps
 
         line = _first_line(process.stdout.fileno(), START_S, progress)
         if line is not None and line.startswith("READY "):
@@ -266,31 +271,30 @@ def _remove_arenas(server: str, *, keep_suspended: bool) -> None:
             time.sleep(0.005)
 
 
-def _progress(server: str, pid: int, log: str) -> tuple[int, int]:
-    """Return what changes while a server's process ``pid`` gets on: bytes that its processes use, and steps in its log.
+def _progress(server: str, pid: int, log: str) -> tuple[int, int, int]:
+    """Return what changes while a server's process ``pid`` gets on: mapped bytes, the arenas' bytes, steps in its log.
 
-    The bytes are those of the arenas, and the mapped ones of its process and its children: libraries that they import,
-    and memory that an endpoint registers. With ``--group`` the arenas' data has no name in ``SHM_DIR``, and only the
-    mapped pages tell of it. Steps are the different lines of the log without their numbers, as a line may come again
-    and again.
+    The mapped bytes are those of its process and its children: libraries that they import, and memory that an endpoint
+    registers. With ``--group`` the arenas' data has no name in ``SHM_DIR``, and only the mapped pages tell of it. Steps
+    are the different lines of the log without their numbers, hexadecimal or not, as a line may come again and again.
     """
     import psutil  # 10 ms, for who starts a cluster
 
-    total = 0
+    mapped = arenas = 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(OSError, psutil.Error):
-                total += each.memory_info().shared
+                mapped += each.memory_info().shared
     with contextlib.suppress(OSError):
         for entry in os.scandir(SHM_DIR):
             if is_arena_of(server, entry.name):
                 with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    arenas += entry.stat(follow_symlinks=False).st_blocks * 512
     steps: set[bytes] = set()
     with contextlib.suppress(OSError), open(log, "rb") as lines:
-        steps.update(line.translate(None, b"0123456789") for line in lines)
-    return total, len(steps)
+        steps.update(line.translate(None, b"0123456789abcdef") for line in lines)
+    return mapped, arenas, len(steps)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -218,7 +218,7 @@ def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.Mon
     script.chmod(0o700)
     seen = []
 
-    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int]]) -> None:
+    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
         for said in (b"mapped", b"faulted in"):
             assert os.read(out, 100) == said
             seen.append(progress()[0])
@@ -246,15 +246,15 @@ def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
         "    while os.getppid() == me: time.sleep(0.01)\n"
         "    os._exit(0)\n"
         "os.write(1, b'forked')\n"
-        "wait('log'); print('10:00:01 worker 0 is process 17', file=sys.stderr, flush=True); os.write(1, b'logged')\n"
-        "wait('again'); print('10:00:02 worker 0 is process 18', file=sys.stderr, flush=True); os.write(1, b'again')\n"
+        "wait('log'); print('10:00:01 worker 0 is process 17, 0x7f3a', file=sys.stderr, flush=True); os.write(1, b'logged')\n"
+        "wait('again'); print('10:00:02 worker 0 is process 18, 0x7e0c', file=sys.stderr, flush=True); os.write(1, b'again')\n"
         "wait('other'); print('10:00:03 joined', file=sys.stderr, flush=True); os.write(1, b'other')\n"
         "time.sleep(600)\n"
     )
     script.chmod(0o700)
     seen = []
 
-    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int]]) -> None:
+    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
         for said, then in ((b"forked", "register"), (b"registered", "log"), (b"logged", "again"), (b"again", "other")):
             assert os.read(out, 100) == said
             seen.append(progress())
@@ -267,7 +267,37 @@ def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
     with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
         LocalCluster("32M")
     assert seen[1][0] - seen[0][0] >= 7 * MIB
-    assert [steps for _, steps in seen] == [0, 0, 1, 1, 2]
+    assert [steps for _, _, steps in seen] == [0, 0, 1, 1, 2]
+
+
+def test_issue_children_that_end_and_are_started_again_are_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose worker died every second was waited for, for ever: what it maps goes and comes again."""
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport mmap, os, sys, time\nme = os.getpid()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        f"    data = mmap.mmap(-1, {8 * MIB}); data[:] = bytes({8 * MIB}); os.write(1, b'mapped')\n"
+        f"    while os.getppid() == me and not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0); os.write(1, b'ended'); time.sleep(600)\n"
+    )
+    script.chmod(0o700)
+    seen = []
+
+    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
+        for said in (b"mapped", b"ended"):
+            assert os.read(out, 100) == said
+            seen.append(progress())
+            (tmp_path / "end").touch()
+
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(started, "_first_line", first_line)
+    with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
+        LocalCluster("32M")
+    assert seen[0][0] >= 8 * MIB and seen[1] == seen[0]
 
 
 def test_a_data_server_waits_for_as_long_as_its_manager_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
