@@ -246,8 +246,8 @@ def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
         "    while os.getppid() == me: time.sleep(0.01)\n"
         "    os._exit(0)\n"
         "os.write(1, b'forked')\n"
-        "wait('log'); print('10:00:01 worker 0 is process 17, 0x7f3a', file=sys.stderr, flush=True); os.write(1, b'logged')\n"
-        "wait('again'); print('10:00:02 worker 0 is process 18, 0x7e0c', file=sys.stderr, flush=True); os.write(1, b'again')\n"
+        "wait('log'); print('10:00:01 worker 0 is 17, 0x7f3a', file=sys.stderr, flush=True); os.write(1, b'logged')\n"
+        "wait('again'); print('10:00:02 worker 0 is 18, 0x7e0c', file=sys.stderr, flush=True); os.write(1, b'again')\n"
         "wait('other'); print('10:00:03 joined', file=sys.stderr, flush=True); os.write(1, b'other')\n"
         "time.sleep(600)\n"
     )
