@@ -10,7 +10,7 @@ with ``parks`` the session lives on for ``SILENCE_S``, and all else fails at onc
 
 A worker that goes on carries out what it has been sent. A client may have given up a value meanwhile, and have put a
 newer one elsewhere. But what a session has asked for that has ended, the worker leaves alone. So the session ends with
-any other mutation that is given up, and from ``WORKER_DEADLINE_S`` on as soon as such a client has gone.
+any other mutation that is given up, and as soon as such a client has gone.
 """
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ class WorkerSessionKeeper:
         """Return the session, or None while the worker is down. Only the very first session is waited for."""
         session = self.session
         if session is not None and not session.broken:
-            if not session.channel.late or self._late_s(session) <= WORKER_DEADLINE_S:
-                return session
+            late_s = self._late_s(session) if session.channel.late else 0.0
             if not session.broken:
-                return None
+                return session if late_s <= WORKER_DEADLINE_S else None
         if session is not None and self.session is session:
             self._give_up(session, "broken")
         now = time.monotonic()
@@ -174,11 +173,8 @@ class WorkerSessionKeeper:
         """Return for how long the worker has been late now; break the session if that is too long."""
         session.look_for_late()
         late_s = session.late_s
-        if late_s > WORKER_DEADLINE_S and not session.broken:
-            if late_s > SILENCE_S:
-                self._give_up(session, f"the worker has been silent for {late_s:.1f} s")
-            elif any(each.gave_up() for each in self.parked):
-                self._give_up(session, "a client has given up a value that the silent worker may have")
+        if late_s > SILENCE_S and not session.broken:
+            self._give_up(session, f"the worker has been silent for {late_s:.1f} s")
         return late_s
 
     def _give_up(self, session: WorkerSession, why: str) -> None:
@@ -204,9 +200,12 @@ class WorkerSessionKeeper:
         self.parked.append(store)
 
     def _look(self, loop: PeerLoop) -> None:
-        if self.is_late():
-            loop.call_later(LOOK_S, partial(self._look, loop))
-            return
+        session = self.session
+        if session is not None and self.is_late():
+            if not any(each.gave_up() for each in self.parked):
+                loop.call_later(LOOK_S, partial(self._look, loop))
+                return
+            self._give_up(session, "a client has given up a value that the silent worker may have")
         parked, self.parked = self.parked, []
         for each in parked:
             each.resume()

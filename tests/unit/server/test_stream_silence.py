@@ -108,8 +108,16 @@ def test_issue_stores_outlive_a_silence(worker: WorkerThread, stream: StreamThre
     nothing_is_lost(worker, session)
 
 
-def test_issue_what_a_client_has_given_up_is_not_stored_late(worker: WorkerThread, stream: StreamThread) -> None:
-    """It may have put a newer value elsewhere meanwhile. Who comes later, waits, and puts it, has it stored."""
+@pytest.mark.parametrize("deadline_s", [DEADLINE_S, 4 * WAIT_S])
+def test_issue_what_a_client_has_given_up_is_not_stored_late(
+    worker: WorkerThread, stream: StreamThread, deadline_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have put a newer value elsewhere meanwhile. Who comes later, waits, and puts it, has it stored.
+
+    Also if the client has a shorter deadline than the worker has for other requests.
+    """
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", deadline_s)
+    monkeypatch.setattr(worker_session, "SILENCE_S", 8 * WAIT_S)
     session = stream.stream.keeper.session
     channel = stream.channel()
     with worker.frozen():
