@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -556,9 +557,19 @@ def test_a_child_does_not_keep_a_connection_open(monkeypatch: pytest.MonkeyPatch
         service.loop.call_later(0.0, stop)
         service._near.send(b"") if "rdma" in path else client.exists("k")
         assert stopped.wait(5)
-        putting = threading.Thread(target=client.put, args=("k", b"other"))
-        putting.start()
-        time.sleep(0.2)
+
+        def asked() -> bool:
+            return bool(select.select([peer.sock for peer in before], [], [], 0)[0])
+
+        def put() -> threading.Thread:
+            thread = threading.Thread(target=client.put, args=("k", b"other"))
+            thread.start()
+            wait_until(lambda: asked() or not thread.is_alive(), "the put asks, or ends")
+            return thread
+
+        putting = put()
+        while not asked():  # a put that has waited for a processor may have no time left for RDMA
+            putting = put()
         read, write = os.pipe()
         child = os.fork()
         if not child:
