@@ -418,8 +418,12 @@ def a_full_store_forgets_and_never_mixes_up(world: World) -> None:
     there = client.exists_many(keys)
     assert there[-1] is True
     assert 20 < sum(there) <= 64
+    read = 0
     for number, (key, hit) in enumerate(zip(keys, there)):
-        assert client.get(key) == (pattern(MIB, number) if hit else None)
+        value = client.get(key)  # room for the next values may have been made meanwhile
+        assert value is None or (hit and value == pattern(MIB, number))
+        read += value is not None
+    assert read > 20
     if client.stats()["workers"][0]["path"] != "tcp":  # by TCP a view is a copy, which pins nothing
         assert client.exists("seen") is True, "a pinned entry was evicted"
     assert view.data == pattern(MIB, 1000)
