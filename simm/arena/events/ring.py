@@ -214,18 +214,17 @@ class EventRing:
 
     def removed(self, slots: NDArray[np.int64]) -> None:
         """Tell that the entries in these slots go, no more than ``LOOKBACK``. O(those), by numpy."""
-        head = self.head
-        after = head + len(slots)
-        if after > self._ready:
-            self._reserve(len(slots))
+        head, count = self.head, len(slots)
+        if head + count > self._ready:
+            self._reserve(count)
         at = head & self._mask
-        end = at + after - head
+        end = at + count
         if end <= self._capacity:
             self._arguments[at:end] = slots
         else:
             first = self._capacity - at
-            self._arguments[at:], self._arguments[: end - self._capacity] = slots[:first], slots[first:]
-        self.head = self._words[_HEAD] = after
+            self._arguments[at:], self._arguments[: count - first] = slots[:first], slots[first:]
+        self.head = self._words[_HEAD] = head + count
 
     def _reserve(self, count: int) -> None:
         """Make the next ``count`` records ready, ``LOOKBACK`` at most, and ``RESERVE`` at least."""
@@ -278,12 +277,10 @@ class EventRing:
 
         The others need none: they are not in ``now``. A slot may come twice. O(those + slots / 8), by numpy.
         """
-        bits = _BIT_OF_WAY.take(gone & (_WAYS - 1))
-        both = (now & self._told).take(gone >> _WAY_BITS)
-        both &= bits
-        again = both.nonzero()[0]
+        sets, bits = gone >> _WAY_BITS, _BIT_OF_WAY.take(gone & (_WAYS - 1))
+        again = ((now & self._told).take(sets) & bits).nonzero()[0]
         if len(again):
-            np.bitwise_and.at(self._told, (gone >> _WAY_BITS).take(again), ~bits.take(again))
+            np.bitwise_and.at(self._told, sets.take(again), ~bits.take(again))
 
     def _gone(self) -> NDArray[np.int64]:
         """Return the slots that were told as going since the last heartbeat."""
