@@ -14,7 +14,6 @@ import socket
 from typing import TYPE_CHECKING, Final, cast
 
 from ..config.parsers import TlsOptions
-from ..errors import CorruptionError
 from ..rpc import reply
 from ..wire import messages as M
 from .loop import Loop, PeerMaker
@@ -150,14 +149,7 @@ class TlsPeer(Peer):
         self._due = False
         if self.closed or not self.wants & selectors.EVENT_READ:
             return
-        try:
-            self._readable()
-        except CorruptionError:
-            raise
-        except Exception:
-            log.exception("serving %s failed", self.address)
-            self.loop.handler_errors += 1
-            self.close("internal error")
+        self.attempt(self._readable)
 
     def _shake(self, handshake: Handshake) -> None:
         """Go on with the handshake."""

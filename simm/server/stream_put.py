@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..constants import VALUE_BYTES_MAX
-from ..errors import CorruptionError, DeadlineError, RemoteProtocolError, TransportError
+from ..errors import DeadlineError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.session import WorkerSession
@@ -125,20 +125,12 @@ class Receiving:
 
     def resume(self) -> None:
         """See ``worker_session.Parked``."""
-        peer = self.peer
         self.parked = False
-        if peer.closed:
-            return
-        try:
-            self._go_on(peer)
-        except CorruptionError:
-            raise
-        except Exception:
-            log.exception("a STORE of %s failed", peer.address)
-            peer.loop.handler_errors += 1
-            peer.close("internal error")
+        if not self.peer.closed:
+            self.peer.attempt(self._go_on)
 
-    def _go_on(self, peer: Peer) -> None:
+    def _go_on(self) -> None:
+        peer = self.peer
         if peer.gave_up(self.since):
             peer.close("the peer gave up while the worker was late")
             return
