@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,38 +206,50 @@ def test_a_start_may_take_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch)
     os.close(out)
 
 
-def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--group`` the arena's data is a memfd, which is not in /dev/shm."""
-    go_on, script = tmp_path / "go on", tmp_path / "python"
-    script.write_text(
-        f"#!{sys.executable}\nimport mmap, os, time\nfd = os.memfd_create('data')\nos.ftruncate(fd, {8 * MIB})\n"
-        f"data = mmap.mmap(fd, {8 * MIB})\nos.write(1, b'mapped')\n"
-        f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
-        f"data[:] = bytes({8 * MIB})\nos.write(1, b'faulted in')\ntime.sleep(600)\n"
-    )
+def progress_of(
+    program: str, steps: Sequence[tuple[bytes, str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int, int]]:
+    """Start a cluster whose manager is this program, which gets nowhere. Return its progress at each step.
+
+    A step is what the program says then, and the file for which it waits, in this folder.
+    """
+    script = folder / "python"
+    script.write_text(f"#!{sys.executable}\n{program}")
     script.chmod(0o700)
     seen = []
 
     def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
-        for said in (b"mapped", b"faulted in"):
+        for said, then in steps:
             assert os.read(out, 100) == said
-            seen.append(progress()[0])
-            go_on.touch()
+            seen.append(progress())
+            (folder / then).touch()
 
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(started, "_first_line", first_line)
     with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
         LocalCluster("32M")
-    assert seen[1] - seen[0] >= 7 * MIB
+    return seen
+
+
+def test_data_without_a_name_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--group`` the arena's data is a memfd, which is not in /dev/shm."""
+    go_on = tmp_path / "go on"
+    program = (
+        f"import mmap, os, time\nfd = os.memfd_create('data')\nos.ftruncate(fd, {8 * MIB})\n"
+        f"data = mmap.mmap(fd, {8 * MIB})\nos.write(1, b'mapped')\n"
+        f"while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+        f"data[:] = bytes({8 * MIB})\nos.write(1, b'faulted in')\ntime.sleep(600)\n"
+    )
+    seen = progress_of(program, [(b"mapped", go_on.name), (b"faulted in", go_on.name)], tmp_path, monkeypatch)
+    assert seen[1][0] - seen[0][0] >= 7 * MIB
 
 
 def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An endpoint on a slow machine took a minute to import its library and to register the arena, and was given up."""
-    script = tmp_path / "python"
-    script.write_text(
-        f"#!{sys.executable}\nimport mmap, os, sys, time\n"
+    program = (
+        "import mmap, os, sys, time\n"
         f"def wait(name):\n    while not os.path.exists({str(tmp_path)!r} + '/' + name): time.sleep(0.01)\n"
         f"data = mmap.mmap(-1, {8 * MIB})\n"
         "me = os.getpid()\n"
@@ -251,21 +263,9 @@ def test_what_the_children_map_and_each_new_line_of_the_log_is_progress(
         "wait('other'); print('10:00:03 joined', file=sys.stderr, flush=True); os.write(1, b'other')\n"
         "time.sleep(600)\n"
     )
-    script.chmod(0o700)
-    seen = []
-
-    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
-        for said, then in ((b"forked", "register"), (b"registered", "log"), (b"logged", "again"), (b"again", "other")):
-            assert os.read(out, 100) == said
-            seen.append(progress())
-            (tmp_path / then).touch()
-        assert os.read(out, 100) == b"other"
-        seen.append(progress())
-
-    monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(started, "_first_line", first_line)
-    with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
-        LocalCluster("32M")
+    steps = [(b"forked", "register"), (b"registered", "log"), (b"logged", "again"), (b"again", "other"),
+             (b"other", "end")]  # fmt: skip
+    seen = progress_of(program, steps, tmp_path, monkeypatch)
     assert seen[1][0] - seen[0][0] >= 7 * MIB
     assert [steps for _, _, steps in seen] == [0, 0, 1, 1, 2]
 
@@ -274,9 +274,8 @@ def test_issue_children_that_end_and_are_started_again_are_no_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server whose worker died every second was waited for, for ever: what it maps goes and comes again."""
-    script = tmp_path / "python"
-    script.write_text(
-        f"#!{sys.executable}\nimport mmap, os, sys, time\nme = os.getpid()\n"
+    program = (
+        "import mmap, os, sys, time\nme = os.getpid()\n"
         "child = os.fork()\n"
         "if not child:\n"
         f"    data = mmap.mmap(-1, {8 * MIB}); data[:] = bytes({8 * MIB}); os.write(1, b'mapped')\n"
@@ -284,19 +283,7 @@ def test_issue_children_that_end_and_are_started_again_are_no_progress(
         "    os._exit(0)\n"
         "os.waitpid(child, 0); os.write(1, b'ended'); time.sleep(600)\n"
     )
-    script.chmod(0o700)
-    seen = []
-
-    def first_line(out: int, _seconds: float, progress: Callable[[], tuple[int, int, int]]) -> None:
-        for said in (b"mapped", b"ended"):
-            assert os.read(out, 100) == said
-            seen.append(progress())
-            (tmp_path / "end").touch()
-
-    monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(started, "_first_line", first_line)
-    with pytest.raises(SimmError, match="the manager did not start: nothing has happened"):
-        LocalCluster("32M")
+    seen = progress_of(program, [(b"mapped", "end"), (b"ended", "end")], tmp_path, monkeypatch)
     assert seen[0][0] >= 8 * MIB and seen[1] == seen[0]
 
 
