@@ -45,7 +45,7 @@ from ..errors import UsageError
 from ..host.buffers import Span
 from ..schemes.encodings import short_key
 from ..schemes.lmcache import object_keys
-from ..schemes.registry import Scheme
+from ..schemes.scheme import Scheme
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints
 from .keyspace import connect, options_of

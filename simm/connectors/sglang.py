@@ -49,7 +49,7 @@ from ..client import Client, WrongSize
 from ..constants import RANGES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host.buffers import Span
-from ..schemes import registry
+from ..schemes.scheme import Scheme
 from ..wire.status import Status
 from . import hit_policies
 from .complaints import Complaints
@@ -250,7 +250,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"pool {name} was not registered")
         return pool
 
-    def _schemes(self, weights: str, generation: str) -> list[registry.Scheme]:
+    def _schemes(self, weights: str, generation: str) -> list[Scheme]:
         """Return how the keys of a prompt's pages are made, of all ranks; nothing where this rank cannot tell.
 
         The first rank tells it of all others, whose pools are like its own. Stages of a pipeline have other layers, and
@@ -267,7 +267,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             for rank in range(ranks) for facts in self._pool_facts(pool.name, pool.host, rank)
         ]  # fmt: skip
         options = {"scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads)}
-        return under_names(registry.Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
+        return under_names(Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
 
     def _tell(self, weights: str, generation: str) -> None:
         """Register the scheme of the keys for routers. Nothing depends on it."""

@@ -47,7 +47,7 @@ from ..client import Client
 from ..constants import VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host.buffers import Span
-from ..schemes.registry import Scheme
+from ..schemes.scheme import Scheme
 from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
 from .complaints import Complaints

@@ -44,7 +44,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ..client import Client
 from ..errors import UsageError
 from ..host.buffers import Span
-from ..schemes.registry import Scheme
+from ..schemes.scheme import Scheme
 from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
 from .registration.of_vllm import KINDS, Groups, adapters, hashing_of, names_of

@@ -19,7 +19,7 @@ from ..errors import SimmError, UsageError, printable
 from ..net.http import JSON, Page, Post, Route, Verb
 from ..net.metrics import Samples
 from ..schemes.encodings import check_block
-from ..schemes.registry import Libraries, Scheme
+from ..schemes.scheme import Libraries, Scheme
 from . import figures
 from .blocks import Blocks
 from .events import BLOCKS_MAX, RANK_MAX, TEXT_MAX, TOKENS_MAX
@@ -416,12 +416,13 @@ def asking(
     was found after one second. A scheme that cannot answer, as a wrong one, leaves the others alone.
     """
     from ..schemes import registry
+    from ..schemes.scheme import Request
     from ..schemes.stored import KEYS_MAX, stored
 
-    known: dict[str, tuple[float, list[registry.Scheme]]] = {}
+    known: dict[str, tuple[float, list[Scheme]]] = {}
     useless: set[str] = set()
 
-    def schemes_of(model: str, *, anew: bool = False) -> list[registry.Scheme]:
+    def schemes_of(model: str, *, anew: bool = False) -> list[Scheme]:
         read, schemes = known.get(model, (0.0, []))
         age = time.monotonic() - read
         if not read or age > (min(every_s, _NONE_S) if anew or not schemes else every_s):
@@ -431,7 +432,7 @@ def asking(
             known[model] = time.monotonic(), schemes
         return schemes
 
-    def best_of(schemes: Sequence[Scheme], tokens: Any, request: registry.Request) -> dict[str, Any] | None:
+    def best_of(schemes: Sequence[Scheme], tokens: Any, request: Request) -> dict[str, Any] | None:
         best: dict[str, Any] | None = None
         generations: dict[str, str] = {}
         left, until = KEYS_MAX, time.monotonic() + QUESTION_S
@@ -460,7 +461,7 @@ def asking(
     def shared(body: Body) -> dict[str, Any] | None:
         model, lora = _text(body, "model", "model_name", "modelname"), _text(body, "lora_name")
         salt = _text(body, "cache_salt", "additionalsalt", "additional_salt")
-        request = registry.Request(cache_salt=salt or None, lora=(lora, None) if lora else None)
+        request = Request(cache_salt=salt or None, lora=(lora, None) if lora else None)
         mine = [each for each in given if each.model == model]
         best: dict[str, Any] | None = None
         try:

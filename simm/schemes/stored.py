@@ -10,7 +10,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from .groups import GroupKeys, first_needed, restorable
-from .registry import Libraries, Readable, Request, Scheme, Tokens, generation_of
+from .registry import Readable, generation_of
+from .scheme import Libraries, Request, Scheme, Tokens
 
 #: Keys of one scheme, and of all schemes of a question, that are asked for. Of more the first ones, which say less.
 KEYS_MAX: Final = 1 << 20

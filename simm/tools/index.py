@@ -112,7 +112,7 @@ def _serve(arguments: Namespace, settings: Settings, at: Address) -> int:
     from ..net.process import stop_on_signals
     from ..net.sd_notify import Notifier, keep_informed, reload_logs
     from ..schemes.encodings import check_block
-    from ..schemes.registry import scheme_of
+    from ..schemes.scheme import scheme_of
 
     weights = parse_weights(arguments.weights)
     seed = SEED if arguments.hash_seed is None else arguments.hash_seed

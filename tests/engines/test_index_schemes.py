@@ -24,6 +24,7 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 
 from simm.client import Client
 from simm.schemes import registry
+from simm.schemes.scheme import Request
 from simm.tools.engine import LMCACHE_SERVER
 from tests.engines import engine_content, engine_processes, lmcache_processes
 from tests.engines.engine_processes import PATIENT_MS, Cluster, Engine
@@ -137,7 +138,7 @@ def test_vllm_connector(
     (scheme,) = registry.registered(client, served)
     assert scheme.namespace == client.namespace and scheme.ranks == 1 and scheme.page == 32
     keys = [group for salt in (None, "tenant") for tokens in prompts()
-            for group in scheme.groups(tokens, registry.Request(cache_salt=salt))]  # fmt: skip
+            for group in scheme.groups(tokens, Request(cache_salt=salt))]  # fmt: skip
     made = {client.digest(key).hex() for group in keys for key in group.keys}
     assert made == set(written), "what the worker has stored, and nothing else"
     if kind == "gemma":

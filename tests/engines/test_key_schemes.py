@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from simm.client import Client
-from simm.schemes import registry, sglang
+from simm.schemes import sglang
+from simm.schemes.scheme import Scheme
 from tests.engines import engine_content
 from tests.engines.engine_processes import HERE, PATIENT_MS, Cluster, DriverRun, Engine
 
@@ -73,7 +74,7 @@ def test_every_key_that_sglang_wrote(written: DriverRun, engine_cluster: Cluster
     with Client(engine_cluster.address, deadline_s=PATIENT_MS / 1000) as client:
         assert client.wait_ready()
         assert client.exists_many(keys) == [True] * stored + [False] * (len(keys) - stored)
-        scheme = registry.Scheme("m", "sglang-simm", PAGE_TOKENS, options={"mla": mla})
+        scheme = Scheme("m", "sglang-simm", PAGE_TOKENS, options={"mla": mla})
         found = client.exists_many(scheme.keys(tokens).keys)
         assert found.count(True) == (stored if not rank.tp else 0), "of one rank, without the others'"
 

@@ -18,6 +18,7 @@ pytest.importorskip("xxhash", reason="the extra simm-store[index] is not install
 
 from simm import Client  # noqa: E402
 from simm.schemes import registry  # noqa: E402
+from simm.schemes.scheme import Scheme  # noqa: E402
 from tests.support.child import child_environment  # noqa: E402
 from tests.support.http_page import ask_json  # noqa: E402
 from tests.support.indexer_messages import messages  # noqa: E402
@@ -103,7 +104,7 @@ def test_a_router_asks_for_a_prompt(cluster: Cluster, tmp_path: Path) -> None:
 
         wait_until(told, "the event", pause_s=0.1)
         with Client(cluster.manager, deadline_s=30.0) as client:
-            scheme = registry.Scheme("m", "sglang-simm", page=16)
+            scheme = Scheme("m", "sglang-simm", page=16)
             assert registry.register(client, scheme)
             keys, _ = scheme.keys(TOKENS)
             assert all(client.put_many(keys[:4], [b"v"] * 4))

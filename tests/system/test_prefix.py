@@ -23,11 +23,12 @@ from simm.index.blocks import Blocks
 from simm.index.service import Service, asking
 from simm.ipc.event_files import told_by_servers
 from simm.schemes import registry
+from simm.schemes.scheme import Scheme
 from tests.support.event_claims import listed
 from tests.support.processes import Cluster, new_folder, remove_folder
 from tests.support.waiting import wait_until
 
-SCHEME = registry.Scheme("m", "sglang-simm", page=64)
+SCHEME = Scheme("m", "sglang-simm", page=64)
 #: Pages of a prompt, and how many of them all prompts begin with.
 PAGES, SHARED = 16, 8
 SIZES = (20_000, 40_000, 90_000)

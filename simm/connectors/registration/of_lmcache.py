@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...errors import UsageError
 from ...schemes import vllm
-from ...schemes.registry import Scheme
+from ...schemes.scheme import Scheme
 from . import of_vllm
 from .registrar import all_of, under_names
 

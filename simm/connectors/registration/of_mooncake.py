@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ...errors import UsageError
-from ...schemes.registry import Scheme
+from ...schemes.scheme import Scheme
 from . import of_lmcache, of_vllm
 from .callers import caller, local_values
 from .registrar import NotYet, under_names

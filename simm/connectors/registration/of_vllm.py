@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import UsageError
 from ...schemes import vllm
-from ...schemes.registry import LIST_MAX, as_groups
+from ...schemes.scheme import LIST_MAX, as_groups
 
 #: Kinds of groups whose blocks are of their tokens alone, and of which it is known what a prefix needs.
 KINDS: Final = frozenset(("full_attention", "mla_attention", "sliding_window", "sliding_window_mla"))

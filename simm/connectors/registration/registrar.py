@@ -19,7 +19,7 @@ from typing import Any, Final
 from ...client import Client, source_of
 from ...host.processes import process_start
 from ...schemes import registry
-from ...schemes.registry import Scheme
+from ...schemes.scheme import Scheme
 from ...wire.status import Status
 from ..complaints import Complaints
 from ..keyspace import replace as replaced

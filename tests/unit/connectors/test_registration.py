@@ -21,7 +21,7 @@ from simm.connectors.registration.callers import caller, local_values
 from simm.connectors.registration.registrar import NotYet, Registrar, under_names
 from simm.errors import UsageError
 from simm.schemes import registry, vllm
-from simm.schemes.registry import Scheme
+from simm.schemes.scheme import TEXT_MAX, Scheme
 from simm.testing import FakeClient, FakeStore
 from tests.support.waiting import wait_until
 
@@ -163,7 +163,7 @@ def test_after_the_end_nothing_is_registered(client: FakeClient, told: Registrar
     Registrar(broken, told._complain).tell("b", lambda: [SCHEME])  # raises nothing
 
 
-@pytest.mark.parametrize("name", ["", "m" * (registry.TEXT_MAX + 1), "no \ud800 Unicode"])
+@pytest.mark.parametrize("name", ["", "m" * (TEXT_MAX + 1), "no \ud800 Unicode"])
 def test_issue_a_model_that_cannot_be_registered_leaves_the_others_be(
     client: FakeClient, told: Registrar, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +353,7 @@ def test_vllms_hashes_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = of_vllm.Groups([(0, 16, 0), (2, 24, 9)], 8)
     assert groups.page == 48 and groups.options == {"groups": "0:16:0,2:24:9", "hash_tokens": 8}
     paths = {f"adapter-{number}": f"/adapters/{number}" for number in range(1000)}
-    kept = registry.Scheme("m", "vllm-blocks", 16, options=of_vllm.adapters(paths))
+    kept = Scheme("m", "vllm-blocks", 16, options=of_vllm.adapters(paths))
     assert "adapter-999" in str(kept.options["loras"]) and "adapter-1\"" not in str(kept.options["loras"])
     assert of_vllm.adapters({}) == {}
 

@@ -14,6 +14,7 @@ import pytest
 
 from simm.connectors import host_pools
 from simm.schemes import registry
+from simm.schemes.scheme import Request
 from simm.schemes.sglang import page_hashes
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_sglang
@@ -263,7 +264,7 @@ def asked(client: FakeClient, pool: Pool, salt: str | None = None) -> list[tuple
     settle()
     found = []
     for scheme in registry.registered(client, "model"):
-        keys, per_page = scheme.keys(list(range(8 * pool.page_size)), registry.Request(cache_salt=salt))
+        keys, per_page = scheme.keys(list(range(8 * pool.page_size)), Request(cache_salt=salt))
         assert len(keys) == 8 * per_page
         found.append((len(keys), sum(client.exists_many(keys))))
     return found

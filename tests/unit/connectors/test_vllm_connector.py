@@ -12,6 +12,7 @@ import pytest
 
 from simm.connectors.vllm_plan import Block, Load, Plan, Report
 from simm.schemes import registry
+from simm.schemes.scheme import Scheme
 from simm.testing import FakeClient, FakeStore
 from tests.support import fake_vllm
 from tests.support.fake_vllm import Role, World
@@ -151,7 +152,7 @@ def test_the_scheduler_registers_how_keys_are_made(
     })  # fmt: skip
     step = SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[], scheduled_cached_reqs=NONE)
 
-    def registered(name: str = "served") -> list[registry.Scheme]:
+    def registered(name: str = "served") -> list[Scheme]:
         wait_until(lambda: scheduler._scheduler._generation is not None, "the generation")
         scheduler.build_connector_meta(step)
         assert scheduler._registrar.settled(120.0)

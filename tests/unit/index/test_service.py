@@ -29,6 +29,7 @@ from simm.index.sources import Registration, Source
 from simm.net.http import Web
 from simm.net.loop import Loop
 from simm.schemes import registry
+from simm.schemes.scheme import Request, Scheme
 from simm.testing import FakeClient
 from tests.support.tokens import old_tokens
 
@@ -172,7 +173,7 @@ class _Store:
 
     namespace = ""
 
-    def __init__(self, pages: int, schemes: Sequence[registry.Scheme]) -> None:
+    def __init__(self, pages: int, schemes: Sequence[Scheme]) -> None:
         self.pages, self.value = pages, registry.as_value([registry.Registered(each) for each in schemes])
         self.down = False
 
@@ -191,7 +192,7 @@ class _Store:
 
 
 def test_a_query_has_what_the_store_has() -> None:
-    schemes = [registry.Scheme(MODEL, "sglang-simm", page=16), registry.Scheme(MODEL, "sglang-simm", 16, namespace="x")]
+    schemes = [Scheme(MODEL, "sglang-simm", page=16), Scheme(MODEL, "sglang-simm", 16, namespace="x")]
     store = _Store(3, schemes)
     service = Service(_index(), shared=asking(store, every_s=0.0))
     body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
@@ -199,7 +200,7 @@ def test_a_query_has_what_the_store_has() -> None:
         "tokens": 48, "by_host": {"h": 1}, "load_ms": 0.5, "scheme": "sglang-simm", "block_size": 16
     }  # fmt: skip
     assert _post(service, "/query", {**body, "model": "other"})[1]["shared"] is None
-    given = [registry.Scheme("other", "vllm-mooncake", page=32), registry.Scheme("third", "lmcache", page=16)]
+    given = [Scheme("other", "vllm-mooncake", page=32), Scheme("third", "lmcache", page=16)]
     told = Service(_index(), shared=asking(store, given=given))
     shared = _post(told, "/query", {**body, "model": "other"})[1]["shared"]
     assert (shared["tokens"], shared["scheme"]) == (64, "vllm-mooncake"), "of connectors that register nothing"
@@ -210,15 +211,15 @@ def test_a_query_has_what_the_store_has() -> None:
 def test_a_registration_that_is_wrong_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Registrations are other processes' words: of an algorithm that nobody knows, or with far too many keys."""
     client = FakeClient()
-    good = registry.Scheme(MODEL, "sglang-simm", 16)
+    good = Scheme(MODEL, "sglang-simm", 16)
     keys = good.keys(TOKENS).keys
     assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
     bad = [
-        registry.Scheme(MODEL, "lmcache-server", 16),
-        registry.Scheme(MODEL, "vllm-tier", 16, options={"algorithm": "?"}),
-        registry.Scheme(MODEL, "sglang-mooncake", 1, ranks=64, options={"scope": "s", "generation": "z" * 900}),
-        registry.Scheme(MODEL, "sglang-mooncake", 16, options={"scope": "s"}),
-        registry.Scheme(MODEL, "sglang-mooncake", 16, pools=("unheard",)),
+        Scheme(MODEL, "lmcache-server", 16),
+        Scheme(MODEL, "vllm-tier", 16, options={"algorithm": "?"}),
+        Scheme(MODEL, "sglang-mooncake", 1, ranks=64, options={"scope": "s", "generation": "z" * 900}),
+        Scheme(MODEL, "sglang-mooncake", 16, options={"scope": "s"}),
+        Scheme(MODEL, "sglang-mooncake", 16, pools=("unheard",)),
     ]  # fmt: skip
     for each in (*bad, good):
         assert registry.register(client, each)
@@ -235,7 +236,7 @@ def test_a_registration_that_is_wrong_leaves_the_others_alone(caplog: pytest.Log
 
 def test_a_new_registration_is_read_where_nothing_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
-    old, new = registry.Scheme(MODEL, "sglang-simm", 16), registry.Scheme(MODEL, "lmcache", 32)
+    old, new = Scheme(MODEL, "sglang-simm", 16), Scheme(MODEL, "lmcache", 32)
     registry.register(client, old)
     service = Service(_index(), shared=asking(client))
     body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}
@@ -252,10 +253,10 @@ def test_a_new_registration_is_read_where_nothing_was_found(monkeypatch: pytest.
 def test_a_prompt_with_an_adapter_is_that_of_deployments_that_name_it() -> None:
     client = FakeClient()
     options = {"scope": "s", "generation": "1", "loras": json.dumps({"sql": "/adapters/sql"})}
-    scheme = registry.Scheme(MODEL, "vllm-blocks", 16, options=options)
+    scheme = Scheme(MODEL, "vllm-blocks", 16, options=options)
     registry.register(client, scheme)
-    registry.register(client, registry.Scheme(MODEL, "sglang-simm", 16))
-    keys = scheme.keys(TOKENS, registry.Request(lora=("sql", "/adapters/sql"))).keys
+    registry.register(client, Scheme(MODEL, "sglang-simm", 16))
+    keys = scheme.keys(TOKENS, Request(lora=("sql", "/adapters/sql"))).keys
     assert client.put_many(keys, [b"v"] * len(keys)) == [True] * len(keys)
     service = Service(_index(), shared=asking(client))
     body = {"model": MODEL, "token_ids": TOKENS, "block_size": 16}

@@ -11,7 +11,8 @@ import pytest
 
 from simm.errors import UsageError
 from simm.schemes import lmcache, registry, sglang, vllm
-from simm.schemes.registry import Registered, Request, Scheme
+from simm.schemes.registry import Registered
+from simm.schemes.scheme import Request, Scheme
 from simm.testing import FakeClient
 
 TOKENS = list(range(1000, 1070))

@@ -11,7 +11,7 @@ import pytest
 from simm.errors import UsageError
 from simm.schemes import registry
 from simm.schemes.groups import first_needed, restorable
-from simm.schemes.registry import Request, Scheme
+from simm.schemes.scheme import Request, Scheme
 from simm.schemes.stored import Stored, stored
 from simm.testing import FakeClient
 
