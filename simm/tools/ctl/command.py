@@ -55,6 +55,7 @@ _HEEDS: Final[dict[str, frozenset[str]]] = {
     "gflag": frozenset({"server", "of_manager", "of"}),
     "grow": frozenset({"server", "of", "memory", "numa", "no_wait", "timeout"}),
     "kv": frozenset(),
+    "node": frozenset(), "cluster": frozenset(), "shard": frozenset(),  # of the whole cluster
     "namespaces flush": frozenset({"timeout"}),
     "node drain": frozenset({"no_wait", "timeout"}),
     "node resume": frozenset(),
@@ -131,6 +132,8 @@ def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
     if what == "server":
         if words[:1] != ["status"]:
             raise UsageError("server takes status, or status NAME")
+        if len(words) > 1 and arguments.server not in ("", words[1]):
+            raise UsageError(f"server status {printable(words[1])} --server {printable(arguments.server)}: one of them")
         rows, trouble = cluster.server_rows(settings, (*words[1:], arguments.server)[0], asked)
         return rows, _noted(table(what, rows), trouble), not trouble
     if what == "shard":

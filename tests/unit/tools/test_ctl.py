@@ -257,6 +257,10 @@ def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:
         (["evict", "a", "--of-manager"], "evict takes no --of-manager"),
         (["grow", "--memory", "8M", "--dry-run"], "grow takes no --dry-run"),
         (["clients", "--most", "3"], "clients takes no --most"),
+        (["node", "list", "--server", "a"], "node takes no --server"),
+        (["cluster", "status", "--server", "a"], "cluster takes no --server"),
+        (["shard", "list", "--server", "a"], "shard takes no --server"),
+        (["server", "status", "a", "--server", "b"], "server status a --server b: one of them"),
         (["keys", "hot", "--older", "1h"], "keys takes no --older"),
     ],
 )
