@@ -47,7 +47,7 @@ from .errors import ConfigError, SimmError, UsageError, printable
 from .host.file_locks import LockFile
 from .ipc import segments
 from .net.http import Web
-from .net.listeners import open_listener
+from .net.listeners import open_listener, require_free
 from .net.loop import Loop
 from .net.named_socket import NamedSocket
 from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
@@ -141,6 +141,7 @@ class DataServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the loop; reaped in _reap
         self.loop.call_every(0.05, self._reap)
         self._lock = segments.take_name(options.runtime_dir, options.name)
+        self._require_ports()
         self.loop.call_every(NAME_S, self._keep_name)
         cluster = self._find_cluster()
         if not self.loop.running:  # stopped, or given up
@@ -176,6 +177,16 @@ class DataServer:
         watch_tokens(self.loop, options.tokens)
         self._poll_stats()
         self.membership.start()
+
+    def _require_ports(self) -> None:
+        """Learn of a taken port now, and not after minutes of faulting memory in. Raises SimmError."""
+        options = self.options
+        kinds = (False,) if self.endpoints.down_reason is not None else (False, True)
+        for number in range(len(options.nodes)):
+            for rdma in kinds:
+                require_free(Address(options.listen_host, options.port_of(number, rdma=rdma)), "--listen")
+        if options.http is not None:
+            require_free(options.http, "--http")
 
     def _reload(self) -> None:
         reload_logs(self.notify, [child.pid for child in self._processes()])

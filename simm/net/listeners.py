@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -100,6 +101,22 @@ def open_listener(address: Address, flag: str) -> socket.socket:
     except OSError as exc:
         remedy = _REMEDIES.get(exc.errno or 0, "choose another {}").format(flag)
         raise SimmError(f"{exc.strerror or exc}: {remedy}") from exc
+
+
+def require_free(address: Address, flag: str, wait_s: float = 1.0) -> None:
+    """Look whether an address could be listened on, for a start that takes long. Raises as :func:`open_listener`.
+
+    The processes of a former server that was killed may have it for a moment: so this waits for them.
+    """
+    give_up_at = time.monotonic() + wait_s
+    while address.port:
+        try:
+            open_listener(address, flag).close()
+            return
+        except SimmError:
+            if time.monotonic() >= give_up_at:
+                raise
+        time.sleep(0.05)
 
 
 def bound_address(sock: socket.socket) -> Address:

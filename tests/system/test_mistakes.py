@@ -90,10 +90,10 @@ def test_a_server_without_descriptors_starts_nothing(server: str, tmp_path: Path
 
 
 def test_a_data_servers_port_that_cannot_be_had_is_a_sentence_that_names_its_flag(tmp_path: Path) -> None:
-    """Also the port of its second worker, which nobody has written down."""
+    """Also the port of its second worker, which nobody has written down. It is said before any memory is taken."""
 
     def says(*arguments: str) -> str:
-        done = run(["dataserver", "--memory", "8M", "--rdma", "off", *arguments], tmp_path)
+        done = run(["dataserver", "--memory", "4T", "--rdma", "off", *arguments], tmp_path)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done
         (said,) = [line for line in done.stderr.splitlines() if line.startswith("simm")]
         assert "[Errno" not in said
