@@ -249,12 +249,8 @@ class Stream(Service):
             self.stored_bytes += sum(entry[1] for entry in msg.entries)
             state.counted.stored(state.namespace, receiving.statuses, [entry[1] for entry in msg.entries], state.began)
 
-        options = refused = 0
-        try:
-            options = self.keeper.options_of(state.namespace, bound=state.gate.bound)
-        except Refused as exc:
-            refused = exc.status
-        receiving = Receiving(self.keeper, peer, request_id, msg, end, options=options, refused=refused)
+        options = partial(self.keeper.options_of, state.namespace, bound=state.gate.bound)
+        receiving = Receiving(self.keeper, peer, request_id, msg, end, options)
         state.receiving = receiving
         receiving.start()
 

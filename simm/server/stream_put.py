@@ -27,6 +27,7 @@ from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.session import WorkerSession
 from ..net.allowance import at_most
+from ..net.channel import Refused
 from ..net.peer import Peer
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
@@ -54,18 +55,19 @@ class Receiving:
     """
 
     __slots__ = (
-        "at", "copying", "ending", "entries", "grant", "in_flight", "keeper", "on_end", "options", "parked", "peer",
-        "ready", "refused", "request_id", "session", "since", "statuses", "target",
+        "_options_of", "at", "copying", "ending", "entries", "grant", "in_flight", "keeper", "on_end", "options",
+        "parked", "peer", "ready", "refused", "request_id", "session", "since", "statuses", "target",
     )  # fmt: skip
 
     def __init__(
         self, keeper: WorkerSessionKeeper, peer: Peer, request_id: int, msg: M.Store,
-        on_end: Callable[[Receiving], None], *, options: int = 0, refused: int = 0,
+        on_end: Callable[[Receiving], None], options_of: Callable[[], int],
     ) -> None:  # fmt: skip
         self.keeper = keeper
-        #: COMMIT's for each value; or the status that all values get.
-        self.options = options
-        self.refused = refused
+        #: COMMIT's for each value, as ``options_of`` says when the worker is there; or the status that all values get.
+        self.options: int | None = None
+        self.refused = 0
+        self._options_of = options_of
         self.peer = peer
         self.since = peer.loop.now
         self.request_id = request_id
@@ -155,6 +157,16 @@ class Receiving:
         if self.keeper.is_late():
             self._park()
             return
+        if self.options is None:
+            try:
+                with at_most(PATIENCE_S):  # the first value of a namespace costs an exchange
+                    self.options = self._options_of()
+            except Refused as exc:
+                if exc.status == Status.UNAVAILABLE and self.keeper.is_late():
+                    self._park()
+                else:
+                    self.refused = exc.status
+                return
         session = self.keeper.worker()
         if session is None:
             return
@@ -230,7 +242,8 @@ class Receiving:
             self.statuses.append(self.refused or lacking)
         else:
             self.statuses.append(Status.UNAVAILABLE)  # until the commit says otherwise
-            self.ready.append((position, (digest, self.grant[0], length, crc, flags, self.options), self.grant))
+            options = self.options or 0
+            self.ready.append((position, (digest, self.grant[0], length, crc, flags, options), self.grant))
             self.grant = None
         self._close_target()
         if len(self.statuses) < len(self.entries):

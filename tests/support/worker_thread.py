@@ -153,11 +153,11 @@ class StreamThread:
         self._stop.close()
         self._far.close()
 
-    def channel(self, role: int = M.Role.CLIENT, *, hello: bool = True) -> Channel:
+    def channel(self, role: int = M.Role.CLIENT, *, hello: bool = True, namespace: str = "default") -> Channel:
         """A connection, which has said HELLO."""
         channel = Channel(socket.create_connection(self.address), WAIT_S)
         if hello:
-            channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, 0, "default", "", []))
+            channel.call(M.Hello(M.PROTOCOL_MIN, M.PROTOCOL_MAX, role, 0, 0, namespace, "", []))
         return channel
 
 

@@ -108,6 +108,35 @@ def test_issue_stores_outlive_a_silence(worker: WorkerThread, stream: StreamThre
     nothing_is_lost(worker, session)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_issue_the_first_value_of_a_namespace_outlives_a_silence(
+    worker: WorkerThread, stream: StreamThread, late: bool
+) -> None:
+    """Its number is asked for first. That failed at once, or held up all other clients for two seconds.
+
+    ``late``: the worker is known to be silent when the value comes.
+    """
+    session = stream.stream.keeper.session
+    assert session is not None
+    first, second = stream.channel(), stream.channel(namespace="another")
+    numbers = []
+    with worker.frozen():
+        if late:
+            numbers.append((first, begin(first, {"a": b"a" * 10})))
+            waits(stream, 1)
+        numbers.append((second, begin(second, {"b": b"b" * 20, "c": b"c" * 30})))
+        wait_until(lambda: len(stream.stream.keeper.parked) == len(numbers), "it waits")
+        assert fetched(stream, "warm") == bytes(10)
+    assert [end(*each) for each in numbers] == [[Status.OK]] * late + [[Status.OK, Status.OK]]
+    assert stream.stream.keeper.session is session, "the session has lived on"
+    assert fetched(stream, "b") == b"b" * 20 and fetched(stream, "c") == b"c" * 30
+    keeper = stream.stream.keeper
+    assert "another" in keeper.names()
+    found = session.reader.locate(digest_of("b"))
+    assert found is not None and session.reader.namespace_of(found.slot) == keeper.namespace("another")
+    nothing_is_lost(worker, session)
+
+
 @pytest.mark.parametrize("deadline_s", [DEADLINE_S, 4 * WAIT_S])
 def test_issue_what_a_client_has_given_up_is_not_stored_late(
     worker: WorkerThread, stream: StreamThread, deadline_s: float, monkeypatch: pytest.MonkeyPatch
