@@ -177,7 +177,8 @@ class Endpoints:
             endpoint.restarts += 1
             if self.loop.clock() - process.started_at > STEADY_S:
                 endpoint.pause_s = AGAIN_S[0]
-            log.error("%s (process %d) died: another one in %.1f s", process.name, child.pid, endpoint.pause_s)
+            then = f"another one in {endpoint.pause_s:.1f} s"
+            log.error("%s (process %d) died%s: %s", process.name, child.pid, child.cause, then)
             self.loop.call_later(endpoint.pause_s, process.start_or_retry)
             endpoint.pause_s = min(AGAIN_S[1], endpoint.pause_s * 2)
 
