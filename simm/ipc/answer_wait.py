@@ -66,7 +66,7 @@ def collect(session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], 
     """Wait for the answers to all commits in flight."""
     if not in_flight:
         return
-    session.acquire()
+    session.acquire_posted()
     try:
         for ticket, positions in in_flight:
             answer = session.wait_locked(ticket, len(positions))
@@ -90,7 +90,7 @@ def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:
     Also in a call that has no time left: nobody else takes them.
     """
     with while_cleaning_up(session):
-        session.acquire()
+        session.acquire_posted()
         try:
             answer = session.wait_locked(*asked)
             if not isinstance(answer, M.Granted):

@@ -31,6 +31,12 @@ has its own. Its next frame comes after the visits to all others, so a worker th
 wake-up costs, times the number of workers. The client sets ``brief`` for the time of the batch. The worker then serves
 what a KICK has announced and sleeps again.
 
+**What was given up.** A caller whose deadline passes hears that its put has failed. It may put a newer value by another
+way, or let somebody do it, and the worker must not carry out the older one after that. So a client *abandons* its ring
+before it tells its caller: it moves the tail to ABANDONED, behind all numbers. The worker reads the tail before each
+request, and closes the session then. As it carries out one request at a time, what it has begun ends before the newer
+one begins. The closed socket says the same, but may be looked at after the newer value has come by another ring.
+
 **Trust.** The client can write anything at any time, also while the worker reads. The worker checks the tail against
 the slots, and reads each byte of a frame once before it looks at any. It demands the seals that keep the memfd from
 being shrunk, which would be a SIGBUS.
@@ -71,6 +77,8 @@ SLEEPING: Final = 16
 ANNOUNCED: Final = 24
 BRIEF: Final = 32
 COUNTS: Final = 64
+#: The tail: the client has given up what it has asked for. A thread that is posting just then may move it a little.
+ABANDONED: Final = 1 << 62
 #: The worker does not believe an announcement of more than this.
 ANNOUNCED_MAX_NS: Final = 4_000_000
 #: Copies of at least this size are announced to a worker that polls. Shorter ones end before it would stop.
@@ -157,6 +165,10 @@ class Ring:
         words[TAIL] = number + 1
         return number
 
+    def abandon(self) -> None:
+        """Let the worker carry out nothing more of what was posted. The session is of no use from now on."""
+        self.words[TAIL] = ABANDONED
+
     def announce(self, nbytes: int) -> None:
         """Let a polling worker go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
         self.words[ANNOUNCED] = time.monotonic_ns() + min(_ANNOUNCE_NS + (nbytes >> 1), ANNOUNCED_MAX_NS - 1)
@@ -189,6 +201,11 @@ class Ring:
 
     # -- worker -----------------------------------------------------------------------------
 
+    @property
+    def abandoned(self) -> bool:
+        """Return whether the client has given up what it has asked for."""
+        return bool(0 <= self.words[TAIL] - ABANDONED <= SLOTS)
+
     def next_commit(self) -> CommitOne | None:
         """Return the next request as ``parse_commit_one`` parses it, None if it has another shape."""
         at = _REQUESTS + self.done % SLOTS * SLOT_BYTES
@@ -197,9 +214,9 @@ class Ring:
         return parse_commit_one(self._bytes, at)
 
     def next_request(self) -> Frame | None:
-        """Return the next request, copied out; None if there is none. Raises RemoteProtocolError."""
+        """Return the next request, copied out; None if there is none, or none any more. Raises RemoteProtocolError."""
         tail = self.words[TAIL]
-        if tail == self.done:
+        if tail == self.done or 0 <= tail - ABANDONED <= SLOTS:
             return None
         if not 0 < tail - self.done <= SLOTS:
             raise RemoteProtocolError(f"ring tail {tail} with {self.done} handled")

@@ -193,8 +193,19 @@ class WorkerSession:
             self.channel.poll_pushes()
 
     def give_up(self, why: str) -> None:
-        """Break the session, whose owner closes it then."""
+        """Break the session, whose owner closes it then. The worker carries out nothing more of what its ring has."""
         self.channel.broken = self.channel.broken or why
+        ring = self.ring
+        if ring is not None:
+            ring.abandon()
+
+    def acquire_posted(self) -> None:
+        """Do :meth:`acquire` to wait for what was posted. If that cannot be, it is given up. Raises TransportError."""
+        try:
+            self.acquire()
+        except TransportError as exc:
+            self.give_up(f"an answer was given up: {exc}")
+            raise
 
     def read_by(self, reader: ArenaReader) -> None:
         """Read by one that maps the same files, and unmap this session's. Call it before the session is used."""
@@ -227,7 +238,7 @@ class WorkerSession:
 
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to ``msg``, which :meth:`submit` has sent; see :meth:`exchange`."""
-        self.acquire()
+        self.acquire_posted()
         try:
             return self.checked_locked(msg, self.wait_locked(ticket, items))
         finally:
@@ -343,7 +354,14 @@ class WorkerSession:
         return self.channel.result(self._ring_frames.pop(ticket))
 
     def _await(self, ring: Ring, polls: int = _RING_POLLS) -> int:
-        """Wait for at least one more answer, and return the ring's head, checked."""
+        """Wait for at least one more answer, and return the ring's head, checked. Failing gives up what is posted."""
+        try:
+            return self._awaited(ring, polls)
+        except TransportError as exc:
+            self.give_up(str(exc))
+            raise
+
+    def _awaited(self, ring: Ring, polls: int) -> int:
         words = ring.words
         done = ring.done
         if self._kicked:
@@ -393,7 +411,8 @@ class WorkerSession:
                 self._ring_frames[ring.done] = ring.reply(ring.done)
                 ring.done += 1
         except RemoteProtocolError as exc:
-            self.channel.fail(str(exc))
+            self.give_up(str(exc))
+            raise TransportError(str(exc)) from exc
 
     def commit_one(self, digest: bytes, grant: int, length: int, crc: int, flags: int, want: int, count: int) -> int:
         """Commit one entry, and ask for ``count`` grants for values of ``want`` bytes. Return its Status.

@@ -217,6 +217,8 @@ class RingPoller:
                 ring.answer(self._handle(peer, frame))
                 self._pending += len(frame.body) // _FRAME_BYTES
             else:
+                if ring.abandoned:
+                    peer.close("the client has given up what its ring still had")
                 return
             self.requests += 1
             connection.ring_used = self.loop.now
