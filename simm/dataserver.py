@@ -182,11 +182,11 @@ class DataServer:
         """Learn of a taken port now, and not after minutes of faulting memory in. Raises SimmError."""
         options = self.options
         kinds = (False,) if self.endpoints.down_reason is not None else (False, True)
-        for number in range(len(options.nodes)):
-            for rdma in kinds:
-                require_free(Address(options.listen_host, options.port_of(number, rdma=rdma)), "--listen")
-        if options.http is not None:
-            require_free(options.http, "--http")
+        addresses = [
+            (Address(options.listen_host, options.port_of(number, rdma=rdma)), "--listen")
+            for number in range(len(options.nodes)) for rdma in kinds
+        ]  # fmt: skip
+        require_free(addresses + ([(options.http, "--http")] if options.http is not None else []))
 
     def _reload(self) -> None:
         reload_logs(self.notify, [child.pid for child in self._processes()])

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import select
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
-from ..errors import PeerError
-from ..net.allowance import allowed, at_least
+from ..errors import DeadlineError, PeerError, TransportError
+from ..net.allowance import ALLOWANCE, allowed, at_least
 from ..wire import messages as M
+from .commit_ring import HEAD
 from .session import WorkerSession
 
 #: A batch whose call has no time left may wait for this share of a deadline to take the answers in flight. A worker
 #: that is not silent has them ready. Otherwise their grants would be lost as long as the session lives.
 LAST_SHARE: Final = 0.1
+#: Looks for an answer before the thread sleeps, about 100 us.
+_POLLS: Final = 500 if len(os.sched_getaffinity(0)) > 1 else 0
+#: A thread that waits while another one has the session looks this often whether that has taken in its answer; and who
+#: waits for a client, whether that has hung up. Seconds.
+_LOOK_S: Final = 0.02
 
 
 class AnswerWait:
@@ -62,21 +69,117 @@ class AnswerWait:
         self._session.channel.until = max(self._session.channel.until, until)
 
 
+def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
+    """Wait for the answer to a posted request of ``items`` keys. Raises TransportError, Refused.
+
+    Another thread that has the session may have taken it in meanwhile: then it needs no lock.
+    """
+    frames = session.frames
+    until = time.monotonic() + allowed(session.deadline_s)
+    while True:
+        if (frame := frames.pop(ticket, None)) is not None:
+            return session.result(ticket, frame)
+        left = until - time.monotonic()
+        if ALLOWANCE.seconds <= 0.0:
+            raise DeadlineError("the call's deadline has passed")
+        if session.lock.acquire(False) or (left > 0.0 and session.lock.acquire(timeout=min(left, _LOOK_S))):
+            try:
+                if (frame := frames.pop(ticket, None)) is not None:
+                    return session.result(ticket, frame)
+                if session.broken:
+                    raise TransportError(session.broken)
+                return session.wait_locked(ticket, items)
+            finally:
+                session.lock.release()
+        if left <= 0.0:
+            raise DeadlineError("deadline passed while another thread waited for the worker")
+
+
+def until_answered(session: WorkerSession, ticket: int, gave_up: Callable[[], bool]) -> None:
+    """Wait until a request is answered, for a client of another connection: as long as that has not hung up.
+
+    Raises DeadlineError then, or after an exchange's time: the caller forsakes the request.
+    """
+    wait = AnswerWait(session, ticket)
+    for _ in range(_POLLS):
+        if wait.ready():
+            return
+    poller = select.poll()
+    while not wait.ready():
+        if (fd := wait.descriptor()) >= 0:
+            poller.register(fd, select.POLLIN)
+            poller.poll(_LOOK_S * 1e3)
+            poller.unregister(fd)
+        wait.receive()
+        if wait.ready():
+            return
+        if gave_up():
+            raise DeadlineError("its client hung up while the worker was late")
+        if time.monotonic() >= wait.until:
+            raise DeadlineError("deadline passed while waiting for the worker")
+
+
+def disown(session: WorkerSession, ticket: int) -> None:
+    """Say that nobody waits for an answer any more. What it brings is not lost."""
+    ring = session.ring
+    if ring is None or ticket < ring.done:
+        session.frames.pop(ticket, None)
+    else:
+        session.forsaken.add(ticket)
+
+
+def forsake(session: WorkerSession, tickets: Iterable[int]) -> None:
+    """Give up mutations whose callers are told that they have failed: call it before that.
+
+    What the worker has carried out came before all that a caller can do now. If one is left, the session ends, and the
+    worker does not carry it out any more.
+    """
+    left = [ticket for ticket in tickets if not _carried_out(session, ticket)]
+    if left:
+        session.give_up("a request was given up")
+
+
+def _carried_out(session: WorkerSession, ticket: int) -> bool:
+    """Return whether the worker has answered; False where that cannot be known."""
+    ring = session.ring
+    if ticket < 0 or ring is None or not ticket < ring.words[HEAD]:
+        return False
+    disown(session, ticket)
+    return True
+
+
 def collect(session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], statuses: list[int]) -> None:
-    """Wait for the answers to all commits in flight."""
-    if not in_flight:
-        return
-    session.acquire_posted()
+    """Wait for the answers to all commits in flight. A caller that gives them up calls :func:`forsake`."""
+    for ticket, positions in in_flight:
+        answer = take(session, ticket, len(positions))
+        if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
+            session.channel.fail("the worker answered COMMIT with something else")
+        session.pool.add(answer.grants)
+        for position, status in zip(positions, answer.statuses):
+            statuses[position] = status
+
+
+@contextmanager
+def ending(
+    session: WorkerSession, in_flight: list[tuple[int, list[int]]], asked: tuple[int, int] | None, statuses: list[int]
+) -> Iterator[None]:
+    """End a batch: take what was ``asked`` for and all that is in flight behind the block, whatever happens in it.
+
+    What cannot be taken is given up.
+    """
     try:
-        for ticket, positions in in_flight:
-            answer = session.wait_locked(ticket, len(positions))
-            if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
-                session.channel.fail("the worker answered COMMIT with something else")
-            session.pool.add(answer.grants)
-            for position, status in zip(positions, answer.statuses):
-                statuses[position] = status
-    finally:
-        session.lock.release()
+        with while_cleaning_up(session):
+            try:
+                try:
+                    yield
+                finally:
+                    if asked is not None:
+                        collect_grants(session, asked)
+            finally:
+                collect(session, in_flight, statuses)
+    except BaseException:
+        forsake(session, [ticket for ticket, _ in in_flight])
+        raise
 
 
 def while_cleaning_up(session: WorkerSession) -> AbstractContextManager[None]:
@@ -90,11 +193,11 @@ def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:
     Also in a call that has no time left: nobody else takes them.
     """
     with while_cleaning_up(session):
-        session.acquire_posted()
         try:
-            answer = session.wait_locked(*asked)
-            if not isinstance(answer, M.Granted):
-                session.channel.fail("the worker answered GRANT with something else")
-            session.pool.add(answer.grants)
-        finally:
-            session.lock.release()
+            answer = take(session, *asked)
+        except BaseException:
+            disown(session, asked[0])
+            raise
+        if not isinstance(answer, M.Granted):
+            session.channel.fail("the worker answered GRANT with something else")
+        session.pool.add(answer.grants)

@@ -49,11 +49,11 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from ..constants import COUNT_WORDS, PAGE_BYTES
-from ..errors import RemoteProtocolError
+from ..errors import RemoteProtocolError, TransportError
 from ..host.pages import keep_from_forks
 from ..rpc import HEADER_BYTES, Frame, parse_header
 from ..wire import messages as M
@@ -77,7 +77,7 @@ SLEEPING: Final = 16
 ANNOUNCED: Final = 24
 BRIEF: Final = 32
 COUNTS: Final = 64
-#: The tail: the client has given up what it has asked for. A thread that is posting just then may move it a little.
+#: The tail of a client that has given up what it has asked for.
 ABANDONED: Final = 1 << 62
 #: The worker does not believe an announcement of more than this.
 ANNOUNCED_MAX_NS: Final = 4_000_000
@@ -87,6 +87,7 @@ ANNOUNCE_BYTES: Final = 256 << 10
 _ANNOUNCE_NS: Final = 100_000
 _REQUESTS: Final = PAGE_BYTES
 _REPLIES: Final = PAGE_BYTES + SLOTS * SLOT_BYTES
+_VOID: Final = bytes(HEADER_BYTES)
 assert (COUNTS + COUNT_WORDS) * 8 <= PAGE_BYTES
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -139,6 +140,19 @@ class Ring:
         return ring, fd
 
     @classmethod
+    def offer(cls, pass_on: Callable[[int], object]) -> Ring:
+        """Make a ring, and let ``pass_on`` give its descriptor to the worker. Raises OSError, and what that raises."""
+        ring, fd = cls.create()
+        try:
+            pass_on(fd)
+        except BaseException:
+            ring.close()
+            raise
+        finally:
+            os.close(fd)
+        return ring
+
+    @classmethod
     def attach(cls, fd: int) -> Ring:
         """Map a client's ring. Raises RemoteProtocolError if it is not sealed, or of another size, or read-only."""
         try:
@@ -157,17 +171,28 @@ class Ring:
     # -- client -----------------------------------------------------------------------------
 
     def post(self, frame: bytes) -> int:
-        """Post a request and return its number. The caller stays within SLOTS of the answers that it has read."""
+        """Post a request and return its number. The caller stays within SLOTS of the answers that it has read.
+
+        Raises TransportError if the ring was abandoned.
+        """
         words = self.words
         number: int = words[TAIL]
+        if number >= ABANDONED:
+            raise TransportError("the session was given up")
         at = _REQUESTS + number % SLOTS * SLOT_BYTES
         self._bytes[at : at + len(frame)] = frame
         words[TAIL] = number + 1
         return number
 
     def abandon(self) -> None:
-        """Let the worker carry out nothing more of what was posted. The session is of no use from now on."""
+        """Let the worker carry out nothing more of what was posted. The session is of no use from now on.
+
+        A thread that is posting just then may set the tail once more. So the requests that lie there are made void too:
+        what it posts is its own caller's, who is not told before this is done again.
+        """
         self.words[TAIL] = ABANDONED
+        for at in range(_REQUESTS, _REPLIES, SLOT_BYTES):
+            self._bytes[at : at + HEADER_BYTES] = _VOID
 
     def announce(self, nbytes: int) -> None:
         """Let a polling worker go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
@@ -204,7 +229,7 @@ class Ring:
     @property
     def abandoned(self) -> bool:
         """Return whether the client has given up what it has asked for."""
-        return bool(0 <= self.words[TAIL] - ABANDONED <= SLOTS)
+        return bool(self.words[TAIL] == ABANDONED)
 
     def next_commit(self) -> CommitOne | None:
         """Return the next request as ``parse_commit_one`` parses it, None if it has another shape."""
@@ -216,7 +241,7 @@ class Ring:
     def next_request(self) -> Frame | None:
         """Return the next request, copied out; None if there is none, or none any more. Raises RemoteProtocolError."""
         tail = self.words[TAIL]
-        if tail == self.done or 0 <= tail - ABANDONED <= SLOTS:
+        if tail == self.done or tail == ABANDONED:
             return None
         if not 0 < tail - self.done <= SLOTS:
             raise RemoteProtocolError(f"ring tail {tail} with {self.done} handled")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from ..arena.reader import ArenaReader
 from ..net.channel import Channel
@@ -33,6 +33,16 @@ class Talk(Protocol):
     def submit(self, msg: Any) -> int: ...
     def exchange(self, msg: Any, items: int = 1) -> Any: ...
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
+
+
+class RetiredSession(NamedTuple):
+    """What is needed to release an ended session. Keeps no mapping alive."""
+
+    segment: str
+    session: int
+    copying: list[None]
+    #: Its pins that are to be released.
+    unpins: deque[int]
 
 
 def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedOne]:

@@ -34,7 +34,7 @@ from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status
-from .answer_wait import AnswerWait, collect, collect_grants, while_cleaning_up
+from .answer_wait import AnswerWait, collect, collect_grants, ending
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
 from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, single_count, target_count
 from .session import WorkerSession
@@ -258,12 +258,9 @@ class ShmPut:
             # Also when interrupted: what is copied is complete, and grants in answers that are not read would be lost.
             for plan in planned:
                 session.pool.release(plan[0])
-            with while_cleaning_up(session):
+            with ending(session, in_flight, asked, statuses):
                 if entries:
                     in_flight.append((_commit(session, entries, 0, not topped), mine))
-                if asked is not None:
-                    collect_grants(session, asked)
-                collect(session, in_flight, statuses)
         session.clear_announcement()
 
     def _put_runs(
@@ -475,10 +472,8 @@ class ShmPut:
                     last = not left and start + COMMIT_KEYS >= len(entries)
                     in_flight.append((_commit(session, part, len(left), last), mine))
         finally:
-            with while_cleaning_up(session):
-                if asked is not None:
-                    collect_grants(session, asked)
-                collect(session, in_flight, statuses)
+            with ending(session, in_flight, asked, statuses):
+                pass
         session.clear_announcement()
 
     def _fill_group(

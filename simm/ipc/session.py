@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Container, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
@@ -39,18 +40,9 @@ from ..wire.hello import client_hello
 from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
 from . import grant_pool, pins
 from .arena_files import passed_data
-from .commit_ring import (
-    ANNOUNCE_BYTES,
-    ANSWERS,
-    HEAD,
-    RING_BYTES,
-    SLEEPING,
-    SLOT_BYTES,
-    SLOTS,
-    TAIL,
-    Ring,
-)
+from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
 from .grant_pool import GrantPool, GrantTuple
+from .pins import RetiredSession
 
 log = logging.getLogger("simm.ipc.session")
 
@@ -92,16 +84,18 @@ class WorkerSession:
         self.pool: GrantPool[GrantTuple] = GrantPool()
         self.unpins: deque[int] = deque()
         self.ring: Ring | None = None
-        self._ring_frames: dict[int, Frame] = {}
+        #: Answers by ring that were taken in and not yet waited for, by ticket. Only its waiter takes one out.
+        self.frames: dict[int, Frame] = {}
+        #: Tickets of answers that nobody waits for any more.
+        self.forsaken: set[int] = set()
         #: A WAKE is in flight: polling the ring is worth it although the worker's flag may still be up.
         self._woken = False
         #: Id of a KICK whose answer has not been waited for, and the tail that it named; 0 for none.
         self._kicked = self._kicked_tail = 0
         #: Poll the socket before sleeping.
         self._polls_socket = False
-        self._doorbell_at = 0.0
-        #: How often the worker had to be woken.
-        self.doorbells = 0
+        #: When the worker had to be woken last, and how often.
+        self._doorbell_at, self.doorbells = 0.0, 0
         until = time.monotonic() + deadline_s
         self.channel = Channel.unix(path, deadline_s, weakly(self._on_push))
         self.channel.bound(until)  # one deadline for connecting, HELLO and the ring
@@ -130,8 +124,7 @@ class WorkerSession:
             raise
 
     def __repr__(self) -> str:
-        state = self.channel.broken or "open"
-        return f"<WorkerSession {self.session:#x} {state} {self.pool!r}>"
+        return f"<WorkerSession {self.session:#x} {self.channel.broken or 'open'} {self.pool!r}>"
 
     @property
     def broken(self) -> str:
@@ -140,18 +133,10 @@ class WorkerSession:
 
     def _attach_ring(self) -> None:
         try:
-            ring, fd = Ring.create()
+            self.ring = ring = Ring.offer(lambda fd: self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,)))
         except OSError as exc:  # no descriptor or memory left: the socket does the same, more slowly
             log.warning("no commit ring: %s", exc)
             return
-        try:
-            self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,))
-        except TransportError:
-            ring.close()
-            raise
-        finally:
-            os.close(fd)
-        self.ring = ring
         self.counts = ring.counts
         self.reader.count_in(self.counts)
 
@@ -162,11 +147,10 @@ class WorkerSession:
     # -- a worker that answers late --------------------------------------------------------------
 
     def outlive_silence(self) -> None:
-        """Let later answers be late: a deadline that passes then ends the wait, and not the session.
+        """Let later answers be late: a deadline that passes then ends the wait, and not the session. Not with a ring.
 
-        What they bring is not lost, although nobody waits for it any more. For sessions without a ring. The worker
-        carries out what it is late with, so a caller that gives up a mutation must end the session
-        (:meth:`give_up`): the worker leaves alone what a session that has ended has asked for.
+        What they bring is not lost. The worker carries out what it is late with, so a caller that gives up a mutation
+        must end the session (:meth:`give_up`).
         """
         self.channel.on_late = weakly(self._on_late)
 
@@ -181,31 +165,22 @@ class WorkerSession:
         """Say whether somebody comes back for an answer that is late."""
         self.channel.expect(-1 - ticket, wanted)
 
-    @property
-    def late_s(self) -> float:
-        """For how long an answer has been late, seconds; 0.0 if none is."""
-        channel = self.channel
-        return time.monotonic() - channel.late_at if channel.late else 0.0
-
     def look_for_late(self) -> None:
         """Take the late answers that have come. Does not wait. The session is broken if the worker is gone."""
         with contextlib.suppress(TransportError), self.lock:
             self.channel.poll_pushes()
 
     def give_up(self, why: str) -> None:
-        """Break the session, whose owner closes it then. The worker carries out nothing more of what its ring has."""
-        self.channel.broken = self.channel.broken or why
-        ring = self.ring
+        """Break the session, whose owner closes it then. The worker carries out nothing more of what it has of it.
+
+        Needs no lock: another thread that waits for the worker hears of it at once.
+        """
+        channel, ring = self.channel, self.ring
+        channel.broken = channel.broken or why
         if ring is not None:
             ring.abandon()
-
-    def acquire_posted(self) -> None:
-        """Do :meth:`acquire` to wait for what was posted. If that cannot be, it is given up. Raises TransportError."""
-        try:
-            self.acquire()
-        except TransportError as exc:
-            self.give_up(f"an answer was given up: {exc}")
-            raise
+        with contextlib.suppress(OSError):
+            channel.sock.shutdown(socket.SHUT_RDWR)
 
     def read_by(self, reader: ArenaReader) -> None:
         """Read by one that maps the same files, and unmap this session's. Call it before the session is used."""
@@ -238,7 +213,7 @@ class WorkerSession:
 
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to ``msg``, which :meth:`submit` has sent; see :meth:`exchange`."""
-        self.acquire_posted()
+        self.acquire()
         try:
             return self.checked_locked(msg, self.wait_locked(ticket, items))
         finally:
@@ -287,8 +262,7 @@ class WorkerSession:
     def wake(self, nbytes: int = 0) -> None:
         """Announce a commit, and wake the worker with WAKE if it sleeps.
 
-        Waking an idle core takes about as long as copying a MiB. Never waits: if the lock is taken, another thread is
-        talking to the worker already.
+        Waking a core takes about as long as copying a MiB. Never waits: with the lock another thread talks to it.
         """
         self.announce_commit(nbytes)
         ring = self.ring
@@ -305,7 +279,8 @@ class WorkerSession:
 
     def brief(self) -> contextlib.AbstractContextManager[None]:
         """Let the worker not poll for this session inside the block, as its batch is one for several workers."""
-        return contextlib.nullcontext() if self.ring is None else self.ring.brief()
+        ring = self.ring
+        return contextlib.nullcontext() if ring is None else ring.brief()
 
     def kick(self, *, always: bool = False) -> bool:
         """Let a worker that sleeps, or with ``always`` any, serve the ring. Does not wait.
@@ -351,14 +326,18 @@ class WorkerSession:
         assert ring is not None
         while ticket >= ring.done:
             self._collect(ring, _RING_POLLS + min(items, 64) * _RING_POLLS // 8)
-        return self.channel.result(self._ring_frames.pop(ticket))
+        return self.channel.result(self.frames.pop(ticket))
+
+    def result(self, ticket: int, frame: Frame) -> Any:
+        """Return the answer in a frame that was taken in. Raises Refused. ``ticket``: for those that time it."""
+        return self.channel.result(frame)
 
     def _await(self, ring: Ring, polls: int = _RING_POLLS) -> int:
         """Wait for at least one more answer, and return the ring's head, checked. Failing gives up what is posted."""
         try:
             return self._awaited(ring, polls)
-        except TransportError as exc:
-            self.give_up(str(exc))
+        except BaseException as exc:
+            self.give_up(str(exc) or "interrupted")
             raise
 
     def _awaited(self, ring: Ring, polls: int) -> int:
@@ -385,8 +364,8 @@ class WorkerSession:
     def _count_doorbell(self) -> None:
         """Note that the worker had to be woken.
 
-        If that happens in quick succession, worker and client share a CPU: the worker polls while the client cannot
-        run, and sleeps when it can. A WAKE names this CPU, and the worker moves to another one.
+        In quick succession: worker and client share a CPU, and each polls while the other cannot run. A WAKE names this
+        CPU, and the worker moves to another one.
         """
         self.doorbells += 1
         now = time.monotonic()
@@ -398,7 +377,13 @@ class WorkerSession:
         """Wait for the answer to a request sent by socket."""
         channel = self.channel
         slept = channel.slept
-        frame = channel.wait(number, _SOCKET_POLLS + min(items, 64) * _SOCKET_POLLS // 8 if self._polls_socket else 0)
+        polls = _SOCKET_POLLS + min(items, 64) * _SOCKET_POLLS // 8 if self._polls_socket else 0
+        try:
+            frame = channel.wait(number, polls)
+        except BaseException as exc:
+            if channel.broken or channel.on_late is None:  # else it is only late
+                self.give_up(str(exc) or "interrupted")
+            raise
         if channel.slept != slept:
             self._count_doorbell()
         return frame
@@ -408,7 +393,12 @@ class WorkerSession:
         head = self._await(ring, polls)
         try:
             while ring.done < head:
-                self._ring_frames[ring.done] = ring.reply(ring.done)
+                frame = ring.reply(ring.done)
+                if ring.done in self.forsaken:
+                    self.forsaken.discard(ring.done)
+                    self._on_late(frame)
+                else:
+                    self.frames[ring.done] = frame
                 ring.done += 1
         except RemoteProtocolError as exc:
             self.give_up(str(exc))
@@ -453,13 +443,12 @@ class WorkerSession:
                         return status
                 while ticket >= ring.done:
                     self._collect(ring)
-                frame = self._ring_frames.pop(ticket)
+                frame = self.frames.pop(ticket)
             answer = channel.result(frame)
             if not isinstance(answer, M.Committed) or len(answer.statuses) != 1:
                 channel.fail("the worker answered COMMIT with something else")
             self.pool.add(answer.grants)
-            outcome: int = answer.statuses[0]
-            return outcome
+            return int(answer.statuses[0])
         finally:
             lock.release()
 
@@ -590,6 +579,8 @@ class WorkerSession:
         finally:
             got = False
             try:
+                if (ring := self.ring) is not None:
+                    ring.abandon()  # what other threads have posted fails, and must not be carried out later
                 got = self.lock.acquire(timeout=self.deadline_s)
                 self.channel.close()
                 self.pool.clear()
@@ -602,16 +593,6 @@ class WorkerSession:
                 if got:
                     self.lock.release()
                 _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))
-
-
-class RetiredSession(NamedTuple):
-    """What is needed to release an ended session. Keeps no mapping alive."""
-
-    segment: str
-    session: int
-    copying: list[None]
-    #: Its pins that are to be released.
-    unpins: deque[int]
 
 
 #: The retired sessions of all clients of this process. Appending is atomic, removal is by value.

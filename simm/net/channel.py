@@ -198,6 +198,11 @@ class Channel:
         self.send_raw(encode(msg, number), fds)
         return number
 
+    @property
+    def late_s(self) -> float:
+        """For how long an answer has been late, seconds; 0.0 if none is."""
+        return time.monotonic() - self.late_at if self.late else 0.0
+
     def next_id(self) -> int:
         """Allocate a request id, for a caller that sends the frame itself."""
         self._last_id = number = self._last_id + 1

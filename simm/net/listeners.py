@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from ..config.parsers import Address
@@ -103,20 +104,24 @@ def open_listener(address: Address, flag: str) -> socket.socket:
         raise SimmError(f"{exc.strerror or exc}: {remedy}") from exc
 
 
-def require_free(address: Address, flag: str, wait_s: float = 1.0) -> None:
-    """Look whether an address could be listened on, for a start that takes long. Raises as :func:`open_listener`.
+def require_free(addresses: Iterable[tuple[Address, str]], wait_s: float = 1.0) -> None:
+    """Look whether all addresses could be listened on, for a start that takes long. Each has the flag that gave it.
 
-    The processes of a former server that was killed may have it for a moment: so this waits for them.
+    The processes of a former server that was killed may have one for a moment: so this waits for them. Raises as
+    :func:`open_listener`.
     """
     give_up_at = time.monotonic() + wait_s
-    while address.port:
-        try:
-            open_listener(address, flag).close()
-            return
-        except SimmError:
-            if time.monotonic() >= give_up_at:
-                raise
-        time.sleep(0.05)
+    with contextlib.ExitStack() as opened:
+        for address, flag in addresses:
+            while address.port:
+                try:
+                    opened.enter_context(open_listener(address, flag))
+                    break
+                except SimmError as exc:
+                    taken = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
+                    if not taken or time.monotonic() >= give_up_at:
+                        raise
+                time.sleep(0.05)
 
 
 def bound_address(sock: socket.socket) -> Address:

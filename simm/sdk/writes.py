@@ -29,7 +29,7 @@ from ..config.client_options import ClientOptions
 from ..errors import DeviceError, PeerError
 from ..host.buffers import Copier, DeviceBuffer, Pieces, Span
 from ..host.parts import HOST_TYPES, checksum, has_device, host_pieces, on_device
-from ..ipc.answer_wait import AnswerWait
+from ..ipc.answer_wait import AnswerWait, forsake, take
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
 from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
 from ..ipc.patience import Patience
@@ -37,6 +37,7 @@ from ..ipc.put import ShmPut
 from ..ipc.steps import Steps, finish
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, spend
+from ..net.channel import Refused
 from ..wire import messages as M
 from ..wire.group_messages import joined, requests_of
 from ..wire.keep_messages import Keep
@@ -425,10 +426,17 @@ class Puts:
                 with session.brief() if together else contextlib.nullcontext():
                     for asked in requests:
                         ticket = session.submit(asked)
-                        if together:
-                            session.kick()
-                            yield AnswerWait(session, ticket)
-                        answers += session.answer(asked, ticket).statuses
+                        try:
+                            if together:
+                                session.kick()
+                                yield AnswerWait(session, ticket)
+                            answer = take(session, ticket)
+                        except Refused:
+                            raise
+                        except BaseException:
+                            forsake(session, [ticket])
+                            raise
+                        answers += session.checked_locked(asked, answer).statuses
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
         elif tcp is not None:

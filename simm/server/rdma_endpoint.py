@@ -40,6 +40,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..config.tokens import Token
@@ -393,9 +394,11 @@ class Endpoint(Service):
                 statuses[position] = Status.UNAVAILABLE
             try:
                 ticket = session.submit(M.Commit(entries, self._ahead(lease, session, msg.wants)))
+                self.keeper.wait_answered(session, ticket, partial(peer.gave_up, self.loop.now))
                 collect(session, [(ticket, positions)], statuses)
             except TransportError as exc:
                 log.warning("commit of %d values: %s", len(entries), exc)
+                self.keeper.give_up(session, "a commit was given up")  # before its client hears of it
         good = statuses.count(0)
         self.counts["commits"] += good
         self.counts["stale_commits"] += statuses.count(Status.STALE_GRANT)

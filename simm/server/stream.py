@@ -11,7 +11,7 @@ GET    FETCH names digests. The answer is a FETCHED frame with lengths, then the
        the chunk may have left. A client that is bound to namespaces gets none of them: for it, pieces are copied, and
        sent if the seq has not changed since.
        FETCH_RANGES asks for ranges of values. All of one value come out of one entry, and its seq is read after each.
-       PIN and FETCH_PINNED do the same for versions that stay (``worker_session.Leases``), bounded in bytes and time.
+       PIN and FETCH_PINNED do the same for versions that stay (``stream_get.py``), bounded in bytes and time.
 PUT    STORE names digests and lengths. Bare bytes follow and are received straight into granted chunks, then
        committed together (server/stream_put.py).
 MOVE   A new owner's mover sends FREEZE, which is passed to the worker, then LIST (arena/reader.py) and
@@ -59,8 +59,9 @@ from ..wire.ranges import ranges_by_key
 from ..wire.shard_set import EPOCH_MASK, shards_in
 from .requests.groups import group_for
 from .requests.tracing import Traced, serve
+from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, locate, locate_many
 from .stream_put import Receiving
-from .worker_session import LEASE_S, Lease, Leased, Leases, Part, Sending, WorkerSessionKeeper, locate, locate_many
+from .worker_session import WorkerSessionKeeper
 
 log = logging.getLogger("simm.server.stream")
 
@@ -205,14 +206,15 @@ class Stream(Service):
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
         elif isinstance(msg, Keep):
-            peer.send_message(M.Statuses(self._mutate(state, msg, msg.digests)), frame.request_id)
+            peer.send_message(M.Statuses(self._mutate(peer, msg, msg.digests)), frame.request_id)
         elif isinstance(msg, M.Delete | M.DeleteSized):
-            statuses = self._mutate(state, msg, msg.entries if isinstance(msg, M.DeleteSized) else msg.digests)
+            statuses = self._mutate(peer, msg, msg.entries if isinstance(msg, M.DeleteSized) else msg.digests)
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, Group):
             own = partial(self._is_own, state) if state.gate.bound else None
-            peer.send_message(group_for(msg, own, self.keeper.statuses), frame.request_id)
+            statuses_of = partial(self.keeper.statuses, gave_up=partial(peer.gave_up, self.loop.now))
+            peer.send_message(group_for(msg, own, statuses_of), frame.request_id)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -426,13 +428,15 @@ class Stream(Service):
         found = locate(reader, digest, True)[2]
         return found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
 
-    def _mutate(self, state: ConnectionState, msg: Mutation, items: list[Any]) -> list[int]:
+    def _mutate(self, peer: Peer, msg: Mutation, items: list[Any]) -> list[int]:
         """Delete or keep the keys of ``items``. What is not of a bound client's namespace is not there for it.
 
         Nor does it delete what a previous owner may have: whose that is, nobody here knows.
         """
+        state: ConnectionState = peer.context
+        gave_up = partial(peer.gave_up, self.loop.now)
         if not state.gate.bound:
-            return self.keeper.statuses(msg)
+            return self.keeper.statuses(msg, gave_up)
         digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
         reader = self.keeper.arena()
         if reader is None:
@@ -444,7 +448,7 @@ class Stream(Service):
             if self._is_own(state, digest):
                 mine.append(at)
         kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
-        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]))):
+        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), gave_up)):
             statuses[at] = status
         return statuses
 

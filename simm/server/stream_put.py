@@ -162,8 +162,8 @@ class Receiving:
                 with at_most(PATIENCE_S):  # the first value of a namespace costs an exchange
                     self.options = self._options_of()
             except Refused as exc:
-                if exc.status == Status.UNAVAILABLE and self.keeper.is_late():
-                    self._park()
+                if isinstance(exc.__cause__, DeadlineError) and self.keeper.session is not None:
+                    self._park()  # also if the answer has come by now
                 else:
                     self.refused = exc.status
                 return
@@ -296,7 +296,7 @@ class Receiving:
             ticket = in_flight[0][0]
             channel = session.channel
             # All waits for one silence are one.
-            channel.until = time.monotonic() + max(0.0, PATIENCE_S - session.late_s)
+            channel.until = time.monotonic() + max(0.0, PATIENCE_S - channel.late_s)
             try:
                 collect(session, in_flight[:1], self.statuses)
             except TransportError as exc:

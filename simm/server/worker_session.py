@@ -20,17 +20,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
 from ..arena.namespaces import names_in
-from ..arena.reader import ArenaReader, Located, Unsettled
-from ..arena.sessions import PINNED_SHARE
-from ..cluster.lookup import ASK_OWNER, miss_status, previous_status
+from ..arena.reader import ArenaReader
 from ..constants import DEFAULT_NAMESPACE
 from ..errors import SegmentError, TransportError
+from ..ipc.answer_wait import until_answered
 from ..ipc.arena_lister import Lister
 from ..ipc.session import WorkerSession
 from ..net.allowance import at_most
@@ -41,7 +39,6 @@ from ..wire import messages as M
 from ..wire.group_messages import Group
 from ..wire.keep_messages import Keep
 from ..wire.messages import Status
-from ..wire.shard_set import FROZEN
 
 log = logging.getLogger("simm.server.stream")
 
@@ -56,12 +53,16 @@ LOOK_S: Final = 0.02
 #: Requests that change nothing but by what their answers bring.
 HARMLESS: Final = (M.Exists, M.Locate, M.Namespace, M.Grant)
 RETRY_S: Final = (0.05, 1.0)
-#: Values that all clients of a stream together may have in their leases.
-LEASED_KEYS_MAX: Final = 65_536
-#: A client that asks for nothing for so long loses its pins, seconds.
-LEASE_S: Final = 60.0
 #: Numbers of namespaces that a process remembers.
 NUMBERS_MAX: Final = 1024
+
+
+#: Tells whether a client has hung up.
+GaveUp = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
 
 
 class State(enum.Enum):
@@ -120,7 +121,7 @@ class WorkerSessionKeeper:
         session = self.session
         if session is None:
             return time.monotonic() - self._down_since
-        return late_s if (late_s := session.late_s) > WORKER_DEADLINE_S else 0.0
+        return late_s if (late_s := session.channel.late_s) > WORKER_DEADLINE_S else 0.0
 
     def worker(self) -> WorkerSession | None:
         """Return the session, or None while the worker is down. Only the very first session is waited for."""
@@ -130,7 +131,7 @@ class WorkerSessionKeeper:
             if not session.broken:
                 return session if late_s <= WORKER_DEADLINE_S else None
         if session is not None and self.session is session:
-            self._give_up(session, "broken")
+            self.give_up(session, "broken")
         now = time.monotonic()
         if self.state is State.CONNECTING:
             if self._maker is not None and self._maker.is_alive():
@@ -172,12 +173,12 @@ class WorkerSessionKeeper:
     def _late_s(self, session: WorkerSession) -> float:
         """Return for how long the worker has been late now; break the session if that is too long."""
         session.look_for_late()
-        late_s = session.late_s
+        late_s = session.channel.late_s
         if late_s > SILENCE_S and not session.broken:
-            self._give_up(session, f"the worker has been silent for {late_s:.1f} s")
+            self.give_up(session, f"the worker has been silent for {late_s:.1f} s")
         return late_s
 
-    def _give_up(self, session: WorkerSession, why: str) -> None:
+    def give_up(self, session: WorkerSession, why: str) -> None:
         """End the session at once: before a client is told that what it wants is not done."""
         session.give_up(why)
         session.close(clean=False)
@@ -205,7 +206,7 @@ class WorkerSessionKeeper:
             if not any(each.gave_up() for each in self.parked):
                 loop.call_later(LOOK_S, partial(self._look, loop))
                 return
-            self._give_up(session, "a client has given up a value that the silent worker may have")
+            self.give_up(session, "a client has given up a value that the silent worker may have")
         parked, self.parked = self.parked, []
         for each in parked:
             each.resume()
@@ -248,23 +249,36 @@ class WorkerSessionKeeper:
 
     # -- exchanges --------------------------------------------------------------------------------
 
-    def exchange(self, msg: Any) -> Any:
-        """Make one exchange. Raises Refused with the worker's status, or with UNAVAILABLE if it is down."""
+    def exchange(self, msg: Any, gave_up: GaveUp = _never) -> Any:
+        """Make one exchange. Raises Refused with the worker's status, or with UNAVAILABLE if it is down.
+
+        ``gave_up``: the client of a mutation has hung up.
+        """
         session = self.worker()
         if session is None:
             raise Refused(Status.UNAVAILABLE, "the worker is down")
         try:
-            if not session.channel.late:
-                return session.exchange(msg)
-            with at_most(WORKER_DEADLINE_S - session.late_s):
-                return session.exchange(msg)
+            with at_most(WORKER_DEADLINE_S - session.channel.late_s):
+                if isinstance(msg, HARMLESS):
+                    return session.exchange(msg)
+                ticket = session.submit(msg)
+                self.wait_answered(session, ticket, gave_up)
+                return session.answer(msg, ticket)
         except Refused:
             raise
         except TransportError as exc:
             log.warning("%s: %s", type(msg).__name__, exc)
             if not isinstance(msg, HARMLESS):
-                self._give_up(session, "a mutation was given up")
+                self.give_up(session, "a mutation was given up")
             raise Refused(Status.UNAVAILABLE, str(exc)) from exc
+
+    def wait_answered(self, session: WorkerSession, ticket: int, gave_up: GaveUp) -> None:
+        """Wait for the answer to a mutation, as long as its client does, and those of STOREs that wait as well.
+
+        What a client has given up must not be carried out late: it may have put a newer value by another way. Raises
+        DeadlineError then, or after an exchange's time: the caller gives up the session.
+        """
+        until_answered(session, ticket, lambda: gave_up() or any(each.gave_up() for each in self.parked))
 
     def namespace(self, name: str) -> int:
         """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.
@@ -305,12 +319,14 @@ class WorkerSessionKeeper:
                 return 0
             raise
 
-    def statuses(self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group) -> list[int]:
+    def statuses(
+        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, gave_up: GaveUp = _never
+    ) -> list[int]:  # fmt: skip
         """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down."""
         items: list[Any] = msg.digests if isinstance(msg, M.Exists | M.Delete | Keep) else msg[0]
         count = len(items)
         try:
-            answer = self.exchange(msg)
+            answer = self.exchange(msg, gave_up)
         except Refused as exc:
             return [exc.status] * count
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != count:
@@ -342,256 +358,6 @@ class WorkerSessionKeeper:
         if self._lister is None or self._lister.reader is not reader:
             self._lister = Lister(reader)
         return self._lister
-
-
-_OK: Final = int(Status.OK)
-#: What :func:`locate` says of a value that a lease does not have.
-_UNKNOWN: Final = (int(Status.NOT_FOUND), 0, None)
-
-
-class Leased:
-    """A value of a lease: a version of an entry, and the pin that keeps it, if it has one."""
-
-    __slots__ = ("digest", "found", "pin", "reader", "session")
-
-    def __init__(self, digest: bytes, found: Located, reader: ArenaReader) -> None:
-        self.digest = digest
-        self.found = found
-        self.reader = reader
-        #: The pin's id, and the session that has it; 0 and None without one.
-        self.pin = 0
-        self.session: WorkerSession | None = None
-
-    def is_whole(self) -> bool:
-        """Return True if bytes that were read until now are of this version. Without a pin its slot tells."""
-        found = self.found
-        return self.pin != 0 or self.reader.confirm_previous(self.digest, found.slot, found.seq)
-
-
-class Lease:
-    """The values that one client has pinned by its connection, which ends them."""
-
-    __slots__ = ("bytes", "last", "used_at", "values")
-
-    def __init__(self) -> None:
-        self.values: dict[int, Leased] = {}
-        #: Of pinned values.
-        self.bytes = 0
-        self.last = 0
-        self.used_at = time.monotonic()
-
-
-class Leases:
-    """The values that a stream pins for its clients, each of whom is on another host and holds no pin by itself.
-
-    A lease ends with its connection. A client that is stopped keeps its connection: so a lease that is not used for
-    LEASE_S loses its pins. Its values stay readable as long as their slots do not change; then they are misses.
-
-    All leases together pin at most what an arena may have pinned, and none more than is left for the others. What has
-    no room is a value of the lease without a pin. The worker's bound (``arena/sessions.py``) holds in addition.
-
-    Pins outlive the worker: they stay with the session that got them, which is not released while it has any.
-    """
-
-    def __init__(self, keeper: WorkerSessionKeeper) -> None:
-        self._keeper = keeper
-        #: Of all leases: values, and bytes of those that are pinned.
-        self.keys = 0
-        self.bytes = 0
-
-    def take(
-        self, lease: Lease, digests: Sequence[bytes], looked: Sequence[tuple[int, int, Located | None]], *,
-        previous: bool,
-    ) -> list[tuple[int, int, int, int, int, int]]:  # fmt: skip
-        """Add values that have been found to a lease, pinned as far as there is room; return PINNED's entries.
-
-        ``looked``: (status, epoch with PREVIOUS, location or None) for each. One exchange with the worker.
-        """
-        lease.used_at = time.monotonic()
-        reader = self._keeper.arena()
-        entries: list[tuple[int, int, int, int, int, int]] = []
-        taken: list[Leased] = []
-        values, last = lease.values, lease.last
-        most = 0 if reader is None else min(LEASED_KEYS_MAX, reader.geometry.hold_lines // 4)
-        for digest, (status, epoch, found) in zip(digests, looked):
-            if found is None or reader is None:
-                entries.append((status, 0, 0, 0, epoch, 0))
-                continue
-            _, seq, _, length, crc, flags = found
-            if flags & ~PINNED_FLAGS:
-                entries.append((Status.NOT_FOUND, flags & ENTRY_LARGE, 0, 0, 0, 0))  # its parts can be pinned
-            elif len(values) >= most - self.keys:
-                entries.append((Status.NO_SPACE, 0, 0, 0, 0, 0))
-            else:
-                last += 1
-                values[last] = leased = Leased(digest, found, reader)
-                self.keys += 1
-                taken.append(leased)
-                entries.append((_OK, flags, length, crc, last, seq))
-        lease.last = last
-        if taken and reader is not None:
-            self._pin(lease, taken, reader, previous)
-        return entries
-
-    def _pin(self, lease: Lease, taken: Sequence[Leased], reader: ArenaReader, previous: bool) -> None:
-        """Pin values as far as the lease's share goes."""
-        session = self._keeper.worker()
-        if session is None or session.channel.late or session.reader is not reader:
-            return
-        room = (reader.geometry.data_bytes // PINNED_SHARE - self.bytes - lease.bytes) // 2
-        wanted: list[Leased] = []
-        for leased in taken:
-            room -= leased.found.length
-            if room < 0:
-                break
-            wanted.append(leased)
-        if not wanted:
-            return
-        try:
-            session.begin_copy()
-        except TransportError:
-            return
-        try:
-            how = M.LOCATE_PREVIOUS if previous else 0
-            entries = session.pin_many([leased.digest for leased in wanted], how)
-            confirm, begin_copy = reader.confirm_previous, session.begin_copy
-            for leased, (status, _flags, _length, _crc, offset, pin) in zip(wanted, entries):
-                if status != _OK:
-                    continue
-                slot, seq, place, length, _, _ = leased.found
-                # The slot has not changed since the entry was found, so it is this version that was pinned in between.
-                if offset == place and confirm(leased.digest, slot, seq):
-                    begin_copy()
-                    leased.pin, leased.session = pin, session
-                    lease.bytes += length
-                    self.bytes += length
-                else:
-                    session.unpin_later(pin)
-        except TransportError as exc:
-            log.warning("pins for a client: %s", exc)
-        finally:
-            session.end_copy()
-
-    def release(self, lease: Lease, numbers: Sequence[int]) -> int:
-        """Take values out of a lease. Ignore unknown numbers; return the number of known ones."""
-        lease.used_at = time.monotonic()
-        known = 0
-        for number in numbers:
-            leased = lease.values.pop(number, None)
-            if leased is not None:
-                self._unpin(lease, leased)
-                self.keys -= 1
-                known += 1
-        return known
-
-    @staticmethod
-    def held(
-        lease: Lease | None, numbers: Sequence[int], now: float
-    ) -> tuple[list[Leased | None], list[tuple[int, int, Located | None]], list[memoryview | None]]:
-        """Return the values with these numbers: what they are, what :func:`locate` would say of them, their bytes.
-
-        The lease counts as used ``now``.
-        """
-        known: dict[int, Leased] = {}
-        if lease is not None:
-            known, lease.used_at = lease.values, now
-        leased = [known.get(number) for number in numbers]
-        looked: list[tuple[int, int, Located | None]] = []
-        values: list[memoryview | None] = []
-        for each in leased:
-            looked.append(_UNKNOWN if each is None else (_OK, 0, each.found))
-            values.append(None if each is None else each.reader.value(each.found))
-        return leased, looked, values
-
-    def lapse(self, lease: Lease) -> None:
-        """Unpin the values of a lease, which keeps them. None of them is being sent."""
-        if lease.bytes:
-            for leased in lease.values.values():
-                self._unpin(lease, leased)
-
-    def _unpin(self, lease: Lease, leased: Leased) -> None:
-        session, leased.session = leased.session, None
-        if session is not None:
-            session.unpin_later(leased.pin)
-            session.end_copy()
-            leased.pin = 0
-            lease.bytes -= leased.found.length
-            self.bytes -= leased.found.length
-
-
-#: Bytes to send: (position of the key, digest, location, the bytes of the value or of a range of it).
-Part = tuple[int, bytes, Located, "memoryview | bytes"]
-
-
-class Sending:
-    """A FETCHED in flight: what is still to send, verdicts so far."""
-
-    __slots__ = (
-        "at", "bound", "current", "entries", "leased", "moving", "previous", "request_id", "size", "todo", "verdicts",
-    )  # fmt: skip
-
-    def __init__(
-        self, request_id: int, todo: Iterable[Part], entries: Sequence[tuple[int, int, int, int]], size: int,
-        *, previous: bool, bound: bool, leased: Sequence[Leased | None] | None, moving: bool,
-    ) -> None:  # fmt: skip
-        #: For a mover: values of old epochs are judged where they come to.
-        self.moving = moving
-        #: What FETCHED says, and the bytes of all values.
-        self.entries, self.size = entries, size
-        self.request_id = request_id
-        self.previous = previous
-        #: By position, for FETCH_PINNED.
-        self.leased = leased
-        #: The client may see no other namespace's bytes, whatever their verdict: they are copied and judged first.
-        self.bound = bound
-        #: Bytes of the current part that were handed to the kernel.
-        self.at = 0
-        self.todo = iter(todo)
-        self.verdicts = [Status.OK] * len(entries)
-        self.current: Part | None = None
-
-
-def locate_many(
-    reader: ArenaReader, digests: Sequence[bytes], previous: bool
-) -> list[tuple[int, int, Located | None]]:
-    """Do :meth:`locate` for each digest. Plain hits take the fewest steps."""
-    looked: list[tuple[int, int, Located | None]] = []
-    find, shard_word, visited = reader.locate, reader.shard_word, reader.visited
-    for digest in digests:
-        try:
-            found = find(digest)
-        except Unsettled:
-            found = None
-        if found is not None and found.length and (0 < shard_word(digest) < FROZEN):
-            visited[found.slot] = 1
-            looked.append((_OK, 0, found))
-        else:
-            looked.append(locate(reader, digest, previous))
-    return looked
-
-
-def locate(
-    reader: ArenaReader, digest: bytes, previous: bool, *, asked: bool = False
-) -> tuple[int, int, Located | None]:
-    """Return (status, 0, location); the status is ASK_OWNER if the worker must be asked, unless it was ``asked``."""
-    for _ in range(4):
-        try:
-            found = reader.locate(digest)
-        except Unsettled:
-            time.sleep(0.0005)
-            continue
-        if found is not None and not found.length:
-            return Status.BUSY, 0, None  # a stray store, as no value is empty: a client would end the connection for it
-        word = reader.shard_word(digest)
-        if previous:
-            if found is None or not word:
-                return previous_status(word), 0, None
-        elif found is None or not 0 < word < FROZEN:
-            return miss_status(word, asked=asked), 0, None
-        reader.touch(found.slot)
-        return Status.OK, 0, found
-    # The worker was interrupted while it wrote the slot, for longer than this waits. It answers when it goes on.
-    return Status.BUSY if asked or previous else ASK_OWNER, 0, None
 
 
 def _populate(reader: ArenaReader) -> None:

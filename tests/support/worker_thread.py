@@ -169,4 +169,4 @@ def nothing_is_lost(worker: WorkerThread, session: WorkerSession) -> None:
         mine = store.sessions.by_id[session.session]
         known = {grant[0] for pool in session.pool.stocks.values() for grant in pool}
         assert set(mine.grants) == known | {grant[0] for grant in mine.prepared}
-    assert not session.copying and not session._ring_frames
+    assert not session.copying and not session.frames

@@ -105,6 +105,9 @@ def test_a_data_servers_port_that_cannot_be_had_is_a_sentence_that_names_its_fla
         in_use = f"cannot listen on {at}: Address already in use: free it, or choose another"
         assert f"{in_use} --listen" in says("--listen", at)
         assert f"{in_use} --http" in says("--http", at)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        at = f"127.0.0.1:{found.getsockname()[1]}"
+    assert f"cannot listen on {at}: Address already in use" in says("--listen", at, "--http", at), "its own"
     said = says("--listen", "127.0.0.1:65535", "--workers", "2")
     assert "there is no port 65536: choose a lower one by --listen" in said
 

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from simm.arena.hashing import Hasher
-from simm.errors import TransportError
-from simm.ipc.answer_wait import collect
-from simm.ipc.commit_ring import ABANDONED, TAIL, Ring
+from simm.errors import RemoteProtocolError, TransportError
+from simm.host.buffers import Copier
+from simm.ipc import answer_wait
+from simm.ipc.answer_wait import collect, ending, take
+from simm.ipc.commit_ring import HEAD, TAIL, Ring
 from simm.ipc.grant_pool import GrantTuple, obtain
+from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.net.allowance import at_most
+from simm.net.peer import LAG_S
+from simm.rpc import encode
+from simm.sdk.writes import Puts
+from simm.server import worker_session
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.consistency import check
+from tests.support.endpoint_thread import EndpointThread, RawConnection
+from tests.support.fake_fabric import FakeNetwork
 from tests.support.waiting import WAIT_S, wait_until
-from tests.support.worker_thread import WorkerThread
+from tests.support.worker_thread import StreamThread, WorkerThread
 
 digest_of = Hasher("default")
-KEY = digest_of("key")
+KEY, OTHER = digest_of("key"), digest_of("other")
 OLD, NEW = b"old value.", b"new value."
 SHORT_S = 0.1
 
@@ -35,15 +48,15 @@ def worker(request: pytest.FixtureRequest) -> Iterator[WorkerThread]:
 
 def filled(session: WorkerSession, value: bytes) -> GrantTuple:
     """A granted chunk with the value."""
-    grant = session.pool.take(len(value)) or obtain(session, len(value), 2)
+    grant = session.pool.take(len(value)) or obtain(session, len(value), 64)
     assert grant is not None
     start = grant[1] - session.reader.data_offset
     session.reader.data[start : start + len(value)] = value
     return grant
 
 
-def entry(digest: bytes, grant: GrantTuple, value: bytes) -> tuple[bytes, int, int, int, int, int]:
-    return digest, grant[0], len(value), 0, 0, 0
+def commit(digest: bytes, grant: GrantTuple, value: bytes) -> M.Commit:
+    return M.Commit([(digest, grant[0], len(value), 0, 0, 0)], [])
 
 
 def stored(session: WorkerSession) -> bytes | None:
@@ -51,90 +64,320 @@ def stored(session: WorkerSession) -> bytes | None:
     return None if found is None else bytes(session.reader.value(found))
 
 
+class Newer:
+    """Another client, whose doorbell has rung before: its ring is served first when the worker goes on."""
+
+    def __init__(self, worker: WorkerThread) -> None:
+        self.session = worker.session()
+        grants = [filled(self.session, NEW) for _ in range(3)]
+        self.requests = [commit(digest, grant, NEW) for digest, grant in zip((OTHER, KEY), grants)]
+        self.tickets: list[int] = []
+
+    def ring(self) -> None:
+        self.tickets.append(self.session.submit(self.requests[0]))
+        self.session.kick(always=True)
+
+    def put(self) -> None:
+        """The newer value."""
+        self.tickets.append(self.session.submit(self.requests[1]))
+
+    def check(self) -> None:
+        """It is stored, and stays so when all that the rings and sockets had is done."""
+        statuses = [int(Status.UNAVAILABLE)] * len(self.tickets)
+        collect(self.session, [(ticket, [at]) for at, ticket in enumerate(self.tickets)], statuses)
+        assert statuses == [Status.OK] * len(self.tickets)
+        self.tickets = []
+        for _ in range(3):
+            assert self.session.exchange(M.Locate(0, [KEY])).entries[0][0] == Status.OK
+        assert stored(self.session) == NEW
+
+
+def held(session: WorkerSession) -> Callable[[], None]:
+    """Another thread waits for the worker, with the session's lock, until the result is called."""
+    has, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with session.lock:
+            has.set()
+            over.wait(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has.wait(WAIT_S)
+
+    def end() -> None:
+        over.set()
+        thread.join(WAIT_S)
+
+    return end
+
+
+def wait_all(session: WorkerSession, ticket: int) -> None:
+    """As a batch ends."""
+    with ending(session, [(ticket, [0])], None, [0]):
+        pass
+
+
+class Interrupted(Exception):
+    """Of a signal handler."""
+
+
+# -- by a ring ----------------------------------------------------------------------------------------
+
+
 def by_commit_one(session: WorkerSession, grant: GrantTuple) -> None:
     session.commit_one(KEY, grant[0], len(OLD), 0, 0, len(OLD), 0)
 
 
 def by_batch(session: WorkerSession, grant: GrantTuple) -> None:
-    collect(session, [(session.submit(M.Commit([entry(KEY, grant, OLD)], [])), [0])], [0])
+    wait_all(session, session.submit(commit(KEY, grant, OLD)))
 
 
 def by_exchange(session: WorkerSession, grant: GrantTuple) -> None:
-    session.exchange(M.Commit([entry(KEY, grant, OLD)], []))
+    session.exchange(commit(KEY, grant, OLD))
 
 
 def behind_another_thread(session: WorkerSession, grant: GrantTuple) -> None:
-    """Its request is posted; another thread waits for the worker, with the session's lock, for longer."""
-    ticket = session.submit(M.Commit([entry(KEY, grant, OLD)], []))
+    """Its request is posted; another thread has the session for longer than its call has left."""
+    ticket = session.submit(commit(KEY, grant, OLD))
     session.kick(always=True)
-    held = threading.Event()
-
-    def other() -> None:
-        with session.lock:
-            held.set()
-            over.wait(WAIT_S)
-
-    over = threading.Event()
-    thread = threading.Thread(target=other)
-    thread.start()
+    end = held(session)
     try:
-        assert held.wait(WAIT_S)
-        collect(session, [(ticket, [0])], [0])
+        wait_all(session, ticket)
     finally:
-        over.set()
-        thread.join(WAIT_S)
+        end()
+
+
+def with_more_to_commit(session: WorkerSession, grant: GrantTuple) -> None:
+    """A frame of a batch is posted, another one is copied when another thread takes the session."""
+    session.pool.add([grant])
+    count = 20
+    ends: list[Callable[[], None]] = []
+    submit = session.submit
+
+    def held_afterwards(msg: Any) -> int:
+        ticket = submit(msg)
+        if isinstance(msg, M.Commit) and not ends:
+            session.kick(always=True)
+            ends.append(held(session))
+        return ticket
+
+    session.submit = held_afterwards  # type: ignore[method-assign]
+    digests = [KEY, *(digest_of(f"{number}") for number in range(count))]
+    statuses = [int(Status.UNAVAILABLE)] * len(digests)
+    try:
+        ShmPut(Copier(1), False).put_many(session, digests, [memoryview(OLD)] * len(digests), range(21), statuses)
+    finally:
+        assert ends and statuses[0] == Status.UNAVAILABLE
+        ends[0]()
 
 
 def when_another_thread_broke_it(session: WorkerSession, grant: GrantTuple) -> None:
-    """Its request is posted; then another thread's exchange by socket has come to its deadline."""
-    ticket = session.submit(M.Commit([entry(KEY, grant, OLD)], []))
+    ticket = session.submit(commit(KEY, grant, OLD))
     session.kick(always=True)
     with pytest.raises(TransportError):
         session.channel.call(M.Ping(1))
-    session.answer(M.Commit([], []), ticket)
+    wait_all(session, ticket)
 
 
-WAYS = [by_commit_one, by_batch, by_exchange, behind_another_thread, when_another_thread_broke_it]
+def when_another_thread_closed_it(session: WorkerSession, grant: GrantTuple) -> None:
+    """As the client's close() does, or the first thread that meets a broken session."""
+    ticket = session.submit(commit(KEY, grant, OLD))
+    session.kick(always=True)
+    session.pool.clear()
+    closing = threading.Thread(target=session.close, kwargs={"clean": False})
+    closing.start()
+    closing.join(WAIT_S)
+    wait_all(session, ticket)
 
 
+def interrupted(session: WorkerSession, grant: GrantTuple) -> None:
+    """The wait ends with the exception of a signal handler."""
+
+    def raise_it(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    signal.setitimer(signal.ITIMER_REAL, SHORT_S)
+    try:
+        with at_most(WAIT_S):
+            by_commit_one(session, grant)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def steps_that_are_closed(session: WorkerSession, grant: GrantTuple) -> None:
+    """A delete of a call to several servers ends while it waits, as something is raised elsewhere in the call."""
+    puts = Puts.__new__(Puts)
+    target: Any = SimpleNamespace(session=session, tcp=None)
+    steps = puts._ask([M.Delete([KEY])], target, True, lambda _: iter(()))  # type: ignore[arg-type,return-value]
+    next(steps)
+    steps.close()
+    raise TransportError("as its caller hears it")
+
+
+WAYS = [
+    by_commit_one, by_batch, by_exchange, behind_another_thread, with_more_to_commit, when_another_thread_broke_it,
+    when_another_thread_closed_it, interrupted, steps_that_are_closed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ring", [True, False])
 @pytest.mark.parametrize("give_up", WAYS)
-def test_issue_a_commit_that_was_given_up_does_not_replace_a_newer_one(worker: WorkerThread, give_up: object) -> None:
-    """The session is still open when its caller hears that the put has failed: only the ring says so in time."""
-    first, second = worker.session(), worker.session()
-    old, other, new = filled(first, OLD), filled(second, NEW), filled(second, NEW)
+def test_issue_what_was_given_up_does_not_replace_a_newer_value(
+    worker: WorkerThread, give_up: Callable[[WorkerSession, GrantTuple], None], ring: bool
+) -> None:
+    """Not through the ring, although the session may still be open when its caller hears that the put has failed."""
+    first, newer = worker.session(ring=ring), Newer(worker)
+    old = filled(first, OLD)
     with worker.frozen():
-        # The doorbell of the second client has rung before that of the first, so its ring is served before.
-        tickets = [second.submit(M.Commit([entry(digest_of("other"), other, NEW)], []))]
-        second.kick(always=True)
-        with at_most(SHORT_S), pytest.raises(TransportError):
-            give_up(first, old)  # type: ignore[operator]
+        newer.ring()
+        with at_most(SHORT_S), pytest.raises((TransportError, Interrupted)):
+            give_up(first, old)
         assert first.broken
-        tickets.append(second.submit(M.Commit([entry(KEY, new, NEW)], [])))
-    statuses = [0, 0]
-    collect(second, [(ticket, [at]) for at, ticket in enumerate(tickets)], statuses)
-    assert statuses == [Status.OK, Status.OK]
-    assert second.exchange(M.Locate(0, [KEY])).entries[0][0] == Status.OK  # whatever the rings had is done
-    assert stored(second) == NEW
+        newer.put()
+        if not ring:
+            time.sleep(2 * LAG_S)  # the worker looks for a hang-up where a request may have waited for longer than that
+    newer.check()
     first.close(clean=False)
     wait_until(lambda: first.session not in worker.worker.peers, "the first session has ended")
-    assert stored(second) == NEW and worker.loop.handler_errors == worker.loop.protocol_errors == 0
-    second.close()
+    newer.check()
+    assert worker.loop.handler_errors == worker.loop.protocol_errors == 0
+    newer.session.close()
     with worker.frozen() as store:
         store.apply_pending()
         check(store)
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_issue_a_session_is_not_given_up_for_what_the_worker_has_done(worker: WorkerThread, answered: bool) -> None:
+    """With many threads one of them may not get the session in time. The worker had answered it long ago."""
+    with_others = worker.session()
+    grants = [filled(with_others, OLD) for _ in range(2)]
+    ticket = with_others.submit(commit(KEY, grants[0], OLD))
+    if answered:
+        with_others.kick(always=True)
+        ring = with_others.ring
+        assert ring is not None
+        wait_until(lambda: ring.words[HEAD] > ticket, "an answer")
+    with worker.frozen():
+        end = held(with_others)
+        try:
+            with at_most(SHORT_S), pytest.raises(TransportError):
+                wait_all(with_others, ticket)
+        finally:
+            end()
+    assert bool(with_others.broken) is not answered
+    if answered:
+        assert with_others.commit_one(OTHER, grants[1][0], len(OLD), 0, 0, len(OLD), 1) == Status.OK
+        assert not with_others.frames and not with_others.forsaken, "what nobody waits for is taken, too"
+    with_others.close(clean=answered)
+
+
+def test_an_answer_that_another_thread_has_taken_in_needs_no_lock(worker: WorkerThread) -> None:
+    session = worker.session()
+    grants = [filled(session, OLD) for _ in range(2)]
+    tickets = [session.submit(commit(digest, grant, OLD)) for digest, grant in zip((KEY, OTHER), grants)]
+    assert take(session, tickets[1]).statuses == [Status.OK]
+    end = held(session)
+    try:
+        with at_most(WAIT_S):
+            assert take(session, tickets[0]).statuses == [Status.OK]
+    finally:
+        end()
+    session.close()
+
+
 def test_posting_into_an_abandoned_ring_does_no_harm() -> None:
-    """A thread may be in the middle of it. Its number leads to nothing that the worker would carry out."""
+    """A thread may be in the middle of it: all that lay there is void, whatever it makes of the tail."""
     ring, fd = Ring.create()
     worker = Ring.attach(fd)
     try:
-        ring.post(b"x" * 24)
+        for number in range(2):
+            ring.post(encode(M.Exists([KEY]), number))
         ring.abandon()
-        assert worker.abandoned
-        ring.post(b"y" * 24)
-        assert worker.abandoned and worker.words[TAIL] > ABANDONED and worker.next_commit() is None
+        assert worker.abandoned and worker.next_request() is None and worker.next_commit() is None
+        with pytest.raises(TransportError):
+            ring.post(encode(M.Exists([KEY]), 3))
+        ring.words[TAIL] = 3  # as one does that has read it before
+        assert worker.next_commit() is None
+        with pytest.raises(RemoteProtocolError):
+            worker.next_request()
     finally:
         os.close(fd)
         ring.close()
         worker.close()
+
+
+# -- by others for a client ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("msg", [M.Delete([KEY]), M.DeleteSized([(KEY, 10)])])
+def test_issue_a_stream_gives_up_what_its_client_has_given_up(
+    worker: WorkerThread, msg: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for two seconds, whatever its client did meanwhile, and the delete met the newer value."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
+    with StreamThread(worker.path) as stream:
+        keeper = stream.stream.keeper
+        first, newer = stream.channel(), Newer(worker)
+        wait_until(lambda: first.call(msg).statuses == [Status.NOT_FOUND], "a session with the worker")
+        session = keeper.session
+        assert session is not None
+        sent = session.channel._last_id
+        with worker.frozen():
+            newer.ring()
+            first.submit(msg)
+            wait_until(lambda: session.channel._last_id > sent, "it has asked the worker")
+            first.close()
+            wait_until(lambda: session.broken, "the stream has seen that its client has gone")
+            newer.put()
+        newer.check()
+        newer.session.close()
+
+
+def test_issue_an_endpoint_gives_up_what_its_client_has_given_up(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
+    network = FakeNetwork(1, background=True)
+    with EndpointThread(worker.path, network) as server:
+        server.ready()
+        first, newer = RawConnection(server), Newer(worker)
+        grant = first.grant(len(OLD))[0]
+        first.write(grant, OLD)
+        session = server.endpoint.keeper.session
+        assert session is not None and session.ring is not None
+        ring = session.ring
+        posted = ring.words[TAIL]
+        with worker.frozen():
+            newer.ring()
+            first.channel.submit(M.Commit([(KEY, grant.number, len(OLD), 0, 0, 0)], []))
+            wait_until(lambda: ring.words[TAIL] > posted, "it is posted")
+            first.channel.close()
+            wait_until(lambda: session.broken, "the endpoint has seen that its client has gone")
+            newer.put()
+        newer.check()
+        newer.session.close()
+
+
+def test_control_the_wait_for_a_client_looks_at_it(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that look the stream goes on waiting."""
+    until_answered = answer_wait.until_answered
+    asked: list[bool] = []
+
+    def deaf(session: WorkerSession, ticket: int, gave_up: Callable[[], bool]) -> None:
+        until_answered(session, ticket, lambda: bool(asked.append(gave_up())))
+
+    monkeypatch.setattr(worker_session, "until_answered", deaf)
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
+    with StreamThread(worker.path) as stream:
+        first = stream.channel()
+        wait_until(lambda: first.call(M.Delete([KEY])).statuses == [Status.NOT_FOUND], "a session with the worker")
+        session = stream.stream.keeper.session
+        with worker.frozen():
+            first.submit(M.Delete([KEY]))
+            first.close()
+            wait_until(lambda: True in asked, "its client has gone")
+            assert session is not None and not session.broken

@@ -23,7 +23,7 @@ from simm.errors import TransportError
 from simm.host import buffers
 from simm.ipc import commit_ring, grant_pool
 from simm.ipc import session as session_module
-from simm.ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS
+from simm.ipc.commit_ring import ABANDONED, ANNOUNCED, ANNOUNCED_MAX_NS
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
@@ -293,7 +293,7 @@ def test_issue_waking_a_worker_whose_session_has_been_closed_meanwhile(worker: W
     assert ring is not None
     session.close(clean=False)
     session.wake()
-    assert ring.words[0] == 0  # whoever has it still may look at it
+    assert ring.words[0] == ABANDONED  # whoever has it still may look at it
     for what in (lambda: session.commit_one(bytes(16), 1, 1, 0, 0, 1, 1), lambda: session.exchange(M.Ping(1))):
         with pytest.raises(TransportError):
             what()
@@ -485,7 +485,7 @@ def test_an_interrupted_batch_loses_no_grant(at: int, monkeypatch: pytest.Monkey
         with pytest.raises(KeyboardInterrupt):
             path.put_many(session, [digest_of(f"i{n}") for n in range(20)], values, range(20), [99] * 20)
         held, known = held_by(worker, session)
-        assert held == known and not session.copying and not session._ring_frames
+        assert held == known and not session.copying and not session.frames
         for number in range(20):
             assert stored(session, f"i{number}") in (b"", values[number])
         session.close()
@@ -522,7 +522,7 @@ def test_an_interrupted_batch_of_small_values_loses_no_grant(
         with pytest.raises(KeyboardInterrupt):
             finish(steps)
         held, known = held_by(worker, session)
-        assert held == known and not session.copying and not session._ring_frames
+        assert held == known and not session.copying and not session.frames
         for number in range(60):
             assert stored(session, f"t{number}") in (b"", data[number].raw)
         session.close()

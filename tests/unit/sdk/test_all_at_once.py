@@ -216,7 +216,7 @@ def test_an_interrupted_batch_ends_what_it_has_in_flight(
     for target in router.targets.values():
         session = target.session
         if session is not None:
-            assert not session.copying and not session._ring_frames and not session._kicked
+            assert not session.copying and not session.frames and not session._kicked
             node = next(each for each in cluster.nodes if each.name == target.info.node)
             with node.worker.frozen() as store:
                 held = store.sessions.by_id[session.session].grants

@@ -13,7 +13,7 @@ from simm.errors import UsageError
 from simm.sdk.large import pinned as pinned_module
 from simm.sdk.large.manifest import Manifest
 from simm.sdk.ops.pins import Pins
-from simm.server.worker_session import Leases
+from simm.server.stream_get import Leases
 from simm.wire.messages import Status
 from tests.support.client_values import pattern
 from tests.support.fake_cluster import ALL, FakeCluster

@@ -18,7 +18,7 @@ from simm.host import buffers
 from simm.net.channel import Channel
 from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
 from simm.server.stream import Stream
-from simm.server.worker_session import Leased, Leases
+from simm.server.stream_get import Leased, Leases
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.cluster_clients import KEYS, full, published, value_of

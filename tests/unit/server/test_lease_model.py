@@ -14,8 +14,8 @@ import pytest
 
 from simm.arena.hashing import Hasher
 from simm.net.channel import Channel
-from simm.server import worker_session
-from simm.server.worker_session import Lease, Leased
+from simm.server import stream_get
+from simm.server.stream_get import Lease, Leased
 from simm.slab import chunk_bytes_for
 from simm.wire import messages as M
 from simm.wire.messages import Status
@@ -222,7 +222,7 @@ class Model:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(worker_session, "PINNED_SHARE", 16)  # the largest values find no room for a pin
+    monkeypatch.setattr(stream_get, "PINNED_SHARE", 16)  # the largest values find no room for a pin
     with WorkerThread(16 << 20) as worker, StreamThread(worker.path) as stream:
         made: list[Model] = []
 

@@ -14,8 +14,8 @@ from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel, greet
 from simm.server import stream as stream_module
-from simm.server import worker_session
-from simm.server.worker_session import Leased, Leases
+from simm.server import stream_get
+from simm.server.stream_get import Leased, Leases
 from simm.wire import messages as M
 from simm.wire.auth import Gate
 from simm.wire.hello import client_hello
@@ -214,7 +214,7 @@ def test_a_client_cannot_pin_the_whole_arena_nor_can_many(world: World) -> None:
 
 
 def test_values_of_leases_are_bounded_in_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_session, "LEASED_KEYS_MAX", 100)
+    monkeypatch.setattr(stream_get, "LEASED_KEYS_MAX", 100)
     _, stream = world
     first, second = stream.channel(), stream.channel()
     put(first, A, b"value")

@@ -80,7 +80,7 @@ def waits(stream: StreamThread, stores: int) -> None:
 
     def silent() -> bool:
         session = keeper.session
-        return len(keeper.parked) == stores and session is not None and session.late_s > DEADLINE_S
+        return len(keeper.parked) == stores and session is not None and session.channel.late_s > DEADLINE_S
 
     wait_until(silent, f"{stores} STOREs that wait")
 
