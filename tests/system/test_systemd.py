@@ -13,7 +13,7 @@ from simm.client import Client
 from tests.support.child import Child, alive, child_environment
 from tests.support.notify_socket import NotifySocket
 from tests.support.processes import HERE, remove_left_by
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 VALUES = {f"key {number}": bytes([number]) * 10_000 for number in range(50)}
 
@@ -43,6 +43,7 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
                 with server("dataserver", of_server, *arguments) as first, Client(address, deadline_s=30.0) as client:
                     of_server.wait_for("READY=1")
                     assert "EXTEND_TIMEOUT_USEC=" in " ".join(of_server.said), "a large arena takes its time"
+                    assert client.wait_ready(WAIT_S), "it has heard of the server"
                     for key, value in VALUES.items():
                         assert client.put(key, value), "it serves when it says so"
                     of_server.wait_for("STATUS=serving 50 values")
@@ -54,6 +55,7 @@ def test_a_life_under_a_service_manager(tmp_path: Path, nothing_is_left: Path) -
                     of_server.wait_for("STOPPING=1")
                 with server("dataserver", of_server, *arguments) as second, Client(address, deadline_s=30.0) as client:
                     of_server.wait_for("READY=1")
+                    assert client.wait_ready(WAIT_S)
                     assert {key: client.get(key) for key in VALUES} == VALUES, "systemctl restart"
                     assert second.end() == 0
             finally:
