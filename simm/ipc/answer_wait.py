@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from ..errors import DeadlineError, PeerError, TransportError
 from ..net.allowance import ALLOWANCE, allowed, at_least
+from ..net.channel import Refused
 from ..wire import messages as M
 from .commit_ring import HEAD
 from .session import WorkerSession
@@ -95,32 +96,40 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
             raise DeadlineError("deadline passed while another thread waited for the worker")
 
 
-def until_answered(session: WorkerSession, ticket: int, gave_up: Callable[[], bool]) -> None:
-    """Wait until a request is answered, for a client of another connection: as long as that has not hung up.
+def until_answered(session: WorkerSession, ticket: int, client: int, gave_up: Callable[[], bool]) -> None:
+    """Wait until a request is answered, for the client of another socket: as long as that has not hung up.
 
-    Raises DeadlineError then, or after an exchange's time: the caller forsakes the request.
+    ``client``: the socket's descriptor, or -1. ``gave_up``: looks at others whose requests wait, every 20 ms. Raises
+    DeadlineError then, or after an exchange's time: the caller forsakes the request.
     """
     wait = AnswerWait(session, ticket)
-    for _ in range(_POLLS):
+    for _ in range(_POLLS if ticket >= 0 else 0):
         if wait.ready():
             return
-    poller = select.poll()
-    while not wait.ready():
+    poller, hung_up = select.poll(), False
+    if client >= 0:
+        poller.register(client, select.POLLRDHUP)
+    while not _answered(session, ticket):
         if (fd := wait.descriptor()) >= 0:
             poller.register(fd, select.POLLIN)
-            poller.poll(_LOOK_S * 1e3)
+            hung_up = any(ready == client for ready, _ in poller.poll(_LOOK_S * 1e3))
             poller.unregister(fd)
         wait.receive()
-        if wait.ready():
+        if _answered(session, ticket):
             return
-        if gave_up():
+        if hung_up or gave_up():
             raise DeadlineError("its client hung up while the worker was late")
         if time.monotonic() >= wait.until:
             raise DeadlineError("deadline passed while waiting for the worker")
 
 
+def _answered(session: WorkerSession, ticket: int) -> bool:
+    """Return whether the answer itself is here, and not only something else to receive; or the session is broken."""
+    return session.has_answer(ticket) if ticket >= 0 else session.channel.received(-1 - ticket)
+
+
 def disown(session: WorkerSession, ticket: int) -> None:
-    """Say that nobody waits for an answer any more. What it brings is not lost."""
+    """Say that nobody waits for an answer any more. What it brings by a ring is not lost."""
     ring = session.ring
     if ring is None or ticket < ring.done:
         session.frames.pop(ticket, None)
@@ -148,10 +157,19 @@ def _carried_out(session: WorkerSession, ticket: int) -> bool:
     return True
 
 
-def collect(session: WorkerSession, in_flight: Sequence[tuple[int, list[int]]], statuses: list[int]) -> None:
-    """Wait for the answers to all commits in flight. A caller that gives them up calls :func:`forsake`."""
-    for ticket, positions in in_flight:
-        answer = take(session, ticket, len(positions))
+def collect(session: WorkerSession, in_flight: list[tuple[int, list[int]]], statuses: list[int]) -> None:
+    """Wait for the answers to all commits in flight, and remove those that were taken.
+
+    A caller that gives the others up calls :func:`forsake`.
+    """
+    while in_flight:
+        ticket, positions = in_flight[0]
+        try:
+            answer = take(session, ticket, len(positions))
+        except Refused:
+            del in_flight[0]  # an answer too
+            raise
+        del in_flight[0]
         if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
             session.channel.fail("the worker answered COMMIT with something else")
         session.pool.add(answer.grants)

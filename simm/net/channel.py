@@ -348,6 +348,10 @@ class Channel:
                 self.late_at = time.monotonic()
             self.late[number] = wanted
 
+    def received(self, number: int) -> bool:
+        """Return whether the reply to a request has been taken in, or the channel is broken."""
+        return bool(self.broken) or number in self._early
+
     def has_input(self, number: int) -> bool:
         """Return whether the reply to request ``number`` has arrived, or anything that has not been read."""
         return bool(

@@ -260,8 +260,10 @@ class Peer:
         A caller that times out closes its connection and tries again elsewhere. The server must not execute the old
         request late, on top of the new one. The check is a system call, so it is made only after a wait.
         """
-        if not self.loop.lagged and self.loop.clock() - since <= LAG_S:
-            return False
+        return (self.loop.lagged or self.loop.clock() - since > LAG_S) and self.hung_up()
+
+    def hung_up(self) -> bool:
+        """Return whether the peer has closed its end. A system call."""
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return bool(poller.poll(0))

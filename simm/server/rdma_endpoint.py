@@ -40,7 +40,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from ..config.tokens import Token
@@ -385,7 +384,7 @@ class Endpoint(Service):
                 positions.append(position)
         leased_grants = list(spent.values())
         lease.fence(leased_grants)
-        if peer.gave_up(self.loop.now):  # once more: a device may take its time
+        if peer.hung_up():  # once more: a device may take its time
             peer.close("the client gave up")
             return
         self._remove(lease, leased_grants)
@@ -394,7 +393,7 @@ class Endpoint(Service):
                 statuses[position] = Status.UNAVAILABLE
             try:
                 ticket = session.submit(M.Commit(entries, self._ahead(lease, session, msg.wants)))
-                self.keeper.wait_answered(session, ticket, partial(peer.gave_up, self.loop.now))
+                self.keeper.wait_answered(session, ticket, peer)
                 collect(session, [(ticket, positions)], statuses)
             except TransportError as exc:
                 log.warning("commit of %d values: %s", len(entries), exc)

@@ -213,8 +213,7 @@ class Stream(Service):
             state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, Group):
             own = partial(self._is_own, state) if state.gate.bound else None
-            statuses_of = partial(self.keeper.statuses, gave_up=partial(peer.gave_up, self.loop.now))
-            peer.send_message(group_for(msg, own, statuses_of), frame.request_id)
+            peer.send_message(group_for(msg, own, partial(self.keeper.statuses, peer=peer)), frame.request_id)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -434,9 +433,8 @@ class Stream(Service):
         Nor does it delete what a previous owner may have: whose that is, nobody here knows.
         """
         state: ConnectionState = peer.context
-        gave_up = partial(peer.gave_up, self.loop.now)
         if not state.gate.bound:
-            return self.keeper.statuses(msg, gave_up)
+            return self.keeper.statuses(msg, peer)
         digests = [item[0] for item in items] if isinstance(msg, M.DeleteSized) else items
         reader = self.keeper.arena()
         if reader is None:
@@ -448,7 +446,7 @@ class Stream(Service):
             if self._is_own(state, digest):
                 mine.append(at)
         kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
-        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), gave_up)):
+        for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer)):
             statuses[at] = status
         return statuses
 

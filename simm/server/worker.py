@@ -70,6 +70,8 @@ NOTES_MAX: Final = 20
 #: Between two looks at the path of the UNIX socket.
 PATH_S: Final = 1.0
 
+#: What must not be carried out for somebody who has hung up.
+_MUTATIONS: Final = frozenset(OPCODES[each] for each in (M.Commit, M.Delete, M.DeleteSized, K.Keep, Group, Traced))
 #: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
 _NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
 
@@ -225,12 +227,12 @@ class Worker(Service):
         peer.context.role = M.Role.SUPERVISOR
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
+        # Whoever hung up while this process was stopped may have put a newer value by another way, which waits too.
+        if peer.hung_up() if frame.opcode in _MUTATIONS else peer.gave_up(self.loop.now):
+            peer.close("the peer hung up while its request waited")
+            return
         if frame.opcode in (M.OP_KICK, M.OP_WAKE):
             self.rings.on_doorbell(peer, frame)
-            return
-        # Whoever hung up while this process was stopped may have put a newer value by another way, which waits too.
-        if peer.gave_up(self.loop.now):
-            peer.close("the peer hung up while the worker was late")
             return
         commit = commit_one_of(frame)
         session = peer.context.session

@@ -20,7 +20,6 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -33,7 +32,7 @@ from ..ipc.arena_lister import Lister
 from ..ipc.session import WorkerSession
 from ..net.allowance import at_most
 from ..net.channel import Refused
-from ..net.peer import PeerLoop
+from ..net.peer import Peer, PeerLoop
 from ..rpc import batches
 from ..wire import messages as M
 from ..wire.group_messages import Group
@@ -55,14 +54,6 @@ HARMLESS: Final = (M.Exists, M.Locate, M.Namespace, M.Grant)
 RETRY_S: Final = (0.05, 1.0)
 #: Numbers of namespaces that a process remembers.
 NUMBERS_MAX: Final = 1024
-
-
-#: Tells whether a client has hung up.
-GaveUp = Callable[[], bool]
-
-
-def _never() -> bool:
-    return False
 
 
 class State(enum.Enum):
@@ -249,11 +240,13 @@ class WorkerSessionKeeper:
 
     # -- exchanges --------------------------------------------------------------------------------
 
-    def exchange(self, msg: Any, gave_up: GaveUp = _never) -> Any:
+    def exchange(self, msg: Any, peer: Peer | None = None) -> Any:
         """Make one exchange. Raises Refused with the worker's status, or with UNAVAILABLE if it is down.
 
-        ``gave_up``: the client of a mutation has hung up.
+        ``peer``: the client of a mutation.
         """
+        if peer is not None and peer.hung_up():
+            raise Refused(Status.UNAVAILABLE, "the client hung up while its request waited")
         session = self.worker()
         if session is None:
             raise Refused(Status.UNAVAILABLE, "the worker is down")
@@ -262,7 +255,7 @@ class WorkerSessionKeeper:
                 if isinstance(msg, HARMLESS):
                     return session.exchange(msg)
                 ticket = session.submit(msg)
-                self.wait_answered(session, ticket, gave_up)
+                self.wait_answered(session, ticket, peer)
                 return session.answer(msg, ticket)
         except Refused:
             raise
@@ -272,13 +265,14 @@ class WorkerSessionKeeper:
                 self.give_up(session, "a mutation was given up")
             raise Refused(Status.UNAVAILABLE, str(exc)) from exc
 
-    def wait_answered(self, session: WorkerSession, ticket: int, gave_up: GaveUp) -> None:
+    def wait_answered(self, session: WorkerSession, ticket: int, peer: Peer | None) -> None:
         """Wait for the answer to a mutation, as long as its client does, and those of STOREs that wait as well.
 
         What a client has given up must not be carried out late: it may have put a newer value by another way. Raises
         DeadlineError then, or after an exchange's time: the caller gives up the session.
         """
-        until_answered(session, ticket, lambda: gave_up() or any(each.gave_up() for each in self.parked))
+        client = -1 if peer is None or peer.closed else peer.sock.fileno()
+        until_answered(session, ticket, client, lambda: any(each.gave_up() for each in self.parked))
 
     def namespace(self, name: str) -> int:
         """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.
@@ -320,13 +314,13 @@ class WorkerSessionKeeper:
             raise
 
     def statuses(
-        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, gave_up: GaveUp = _never
+        self, msg: M.Exists | M.Delete | M.DeleteSized | Keep | Group, peer: Peer | None = None
     ) -> list[int]:  # fmt: skip
         """Return a status for each key or group of the message; UNAVAILABLE for all if the worker is down."""
         items: list[Any] = msg.digests if isinstance(msg, M.Exists | M.Delete | Keep) else msg[0]
         count = len(items)
         try:
-            answer = self.exchange(msg, gave_up)
+            answer = self.exchange(msg, peer)
         except Refused as exc:
             return [exc.status] * count
         if not isinstance(answer, M.Statuses) or len(answer.statuses) != count:

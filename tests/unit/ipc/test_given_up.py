@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import Hasher
-from simm.errors import RemoteProtocolError, TransportError
+from simm.errors import DeadlineError, RemoteProtocolError, TransportError
 from simm.host.buffers import Copier
 from simm.ipc import answer_wait
 from simm.ipc.answer_wait import collect, ending, take
@@ -22,7 +21,6 @@ from simm.ipc.grant_pool import GrantTuple, obtain
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
 from simm.net.allowance import at_most
-from simm.net.peer import LAG_S
 from simm.rpc import encode
 from simm.sdk.writes import Puts
 from simm.server import worker_session
@@ -237,8 +235,6 @@ def test_issue_what_was_given_up_does_not_replace_a_newer_value(
             give_up(first, old)
         assert first.broken
         newer.put()
-        if not ring:
-            time.sleep(2 * LAG_S)  # the worker looks for a hang-up where a request may have waited for longer than that
     newer.check()
     first.close(clean=False)
     wait_until(lambda: first.session not in worker.worker.peers, "the first session has ended")
@@ -289,6 +285,28 @@ def test_an_answer_that_another_thread_has_taken_in_needs_no_lock(worker: Worker
     session.close()
 
 
+def test_issue_an_answer_is_not_taken_twice(worker: WorkerThread) -> None:
+    """A batch that fails after the first of two answers takes what is left, and no KeyError reaches the engine."""
+    session = worker.session()
+    grants = [filled(session, OLD) for _ in range(2)]
+    statuses = [int(Status.UNAVAILABLE)] * 2
+    in_flight = [(session.submit(commit(KEY, grants[0], OLD)), [0])]
+    session.exchange(M.Locate(0, [KEY]))  # as another thread that takes in the first answer
+    with worker.frozen():
+        in_flight.append((session.submit(commit(OTHER, grants[1], OLD)), [1]))
+        end = held(session)
+        try:
+            with at_most(SHORT_S), pytest.raises(DeadlineError):
+                collect(session, in_flight, statuses)
+        finally:
+            end()
+        assert statuses == [Status.OK, Status.UNAVAILABLE]
+    with ending(session, in_flight, None, statuses):
+        pass
+    assert statuses == [Status.OK, Status.OK] and not session.broken
+    session.close()
+
+
 def test_posting_into_an_abandoned_ring_does_no_harm() -> None:
     """A thread may be in the middle of it: all that lay there is void, whatever it makes of the tail."""
     ring, fd = Ring.create()
@@ -311,6 +329,27 @@ def test_posting_into_an_abandoned_ring_does_no_harm() -> None:
 
 
 # -- by others for a client ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("msg", [M.Delete([KEY]), M.DeleteSized([(KEY, 10)])])
+def test_issue_a_stream_does_not_begin_what_its_client_has_given_up(worker: WorkerThread, msg: Any) -> None:
+    """It lay in the stream's socket, behind the request of another client that waited for the worker."""
+    with StreamThread(worker.path) as stream:
+        before, first, newer = stream.channel(), stream.channel(), Newer(worker)
+        wait_until(lambda: before.call(msg).statuses == [Status.NOT_FOUND], "a session with the worker")
+        session = stream.stream.keeper.session
+        assert session is not None
+        sent = session.channel._last_id
+        with worker.frozen():
+            number = before.submit(M.Delete([digest_of("else")]))
+            wait_until(lambda: session.channel._last_id > sent, "it has asked the worker")
+            first.submit(msg)
+            first.close()
+            newer.ring()
+            newer.put()
+        newer.check()
+        assert before.result(before.wait(number)).statuses == [Status.NOT_FOUND] and not session.broken
+        newer.session.close()
 
 
 @pytest.mark.parametrize("msg", [M.Delete([KEY]), M.DeleteSized([(KEY, 10)])])
@@ -365,10 +404,14 @@ def test_issue_an_endpoint_gives_up_what_its_client_has_given_up(
 def test_control_the_wait_for_a_client_looks_at_it(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without that look the stream goes on waiting."""
     until_answered = answer_wait.until_answered
-    asked: list[bool] = []
+    looks: list[bool] = []
 
-    def deaf(session: WorkerSession, ticket: int, gave_up: Callable[[], bool]) -> None:
-        until_answered(session, ticket, lambda: bool(asked.append(gave_up())))
+    def deaf(session: WorkerSession, ticket: int, client: int, gave_up: Callable[[], bool]) -> None:
+        def look() -> bool:
+            looks.append(client >= 0)
+            return gave_up()
+
+        until_answered(session, ticket, -1, look)
 
     monkeypatch.setattr(worker_session, "until_answered", deaf)
     monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
@@ -376,8 +419,11 @@ def test_control_the_wait_for_a_client_looks_at_it(worker: WorkerThread, monkeyp
         first = stream.channel()
         wait_until(lambda: first.call(M.Delete([KEY])).statuses == [Status.NOT_FOUND], "a session with the worker")
         session = stream.stream.keeper.session
+        looks.clear()
         with worker.frozen():
             first.submit(M.Delete([KEY]))
+            wait_until(lambda: looks != [], "it waits for the worker")
             first.close()
-            wait_until(lambda: True in asked, "its client has gone")
-            assert session is not None and not session.broken
+            seen = len(looks)
+            wait_until(lambda: len(looks) > seen + 5, "it has had the time to see it")
+            assert all(looks) and session is not None and not session.broken
