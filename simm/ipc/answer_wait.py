@@ -106,13 +106,14 @@ def until_answered(session: WorkerSession, ticket: int, client: int, gave_up: Ca
     for _ in range(_POLLS if ticket >= 0 else 0):
         if wait.ready():
             return
-    poller, hung_up = select.poll(), False
+    poller = select.poll()
     if client >= 0:
         poller.register(client, select.POLLRDHUP)
     while not _answered(session, ticket):
         if (fd := wait.descriptor()) >= 0:
             poller.register(fd, select.POLLIN)
-            hung_up = any(ready == client for ready, _ in poller.poll(_LOOK_S * 1e3))
+        hung_up = any(ready == client for ready, _ in poller.poll(_LOOK_S * 1e3))
+        if fd >= 0:
             poller.unregister(fd)
         wait.receive()
         if _answered(session, ticket):
