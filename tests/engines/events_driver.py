@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ class SGLang:
         return {"tokens": answer["output_ids"], "cached": answer["meta_info"]["cached_tokens"]}
 
     def forget(self) -> bool:
-        return bool(self.engine.flush_cache().success)
+        import whole_driver
+
+        return whole_driver.flush(self.engine, time.monotonic() + whole_driver.STORED_S)
 
     def shutdown(self) -> None:
         self.engine.shutdown()

@@ -79,10 +79,13 @@ def generate(engine: Any) -> list[dict[str, Any]]:
     return made
 
 
-def flush(engine: Any, until: float) -> None:
-    """Empty the engine's own caches. It refuses that while something is on its way to the storage."""
-    while not engine.flush_cache().success and time.monotonic() < until:
+def flush(engine: Any, until: float) -> bool:
+    """Empty the engine's own caches, which it refuses while something is on its way. Return whether it did."""
+    while not engine.flush_cache().success:
+        if time.monotonic() >= until:
+            return False
         time.sleep(0.05)
+    return True
 
 
 def main() -> int:
