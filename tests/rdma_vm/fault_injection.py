@@ -14,7 +14,11 @@ _endpoints: list[Any] = []
 
 
 def by_signal() -> None:
-    """An endpoint kills its ends of all leases' queue pairs at SIGUSR1, and deregisters the arena's data at SIGUSR2."""
+    """An endpoint kills its ends of all leases' queue pairs at SIGUSR1, and deregisters the arena's data at SIGUSR2.
+
+    It deregisters between two turns of its loop, in the middle of its clients' transfers. Within a turn it could be in
+    the middle of binding a window to what is gone, and pyverbs follows a null pointer then, which no device makes.
+    """
     import simm.server.rdma_endpoint
     import simm.server.rdma_supervisor
 
@@ -24,10 +28,11 @@ def by_signal() -> None:
     def note(self: Any, *arguments: Any, **named: Any) -> None:
         _endpoints.append(self)
         made(self, *arguments, **named)
+        self.loop.call_every(0.005, _revoke_if_asked)
 
     def run_with_signals(*arguments: Any, **named: Any) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: _kill_queue_pairs())
-        signal.signal(signal.SIGUSR2, lambda *_: _revoke())
+        signal.signal(signal.SIGUSR2, lambda *_: _asked.append(True))
         run(*arguments, **named)
 
     simm.server.rdma_endpoint.Endpoint.__init__ = note  # type: ignore[method-assign]
@@ -49,7 +54,14 @@ def _kill_queue_pairs() -> None:
                         kill_queue_pair(qp)
 
 
-def _revoke() -> None:
+#: The data is to be deregistered.
+_asked: list[bool] = []
+
+
+def _revoke_if_asked() -> None:
+    if not _asked:
+        return
+    _asked.clear()
     for endpoint in _endpoints:
         for regions in endpoint.devices.registration._data:
             for region in regions:
