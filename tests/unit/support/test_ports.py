@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,16 @@ def test_a_port_is_its_processs_until_that_ends() -> None:
     assert not ports._is_anothers(theirs.pop())
 
 
+@pytest.fixture
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other process has a port: pytest's other ones may have taken all of their blocks by now."""
+    locks = os.open(tmp_path / "locks", os.O_RDWR | os.O_CREAT)
+    monkeypatch.setattr(ports, "_locks", locks)
+    yield
+    os.close(locks)
+
+
+@pytest.mark.usefixtures("_alone")
 def test_no_two_reservations_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[int] = set()
     for worker in range(ports.BLOCKS):
