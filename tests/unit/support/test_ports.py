@@ -14,9 +14,23 @@ from tests.support import ports
 from tests.support.child import Child
 
 
-def test_a_port_is_its_processs_until_that_ends() -> None:
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No process has a port yet: pytest's may have taken all of their blocks by now. The file of the locks."""
+    path = tmp_path / "locks"
+    locks = os.open(path, os.O_RDWR | os.O_CREAT)
+    monkeypatch.setattr(ports, "_locks", locks)
+    yield path
+    os.close(locks)
+
+
+def test_a_port_is_its_processs_until_that_ends(alone: Path) -> None:
     """Nothing listens at any of them."""
-    code = "from tests.support.ports import *\nprint(*(reserve_port() for _ in range(20)), flush=True)\ninput()"
+    code = (
+        "import os\nfrom tests.support import ports\n"
+        f"ports._locks = os.open({str(alone)!r}, os.O_RDWR)\n"
+        "print(*(ports.reserve_port() for _ in range(20)), flush=True)\ninput()"
+    )
     with Child([sys.executable, "-c", code], talks=True) as other:
         theirs = set(map(int, other.read_line().split()))
         assert len(theirs) == 20 and all(map(ports._is_anothers, theirs))
@@ -26,16 +40,7 @@ def test_a_port_is_its_processs_until_that_ends() -> None:
     assert not ports._is_anothers(theirs.pop())
 
 
-@pytest.fixture
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No other process has a port: pytest's other ones may have taken all of their blocks by now."""
-    locks = os.open(tmp_path / "locks", os.O_RDWR | os.O_CREAT)
-    monkeypatch.setattr(ports, "_locks", locks)
-    yield
-    os.close(locks)
-
-
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("alone")
 def test_no_two_reservations_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[int] = set()
     for worker in range(ports.BLOCKS):
