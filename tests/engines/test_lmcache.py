@@ -128,7 +128,7 @@ def of(run: DriverRun, two_servers: Cluster) -> Any:
     def find(steps: list[Step], wanted: Step) -> Step:
         before = {id(WRITER): 0, id(READER): len(WRITER), id(AGAIN): len(WRITER) + len(READER)}[id(steps)]
         result: Step = run.report["steps"][before + steps.index(wanted)]
-        assert "error" not in result, (result["error"], run.stderr[-2000:], two_servers.logs())
+        assert "error" not in result, f"{result}\n{run.stderr[-2000:]}\n{two_servers.logs()}"
         return result
 
     return find

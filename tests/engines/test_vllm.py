@@ -61,7 +61,7 @@ def run(vllm: Engine, cluster: Cluster, say: Any) -> DriverRun:
     ran = vllm.run(cluster.address, SEED, [*STEPS, stopped], driver="vllm_driver.py", as_expected=False)
     say(f"engines: vLLM {ran.report['vllm']} with simm.connectors.vllm")
     for result in ran.report["steps"]:
-        assert "error" not in result, (result["error"], ran.stderr[-2000:], cluster.logs())
+        assert "error" not in result, f"{result}\n{ran.stderr[-2000:]}\n{cluster.logs()}"
     return ran
 
 
