@@ -280,6 +280,8 @@ FRAMING_VERSION: Final = 1
 #  20    4 body_bytes   <= FRAME_BYTES_MAX
 HEADER: Final = struct.Struct("<IHHHHQI")
 HEADER_BYTES: Final = HEADER.size
+#: Where the status begins. It is 0 in a request, but for one in a ring that its client has withdrawn.
+STATUS_AT: Final = 10
 assert HEADER_BYTES == 24
 _pack_header = HEADER.pack
 _unpack_header = HEADER.unpack_from

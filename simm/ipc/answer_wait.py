@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 from ..errors import DeadlineError, PeerError, TransportError
@@ -96,11 +96,15 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
             raise DeadlineError("deadline passed while another thread waited for the worker")
 
 
-def until_answered(session: WorkerSession, ticket: int, client: int, gave_up: Callable[[], bool]) -> None:
+class HungUp(DeadlineError):
+    """The client of another socket has hung up while its request waited."""
+
+
+def until_answered(session: WorkerSession, ticket: int, client: int, meanwhile: Callable[[], object]) -> None:
     """Wait until a request is answered, for the client of another socket: as long as that has not hung up.
 
-    ``client``: the socket's descriptor, or -1. ``gave_up``: looks at others whose requests wait, every 20 ms. Raises
-    DeadlineError then, or after an exchange's time: the caller forsakes the request.
+    ``client``: the socket's descriptor, or -1. ``meanwhile``: is called every 20 ms. Raises HungUp, and DeadlineError
+    after an exchange's time: the caller withdraws the request, or forsakes it.
     """
     wait = AnswerWait(session, ticket)
     for _ in range(_POLLS if ticket >= 0 else 0):
@@ -118,8 +122,9 @@ def until_answered(session: WorkerSession, ticket: int, client: int, gave_up: Ca
         wait.receive()
         if _answered(session, ticket):
             return
-        if hung_up or gave_up():
-            raise DeadlineError("its client hung up while the worker was late")
+        if hung_up:
+            raise HungUp("its client hung up while the worker was late")
+        meanwhile()
         if time.monotonic() >= wait.until:
             raise DeadlineError("deadline passed while waiting for the worker")
 
@@ -149,6 +154,35 @@ def forsake(session: WorkerSession, tickets: Iterable[int]) -> None:
         session.give_up("a request was given up")
 
 
+def withdraw(session: WorkerSession, tickets: Iterable[int], since: float) -> bool:
+    """Give up mutations as :func:`forsake` does, but let the session live: others use it, too.
+
+    ``since``: when the wait for the first one began, monotonic seconds. Return False if one cannot be withdrawn: the
+    caller ends the session.
+    """
+    ring, page = session.ring, session.withdrawals
+    for ticket in tickets:
+        if _carried_out(session, ticket):
+            continue
+        if session.broken:
+            return False
+        if ring is not None and ticket >= 0:
+            ring.withdraw(ticket)
+            disown(session, ticket)
+        elif page is None or not page.add(-1 - ticket):
+            return False
+        else:
+            session.channel.expect(-1 - ticket, False)
+            session.channel.late_at = min(session.channel.late_at, since)
+    return True
+
+
+def look_for_late(session: WorkerSession) -> None:
+    """Take the late answers that have come by socket. Does not wait. The session is broken if the worker is gone."""
+    with suppress(TransportError), session.lock:
+        session.channel.poll_pushes()
+
+
 def _carried_out(session: WorkerSession, ticket: int) -> bool:
     """Return whether the worker has answered; False where that cannot be known."""
     ring = session.ring
@@ -171,11 +205,16 @@ def collect(session: WorkerSession, in_flight: list[tuple[int, list[int]]], stat
             del in_flight[0]  # an answer too
             raise
         del in_flight[0]
-        if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
-            session.channel.fail("the worker answered COMMIT with something else")
-        session.pool.add(answer.grants)
-        for position, status in zip(positions, answer.statuses):
-            statuses[position] = status
+        committed(session, answer, positions, statuses)
+
+
+def committed(session: WorkerSession, answer: Any, positions: Sequence[int], statuses: list[int]) -> None:
+    """Take the answer to a COMMIT: grants into the pool, and a status for each position."""
+    if not isinstance(answer, M.Committed) or len(answer.statuses) != len(positions):
+        session.channel.fail("the worker answered COMMIT with something else")
+    session.pool.add(answer.grants)
+    for position, status in zip(positions, answer.statuses):
+        statuses[position] = status
 
 
 @contextmanager

@@ -37,6 +37,13 @@ before it tells its caller: it moves the tail to ABANDONED, behind all numbers. 
 request, and closes the session then. As it carries out one request at a time, what it has begun ends before the newer
 one begins. The closed socket says the same, but may be looked at after the newer value has come by another ring.
 
+**One request that was given up.** A stream or an endpoint has one session for all its clients, which must not end for
+one of them. It *withdraws* the request: it sets the status in the header, which is 0 in any other request. The worker
+answers without carrying it out, and gives the grants of a COMMIT back. A session that sends by its socket cannot change
+what it has sent. So it shares a page with the worker, :class:`Withdrawals`, that has the ids of such requests until
+they are answered. The worker looks there before each mutation of that session. In both cases the worker may just have
+begun the request: then it ends before anything that comes later.
+
 **Trust.** The client can write anything at any time, also while the worker reads. The worker checks the tail against
 the slots, and reads each byte of a frame once before it looks at any. It demands the seals that keep the memfd from
 being shrunk, which would be a SIGBUS.
@@ -50,15 +57,16 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import ClassVar, Final, TypeVar
 
 from ..constants import COUNT_WORDS, PAGE_BYTES
 from ..errors import RemoteProtocolError, TransportError
 from ..host.pages import keep_from_forks
-from ..rpc import HEADER_BYTES, Frame, parse_header
+from ..rpc import HEADER_BYTES, STATUS_AT, Frame, parse_header
 from ..wire import messages as M
 from ..wire.group_messages import Group
 from ..wire.keep_messages import Keep
+from ..wire.messages import Status
 from ..wire.one_key import (
     CommitOne,
     CommittedOne,
@@ -106,15 +114,117 @@ ANSWERS: Final[dict[type, tuple[type | None, str, str]]] = {
 }
 
 
-class Ring:
-    """One end's mapping of a ring."""
+#: A ring, or a page of withdrawals.
+Made = TypeVar("Made", bound="_Shared")
 
-    __slots__ = ("_bytes", "_map", "done", "words")
+
+class _Shared:
+    """One end's mapping of a sealed memfd of ``BYTES`` bytes, that the client makes and the worker maps."""
+
+    __slots__ = ("_bytes", "_map", "words")
+
+    BYTES: ClassVar[int]
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, RING_BYTES)
+        self._map = mmap.mmap(fd, self.BYTES)
         self._bytes = memoryview(self._map)
+        #: The first page.
         self.words = self._bytes[:PAGE_BYTES].cast("Q")
+
+    @classmethod
+    def create(cls: type[Made]) -> tuple[Made, int]:
+        """Make one, and return it with the descriptor to pass on; the client closes that afterwards."""
+        fd = os.memfd_create("simm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, cls.BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            made = cls(fd)
+            number = keep_from_forks(made._map)
+            if number:
+                raise OSError(number, os.strerror(number))
+        except BaseException:
+            os.close(fd)
+            raise
+        return made, fd
+
+    @classmethod
+    def offer(cls: type[Made], pass_on: Callable[[int], object]) -> Made:
+        """Make one, and let ``pass_on`` give its descriptor to the worker. Raises OSError, and what that raises."""
+        made, fd = cls.create()
+        try:
+            pass_on(fd)
+        except BaseException:
+            made.close()
+            raise
+        finally:
+            os.close(fd)
+        return made
+
+    @classmethod
+    def attach(cls: type[Made], fd: int) -> Made:
+        """Map a client's. Raises RemoteProtocolError if it is not sealed, or of another size, or read-only."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise RemoteProtocolError(f"the ring is no memfd: {exc}") from exc
+        if seals & _SEALS != _SEALS:
+            raise RemoteProtocolError("the ring is not sealed against shrinking")
+        if os.fstat(fd).st_size != cls.BYTES:
+            raise RemoteProtocolError(f"the ring has {os.fstat(fd).st_size} bytes, not {cls.BYTES}")
+        try:
+            return cls(fd)
+        except PermissionError as exc:
+            raise RemoteProtocolError(f"the ring cannot be written: {exc.strerror}") from exc
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        with contextlib.suppress(BufferError, ValueError):
+            self.words.release()
+            self._bytes.release()
+            self._map.close()
+
+
+class Withdrawals(_Shared):
+    """The ids of requests that were sent by socket and withdrawn: their number in word 0, 0 or an id in the others.
+
+    The client writes, the worker reads. Only what is of this session can be named here, so the worker believes it.
+    """
+
+    __slots__ = ()
+
+    BYTES = PAGE_BYTES
+
+    def add(self, number: int) -> bool:
+        """Withdraw a request, if the worker has not begun it. Return False if there is no room. O(words)."""
+        words = self.words
+        if words[0] >= len(words) - 1:
+            return False
+        words[words.tolist().index(0, 1)] = number
+        words[0] += 1  # last: the worker looks no further while this is 0
+        return True
+
+    def remove(self, number: int) -> None:
+        """Free the place of a request that has been answered; do nothing if it was not withdrawn."""
+        words = self.words
+        if words[0] and number in (ids := words.tolist()[1:]):
+            words[1 + ids.index(number)] = 0
+            words[0] -= 1
+
+    def has(self, number: int) -> bool:
+        """Return whether a request has been withdrawn."""
+        words = self.words
+        return bool(words[0]) and number in words.tolist()[1:]
+
+
+class Ring(_Shared):
+    """One end's mapping of a ring."""
+
+    __slots__ = ("done",)
+
+    BYTES = RING_BYTES
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
         #: Worker: requests handled. Client: answers read.
         self.done = 0
 
@@ -123,50 +233,10 @@ class Ring:
         """Return the words in which the client counts."""
         return self.words[COUNTS : COUNTS + COUNT_WORDS]
 
-    @classmethod
-    def create(cls) -> tuple[Ring, int]:
-        """Make a ring, and return it with the descriptor to pass on; the client closes that afterwards."""
-        fd = os.memfd_create("simm-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, RING_BYTES)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            ring = cls(fd)
-            number = keep_from_forks(ring._map)
-            if number:
-                raise OSError(number, os.strerror(number))
-        except BaseException:
-            os.close(fd)
-            raise
-        return ring, fd
-
-    @classmethod
-    def offer(cls, pass_on: Callable[[int], object]) -> Ring:
-        """Make a ring, and let ``pass_on`` give its descriptor to the worker. Raises OSError, and what that raises."""
-        ring, fd = cls.create()
-        try:
-            pass_on(fd)
-        except BaseException:
-            ring.close()
-            raise
-        finally:
-            os.close(fd)
-        return ring
-
-    @classmethod
-    def attach(cls, fd: int) -> Ring:
-        """Map a client's ring. Raises RemoteProtocolError if it is not sealed, or of another size, or read-only."""
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as exc:
-            raise RemoteProtocolError(f"the ring is no memfd: {exc}") from exc
-        if seals & _SEALS != _SEALS:
-            raise RemoteProtocolError("the ring is not sealed against shrinking")
-        if os.fstat(fd).st_size != RING_BYTES:
-            raise RemoteProtocolError(f"the ring has {os.fstat(fd).st_size} bytes, not {RING_BYTES}")
-        try:
-            return cls(fd)
-        except PermissionError as exc:
-            raise RemoteProtocolError(f"the ring cannot be written: {exc.strerror}") from exc
+    @property
+    def is_full(self) -> bool:
+        """Return whether the client must take an answer before it posts."""
+        return bool(self.words[TAIL] - self.done >= SLOTS)
 
     # -- client -----------------------------------------------------------------------------
 
@@ -193,6 +263,10 @@ class Ring:
         self.words[TAIL] = ABANDONED
         for at in range(_REQUESTS, _REPLIES, SLOT_BYTES):
             self._bytes[at : at + HEADER_BYTES] = _VOID
+
+    def withdraw(self, number: int) -> None:
+        """Let the worker answer a posted request without carrying it out, if it has not begun."""
+        self._bytes[_REQUESTS + number % SLOTS * SLOT_BYTES + STATUS_AT] = Status.UNAVAILABLE  # a byte: never torn
 
     def announce(self, nbytes: int) -> None:
         """Let a polling worker go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
@@ -263,10 +337,3 @@ class Ring:
             raise RemoteProtocolError(f"a frame of {size} bytes does not fit a ring slot")
         start = at + HEADER_BYTES
         return Frame(opcode, flags, status, request_id, bytes(self._bytes[start : start + size]))
-
-    def close(self) -> None:
-        """Unmap the ring. Idempotent."""
-        with contextlib.suppress(BufferError, ValueError):
-            self.words.release()
-            self._bytes.release()
-            self._map.close()

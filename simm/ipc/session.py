@@ -40,7 +40,7 @@ from ..wire.hello import client_hello
 from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
 from . import grant_pool, pins
 from .arena_files import passed_data
-from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Ring
+from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Made, Ring, Withdrawals
 from .grant_pool import GrantPool, GrantTuple
 from .pins import RetiredSession
 
@@ -84,6 +84,8 @@ class WorkerSession:
         self.pool: GrantPool[GrantTuple] = GrantPool()
         self.unpins: deque[int] = deque()
         self.ring: Ring | None = None
+        #: Without a ring, where requests that were sent can be withdrawn; None where they cannot.
+        self.withdrawals: Withdrawals | None = None
         #: Answers by ring that were taken in and not yet waited for, by ticket. Only its waiter takes one out.
         self.frames: dict[int, Frame] = {}
         #: Tickets of answers that nobody waits for any more.
@@ -132,13 +134,17 @@ class WorkerSession:
         return self.channel.broken
 
     def _attach_ring(self) -> None:
+        self.ring = ring = self._offer(Ring)
+        if ring is not None:
+            self.counts = ring.counts
+            self.reader.count_in(self.counts)
+
+    def _offer(self, kind: type[Made]) -> Made | None:
         try:
-            self.ring = ring = Ring.offer(lambda fd: self.channel.call(M.RingAttach(RING_BYTES), fds=(fd,)))
+            return kind.offer(lambda fd: self.channel.call(M.RingAttach(kind.BYTES), fds=(fd,)))
         except OSError as exc:  # no descriptor or memory left: the socket does the same, more slowly
-            log.warning("no commit ring: %s", exc)
-            return
-        self.counts = ring.counts
-        self.reader.count_in(self.counts)
+            log.warning("no memory that is shared with %s: %s", self.path, exc)
+            return None
 
     def _on_push(self, msg: Any) -> None:
         if isinstance(msg, M.Recall):
@@ -150,25 +156,19 @@ class WorkerSession:
         """Let later answers be late: a deadline that passes then ends the wait, and not the session. Not with a ring.
 
         What they bring is not lost. The worker carries out what it is late with, so a caller that gives up a mutation
-        must end the session (:meth:`give_up`).
+        must withdraw it, or end the session (:meth:`give_up`). Raises TransportError.
         """
         self.channel.on_late = weakly(self._on_late)
+        self.withdrawals = self._offer(Withdrawals)
 
     def _on_late(self, frame: Frame) -> None:
+        if self.withdrawals is not None:
+            self.withdrawals.remove(frame.request_id)
         answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
         if isinstance(answer, M.Granted | M.Committed):
             self.pool.add(answer.grants)
         elif isinstance(answer, M.Located):
             self.unpins.extend(entry[5] for entry in answer.entries if entry[5])
-
-    def expect(self, ticket: int, wanted: bool = True) -> None:
-        """Say whether somebody comes back for an answer that is late."""
-        self.channel.expect(-1 - ticket, wanted)
-
-    def look_for_late(self) -> None:
-        """Take the late answers that have come. Does not wait. The session is broken if the worker is gone."""
-        with contextlib.suppress(TransportError), self.lock:
-            self.channel.poll_pushes()
 
     def give_up(self, why: str) -> None:
         """Break the session, whose owner closes it then. The worker carries out nothing more of what it has of it.

@@ -42,10 +42,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ..arena.sessions import check_wants
 from ..config.tokens import Token
-from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import RemoteProtocolError, SimmError, TransportError
-from ..ipc.answer_wait import collect
+from ..ipc.answer_wait import HungUp, committed
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
 from ..ipc.session import WorkerSession
 from ..ipc.tally import Served
@@ -57,7 +57,7 @@ from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
 from ..rdma.api import Absence, Fabric, FabricError, QueuePairAddress
-from ..rpc import Frame, batches, decode
+from ..rpc import Frame, decode
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire import rdma_messages as R
@@ -79,6 +79,9 @@ LEASE_SHARE: Final = 4
 LEASE_BYTES_MAX: Final = 128 << 20
 #: A lease that is idle for this long is asked for its grants; without any client request the pool is returned.
 IDLE_S: Final = 5.0
+#: What clients still hold of a session that has ended is taken back after this, seconds. The worker frees nothing of it
+#: before.
+FORMER_S: Final = 2.0
 #: Grants in one answer: with a key for each of a lease's queue pairs they fill a quarter of a frame.
 ANSWER_GRANTS_MAX: Final = 1024
 MTUS: Final = frozenset((256, 512, 1024, 2048, 4096))
@@ -116,6 +119,9 @@ class Endpoint(Service):
         #: When a client last sent a frame, and whether the session's idle grants were returned since.
         self._last_seen = 0.0
         self._returned = True
+        #: The session that was seen last, and when grants of those before it are taken back; 0 when that is done.
+        self._session: WorkerSession | None = None
+        self._former_at = 0.0
         loop.call_later(0.0, self._maintain)
         loop.call_every(MAINTAIN_S, self._maintain)
 
@@ -311,7 +317,7 @@ class Endpoint(Service):
                     lease.hold(session, grants)
                 except NoWindows as exc:
                     log.warning("%s", exc)
-                    self._return_grants(session, [number for number, _, _ in grants])
+                    self.keeper.return_grants(session, grants)
                     return False
                 finally:
                     self.granted_bytes += lease.granted_bytes - before
@@ -351,7 +357,7 @@ class Endpoint(Service):
 
     def _grant(self, peer: Peer, lease: RdmaLease, request_id: int, msg: M.Grant) -> None:
         self._opened(lease, msg)
-        _check_wants(msg.wants)
+        check_wants(msg.wants)
         enough = self._obtain(lease, msg.wants)
         if not enough and not lease.prepared and self.keeper.worker() is None:
             peer.send_error(request_id, Status.UNAVAILABLE, "the worker is down")
@@ -360,13 +366,17 @@ class Endpoint(Service):
 
     def _commit(self, peer: Peer, lease: RdmaLease, request_id: int, msg: M.Commit) -> None:
         self._opened(lease, msg)
-        _check_wants(msg.wants)
+        check_wants(msg.wants)
         if any(entry[5] for entry in msg.entries):
             raise RemoteProtocolError("COMMIT with an option, which only movers have")
         if peer.gave_up(self.loop.now):  # the client may have put newer values elsewhere since
             peer.close("the client gave up")
             return
-        session = self.keeper.worker()
+        try:
+            session = self.keeper.worker_for(peer)
+        except HungUp as exc:
+            peer.close(str(exc))
+            return
         with contextlib.suppress(Refused):  # without a worker, which the commit finds
             lease.options = self.keeper.options_of(lease.namespace, bound=False)
         options = lease.options
@@ -391,13 +401,11 @@ class Endpoint(Service):
         if entries and session is not None:
             for position in positions:
                 statuses[position] = Status.UNAVAILABLE
+            asked = M.Commit(entries, self._ahead(lease, session, msg.wants))
             try:
-                ticket = session.submit(M.Commit(entries, self._ahead(lease, session, msg.wants)))
-                self.keeper.wait_answered(session, ticket, peer)
-                collect(session, [(ticket, positions)], statuses)
+                committed(session, self.keeper.mutate(session, asked, peer), positions, statuses)
             except TransportError as exc:
                 log.warning("commit of %d values: %s", len(entries), exc)
-                self.keeper.give_up(session, "a commit was given up")  # before its client hears of it
         good = statuses.count(0)
         self.counts["commits"] += good
         self.counts["stale_commits"] += statuses.count(Status.STALE_GRANT)
@@ -448,17 +456,9 @@ class Endpoint(Service):
         """Return grants that no client can write into to the worker. Those of ended sessions are only uncounted."""
         session = self.keeper.session
         if session is not None and not session.broken:
-            self._return_grants(session, [leased.number for leased in leased_grants if leased.session is session])
+            self.keeper.return_grants(session, [each.grant for each in leased_grants if each.session is session])
         for leased in leased_grants:
             leased.session.end_copy()
-
-    @staticmethod
-    def _return_grants(session: WorkerSession, numbers: list[int]) -> None:
-        try:
-            for part in batches(numbers):
-                session.exchange(M.ReturnGrants(part))
-        except TransportError as exc:
-            log.warning("grants not returned: %s", exc)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
@@ -480,12 +480,36 @@ class Endpoint(Service):
         session = self.keeper.session
         if session is None or session.broken:
             return
+        self._take_back(session)
         if recalled:
             self._recall(recalled)
         if not self._returned and now - self._last_seen > IDLE_S:
             self._returned = True
             with contextlib.suppress(TransportError):
                 return_all(session)
+
+    def _take_back(self, session: WorkerSession) -> None:
+        """Ask clients for their grants when there is another session, and take those of former ones back later.
+
+        The former sessions are released when nobody holds anything of them.
+        """
+        if self._session is not session:
+            self._session, self._former_at = session, self.loop.now + FORMER_S
+            for peer in list(self.leases):
+                if peer.context.granted_bytes:
+                    self._ask_for_grants(peer, peer.context, peer.context.granted_bytes)
+        elif self._former_at and self.loop.now >= self._former_at:
+            self._former_at = 0.0
+            for peer in list(self.leases):
+                lease: RdmaLease = peer.context
+                former = [leased for leased in lease.leased_grants() if leased.session is not session]
+                if former and lease.windows is None:
+                    peer.close("it holds grants of a session that has ended")  # only that keeps it from writing there
+                elif former:
+                    try:
+                        self._revoke(lease, former)
+                    except FabricError as exc:
+                        self._broken(peer, str(exc))
 
     def _recall(self, wanted: int, asking: RdmaLease | None = None) -> None:
         """Ask leases for about this many bytes of grants, the greatest holders first."""
@@ -542,15 +566,6 @@ class Endpoint(Service):
         """Return all grants and close the devices. The loop, and with it all leases, has been closed."""
         self.keeper.close()
         self.devices.close()
-
-
-def _check_wants(wants: list[tuple[int, int]]) -> None:
-    """Bound a request's work. Raises RemoteProtocolError."""
-    if sum(count for _, count in wants) > BATCH_KEYS_MAX:
-        raise RemoteProtocolError(f"more than {BATCH_KEYS_MAX} grants in one request")
-    for size, _ in wants:
-        if not 0 < size <= VALUE_BYTES_MAX:
-            raise RemoteProtocolError(f"a grant for a value of {size} bytes")
 
 
 def run_endpoint(

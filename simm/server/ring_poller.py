@@ -26,7 +26,7 @@ from ..arena.sessions import Session
 from ..errors import CorruptionError, RemoteProtocolError
 from ..host.numa import avoid_cpu
 from ..host.threads import CLOSER
-from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, RING_BYTES, SLEEPING, SLOTS, TAIL, Ring
+from ..ipc.commit_ring import ANNOUNCED, ANNOUNCED_MAX_NS, BRIEF, SLEEPING, SLOTS, TAIL, Ring, Withdrawals
 from ..net.loop import Loop
 from ..net.peer import Peer
 from ..rpc import Frame, decode
@@ -55,6 +55,7 @@ class RingClient(Protocol):
 
     session: Session | None
     ring: Ring | None
+    withdrawals: Withdrawals | None
     #: When the ring brought a request last, by the loop's clock.
     ring_used: float
 
@@ -165,17 +166,23 @@ class RingPoller:
         self._sockets_until = time.monotonic() + self.poll_s
 
     def attach(self, peer: Peer, connection: RingClient, nbytes: int) -> None:
-        """Map the ring of a session, whose descriptor came with the message. Raises RemoteProtocolError."""
-        if connection.session is None or connection.ring is not None or nbytes != RING_BYTES or len(peer.fds) != 1:
+        """Map the ring of a session, or its page of withdrawals: the descriptor came with the message.
+
+        Raises RemoteProtocolError.
+        """
+        has_one = connection.ring is not None or connection.withdrawals is not None
+        if connection.session is None or has_one or nbytes not in (Ring.BYTES, Withdrawals.BYTES) or len(peer.fds) != 1:
             raise RemoteProtocolError("RING_ATTACH needs a session without a ring, the right size and one descriptor")
         fd = peer.fds.pop()
         try:
-            ring = Ring.attach(fd)
+            if nbytes == Withdrawals.BYTES:
+                connection.withdrawals = Withdrawals.attach(fd)
+            else:
+                connection.ring = ring = Ring.attach(fd)
+                ring.words[SLEEPING] = 1
         finally:
             CLOSER.close([fd])
         peer.take_fds = False
-        connection.ring = ring
-        ring.words[SLEEPING] = 1
 
     def detach(self, ring: Ring) -> None:
         """Unmap a ring: its connection is closed."""

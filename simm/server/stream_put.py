@@ -121,9 +121,17 @@ class Receiving:
             self.peer.pause(True)
         self.keeper.park(self, self.peer.loop)
 
-    def gave_up(self) -> bool:
+    def look(self) -> None:
         """See ``worker_session.Parked``."""
-        return bool(self.in_flight) and (self.peer.closed or self.peer.gave_up(self.since))
+        if self.in_flight and (self.peer.closed or self.peer.gave_up(self.since)):
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Let the worker store nothing of what it has not answered."""
+        tickets = [ticket for ticket, _ in self.in_flight]
+        self.in_flight.clear()
+        if tickets and self.session is not None:
+            self.keeper.withdraw(self.session, tickets, time.monotonic())
 
     def resume(self) -> None:
         """See ``worker_session.Parked``."""
@@ -301,7 +309,7 @@ class Receiving:
                 collect(session, in_flight[:1], self.statuses)
             except TransportError as exc:
                 if isinstance(exc, DeadlineError) and not session.broken:
-                    session.expect(ticket)
+                    channel.expect(-1 - ticket)
                     return False
                 log.warning("answers to %d commits: %s", len(in_flight), exc)
                 break
@@ -319,10 +327,7 @@ class Receiving:
                 self.grant = None
             self._release_ready()
             if self.in_flight and not self._collect():
-                for ticket, _ in self.in_flight:
-                    session.expect(ticket, False)
-                if not self.parked:
-                    self._park()  # the worker may still store what its client has given up
+                self._withdraw()
 
     def _release_ready(self) -> None:
         """Release the grants of values that will not be committed."""

@@ -40,7 +40,7 @@ from ..constants import BATCH_KEYS_MAX, VALUE_BYTES_MAX
 from ..errors import CapacityError, ConfigError, RemoteProtocolError, UsageError, line_about
 from ..host.processes import boottime_ns, process_start
 from ..host.threads import CLOSER, WAITING_MAX
-from ..ipc.commit_ring import Ring
+from ..ipc.commit_ring import Ring, Withdrawals
 from ..ipc.tally import Tally, claims
 from ..net.loop import Loop
 from ..net.named_socket import NamedSocket
@@ -101,9 +101,9 @@ _MAY_ADOPT: Final = frozenset((M.Role.MOVER, M.Role.SUPERVISOR))
 
 
 class ConnectionState:
-    """The state of one connection: its peer, its session and its ring."""
+    """The state of one connection: its peer, its session, and its ring or its page of withdrawals."""
 
-    __slots__ = ("cluster", "pid", "ring", "ring_used", "role", "session", "uid")
+    __slots__ = ("cluster", "pid", "ring", "ring_used", "role", "session", "uid", "withdrawals")
 
     def __init__(self, pid: int, uid: int, role: int) -> None:
         self.pid = pid
@@ -113,6 +113,7 @@ class ConnectionState:
         self.cluster = 0
         self.session: Session | None = None
         self.ring: Ring | None = None
+        self.withdrawals: Withdrawals | None = None
         self.ring_used = 0.0
 
 
@@ -228,14 +229,18 @@ class Worker(Service):
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         # Whoever hung up while this process was stopped may have put a newer value by another way, which waits too.
-        if peer.hung_up() if frame.opcode in _MUTATIONS else peer.gave_up(self.loop.now):
+        mutates = frame.opcode in _MUTATIONS
+        if peer.hung_up() if mutates else peer.gave_up(self.loop.now):
             peer.close("the peer hung up while its request waited")
+            return
+        session = peer.context.session
+        if mutates and (page := peer.context.withdrawals) is not None and page.has(frame.request_id):
+            peer.send(self._withdrawn(session, frame))
             return
         if frame.opcode in (M.OP_KICK, M.OP_WAKE):
             self.rings.on_doorbell(peer, frame)
             return
         commit = commit_one_of(frame)
-        session = peer.context.session
         if commit is not None and session is not None:
             self.requests += 1
             peer.send(self._commit_one(session, commit))
@@ -253,6 +258,9 @@ class Worker(Service):
         if ring := state.ring:
             state.ring = None
             self.rings.detach(ring)
+        if page := state.withdrawals:
+            state.withdrawals = None
+            page.close()
         if state.role == M.Role.SUPERVISOR:
             if self.loop.running:
                 self.orphaned = True
@@ -278,6 +286,8 @@ class Worker(Service):
             session = state.session
             if session is None:
                 raise RemoteProtocolError("the first message must be HELLO")
+            if frame.status:
+                return self._withdrawn(session, frame)
             digest = pin_one_of(frame)
             if digest is not None:
                 return reply_located_one(self.store.locate(session, (digest,), M.LOCATE_PIN)[0], frame.request_id)
@@ -459,6 +469,16 @@ class Worker(Service):
         for size, count in msg.wants:
             store.sessions.want(session, size, count)
         return M.Committed(statuses, store.sessions.take_prepared(session)), 0
+
+    @staticmethod
+    def _withdrawn(session: Session, frame: Frame) -> bytes:
+        """Return the answer to a request that its client has withdrawn: a COMMIT's grants are the client's again."""
+        if frame.opcode == M.OP_COMMIT:
+            entries, held = decode(frame).entries, session.grants
+            numbers = [number for number in dict.fromkeys([entry[1] for entry in entries]) if number in held]
+            grants = [(number, *held[number][:2]) for number in numbers]
+            return reply(M.Committed([Status.UNAVAILABLE] * len(entries), grants), frame.request_id)
+        return reply(M.Error("withdrawn"), frame.request_id, Status.UNAVAILABLE)
 
     def _grant(self, session: Session, msg: M.Grant) -> tuple[Any, int]:
         check_wants(msg.wants)

@@ -9,26 +9,29 @@ A STORE outlives a silence (``stream_put.py``): it blocks nobody, and its client
 with ``parks`` the session lives on for ``SILENCE_S``, and all else fails at once from ``WORKER_DEADLINE_S`` on.
 
 A worker that goes on carries out what it has been sent. A client may have given up a value meanwhile, and have put a
-newer one elsewhere. But what a session has asked for that has ended, the worker leaves alone. So the session ends with
-any other mutation that is given up, and as soon as such a client has gone.
+newer one elsewhere. So a mutation is withdrawn as soon as its client has gone (``ipc/commit_ring.py``), and the session
+lives on for all others. Where that cannot be, the session ends: the worker carries out nothing more of it then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import random
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
 from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader
 from ..constants import DEFAULT_NAMESPACE
-from ..errors import SegmentError, TransportError
-from ..ipc.answer_wait import until_answered
+from ..errors import DeadlineError, SegmentError, TransportError
+from ..ipc.answer_wait import HungUp, disown, look_for_late, until_answered, withdraw
 from ..ipc.arena_lister import Lister
+from ..ipc.grant_pool import GrantTuple
 from ..ipc.session import WorkerSession
 from ..net.allowance import at_most
 from ..net.channel import Refused
@@ -70,8 +73,8 @@ class State(enum.Enum):
 class Parked(Protocol):
     """A STORE that waits for the worker."""
 
-    def gave_up(self) -> bool:
-        """Return True if its client has gone, and the worker might still store a value of it."""
+    def look(self) -> None:
+        """Withdraw what the worker might still store of it, if its client has gone."""
 
     def resume(self) -> None:
         """Go on: the worker has answered, or is given up. It may be parked again."""
@@ -153,8 +156,6 @@ class WorkerSessionKeeper:
             threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
             self._numbers.clear()
             self._lister = None
-        if self._parks:
-            made.outlive_silence()
         self.session, self.reader = made, made.reader
         self.state = State.UP
         self._retry_s = RETRY_S[0]
@@ -163,7 +164,7 @@ class WorkerSessionKeeper:
 
     def _late_s(self, session: WorkerSession) -> float:
         """Return for how long the worker has been late now; break the session if that is too long."""
-        session.look_for_late()
+        look_for_late(session)
         late_s = session.channel.late_s
         if late_s > SILENCE_S and not session.broken:
             self.give_up(session, f"the worker has been silent for {late_s:.1f} s")
@@ -194,20 +195,29 @@ class WorkerSessionKeeper:
     def _look(self, loop: PeerLoop) -> None:
         session = self.session
         if session is not None and self.is_late():
-            if not any(each.gave_up() for each in self.parked):
+            self._look_at_parked()
+            if not session.broken:
                 loop.call_later(LOOK_S, partial(self._look, loop))
                 return
-            self.give_up(session, "a client has given up a value that the silent worker may have")
         parked, self.parked = self.parked, []
         for each in parked:
             each.resume()
 
+    def _look_at_parked(self) -> None:
+        for each in self.parked:
+            each.look()
+
     def _make(self) -> None:
         """Make a session and leave it in ``_made``; None there if it fails."""
         try:
-            self._made = WorkerSession(
-                self.uds, DEFAULT_NAMESPACE, WORKER_DEADLINE_S, role=M.Role.STREAM, ring=self._ring
-            )  # fmt: skip
+            made = WorkerSession(self.uds, DEFAULT_NAMESPACE, WORKER_DEADLINE_S, role=M.Role.STREAM, ring=self._ring)
+            try:
+                if self._parks:
+                    made.outlive_silence()
+            except BaseException:
+                made.close(clean=False)
+                raise
+            self._made = made
         except (TransportError, SegmentError) as exc:
             log.warning("worker at %s: %s", self.uds, exc)
 
@@ -247,32 +257,86 @@ class WorkerSessionKeeper:
         """
         if peer is not None and peer.hung_up():
             raise Refused(Status.UNAVAILABLE, "the client hung up while its request waited")
-        session = self.worker()
-        if session is None:
-            raise Refused(Status.UNAVAILABLE, "the worker is down")
+        harmless = isinstance(msg, HARMLESS)
         try:
+            session = self.worker() if harmless else self.worker_for(peer)
+            if session is None:
+                raise Refused(Status.UNAVAILABLE, "the worker is down")
             with at_most(WORKER_DEADLINE_S - session.channel.late_s):
-                if isinstance(msg, HARMLESS):
-                    return session.exchange(msg)
-                ticket = session.submit(msg)
-                self.wait_answered(session, ticket, peer)
-                return session.answer(msg, ticket)
+                return session.exchange(msg) if harmless else self.mutate(session, msg, peer)
         except Refused:
             raise
         except TransportError as exc:
             log.warning("%s: %s", type(msg).__name__, exc)
-            if not isinstance(msg, HARMLESS):
-                self.give_up(session, "a mutation was given up")
             raise Refused(Status.UNAVAILABLE, str(exc)) from exc
 
-    def wait_answered(self, session: WorkerSession, ticket: int, peer: Peer | None) -> None:
-        """Wait for the answer to a mutation, as long as its client does, and those of STOREs that wait as well.
+    def mutate(self, session: WorkerSession, msg: Any, peer: Peer | None) -> Any:
+        """Let the worker carry out a mutation, as long as its client waits, and return the answer.
 
-        What a client has given up must not be carried out late: it may have put a newer value by another way. Raises
-        DeadlineError then, or after an exchange's time: the caller gives up the session.
+        Raises TransportError, Refused. The worker then does not carry it out any more.
         """
+        since = time.monotonic()
+        ticket = None
+        try:
+            ticket = session.submit(msg)
+            self._wait_answered(session, ticket, peer)
+            return session.answer(msg, ticket)
+        except Refused:
+            raise
+        except TransportError as exc:
+            if ticket is None or (session.ring is not None and not isinstance(exc, HungUp)):
+                # By ring, each later request to a worker that is silent would cost all clients that long.
+                self.give_up(session, "a mutation was given up")
+            else:
+                self.withdraw(session, [ticket], since)
+            raise
+
+    def worker_for(self, peer: Peer | None) -> WorkerSession | None:
+        """Return :meth:`worker` when a mutation can be sent: its ring may be full of withdrawn ones.
+
+        Raises HungUp if the client, ``peer``, hangs up meanwhile.
+        """
+        session = self.worker()
+        if session is None or session.ring is None or not session.ring.is_full:
+            return session
+        try:
+            self._wait_answered(session, session.ring.done, peer)
+        except HungUp:
+            raise
+        except TransportError as exc:
+            self.give_up(session, str(exc))
+            return None
+        if peer is not None and peer.hung_up():
+            raise HungUp("its client hung up while the worker was late")
+        return session
+
+    def return_grants(self, session: WorkerSession, grants: Sequence[GrantTuple]) -> None:
+        """Return grants to the worker. By ring with a short wait only; while that is full they are kept for later."""
+        ring = session.ring
+        try:
+            for part in batches(grants):
+                numbers = [number for number, _, _ in part]
+                if ring is None:
+                    session.return_grants(numbers)
+                elif ring.is_full:
+                    session.pool.add(part)
+                else:
+                    ticket = session.submit(M.ReturnGrants(numbers))
+                    with contextlib.suppress(DeadlineError), at_most(LOOK_S):
+                        self._wait_answered(session, ticket, None)
+                    disown(session, ticket)
+        except TransportError as exc:
+            log.warning("grants not returned: %s", exc)
+
+    def _wait_answered(self, session: WorkerSession, ticket: int, peer: Peer | None) -> None:
+        """Wait for the answer as long as the client does; withdraw what STOREs wait for whose clients have gone."""
         client = -1 if peer is None or peer.closed else peer.sock.fileno()
-        until_answered(session, ticket, client, lambda: any(each.gave_up() for each in self.parked))
+        until_answered(session, ticket, client, self._look_at_parked)
+
+    def withdraw(self, session: WorkerSession, tickets: Sequence[int], since: float) -> None:
+        """Withdraw mutations of a client that has gone, which it has waited for ``since`` then; or end the session."""
+        if session.broken or not withdraw(session, tickets, since):
+            self.give_up(session, "a mutation was given up")
 
     def namespace(self, name: str) -> int:
         """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.

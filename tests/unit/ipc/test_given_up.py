@@ -370,7 +370,7 @@ def test_issue_a_stream_gives_up_what_its_client_has_given_up(
             first.submit(msg)
             wait_until(lambda: session.channel._last_id > sent, "it has asked the worker")
             first.close()
-            wait_until(lambda: session.broken, "the stream has seen that its client has gone")
+            wait_until(lambda: session.withdrawals.words[0], "the stream has seen that its client has gone")
             newer.put()
         newer.check()
         newer.session.close()
@@ -383,9 +383,10 @@ def test_issue_an_endpoint_gives_up_what_its_client_has_given_up(
     network = FakeNetwork(1, background=True)
     with EndpointThread(worker.path, network) as server:
         server.ready()
-        first, newer = RawConnection(server), Newer(worker)
-        grant = first.grant(len(OLD))[0]
+        first, other, newer = RawConnection(server), RawConnection(server), Newer(worker)
+        grant, others = first.grant(len(OLD))[0], other.grant(len(OLD))[0]
         first.write(grant, OLD)
+        other.write(others, OLD)
         session = server.endpoint.keeper.session
         assert session is not None and session.ring is not None
         ring = session.ring
@@ -395,10 +396,41 @@ def test_issue_an_endpoint_gives_up_what_its_client_has_given_up(
             first.channel.submit(M.Commit([(KEY, grant.number, len(OLD), 0, 0, 0)], []))
             wait_until(lambda: ring.words[TAIL] > posted, "it is posted")
             first.channel.close()
-            wait_until(lambda: session.broken, "the endpoint has seen that its client has gone")
+            wait_until(lambda: session.forsaken, "the endpoint has seen that its client has gone")
             newer.put()
         newer.check()
+        committed = other.channel.call(M.Commit([(digest_of("third"), others.number, len(OLD), 0, 0, 0)], []))
+        assert committed.statuses == [Status.OK], "others' grants are of the session, which lives on"
+        with worker.frozen() as store:
+            held_there = set(store.sessions.by_id[session.session].grants)
+        assert grant.number in held_there and not session.forsaken
+        assert grant.number in {each[0] for pool in session.pool.stocks.values() for each in pool}, "it is not lost"
         newer.session.close()
+
+
+@pytest.mark.parametrize("clients", [4, 6])
+def test_issue_a_ring_full_of_what_was_given_up(
+    worker: WorkerThread, clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more is posted for a client that hangs up while it waits for room, and nobody else loses anything."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
+    with EndpointThread(worker.path, FakeNetwork(1, background=True)) as server:
+        server.ready()
+        gone = [RawConnection(server) for _ in range(clients)]
+        other = RawConnection(server)
+        grants = [each.grant(len(OLD))[0] for each in (*gone, other)]
+        session = server.endpoint.keeper.session
+        assert session is not None and session.ring is not None
+        with worker.frozen():
+            for client, grant in zip(gone, grants):
+                client.channel.submit(M.Commit([(KEY, grant.number, len(OLD), 0, 0, 0)], []))
+                client.channel.close()
+            wait_until(lambda: session.ring.is_full, "it is full")
+            asked = other.channel.submit(M.Commit([(OTHER, grants[-1].number, len(OLD), 0, 0, 0)], []))
+        assert other.channel.result(other.channel.wait(asked)).statuses == [Status.OK]
+        assert server.endpoint.keeper.session is session and not session.broken
+        assert session.reader.locate(KEY) is None
+        server.until(lambda stats: stats["rdma_connections"] == 1, "the others are closed")
 
 
 def test_control_the_wait_for_a_client_looks_at_it(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from simm.arena.hashing import Hasher
 from simm.arena.layout import ENTRY_LARGE
+from simm.ipc.commit_ring import Withdrawals
 from simm.net.channel import Channel
 from simm.server import stream_put, worker_session
 from simm.server.worker_session import WorkerSessionKeeper
@@ -141,13 +142,42 @@ def test_issue_the_first_value_of_a_namespace_outlives_a_silence(
 def test_issue_what_a_client_has_given_up_is_not_stored_late(
     worker: WorkerThread, stream: StreamThread, deadline_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have put a newer value elsewhere meanwhile. Who comes later, waits, and puts it, has it stored.
+    """It may have put a newer value elsewhere meanwhile. What others wait for is stored, by the same session.
 
     Also if the client has a shorter deadline than the worker has for other requests.
     """
     monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", deadline_s)
     monkeypatch.setattr(worker_session, "SILENCE_S", 8 * WAIT_S)
     session = stream.stream.keeper.session
+    assert session is not None and session.withdrawals is not None
+    withdrawn = session.withdrawals.words
+    channel, other = stream.channel(), stream.channel()
+    with worker.frozen():
+        begin(channel, {"old": b"old value."})
+        committing(stream)
+        number = begin(other, {"other": b"other"})
+        waits(stream, 2) if deadline_s == DEADLINE_S else None
+        channel.close()
+        wait_until(lambda: withdrawn[0] == 1, "the worker is told")
+    assert end(other, number) == [Status.OK]
+    wait_until(lambda: len(stream.loop.peers) == 1, "the one that has gone is closed")
+    assert store(other, {"new": b"new"}) == [Status.OK]
+    assert fetched(stream, "old") is None and fetched(stream, "new") == b"new"
+    assert stream.stream.keeper.session is session and not any(withdrawn)
+    nothing_is_lost(worker, session)
+
+
+@pytest.mark.parametrize("why", ["no page", "no room"])
+def test_where_nothing_can_be_withdrawn_the_session_ends(
+    worker: WorkerThread, stream: StreamThread, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "SILENCE_S", 8 * WAIT_S)
+    session = stream.stream.keeper.session
+    assert session is not None and session.withdrawals is not None
+    if why == "no page":
+        session.withdrawals = None
+    else:
+        session.withdrawals.words[0] = len(session.withdrawals.words) - 1
     channel = stream.channel()
     with worker.frozen():
         begin(channel, {"old": b"old value."})
@@ -160,17 +190,67 @@ def test_issue_what_a_client_has_given_up_is_not_stored_late(
     assert fetched(stream, "old") is None and fetched(stream, "new") == b"new"
 
 
-def test_mutation_a_client_that_has_gone_is_not_looked_for(
-    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["the client is not looked at", "the worker does not look"])
+def test_mutation_what_was_given_up_is_stored(
+    worker: WorkerThread, stream: StreamThread, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_put.Receiving, "gave_up", lambda _: False)
+    if fault == "the worker does not look":
+        monkeypatch.setattr(Withdrawals, "has", lambda *_: False)
+    else:
+        monkeypatch.setattr(stream_put.Receiving, "look", lambda _: None)
+    session = stream.stream.keeper.session
+    assert session is not None and session.withdrawals is not None
     channel = stream.channel()
     with worker.frozen():
         begin(channel, {"old": b"old value."})
         committing(stream)
         waits(stream, 1)
         channel.close()
+        if fault == "the worker does not look":
+            wait_until(lambda: session.withdrawals.words[0], "it is withdrawn")
     wait_until(lambda: fetched(stream, "old") == b"old value.", "it is stored late")
+
+
+@pytest.mark.parametrize("pause_s", [0.04, 0.12])
+def test_issue_who_hangs_up_costs_others_nothing(
+    worker: WorkerThread, stream: StreamThread, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each pause of the worker some hang up. Each of them ended the session, and others' deletes failed with it."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
+    add, withdrawn = Withdrawals.add, []
+    monkeypatch.setattr(Withdrawals, "add", lambda page, number: (withdrawn.append(number), add(page, number))[1])
+    session = stream.stream.keeper.session
+    assert session is not None and session.withdrawals is not None
+    over, failed = threading.Event(), []
+
+    def delete() -> None:
+        channel = stream.channel()
+        while not over.wait(0.005):
+            (status,) = end(channel, channel.submit(M.Delete([digest_of("nothing")])))
+            if status != Status.NOT_FOUND:
+                failed.append(status)
+        channel.close()
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    turns = 0
+    while turns < 10 or len(withdrawn) < 3:
+        gone = [stream.channel() for _ in range(3)]
+        with worker.frozen():
+            begin(gone[0], {f"{turns}": b"value"})
+            gone[1].submit(M.Delete([digest_of("warm")]))
+            begin(gone[2], {f"{turns}, too": b"value"})
+            for each in gone:
+                time.sleep(pause_s)
+                each.close()
+        turns += 1
+    over.set()
+    thread.join(WAIT_S)
+    keeper = stream.stream.keeper
+    assert not failed and keeper.session is session
+    wait_until(lambda: not keeper.is_late() and not stream.loop.peers, "all is over")
+    assert not any(session.withdrawals.words)
+    nothing_is_lost(worker, session)
 
 
 def test_a_client_that_gave_up_before_its_commit_leaves_nothing(worker: WorkerThread, stream: StreamThread) -> None:
@@ -220,8 +300,9 @@ def test_other_requests_fail_after_their_deadline_and_none_is_done_late(
     with worker.frozen():
         number = channel.submit(M.Delete([digest_of("warm")]))
         assert end(channel, number) == [Status.UNAVAILABLE]
-    wait_until(lambda: keeper.session not in (None, session), "another session")
-    assert fetched(stream, "warm") == bytes(10)
+    wait_until(lambda: not keeper.is_late(), "the worker has answered that it is withdrawn")
+    assert keeper.session is session and fetched(stream, "warm") == bytes(10)
+    nothing_is_lost(worker, session)
 
 
 def keeper_answers(stream: StreamThread, msg: M.Exists) -> list[int]:

@@ -11,8 +11,11 @@ import pytest
 from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
 from simm.rdma.api import FabricError
+from simm.server import rdma_endpoint
 from simm.server.rdma_lease import RdmaLease
+from simm.wire import messages as M
 from simm.wire import rdma_messages as R
+from simm.wire.messages import Status
 from tests.support import endpoint_thread
 from tests.support.endpoint_checks import OK, digest_of, gone, granted, hold_writes, queue_pairs_of, stored, worker_dies
 from tests.support.endpoint_thread import WAIT_S, EndpointThread, RawConnection, connection
@@ -187,3 +190,36 @@ def test_without_windows_all_data_is_writable(worker: WorkerThread) -> None:
             assert mine.region(0, grant.offset).flags == R.REGION_WRITABLE
             assert mine.region(0, 0).flags == 0
         all_closed(network)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_issue_grants_of_a_session_that_has_ended_are_taken_back(
+    worker: WorkerThread, network: FakeNetwork, windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the session had was quarantined as long as one client kept one grant.
+
+    Without windows only the end of its queue pairs keeps a client from writing there.
+    """
+    monkeypatch.setattr(rdma_endpoint, "FORMER_S", 0.3)
+    with EndpointThread(worker.path, network, windows=windows) as server:
+        server.ready()
+        client = RawConnection(server)
+        grant = client.grant(100)[0]
+        old = server.endpoint.keeper.session
+        assert old is not None
+        worker.die()
+        worker.start()
+
+        def released() -> bool:
+            with worker.frozen() as store:
+                return old.session not in store.sessions.by_id
+
+        wait_until(released, "the former session is released")
+        assert not old.copying
+        if windows:
+            commit = M.Commit([(digest_of("key"), grant.number, 100, 0, 0, 0)], [])
+            assert client.channel.call(commit).statuses == [Status.STALE_GRANT]
+            assert client.grant(100), "the connection goes on"
+        else:
+            server.until(lambda stats: not stats["rdma_connections"], "it is closed")
+        client.close()
