@@ -235,8 +235,8 @@ class Ring(_Shared):
 
     @property
     def is_full(self) -> bool:
-        """Return whether the client must take an answer before it posts."""
-        return bool(self.words[TAIL] - self.done >= SLOTS)
+        """Client: return whether it cannot post before the worker has answered."""
+        return bool(self.words[TAIL] - self.words[HEAD] >= SLOTS)
 
     # -- client -----------------------------------------------------------------------------
 

@@ -201,10 +201,7 @@ class WorkerSession:
             raise TransportError(self.channel.broken)
 
     def exchange(self, msg: Any, items: int = 1) -> Any:
-        """Make one exchange about ``items`` keys, and return the answer, of the right kind and size.
-
-        Raises TransportError, Refused.
-        """
+        """Make one exchange about ``items`` keys, and return the answer, checked. Raises TransportError, Refused."""
         self.acquire()
         try:
             return self.checked_locked(msg, self.wait_locked(self.submit_locked(msg), items))
@@ -307,6 +304,7 @@ class WorkerSession:
     def _take_kick(self) -> None:
         """Wait for the answer to the KICK that was sent without a wait. The lock is held."""
         number, self._kicked = self._kicked, 0
+        self.channel.until = max(self.channel.until, time.monotonic() + allowed(self.deadline_s))  # an earlier wait's
         self.channel.result(self.channel.wait(number))
 
     def has_answer(self, ticket: int) -> bool:

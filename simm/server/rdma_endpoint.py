@@ -406,11 +406,15 @@ class Endpoint(Service):
                 committed(session, self.keeper.mutate(session, asked, peer), positions, statuses)
             except TransportError as exc:
                 log.warning("commit of %d values: %s", len(entries), exc)
+                if isinstance(exc, HungUp):  # before its chunks come back: without windows it might still write there
+                    peer.close(str(exc))
         good = statuses.count(0)
         self.counts["commits"] += good
         self.counts["stale_commits"] += statuses.count(Status.STALE_GRANT)
         self.counts["commit_failures"] += len(statuses) - good
         self.counted.stored(lease.namespace, statuses, [entry[2] for entry in msg.entries])
+        if lease.closed:
+            return
         self._answer(peer, lease, request_id, statuses)
         if msg.wants and not lease.closed:
             self._obtain(lease, msg.wants)

@@ -334,14 +334,12 @@ class Stream(Service):
         peer.send_message(M.Pinned(entries), request_id)
 
     def _lapse(self) -> None:
-        """Unpin what clients that may be stopped have. Renew the pins of sessions that have ended."""
+        """Unpin what clients have not asked for in a long time: they may be stopped."""
         for peer in self.loop.peers:
             state = peer.context
             lease = state.lease if isinstance(state, ConnectionState) else None
-            if lease is not None and state.sending is None:
-                if self.loop.now - lease.used_at > LEASE_S:
-                    self.leases.lapse(lease)
-                self.leases.renew(lease)
+            if lease is not None and state.sending is None and self.loop.now - lease.used_at > LEASE_S:
+                self.leases.lapse(lease)
 
     def _find(
         self, state: ConnectionState, reader: ArenaReader | None, digests: Sequence[bytes], previous: bool

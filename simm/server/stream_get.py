@@ -52,15 +52,13 @@ class Leased:
 class Lease:
     """The values that one client has pinned by its connection, which ends them."""
 
-    __slots__ = ("bytes", "last", "renewed_by", "used_at", "values")
+    __slots__ = ("bytes", "last", "used_at", "values")
 
     def __init__(self) -> None:
         self.values: dict[int, Leased] = {}
         #: Of pinned values.
         self.bytes = 0
         self.last = 0
-        #: The session that had all its pins when it was looked at last.
-        self.renewed_by: WorkerSession | None = None
         self.used_at = time.monotonic()
 
 
@@ -154,20 +152,6 @@ class Leases:
             log.warning("pins for a client: %s", exc)
         finally:
             session.end_copy()
-
-    def renew(self, lease: Lease) -> None:
-        """Pin anew what is pinned by a session that has ended, which is not released before. None is being sent."""
-        session = self._keeper.worker()
-        if session is None or lease.renewed_by is session:
-            return
-        lease.renewed_by = session
-        former = [leased for leased in lease.values.values() if leased.session not in (None, session)]
-        for leased in former:
-            self._unpin(lease, leased)  # the worker hears of that later than of the new pins
-        for previous in (False, True):
-            unpinned = [leased for leased in former if not leased.pin]
-            if unpinned:
-                self._pin(lease, unpinned, unpinned[0].reader, previous)
 
     def release(self, lease: Lease, numbers: Sequence[int]) -> int:
         """Take values out of a lease. Ignore unknown numbers; return the number of known ones."""

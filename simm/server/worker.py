@@ -71,7 +71,9 @@ NOTES_MAX: Final = 20
 PATH_S: Final = 1.0
 
 #: What must not be carried out for somebody who has hung up.
-_MUTATIONS: Final = frozenset(OPCODES[each] for each in (M.Commit, M.Delete, M.DeleteSized, K.Keep, Group, Traced))
+_MUTATIONS: Final = frozenset(
+    OPCODES[each] for each in (M.Commit, M.Delete, M.DeleteSized, M.Freeze, K.Keep, Group, Traced)
+)
 #: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
 _NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
 

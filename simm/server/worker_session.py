@@ -31,8 +31,9 @@ from ..constants import DEFAULT_NAMESPACE
 from ..errors import DeadlineError, SegmentError, TransportError
 from ..ipc.answer_wait import HungUp, disown, look_for_late, until_answered, withdraw
 from ..ipc.arena_lister import Lister
+from ..ipc.commit_ring import HEAD
 from ..ipc.grant_pool import GrantTuple
-from ..ipc.session import WorkerSession
+from ..ipc.session import RING_GRANTS, WorkerSession
 from ..net.allowance import at_most
 from ..net.channel import Refused
 from ..net.peer import Peer, PeerLoop
@@ -108,6 +109,8 @@ class WorkerSessionKeeper:
         self._down_since = time.monotonic()
         #: Ids of namespaces by name.
         self._numbers: dict[str, int] = {}
+        #: Of a ring: the first request that was withdrawn and has not been answered, and since when it is waited for.
+        self._withdrawn: tuple[int, float] | None = None
 
     @property
     def down_s(self) -> float:
@@ -121,6 +124,8 @@ class WorkerSessionKeeper:
         """Return the session, or None while the worker is down. Only the very first session is waited for."""
         session = self.session
         if session is not None and not session.broken:
+            if self._silent_s(session) > WORKER_DEADLINE_S:
+                self.give_up(session, "the worker is silent")
             late_s = self._late_s(session) if session.channel.late else 0.0
             if not session.broken:
                 return session if late_s <= WORKER_DEADLINE_S else None
@@ -156,11 +161,25 @@ class WorkerSessionKeeper:
             threading.Thread(target=_populate, args=(made.reader,), name="simm-populate", daemon=True).start()
             self._numbers.clear()
             self._lister = None
+        self._withdrawn = None
         self.session, self.reader = made, made.reader
         self.state = State.UP
         self._retry_s = RETRY_S[0]
         self._retry_at = 0.0
         return made
+
+    def _silent_s(self, session: WorkerSession) -> float:
+        """Return for how long a withdrawn request in the ring has not been answered; 0 without one.
+
+        Clients that hang up one after the other would else keep the loop waiting for as long as the worker is stopped.
+        """
+        if self._withdrawn is None or session.ring is None:
+            return 0.0
+        ticket, since = self._withdrawn
+        if session.ring.words[HEAD] > ticket:
+            self._withdrawn = None
+            return 0.0
+        return time.monotonic() - since
 
     def _late_s(self, session: WorkerSession) -> float:
         """Return for how long the worker has been late now; break the session if that is too long."""
@@ -289,6 +308,7 @@ class WorkerSessionKeeper:
                 self.give_up(session, "a mutation was given up")
             else:
                 self.withdraw(session, [ticket], since)
+                self._withdrawn = self._withdrawn or (ticket, since)
             raise
 
     def worker_for(self, peer: Peer | None) -> WorkerSession | None:
@@ -314,7 +334,8 @@ class WorkerSessionKeeper:
         """Return grants to the worker. By ring with a short wait only; while that is full they are kept for later."""
         ring = session.ring
         try:
-            for part in batches(grants):
+            for at in range(0, len(grants), RING_GRANTS):
+                part = grants[at : at + RING_GRANTS]
                 numbers = [number for number, _, _ in part]
                 if ring is None:
                     session.return_grants(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -431,6 +432,25 @@ def test_issue_a_ring_full_of_what_was_given_up(
         assert server.endpoint.keeper.session is session and not session.broken
         assert session.reader.locate(KEY) is None
         server.until(lambda stats: stats["rdma_connections"] == 1, "the others are closed")
+
+
+def test_issue_who_hangs_up_holds_nobody_up_for_long(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hang-up ended the wait for a worker that is stopped, and the next client's wait began anew."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 0.5)
+    with EndpointThread(worker.path, FakeNetwork(1, background=True)) as server:
+        server.ready()
+        gone = [RawConnection(server) for _ in range(8)]
+        grants = [each.grant(len(OLD))[0] for each in gone]
+        keeper = server.endpoint.keeper
+        session = keeper.session
+        assert session is not None
+        with worker.frozen():
+            for client, grant in zip(gone, grants):
+                client.channel.submit(M.Commit([(KEY, grant.number, len(OLD), 0, 0, 0)], []))
+                time.sleep(0.2)
+                client.channel.close()
+            wait_until(lambda: keeper.session is not session, "the session is down")
+            assert session.broken
 
 
 def test_control_the_wait_for_a_client_looks_at_it(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,25 +346,3 @@ def test_issue_a_bound_client_without_a_pin_sees_no_bytes_of_who_has_the_place_n
         assert fetch(mine, [(handle, [(0, size)])]) == [(Status.OK, Status.TORN, [NEW[:size]])]
         for channel in channels:
             channel.close()
-
-
-def test_issue_a_session_that_has_ended_is_released_though_a_client_goes_on(world: World) -> None:
-    """Its grants and those of later ones stayed quarantined as long as one client had one value pinned."""
-    worker, stream = world
-    channel = stream.channel()
-    wait_until(lambda: channel.call(M.Exists([A])).statuses == [Status.NOT_FOUND], "a session")
-    put(channel, A, OLD)
-    (handle,) = pin(channel, A)
-    old = stream.stream.keeper.session
-    assert old is not None
-    worker.die()
-    worker.start()
-
-    def released() -> bool:
-        with worker.frozen() as store:
-            return old.session not in store.sessions.by_id
-
-    wait_until(released, "the former session is released")
-    replace(channel)
-    assert whole(channel, handle) == (Status.OK, OLD), "it is pinned by the new one"
-    assert not old.copying

@@ -223,3 +223,21 @@ def test_issue_grants_of_a_session_that_has_ended_are_taken_back(
         else:
             server.until(lambda stats: not stats["rdma_connections"], "it is closed")
         client.close()
+
+
+def test_issue_a_worker_that_is_late_with_returned_grants_keeps_its_session(
+    server: EndpointThread, worker: WorkerThread
+) -> None:
+    """The wait for the answer is short. It must not be the next exchange's."""
+    one, other = RawConnection(server), RawConnection(server)
+    one.grant(4096)
+    session = server.endpoint.keeper.session
+    assert session is not None
+    with worker.frozen():
+        one.close()
+        server.until(lambda stats: stats["rdma_connections"] == 1, "it is closed")
+        asked = other.channel.submit(M.Grant([(4096, 1)]))
+        time.sleep(0.1)
+    assert other.take(other.channel.result(other.channel.wait(asked)))
+    assert server.endpoint.keeper.session is session and not session.broken
+    other.close()
