@@ -375,3 +375,14 @@ def test_many_clients_over_many_silences(
     assert session is not None and stream.loop.handler_errors == 0
     wait_until(lambda: not stream.stream.keeper.parked, "nothing waits")
     nothing_is_lost(worker, session)
+
+
+def test_issue_the_first_session_is_waited_for(worker: WorkerThread) -> None:
+    """It is made for the first value of a namespace, and had only the time of a STORE's wait in the loop."""
+    with StreamThread(worker.path) as stream:
+        channel = stream.channel(namespace="another")
+        with worker.frozen():
+            number = begin(channel, {"a": b"a"})
+            time.sleep(2 * stream_put.PATIENCE_S)
+        assert end(channel, number) == [Status.OK]
+        channel.close()
