@@ -166,7 +166,7 @@ class Receiving:
             self._park()
             return
         if self.options is None:
-            self.keeper.worker()  # the very first session is waited for, and longer than that
+            self.keeper.arena()  # the very first session is waited for, and longer than that
             try:
                 with at_most(PATIENCE_S):  # the first value of a namespace costs an exchange
                     self.options = self._options_of()

@@ -156,7 +156,8 @@ def test_issue_what_a_client_has_given_up_is_not_stored_late(
         begin(channel, {"old": b"old value."})
         committing(stream)
         number = begin(other, {"other": b"other"})
-        waits(stream, 2) if deadline_s == DEADLINE_S else None
+        if deadline_s == DEADLINE_S:
+            waits(stream, 2)
         channel.close()
         wait_until(lambda: withdrawn[0] == 1, "the worker is told")
     assert end(other, number) == [Status.OK]
