@@ -134,15 +134,6 @@ def _answered(session: WorkerSession, ticket: int) -> bool:
     return session.has_answer(ticket) if ticket >= 0 else session.channel.received(-1 - ticket)
 
 
-def disown(session: WorkerSession, ticket: int) -> None:
-    """Say that nobody waits for an answer any more. What it brings by a ring is not lost."""
-    ring = session.ring
-    if ring is None or ticket < ring.done:
-        session.frames.pop(ticket, None)
-    else:
-        session.forsaken.add(ticket)
-
-
 def forsake(session: WorkerSession, tickets: Iterable[int]) -> None:
     """Give up mutations whose callers are told that they have failed: call it before that.
 
@@ -168,7 +159,7 @@ def withdraw(session: WorkerSession, tickets: Iterable[int], since: float) -> bo
             return False
         if ring is not None and ticket >= 0:
             ring.withdraw(ticket)
-            disown(session, ticket)
+            session.disown(ticket)
         elif page is None or not page.add(-1 - ticket):
             return False
         else:
@@ -188,7 +179,7 @@ def _carried_out(session: WorkerSession, ticket: int) -> bool:
     ring = session.ring
     if ticket < 0 or ring is None or not ticket < ring.words[HEAD]:
         return False
-    disown(session, ticket)
+    session.disown(ticket)
     return True
 
 
@@ -253,8 +244,10 @@ def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:
     with while_cleaning_up(session):
         try:
             answer = take(session, *asked)
+        except Refused:
+            raise  # an answer, too
         except BaseException:
-            disown(session, asked[0])
+            session.disown(asked[0])
             raise
         if not isinstance(answer, M.Granted):
             session.channel.fail("the worker answered GRANT with something else")

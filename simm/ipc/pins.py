@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..arena.reader import ArenaReader
+from ..host import fork
 from ..net.channel import Channel
+from ..rpc import batches
 from ..wire import messages as M
 from ..wire.one_key import LocatedOne
 
@@ -33,6 +35,7 @@ class Talk(Protocol):
     def submit(self, msg: Any) -> int: ...
     def exchange(self, msg: Any, items: int = 1) -> Any: ...
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
+    def disown(self, ticket: int) -> None: ...
 
 
 class RetiredSession(NamedTuple):
@@ -45,6 +48,11 @@ class RetiredSession(NamedTuple):
     unpins: deque[int]
 
 
+#: The retired sessions of all clients of this process. Appending is atomic, removal is by value.
+RETIRED: Final[list[RetiredSession]] = []
+fork.in_child(RETIRED.clear)
+
+
 def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedOne]:
     """Do :meth:`~.session.WorkerSession.pin_many`."""
     queue = session.unpins
@@ -52,16 +60,20 @@ def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedO
         release(session, queue)
     unpin = M.Unpin(ended(queue))
     entries: list[LocatedOne] = []
+    ticket = None
     try:
         # Before the others, as what is released makes room, but without a wait of its own: the worker takes both.
-        ticket = session.submit(unpin) if unpin.pins else 0
+        if unpin.pins:
+            ticket = session.submit(unpin)
         for at in range(0, len(digests), _PIN_KEYS):
             part = list(digests[at : at + _PIN_KEYS])
             entries += session.exchange(M.Locate(M.LOCATE_PIN | how, part), len(part)).entries
-        if unpin.pins:
+        if ticket is not None:
             session.answer(unpin, ticket)
     except BaseException:
         queue.extend(unpin.pins)  # see release()
+        if ticket is not None:
+            session.disown(ticket)
         raise
     check(session, entries)
     return entries
@@ -90,6 +102,22 @@ def release(session: Talk, queue: deque[int]) -> None:
         except BaseException:
             queue.extend(pins)  # another session may release them; a pin that is released already is ignored
             raise
+
+
+def release_retired(session: Talk, segment: str) -> None:
+    """Tell the worker of ``segment`` which sessions have no copy and no view any longer. Raises TransportError.
+
+    And which of their pins are released: one long user of a session must not keep what all others had there.
+    """
+    mine = [old for old in list(RETIRED) if old.segment == segment]
+    for old in mine:
+        release(session, old.unpins)
+    free = [old for old in mine if not old.copying]
+    for part in batches(free):
+        session.exchange(M.ReleaseSessions([old.session for old in part]))
+        for old in part:
+            with contextlib.suppress(ValueError):
+                RETIRED.remove(old)
 
 
 def _some(queue: deque[int]) -> list[int]:

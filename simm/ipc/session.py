@@ -28,7 +28,6 @@ from typing import Any, Final
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
 from ..errors import DeadlineError, RemoteProtocolError, TransportError
-from ..host import fork
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
@@ -42,7 +41,7 @@ from . import grant_pool, pins
 from .arena_files import passed_data
 from .commit_ring import ANNOUNCE_BYTES, ANSWERS, HEAD, SLEEPING, SLOT_BYTES, SLOTS, TAIL, Made, Ring, Withdrawals
 from .grant_pool import GrantPool, GrantTuple
-from .pins import RetiredSession
+from .pins import RETIRED, RetiredSession
 
 log = logging.getLogger("simm.ipc.session")
 
@@ -100,6 +99,7 @@ class WorkerSession:
         self._doorbell_at, self.doorbells = 0.0, 0
         until = time.monotonic() + deadline_s
         self.channel = Channel.unix(path, deadline_s, weakly(self._on_push))
+        self.channel.on_late = weakly(self._on_late)
         self.channel.bound(until)  # one deadline for connecting, HELLO and the ring
         try:
             uid = credentials(self.channel.sock)[1]
@@ -117,8 +117,9 @@ class WorkerSession:
             self.counts = self.reader.counts
             self.pool.within = (self.reader.data_offset, self.reader.data_end)
             self.release_retired()
-            if ring:
-                self._attach_ring()
+            if ring and (made := self._offer(Ring)) is not None:
+                self.ring, self.counts = made, made.counts
+                self.reader.count_in(self.counts)
             self._polls_socket = self.ring is None and role == M.Role.CLIENT
             self.channel.bound()
         except BaseException:
@@ -132,12 +133,6 @@ class WorkerSession:
     def broken(self) -> str:
         """Why the session cannot be used; empty while it can."""
         return self.channel.broken
-
-    def _attach_ring(self) -> None:
-        self.ring = ring = self._offer(Ring)
-        if ring is not None:
-            self.counts = ring.counts
-            self.reader.count_in(self.counts)
 
     def _offer(self, kind: type[Made]) -> Made | None:
         try:
@@ -155,16 +150,34 @@ class WorkerSession:
     def outlive_silence(self) -> None:
         """Let later answers be late: a deadline that passes then ends the wait, and not the session. Not with a ring.
 
-        What they bring is not lost. The worker carries out what it is late with, so a caller that gives up a mutation
-        must withdraw it, or end the session (:meth:`give_up`). Raises TransportError.
+        The worker carries out what it is late with, so a caller that gives up a mutation must withdraw it, or end the
+        session (:meth:`give_up`). Raises TransportError.
         """
-        self.channel.on_late = weakly(self._on_late)
+        self.channel.outlives = True
         self.withdrawals = self._offer(Withdrawals)
+
+    def disown(self, ticket: int) -> None:
+        """Say that nobody waits for an answer that has not been taken. What it brings is not lost. Needs no lock."""
+        if ticket < 0:
+            self.channel.disown(-1 - ticket)
+            return
+        self.forsaken.add(ticket)
+        self._hand_over(ticket)
+        if self.ring is None or ticket < self.ring.done:
+            self.forsaken.discard(ticket)
+
+    def _hand_over(self, ticket: int) -> None:
+        """Take in what an answer brings that nobody waits for, once."""
+        if (frame := self.frames.pop(ticket, None)) is not None:
+            self.forsaken.discard(ticket)
+            self._on_late(frame)
 
     def _on_late(self, frame: Frame) -> None:
         if self.withdrawals is not None:
             self.withdrawals.remove(frame.request_id)
-        answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
+        answer = None
+        with contextlib.suppress(TransportError):  # ERROR; or what breaks the channel, whose next user hears of it
+            answer = self.channel.result(frame)
         if isinstance(answer, M.Granted | M.Committed):
             self.pool.add(answer.grants)
         elif isinstance(answer, M.Located):
@@ -379,7 +392,7 @@ class WorkerSession:
         try:
             frame = channel.wait(number, polls)
         except BaseException as exc:
-            if channel.broken or channel.on_late is None:  # else it is only late
+            if channel.broken or not channel.outlives:  # else it is only late
                 self.give_up(str(exc) or "interrupted")
             raise
         if channel.slept != slept:
@@ -391,13 +404,11 @@ class WorkerSession:
         head = self._await(ring, polls)
         try:
             while ring.done < head:
-                frame = ring.reply(ring.done)
-                if ring.done in self.forsaken:
-                    self.forsaken.discard(ring.done)
-                    self._on_late(frame)
-                else:
-                    self.frames[ring.done] = frame
-                ring.done += 1
+                ticket = ring.done
+                self.frames[ticket] = ring.reply(ticket)  # before the look, as disown() is called without the lock
+                if ticket in self.forsaken:
+                    self._hand_over(ticket)
+                ring.done = ticket + 1
         except RemoteProtocolError as exc:
             self.give_up(str(exc))
             raise TransportError(str(exc)) from exc
@@ -482,14 +493,17 @@ class WorkerSession:
             return self.pin_many([digest])[0]
         self.acquire()
         try:
-            ended = pins.ended(self.unpins)
+            ended, ticket = pins.ended(self.unpins), None
             try:
-                ticket = self.submit_locked(M.Unpin(ended)) if ended else -1
-                found = self._pin_locked(digest)
                 if ended:
+                    ticket = self.submit_locked(M.Unpin(ended))
+                found = self._pin_locked(digest)
+                if ticket is not None:
                     self.wait_locked(ticket)
             except BaseException:
                 self.unpins.extend(ended)  # see pins.release()
+                if ticket is not None:
+                    self.disown(ticket)
                 raise
         finally:
             self.lock.release()
@@ -547,21 +561,9 @@ class WorkerSession:
         return recalled
 
     def release_retired(self) -> None:
-        """Tell the worker which retired sessions no copy and no view uses any longer. Raises TransportError.
-
-        And which pins of others are released: one long user of a session must not keep what all others had there.
-        """
-        if not _RETIRED:
-            return
-        mine = [old for old in list(_RETIRED) if old.segment == self.welcome.segment]
-        for old in mine:
-            pins.release(self, old.unpins)
-        free = [old for old in mine if not old.copying]
-        for part in batches(free):
-            self.exchange(M.ReleaseSessions([old.session for old in part]))
-            for old in part:
-                with contextlib.suppress(ValueError):
-                    _RETIRED.remove(old)
+        """Release this process's retired sessions with this arena; see ``pins.py``. Raises TransportError."""
+        if RETIRED:
+            pins.release_retired(self, self.welcome.segment)
 
     def close(self, *, clean: bool = True) -> None:
         """End the session; with ``clean``, return grants and release pins first. Never raises. Idempotent."""
@@ -590,9 +592,4 @@ class WorkerSession:
             finally:
                 if got:
                     self.lock.release()
-                _RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))
-
-
-#: The retired sessions of all clients of this process. Appending is atomic, removal is by value.
-_RETIRED: Final[list[RetiredSession]] = []
-fork.in_child(_RETIRED.clear)
+                RETIRED.append(RetiredSession(self.welcome.segment, self.session, self.copying, self.unpins))

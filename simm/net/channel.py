@@ -128,9 +128,12 @@ class Channel:
         self._on_push = on_push
         self._last_id = 0
         self._early: dict[int, Frame] = {}
-        #: Takes the replies that nobody waits for any more. With it, a wait whose deadline passes does not break the
-        #: channel: frames come whole, and each reply names its request.
+        #: Takes the replies that nobody waits for any more.
         self.on_late: Callable[[Frame], None] | None = None
+        #: A wait whose deadline passes does not break the channel: frames come whole, and each reply names its request.
+        self.outlives = False
+        #: Requests whose reply nobody waits for; :meth:`disown`.
+        self._disowned: set[int] = set()
         #: Requests whose reply is late, and whether somebody comes back for it; when the first one's wait began.
         self.late: dict[int, bool] = {}
         self.late_at = 0.0
@@ -294,7 +297,7 @@ class Channel:
                         # Replies that have arrived count: the caller may have sent the request long ago.
                         late += 1
                         data = self.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
-                    elif self.on_late is not None:
+                    elif self.outlives:
                         self._leave(number, waits_s)
                     else:
                         self.fail("deadline passed in the middle of a reply", DeadlineError)
@@ -314,7 +317,7 @@ class Channel:
                     raise RemoteProtocolError(f"reply to request {frame.request_id}, which was never sent")
                 self._keep(frame)
         except OSError as exc:
-            if self.on_late is not None and _is_late(exc):
+            if self.outlives and _is_late(exc):
                 self._leave(number, waits_s)
             self.lose(exc, "waiting for a reply")
         except RemoteProtocolError as exc:
@@ -322,9 +325,16 @@ class Channel:
 
     def _keep(self, frame: Frame) -> None:
         """Take a reply that is not waited for now: for later, or for nobody."""
-        if self.late.pop(frame.request_id, True) or self.on_late is None:
-            self._early[frame.request_id] = frame
-        else:
+        number = frame.request_id
+        self._early[number] = frame  # before the second look, as disown() is called without the lock
+        if not self.late.pop(number, True) or number in self._disowned:
+            self._hand_over(number)
+
+    def _hand_over(self, number: int) -> None:
+        """Give a reply that nobody waits for to ``on_late``, once."""
+        self._disowned.discard(number)
+        frame = self._early.pop(number, None)
+        if frame is not None and self.on_late is not None:
             self.on_late(frame)
 
     def _leave(self, number: int, waited_s: float) -> NoReturn:
@@ -341,12 +351,18 @@ class Channel:
     def expect(self, number: int, wanted: bool = True) -> None:
         """Say whether somebody comes back for a reply that has not come yet. One that has, and is not wanted, goes."""
         if number in self._early:
-            if not wanted and self.on_late is not None:
-                self.on_late(self._early.pop(number))
+            if not wanted:
+                self._hand_over(number)
         else:
             if not self.late:
                 self.late_at = time.monotonic()
             self.late[number] = wanted
+
+    def disown(self, number: int) -> None:
+        """Say that nobody waits for a reply that has not been taken: ``on_late`` takes it. Needs no lock."""
+        self._disowned.add(number)
+        if number in self._early:
+            self._hand_over(number)
 
     def received(self, number: int) -> bool:
         """Return whether the reply to a request has been taken in, or the channel is broken."""

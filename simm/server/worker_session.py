@@ -29,7 +29,7 @@ from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader
 from ..constants import DEFAULT_NAMESPACE
 from ..errors import DeadlineError, SegmentError, TransportError
-from ..ipc.answer_wait import HungUp, disown, look_for_late, until_answered, withdraw
+from ..ipc.answer_wait import HungUp, look_for_late, until_answered, withdraw
 from ..ipc.arena_lister import Lister
 from ..ipc.commit_ring import HEAD
 from ..ipc.grant_pool import GrantTuple
@@ -345,7 +345,7 @@ class WorkerSessionKeeper:
                     ticket = session.submit(M.ReturnGrants(numbers))
                     with contextlib.suppress(DeadlineError), at_most(LOOK_S):
                         self._wait_answered(session, ticket, None)
-                    disown(session, ticket)
+                    session.disown(ticket)
         except TransportError as exc:
             log.warning("grants not returned: %s", exc)
 

@@ -33,7 +33,7 @@ def descriptors() -> list[str]:
 
 def driver_with_rdma(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Yield a fake driver as the process's driver; check at the end that SiMM left nothing in it."""
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     monkeypatch.setattr(gpu_direct, "PEERMEM_MODULES", ["/nowhere"])
     try:
         for handle in installed(InPython()):
@@ -45,7 +45,7 @@ def driver_with_rdma(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     finally:
         copy.staging.close()
         forget_ways()
-        session_module._RETIRED.clear()
+        session_module.RETIRED.clear()
 
 
 def cluster_with(

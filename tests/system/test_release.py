@@ -70,7 +70,7 @@ def without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 @pytest.fixture
@@ -366,10 +366,10 @@ def test_a_session_that_was_not_to_be_leaves_no_map(monkeypatch: pytest.MonkeyPa
         peers = len(worker.loop.peers)
         for error in (TransportError, RemoteProtocolError, UsageError):
 
-            def fail(_session: WorkerSession, error: type[Exception] = error) -> None:
+            def fail(_session: WorkerSession, _kind: type, error: type[Exception] = error) -> None:
                 raise error("not today")
 
-            monkeypatch.setattr(WorkerSession, "_attach_ring", fail)
+            monkeypatch.setattr(WorkerSession, "_offer", fail)
             before = held()
             with contextlib.suppress(error):
                 worker.session()

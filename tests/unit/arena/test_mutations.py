@@ -306,7 +306,7 @@ def no_look_at_copies(patch: Patch) -> None:
     real = WorkerSession.release_retired
 
     def release(self: WorkerSession) -> None:
-        for old in simm.ipc.session._RETIRED:
+        for old in simm.ipc.session.RETIRED:
             old.copying.clear()
         real(self)
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("nothing_retired")
 
 @pytest.fixture
 def nothing_retired() -> Iterator[None]:
-    session._RETIRED.clear()
+    session.RETIRED.clear()
     yield
     copy.staging.close()
-    session._RETIRED.clear()
+    session.RETIRED.clear()
 
 
 def no_rdma_to(handle: Any, path: str) -> None:

@@ -24,10 +24,10 @@ from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 @pytest.fixture(autouse=True)
 def nothing_retired() -> Iterator[None]:
-    session._RETIRED.clear()
+    session.RETIRED.clear()
     yield
     copy.staging.close()
-    session._RETIRED.clear()
+    session.RETIRED.clear()
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 @pytest.fixture
 def nothing_retired() -> Iterator[None]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     yield
     copy.staging.close()
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 @pytest.mark.parametrize("rails", [1, 2])

@@ -272,6 +272,38 @@ def test_issue_a_session_is_not_given_up_for_what_the_worker_has_done(worker: Wo
     with_others.close(clean=answered)
 
 
+@pytest.mark.parametrize("taken_in", [False, True])
+@pytest.mark.parametrize("by_ring", [False, True])
+def test_issue_grants_that_nobody_waits_for_are_not_lost(worker: WorkerThread, by_ring: bool, taken_in: bool) -> None:
+    """They were held and never used for as long as the session lived: by socket, or taken in by another thread."""
+    session = worker.session()
+    count = 20 if by_ring else 1100  # more than an answer by ring has room for
+    ticket = session.submit(M.Grant([(len(OLD), count)]))
+    assert (ticket >= 0) is by_ring
+    session.kick(always=True)
+    wait_until(lambda: session.has_answer(ticket), "an answer")
+    if taken_in:
+        session.exchange(M.Exists([KEY]))
+        session.maintain()
+        assert session.frames or session.channel._early
+    if by_ring:
+        answer_wait.forsake(session, [ticket])
+    else:
+        end = held(session)
+        try:
+            with at_most(SHORT_S), pytest.raises(TransportError):
+                answer_wait.collect_grants(session, (ticket, count))
+        finally:
+            end()
+    session.exchange(M.Exists([KEY]))
+    session.maintain()
+    assert session.pool.count(len(OLD)) >= count
+    assert not session.frames and not session.channel._early and not session.forsaken and not session.channel._disowned
+    session.close()
+    with worker.frozen() as store:
+        check(store)
+
+
 def test_an_answer_that_another_thread_has_taken_in_needs_no_lock(worker: WorkerThread) -> None:
     session = worker.session()
     grants = [filled(session, OLD) for _ in range(2)]

@@ -41,10 +41,10 @@ MIB = 1 << 20
 
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with WorkerThread() as running:
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 def grant_of(session: WorkerSession, size: int) -> tuple[int, int, int]:
@@ -201,14 +201,14 @@ def test_sessions_of_other_processes_and_arenas_are_not_released(worker: WorkerT
     first = worker.session()
     grant_of(first, MIB)
     first.close(clean=False)
-    retired = session_module._RETIRED[0]
+    retired = session_module.RETIRED[0]
     with worker.frozen() as store:
         store.sessions.by_id[first.session].pid += 1  # somebody else's
     second = worker.session()
     with worker.frozen() as store:
         assert first.session in store.sessions.by_id
         store.sessions.by_id[first.session].pid -= 1
-    session_module._RETIRED[:] = [retired._replace(segment="another")]
+    session_module.RETIRED[:] = [retired._replace(segment="another")]
     second.maintain()
     with worker.frozen() as store:
         assert first.session in store.sessions.by_id
@@ -268,6 +268,7 @@ def test_pins_are_released_on_the_way_before_others_are_made(worker: WorkerThrea
         session.exchange = real  # type: ignore[method-assign]
         session.end_copy()
         session.flush_unpins()
+        assert not session.frames and not session.forsaken, "nor is the answer to it kept"
         with worker.frozen() as store:
             assert store.stats()["pins"] == 1
 

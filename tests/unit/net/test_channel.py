@@ -45,6 +45,7 @@ def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
     channel = Channel(ours, 10.0)
     late: list[int] = []
     channel.on_late = lambda frame: late.append(frame.request_id)
+    channel.outlives = True
     with contextlib.closing(theirs), contextlib.closing(channel):
         first, second, third = (channel.submit(M.Ping(cookie)) for cookie in range(3))
         channel.until = 0.0
@@ -59,6 +60,32 @@ def test_issue_a_late_reply_is_found_behind_one_that_was_waited_for() -> None:
         assert channel.result(channel.wait(third)) == M.Pong(2)
 
 
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_reply_that_nobody_waits_for_breaks_nothing(arrived: bool) -> None:
+    """It is handed over once, is not late, and others are waited for as before."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 10.0)
+    handed: list[int] = []
+    channel.on_late = lambda frame: handed.append(frame.request_id)
+    with contextlib.closing(theirs), contextlib.closing(channel):
+        first, second = (channel.submit(M.Ping(cookie)) for cookie in range(2))
+        answers = b"".join(reply(M.Pong(cookie), number) for cookie, number in enumerate((first, second)))
+        if arrived:
+            theirs.sendall(answers)
+            channel.poll_pushes()
+        channel.disown(first)
+        assert handed == [first] * arrived and not channel.late
+        if not arrived:
+            theirs.sendall(answers)
+        assert channel.result(channel.wait(second)) == M.Pong(1)
+        assert handed == [first] and not channel._early and not channel._disowned and channel.late_s == 0.0
+        third = channel.submit(M.Ping(3))
+        channel.until = 0.0
+        with pytest.raises(DeadlineError):
+            channel.wait(third)
+        assert channel.broken, "a deadline breaks it as before"
+
+
 @pytest.mark.parametrize(("until", "began", "ended", "late_at"), [(7.0, 5.0, 7.0, 5.0), (7.0, 5.0, 60.0, 58.0)])
 def test_issue_the_wait_for_a_late_reply_counts_as_silence(
     until: float, began: float, ended: float, late_at: float, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +97,7 @@ def test_issue_the_wait_for_a_late_reply_counts_as_silence(
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 10.0)
     channel.on_late = lambda _: None
+    channel.outlives = True
     with contextlib.closing(theirs), contextlib.closing(channel):
         number = channel.submit(M.Ping(1))
         channel.until = until

@@ -12,6 +12,6 @@ from simm.ipc import session
 @pytest.fixture
 def nothing_retired() -> Iterator[None]:
     """Forget the sessions that other tests, and the test itself, have closed while copies ran."""
-    session._RETIRED.clear()
+    session.RETIRED.clear()
     yield
-    session._RETIRED.clear()
+    session.RETIRED.clear()

@@ -30,11 +30,11 @@ VALUES = [value_of(key) for key in KEYS]
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(COUNT) as running:
         running.settled({number: ALL[number::COUNT] for number in range(COUNT)})
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 def owner_of(client: Client, key: str) -> int:

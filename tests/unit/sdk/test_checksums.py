@@ -18,7 +18,7 @@ VALUE = bytes(range(256)) * 16
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(1) as running:
         running.settled({0: ALL})
         yield running

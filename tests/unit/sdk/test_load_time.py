@@ -97,11 +97,11 @@ def test_hosts_send_at_the_same_time_and_this_one_copies_beside() -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(2) as running:
         running.settled({0: ALL[::2], 1: ALL[1::2]})
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 def observed(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
@@ -144,7 +144,7 @@ def test_large_batches_and_copies_on_this_host(cluster: FakeCluster, monkeypatch
 
 @pytest.mark.parametrize("path", ["tcp", "rdma"])
 def test_all_gets_from_other_hosts(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeRdmaCluster(monkeypatch) as cluster:
         client = cluster.rdma() if path == "rdma" else cluster.client("tcp")
         assert client.put_many(["a", "b"], [bytes(1000), bytes(50)]) == [True] * 2
@@ -153,7 +153,7 @@ def test_all_gets_from_other_hosts(monkeypatch: pytest.MonkeyPatch, path: str) -
         assert client.get_ranges("a", [(0, 5, bytearray(5)), (900, 10, bytearray(10))]) == 1000
         assert client.get("no") is None and client.exists("a")
         assert seen == [(path, 1, 1000), (path, 1, 50), (path, 2, 1050), (path, 1, 15)]
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 @pytest.mark.parametrize("more", [{"path": "shm"}, {"path": "tcp"}, {"path": "tcp", "replicas": 2}])

@@ -52,7 +52,7 @@ class Sent:
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(1, size=128 << 20) as running:
         running.settled({0: ALL})
         yield running
@@ -99,12 +99,12 @@ def test_calls_are_split(cluster: FakeCluster, path: str, monkeypatch: pytest.Mo
         for _ in range(2):
             session.ask([(64, BATCH_KEYS_MAX)])
         assert return_idle(session) > 0
-        session_module._RETIRED.extend(
+        session_module.RETIRED.extend(
             session_module.RetiredSession(session.welcome.segment, 1 << 60 | number, [], type(session.unpins)())
             for number in range(COUNT)
         )
         session.release_retired()
-        assert not session_module._RETIRED
+        assert not session_module.RETIRED
     wait_until(lambda: sent.longest.keys() >= SENT_BY[path], "all has been sent")
     assert max(sent.longest[name] for name in SENT_BY[path]) <= BATCH_KEYS_MAX
 

@@ -35,11 +35,11 @@ def path(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(1) as running:
         running.settled({0: ALL})
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 def ranges_of(value: bytes, rng: random.Random, count: int) -> list[tuple[int, int, Any]]:

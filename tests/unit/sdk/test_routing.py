@@ -38,10 +38,10 @@ PATHS = ("shm", "tcp")
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(2) as running:
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 @pytest.fixture(params=PATHS)

@@ -32,10 +32,10 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def cluster() -> Iterator[FakeCluster]:
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     with FakeCluster(2) as running:
         yield running
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 def test_pauses_double_with_jitter_and_start_over() -> None:

@@ -14,10 +14,10 @@ from tests.support.kv_sizes import PATHS, forget_clients, store_by
 @pytest.fixture(autouse=True)
 def fresh(fresh: None) -> Iterator[None]:
     """Forget retired sessions, too, before and after each test."""
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
     yield
     forget_clients()
-    session_module._RETIRED.clear()
+    session_module.RETIRED.clear()
 
 
 @pytest.fixture(params=PATHS)
