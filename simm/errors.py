@@ -41,6 +41,10 @@ class DeadlineError(TransportError):
     """A deadline passed before the peer had answered, or taken what was sent."""
 
 
+class NotSentError(DeadlineError):
+    """The peer takes nothing more just now, and nothing of the request has been sent."""
+
+
 class DeviceError(TransportError):
     """A GPU's driver failed, or there is none. The paths to the servers are unaffected."""
 

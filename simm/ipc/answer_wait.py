@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
-from ..errors import DeadlineError, PeerError, TransportError
-from ..net.allowance import ALLOWANCE, allowed, at_least
+from ..errors import DeadlineError, NotSentError, PeerError, TransportError
+from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least
 from ..net.channel import Refused
 from ..wire import messages as M
 from .commit_ring import HEAD
@@ -21,8 +21,7 @@ from .session import WorkerSession
 LAST_SHARE: Final = 0.1
 #: Looks for an answer before the thread sleeps, about 100 us.
 _POLLS: Final = 500 if len(os.sched_getaffinity(0)) > 1 else 0
-#: A thread that waits while another one has the session looks this often whether that has taken in its answer; and who
-#: waits for a client, whether that has hung up. Seconds.
+#: A thread that waits while another one has the session looks this often whether that has taken in its answer, seconds.
 _LOOK_S: Final = 0.02
 
 
@@ -103,7 +102,7 @@ class HungUp(DeadlineError):
 def until_answered(session: WorkerSession, ticket: int, client: int, meanwhile: Callable[[], object]) -> None:
     """Wait until a request is answered, for the client of another socket: as long as that has not hung up.
 
-    ``client``: the socket's descriptor, or -1. ``meanwhile``: is called every 20 ms. Raises HungUp, and DeadlineError
+    ``client``: the socket's descriptor, or -1. ``meanwhile``: is called every LOOK_S. Raises HungUp, and DeadlineError
     after an exchange's time: the caller withdraws the request, or forsakes it.
     """
     wait = AnswerWait(session, ticket)
@@ -116,7 +115,7 @@ def until_answered(session: WorkerSession, ticket: int, client: int, meanwhile: 
     while not _answered(session, ticket):
         if (fd := wait.descriptor()) >= 0:
             poller.register(fd, select.POLLIN)
-        hung_up = any(ready == client for ready, _ in poller.poll(_LOOK_S * 1e3))
+        hung_up = any(ready == client for ready, _ in poller.poll(LOOK_S * 1e3))
         if fd >= 0:
             poller.unregister(fd)
         wait.receive()
@@ -127,6 +126,21 @@ def until_answered(session: WorkerSession, ticket: int, client: int, meanwhile: 
         meanwhile()
         if time.monotonic() >= wait.until:
             raise DeadlineError("deadline passed while waiting for the worker")
+
+
+def until_room(session: WorkerSession, client: int, meanwhile: Callable[[], object]) -> None:
+    """Wait until the session's socket takes a request; the arguments and errors are those of :func:`until_answered`."""
+    until = time.monotonic() + allowed(session.deadline_s)
+    poller = select.poll()
+    poller.register(session.channel.fileno(), select.POLLOUT)
+    if client >= 0:
+        poller.register(client, select.POLLRDHUP)
+    while not session.broken and not session.channel.has_room():
+        if any(ready == client for ready, _ in poller.poll(LOOK_S * 1e3)):
+            raise HungUp("its client hung up before the worker took its request")
+        meanwhile()
+        if time.monotonic() >= until:
+            raise NotSentError("deadline passed while the worker took nothing")
 
 
 def _answered(session: WorkerSession, ticket: int) -> bool:

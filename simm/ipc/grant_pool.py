@@ -57,8 +57,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ..errors import RemoteProtocolError
+from ..errors import NotSentError, RemoteProtocolError
 from ..net.allowance import ALLOWANCE, allowed, at_most, spend
+from ..rpc import batches
 from ..slab import chunk_bytes_for
 
 #: (grant id, offset in the segment, chunk bytes)
@@ -488,8 +489,17 @@ def return_idle(holder: GrantHolder[G], wanted: int | None = None, *, above: int
     Only grants of chunks of more than ``above`` bytes are returned. Raises TransportError.
     """
     grants = holder.pool.drain(wanted, above)
-    if grants:
-        holder.return_grants([grant[0] for grant in grants])
+    done = 0
+    try:
+        for part in batches(grants):
+            done += len(part)  # what was sent may be the grantor's now, whether it answers or not
+            try:
+                holder.return_grants([grant[0] for grant in part])
+            except NotSentError:
+                done -= len(part)
+                raise
+    finally:
+        holder.pool.add(grants[done:])
     return sum(grant[2] for grant in grants)
 
 

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
 
 from ..arena.reader import ArenaReader
@@ -85,6 +85,7 @@ class WorkerSession:
         self.ring: Ring | None = None
         #: Without a ring, where requests that were sent can be withdrawn; None where they cannot.
         self.withdrawals: Withdrawals | None = None
+        self._look: Callable[[], object] | None = None
         #: Answers by ring that were taken in and not yet waited for, by ticket. Only its waiter takes one out.
         self.frames: dict[int, Frame] = {}
         #: Tickets of answers that nobody waits for any more.
@@ -147,12 +148,14 @@ class WorkerSession:
 
     # -- a worker that answers late --------------------------------------------------------------
 
-    def outlive_silence(self) -> None:
+    def outlive_silence(self, look: Callable[[], object]) -> None:
         """Let later answers be late: a deadline that passes then ends the wait, and not the session. Not with a ring.
 
-        The worker carries out what it is late with, so a caller that gives up a mutation must withdraw it, or end the
-        session (:meth:`give_up`). Raises TransportError.
+        ``look``: a method; what waits for an answer calls it every few ms, to withdraw what nobody wants. The worker
+        carries out what it is late with, so who gives up a mutation must withdraw it, or end the session
+        (:meth:`give_up`). Raises TransportError.
         """
+        self._look = weakly(look)
         self.channel.outlives = True
         self.withdrawals = self._offer(Withdrawals)
 
@@ -390,7 +393,7 @@ class WorkerSession:
         slept = channel.slept
         polls = _SOCKET_POLLS + min(items, 64) * _SOCKET_POLLS // 8 if self._polls_socket else 0
         try:
-            frame = channel.wait(number, polls)
+            frame = channel.wait(number, polls, self._look)
         except BaseException as exc:
             if channel.broken or not channel.outlives:  # else it is only late
                 self.give_up(str(exc) or "interrupted")

@@ -13,6 +13,9 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+#: A wait that looks after something else meanwhile does so this often, seconds.
+LOOK_S: Final = 0.005
+
 
 class Allowance(threading.local):
     """What the present call of this thread may still wait. Whoever sets it sets it back at the end of the call."""

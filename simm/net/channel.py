@@ -24,11 +24,11 @@ from collections.abc import Callable, Container
 from typing import Any, Final, NoReturn
 
 from ..config.parsers import TlsOptions
-from ..errors import DeadlineError, RemoteProtocolError, TransportError, printable
+from ..errors import DeadlineError, NotSentError, RemoteProtocolError, TransportError, printable
 from ..host import fork
 from ..rpc import Connection, Flag, Frame, decode, encode
 from ..wire import messages as M
-from .allowance import ALLOWANCE
+from .allowance import ALLOWANCE, LOOK_S
 from .peer_uid import foreign_server
 
 #: Pause between two attempts to connect: the first and the longest, seconds.
@@ -58,7 +58,7 @@ class Refused(TransportError):
         self.status = status
 
 
-def weakly(on_push: Callable[[Any], None]) -> Callable[[Any], None]:
+def weakly(on_push: Callable[..., object]) -> Callable[..., None]:
     """Return a callback that calls a bound method without keeping its object alive.
 
     An owner and a channel that refer to each other would live until the cycle collector runs. A session would keep a
@@ -66,10 +66,10 @@ def weakly(on_push: Callable[[Any], None]) -> Callable[[Any], None]:
     """
     method = weakref.WeakMethod(on_push)
 
-    def call(msg: Any) -> None:
+    def call(*arguments: Any) -> None:
         found = method()
         if found is not None:
-            found(msg)
+            found(*arguments)
 
     return call
 
@@ -131,6 +131,7 @@ class Channel:
         #: Takes the replies that nobody waits for any more.
         self.on_late: Callable[[Frame], None] | None = None
         #: A wait whose deadline passes does not break the channel: frames come whole, and each reply names its request.
+        #: Requests that the socket has no room for are not begun.
         self.outlives = False
         #: Requests whose reply nobody waits for; :meth:`disown`.
         self._disowned: set[int] = set()
@@ -141,6 +142,8 @@ class Channel:
         self.slept = 0
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(sock, select.POLLOUT)
         #: Of a TLS socket: returns how many bytes are decrypted and not read.
         self._decrypted: Callable[[], int] = getattr(sock, "pending", int)
         #: When the exchange in progress must end, monotonic seconds; each request sets it.
@@ -196,7 +199,9 @@ class Channel:
         return self.result(self.wait(number))
 
     def submit(self, msg: Any, *, fds: tuple[int, ...] = ()) -> int:
-        """Send a request and return its id for :meth:`wait`."""
+        """Send a request and return its id for :meth:`wait`. Raises TransportError; NotSentError breaks nothing."""
+        if self.outlives and not self.has_room():
+            raise NotSentError("the peer takes nothing more just now")
         number = self.next_id()
         self.send_raw(encode(msg, number), fds)
         return number
@@ -269,10 +274,11 @@ class Channel:
         except OSError as exc:
             self.lose(exc, "sending")
 
-    def wait(self, number: int, polls: int = 0) -> Frame:
+    def wait(self, number: int, polls: int = 0, look: Callable[[], object] | None = None) -> Frame:
         """Return the reply to request ``number``. Raises TransportError and breaks the channel on failure.
 
-        ``polls``: how often to poll for it before the thread sleeps, for peers that poll as well.
+        ``polls``: how often to poll for it before the thread sleeps, for peers that poll as well. ``look``: called
+        every LOOK_S; the wait ends when it no longer wants the reply.
         """
         frame = self._early.pop(number, None)
         if frame is not None:
@@ -291,6 +297,11 @@ class Channel:
                     if waits_s < 0:
                         waits_s = max(0.0, left)
                     if left > 0:
+                        if look is not None and not self._poller.poll(min(left, LOOK_S) * 1e3):
+                            look()
+                            if self.late.get(number) is False:
+                                raise DeadlineError("the request was withdrawn meanwhile")
+                            continue
                         self._arm(left, False)
                         data = self.sock.recv(_RECV_BYTES)
                     elif late < _PUSH_PIECES:
@@ -376,9 +387,7 @@ class Channel:
 
     def has_room(self) -> bool:
         """Return whether the socket takes more to send."""
-        poller = select.poll()
-        poller.register(self.sock, select.POLLOUT)
-        return bool(poller.poll(0))
+        return bool(self._room.poll(0))
 
     def _poll(self, polls: int) -> None:
         """Poll for input up to ``polls`` times, so that a fast reply costs no wake-up."""
@@ -439,8 +448,7 @@ class Channel:
         raise error(reason)
 
     def lose(self, exc: OSError, doing: str) -> NoReturn:
-        """Mark the channel broken by an error of its socket. Raises DeadlineError if that was its timeout, else
-        TransportError."""
+        """Mark the channel broken by its socket's error. Raises DeadlineError for a timeout, else TransportError."""
         if _is_late(exc):
             self.fail(f"deadline passed while {doing}", DeadlineError)
         self.fail(f"connection lost while {doing}: {exc.strerror or exc}")

@@ -54,8 +54,8 @@ class Loop:
         #: Requests refused as their peer has not proven a token, or may not.
         self.unauthorized = 0
         self.handler_errors = 0
-        #: Input of this turn may have waited longer than LAG_S: the process was stopped, or busy.
-        self.lagged = False
+        #: For how long the input of this turn may have waited, seconds: the process was stopped, or busy.
+        self.lag_s = 0.0
         self._turned_at = self.now
         #: Bytes of replies and pushes in all peers' queues.
         self.queued_bytes = 0
@@ -162,7 +162,7 @@ class Loop:
         if timeout:
             self.now = self.clock()
             lag = max(lag, self.now - now - timeout)
-        self.lagged = lag > LAG_S
+        self.lag_s = lag
         self._turned_at = self.now
         for key, mask in events:
             target = key.data
@@ -276,6 +276,6 @@ class Loop:
 
     def _expire(self) -> None:
         """Close strangers whose time is up. If this process was late itself, their HELLO may wait in its sockets."""
-        for peer in [] if self.lagged else self.strangers.overdue(self.now):
+        for peer in [] if self.lag_s > LAG_S else self.strangers.overdue(self.now):
             self.noise(logging.INFO, "closing %s: no HELLO within %.0f s", peer.address, HELLO_S)
             peer.abort(f"no HELLO within {HELLO_S:.0f} s")

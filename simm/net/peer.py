@@ -48,8 +48,10 @@ OUT_CLOSE_BYTES: Final = 8 << 20
 OUT_TOTAL_BYTES: Final = 64 << 20
 STALL_S: Final = 30.0
 OUT_LEAST_BYTES: Final = 32 << 10
-#: A request that waited longer than this, in seconds, may come from a peer that has given up since.
+#: A loop that is late by more than this, in seconds, was stopped, or is very busy.
 LAG_S: Final = 0.1
+#: A request that waited longer than this, in seconds, may come from a peer that has given up since.
+WAITED_S: Final = 0.02
 _FDS_MAX: Final = 4
 #: Room for as many as a message can have (SCM_MAX_FD): the kernel closes at once those that find none.
 _FD_SPACE: Final = socket.CMSG_SPACE(4 * 253)
@@ -64,7 +66,7 @@ class PeerLoop(Protocol):
     protocol_errors: int
     unauthorized: int
     handler_errors: int
-    lagged: bool
+    lag_s: float
     queued_bytes: int
     strangers: Strangers[Peer]
     noise: LogLimit
@@ -260,7 +262,7 @@ class Peer:
         A caller that times out closes its connection and tries again elsewhere. The server must not execute the old
         request late, on top of the new one. The check is a system call, so it is made only after a wait.
         """
-        return (self.loop.lagged or self.loop.clock() - since > LAG_S) and self.hung_up()
+        return (self.loop.lag_s > WAITED_S or self.loop.clock() - since > WAITED_S) and self.hung_up()
 
     def hung_up(self) -> bool:
         """Return whether the peer has closed its end. A system call."""

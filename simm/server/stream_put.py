@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..constants import VALUE_BYTES_MAX
-from ..errors import DeadlineError, RemoteProtocolError, TransportError
+from ..errors import DeadlineError, NotSentError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.session import WorkerSession
@@ -122,19 +122,31 @@ class Receiving:
         self.keeper.park(self, self.peer.loop)
 
     def look(self) -> None:
-        """See ``worker_session.Parked``."""
-        if self.in_flight and (self.peer.closed or self.peer.gave_up(self.since)):
+        """See ``worker_session.Storing``."""
+        if self.in_flight and (self.peer.closed or self.peer.hung_up()):
             self._withdraw()
+
+    def is_answered(self) -> bool:
+        """See ``worker_session.Storing``."""
+        session, in_flight = self.session, self.in_flight
+        if not self.ending or self.ready or not in_flight or session is None:
+            return False
+        return all(session.channel.received(-1 - ticket) for ticket, _ in in_flight)
 
     def _withdraw(self) -> None:
         """Let the worker store nothing of what it has not answered."""
         tickets = [ticket for ticket, _ in self.in_flight]
-        self.in_flight.clear()
+        self._settled()
         if tickets and self.session is not None:
             self.keeper.withdraw(self.session, tickets, time.monotonic())
 
+    def _settled(self) -> None:
+        """Note that the worker has nothing of it in hand."""
+        self.in_flight.clear()
+        self.keeper.storing.discard(self)
+
     def resume(self) -> None:
-        """See ``worker_session.Parked``."""
+        """See ``worker_session.Storing``."""
         self.parked = False
         if not self.peer.closed:
             self.peer.attempt(self._go_on)
@@ -260,13 +272,13 @@ class Receiving:
                 self._commit()
             self._open_target()
             return
-        self._commit()
         self._end()
 
     def _end(self) -> None:
-        """Answer, if the worker has."""
+        """Commit the last values, and answer if the worker has."""
         self.ending = True
-        if not self._collect():
+        self._commit()
+        if not self._collect() or self.ready:
             self._park()
             return
         self.peer.bulk = False
@@ -276,7 +288,7 @@ class Receiving:
         self.peer.pause(False)
 
     def _commit(self) -> None:
-        """Commit the complete values; :meth:`_collect` takes the answers.
+        """Commit the complete values; :meth:`_collect` takes the answers. They stay where the worker takes nothing.
 
         Commit nothing for a client that gave up while it waited: it may have put newer values elsewhere since.
         """
@@ -286,17 +298,22 @@ class Receiving:
         if self.peer.gave_up(self.since):
             self._release_ready()
             return
-        self.ready = []
         entries = [entry for _, entry, _ in ready]
         length = entries[-1][2]
         keep = target_count(chunk_bytes_for(length))
         wants = [(length, min(len(entries), keep))] if keep else []
         try:
             ticket = session.submit(M.Commit(entries, wants))
+        except NotSentError:
+            return
         except TransportError as exc:
             log.warning("commit of %d values: %s", len(entries), exc)
+            self.ready = []
+            self.keeper.give_up(session, session.broken)  # before anybody hears of it
             return
+        self.ready = []
         self.in_flight.append((ticket, [position for position, _, _ in ready]))
+        self.keeper.storing.add(self)
 
     def _collect(self) -> bool:
         """Take the answers of all commits in flight. Return False if the worker is late with one."""
@@ -308,14 +325,20 @@ class Receiving:
             channel.until = time.monotonic() + max(0.0, PATIENCE_S - channel.late_s)
             try:
                 collect(session, in_flight[:1], self.statuses)
+            except Refused as exc:
+                log.warning("answer to a commit: %s", exc)
             except TransportError as exc:
+                if not in_flight:
+                    break  # withdrawn meanwhile: its client has gone
                 if isinstance(exc, DeadlineError) and not session.broken:
                     channel.expect(-1 - ticket)
                     return False
                 log.warning("answers to %d commits: %s", len(in_flight), exc)
+                if session.broken:
+                    self.keeper.give_up(session, session.broken)  # before anybody hears of it
                 break
-            del in_flight[0]
-        in_flight.clear()
+            del in_flight[:1]
+        self._settled()
         return True
 
     def abandon(self) -> None:
@@ -327,8 +350,7 @@ class Receiving:
                 session.pool.release(self.grant)
                 self.grant = None
             self._release_ready()
-            if self.in_flight and not self._collect():
-                self._withdraw()
+        self._withdraw()
 
     def _release_ready(self) -> None:
         """Release the grants of values that will not be committed."""

@@ -11,6 +11,12 @@ with ``parks`` the session lives on for ``SILENCE_S``, and all else fails at onc
 A worker that goes on carries out what it has been sent. A client may have given up a value meanwhile, and have put a
 newer one elsewhere. So a mutation is withdrawn as soon as its client has gone (``ipc/commit_ring.py``), and the session
 lives on for all others. Where that cannot be, the session ends: the worker carries out nothing more of it then.
+
+Whatever waits for this worker looks at the clients of all STOREs that it may still carry out, every LOOK_S. What is
+left is the time from a hang-up until the keeper sees it: these 5 ms, and while the process itself does not run.
+
+A silent worker's socket fills up with what was withdrawn. A request that would not fit is not begun: a send that is cut
+off by its deadline would end the session. It waits for room as it would for an answer, and is refused then.
 """
 
 from __future__ import annotations
@@ -28,13 +34,13 @@ from typing import Any, Final, Protocol
 from ..arena.namespaces import names_in
 from ..arena.reader import ArenaReader
 from ..constants import DEFAULT_NAMESPACE
-from ..errors import DeadlineError, SegmentError, TransportError
-from ..ipc.answer_wait import HungUp, look_for_late, until_answered, withdraw
+from ..errors import DeadlineError, NotSentError, SegmentError, TransportError
+from ..ipc.answer_wait import HungUp, look_for_late, until_answered, until_room, withdraw
 from ..ipc.arena_lister import Lister
 from ..ipc.commit_ring import HEAD
 from ..ipc.grant_pool import GrantTuple
 from ..ipc.session import RING_GRANTS, WorkerSession
-from ..net.allowance import at_most
+from ..net.allowance import LOOK_S, at_most
 from ..net.channel import Refused
 from ..net.peer import Peer, PeerLoop
 from ..rpc import batches
@@ -51,8 +57,8 @@ WORKER_DEADLINE_S: Final = 2.0
 #: STOREs wait for a worker that is silent for so long, less than STALL_S. Then they fail at once, as each would cost a
 #: client's deadline while a worker is stopped for minutes.
 SILENCE_S: Final = 10.0
-#: While STOREs wait, the keeper looks for answers so often.
-LOOK_S: Final = 0.02
+#: Grants that are returned by a ring are waited for so long.
+RETURN_S: Final = 0.02
 #: Requests that change nothing but by what their answers bring.
 HARMLESS: Final = (M.Exists, M.Locate, M.Namespace, M.Grant)
 RETRY_S: Final = (0.05, 1.0)
@@ -71,11 +77,14 @@ class State(enum.Enum):
     UP = enum.auto()
 
 
-class Parked(Protocol):
-    """A STORE that waits for the worker."""
+class Storing(Protocol):
+    """A STORE, as the keeper sees it."""
 
     def look(self) -> None:
         """Withdraw what the worker might still store of it, if its client has gone."""
+
+    def is_answered(self) -> bool:
+        """Return whether nothing is left but to take the answers to its commits, which have come."""
 
     def resume(self) -> None:
         """Go on: the worker has answered, or is given up. It may be parked again."""
@@ -93,7 +102,9 @@ class WorkerSessionKeeper:
         self.uds = uds
         self._ring = ring
         self._parks = parks
-        self.parked: list[Parked] = []
+        self.parked: list[Storing] = []
+        #: STOREs with commits that the worker has not answered.
+        self.storing: set[Storing] = set()
         self.state = State.DOWN
         #: The session as it was last seen; it may have broken since. None unless the state is UP.
         self.session: WorkerSession | None = None
@@ -205,25 +216,32 @@ class WorkerSessionKeeper:
             return False
         return self._late_s(session) > 0.0 and not session.broken
 
-    def park(self, store: Parked, loop: PeerLoop) -> None:
+    def park(self, store: Storing, loop: PeerLoop) -> None:
         """Resume a STORE when the worker has answered all, or is given up."""
         if not self.parked:
             loop.call_later(LOOK_S, partial(self._look, loop))
         self.parked.append(store)
 
     def _look(self, loop: PeerLoop) -> None:
-        session = self.session
+        session, parked = self.session, self.parked
         if session is not None and self.is_late():
-            self._look_at_parked()
+            self._look_at_stores()
             if not session.broken:
-                loop.call_later(LOOK_S, partial(self._look, loop))
+                answered = [each for each in parked if each.is_answered()]
+                self.parked = [each for each in parked if each not in answered]
+                if self.parked:
+                    loop.call_later(LOOK_S, partial(self._look, loop))
+                for each in answered:
+                    each.resume()
                 return
-        parked, self.parked = self.parked, []
+        if session is not None and session.broken:
+            self.give_up(session, session.broken)  # before anybody hears of it
+        self.parked = []
         for each in parked:
             each.resume()
 
-    def _look_at_parked(self) -> None:
-        for each in self.parked:
+    def _look_at_stores(self) -> None:
+        for each in list(self.storing):
             each.look()
 
     def _make(self) -> None:
@@ -232,7 +250,7 @@ class WorkerSessionKeeper:
             made = WorkerSession(self.uds, DEFAULT_NAMESPACE, WORKER_DEADLINE_S, role=M.Role.STREAM, ring=self._ring)
             try:
                 if self._parks:
-                    made.outlive_silence()
+                    made.outlive_silence(self._look_at_stores)
             except BaseException:
                 made.close(clean=False)
                 raise
@@ -281,8 +299,11 @@ class WorkerSessionKeeper:
             session = self.worker() if harmless else self.worker_for(peer)
             if session is None:
                 raise Refused(Status.UNAVAILABLE, "the worker is down")
-            with at_most(WORKER_DEADLINE_S - session.channel.late_s):
-                return session.exchange(msg) if harmless else self.mutate(session, msg, peer)
+            with at_most(WORKER_DEADLINE_S - max(session.channel.late_s, self._silent_s(session))):
+                if not harmless:
+                    return self.mutate(session, msg, peer)
+                self._wait_room(session, None)
+                return session.exchange(msg)
         except Refused:
             raise
         except TransportError as exc:
@@ -295,12 +316,15 @@ class WorkerSessionKeeper:
         Raises TransportError, Refused. The worker then does not carry it out any more.
         """
         since = time.monotonic()
+        self._wait_room(session, peer)
         ticket = None
         try:
             ticket = session.submit(msg)
             self._wait_answered(session, ticket, peer)
             return session.answer(msg, ticket)
         except Refused:
+            raise
+        except NotSentError:
             raise
         except TransportError as exc:
             if ticket is None or (session.ring is not None and not isinstance(exc, HungUp)):
@@ -343,7 +367,7 @@ class WorkerSessionKeeper:
                     session.pool.add(part)
                 else:
                     ticket = session.submit(M.ReturnGrants(numbers))
-                    with contextlib.suppress(DeadlineError), at_most(LOOK_S):
+                    with contextlib.suppress(DeadlineError), at_most(RETURN_S):
                         self._wait_answered(session, ticket, None)
                     session.disown(ticket)
         except TransportError as exc:
@@ -351,13 +375,17 @@ class WorkerSessionKeeper:
 
     def _wait_answered(self, session: WorkerSession, ticket: int, peer: Peer | None) -> None:
         """Wait for the answer as long as the client does; withdraw what STOREs wait for whose clients have gone."""
-        client = -1 if peer is None or peer.closed else peer.sock.fileno()
-        until_answered(session, ticket, client, self._look_at_parked)
+        until_answered(session, ticket, _descriptor(peer), self._look_at_stores)
+
+    def _wait_room(self, session: WorkerSession, peer: Peer | None) -> None:
+        """Wait until the worker takes a request, as long as the client does. Raises HungUp, NotSentError."""
+        if self._parks and not session.channel.has_room():
+            until_room(session, _descriptor(peer), self._look_at_stores)
 
     def withdraw(self, session: WorkerSession, tickets: Sequence[int], since: float) -> None:
         """Withdraw mutations of a client that has gone, which it has waited for ``since`` then; or end the session."""
         if session.broken or not withdraw(session, tickets, since):
-            self.give_up(session, "a mutation was given up")
+            session.give_up("a mutation was given up")  # worker() closes it: a wait may have its lock
 
     def namespace(self, name: str) -> int:
         """Return the id of a namespace in the arena. Raises Refused; with NO_SPACE if there is no room for its name.
@@ -437,6 +465,10 @@ class WorkerSessionKeeper:
         if self._lister is None or self._lister.reader is not reader:
             self._lister = Lister(reader)
         return self._lister
+
+
+def _descriptor(peer: Peer | None) -> int:
+    return -1 if peer is None or peer.closed else peer.sock.fileno()
 
 
 def _populate(reader: ArenaReader) -> None:

@@ -114,6 +114,11 @@ class DriverRun:
     report: dict[str, Any]
     stderr: str
 
+    @property
+    def said(self) -> str:
+        """What SiMM said in it, the last lines."""
+        return "\n".join([line for line in self.stderr.splitlines() if "simm" in line.lower()][-40:])
+
 
 class Engine:
     """Starts drivers under the engine environment's python, in ``folder``."""

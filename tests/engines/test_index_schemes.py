@@ -260,7 +260,7 @@ def test_sglang(engine: Engine, index: Index, backend: str, scheme: str) -> None
     run = engine.run(
         index.manager, SEED, steps, driver="connector_driver.py", as_expected=False, module="simm.connectors.mooncake"
     )
-    assert run.report["ok"], str(run.report)
+    assert run.report["ok"], f"{run.report}\n{run.said}"
     for pool in pools:
         tokens = engine_content.tokens(SEED, f"{backend}/{pool}", PAGES * PAGE)
         index.check(f"org/{backend}-{pool}", tokens, PAGES * PAGE, scheme)

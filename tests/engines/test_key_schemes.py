@@ -57,7 +57,7 @@ def written(engine: Engine, engine_cluster: Cluster) -> DriverRun:
         {"command": "write", "case": {"prompt": prompt, "pages": PAGES, **case}} for prompt, case in CASES.items()
     ]
     run = engine.run(engine_cluster.address, SEED, steps)
-    assert run.report["ok"], str(run.report)
+    assert run.report["ok"], f"{run.report}\n{run.said}"
     return run
 
 

@@ -75,14 +75,14 @@ def runs(engine: Engine, engine_cluster: Cluster) -> list[DriverRun]:
 @pytest.mark.engines
 @pytest.mark.parametrize("at", range(len(WRITER)), ids=lambda at: name_of(WRITER[at]))
 def test_writer(runs: list[DriverRun], engine_cluster: Cluster, at: int) -> None:
-    assert runs[0].report["steps"][at]["ok"], f"{runs[0].report['steps'][at]}\n{engine_cluster.logs()}"
+    assert runs[0].report["steps"][at]["ok"], f"{runs[0].report['steps'][at]}\n{runs[0].said}\n{engine_cluster.logs()}"
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize("at", range(len(READER) - 1), ids=lambda at: name_of(READER[at]))
 def test_reader_in_another_process(runs: list[DriverRun], engine_cluster: Cluster, at: int) -> None:
     result = runs[1].report["steps"][at]
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{runs[1].said}\n{engine_cluster.logs()}"
     if "read" in READER[at]["command"]:
         assert result["hits"] == result["read"] == PAGES and result["wrong"] == [] and result["strayed"] == []
 

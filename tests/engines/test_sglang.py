@@ -175,7 +175,7 @@ def test_the_wheel_is_the_released_one_and_the_store_is_ours(writer: DriverRun, 
 @pytest.mark.parametrize("step", WRITER, ids=name_of)
 def test_writer(writer: DriverRun, engine_cluster: Cluster, step: Step) -> None:
     result = only(writer, step)
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{writer.said}\n{engine_cluster.logs()}"
     assert result["stored"] == (0 if step is NOT_MINE else step["case"]["pages"])
 
 
@@ -183,7 +183,7 @@ def test_writer(writer: DriverRun, engine_cluster: Cluster, step: Step) -> None:
 @pytest.mark.parametrize("step", READER[:-1], ids=name_of)
 def test_reader_in_another_process(reader: DriverRun, engine_cluster: Cluster, step: Step) -> None:
     result = only(reader, step)
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{reader.said}\n{engine_cluster.logs()}"
     pages = step["case"]["pages"]
     assert result["hits"] == result["read"] == pages
     assert result["bytes"] == bytes_of(step["case"])
@@ -194,7 +194,7 @@ def test_reader_in_another_process(reader: DriverRun, engine_cluster: Cluster, s
 @pytest.mark.parametrize("step", TWO_MODELS, ids=str)
 def test_two_models_under_the_same_keys(two_models: DriverRun, engine_cluster: Cluster, step: Step) -> None:
     result = only(two_models, step)
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{two_models.said}\n{engine_cluster.logs()}"
     if step["command"] == "read":
         assert result["hits"] == result["read"] == 150
     elif step["command"] == "refused":

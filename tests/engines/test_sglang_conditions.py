@@ -74,7 +74,7 @@ def test_another_page_size_in_a_full_store(engine: Engine, cluster: Cluster, ins
             cluster.address, SEED, steps, driver="connector_driver.py", as_expected=False, installed=installed,
             ENGINE_PAGE_TOKENS=str(tokens),
         )  # fmt: skip
-        assert ran.report["ok"], f"{ran.report['steps']}\n{cluster.logs()}"
+        assert ran.report["ok"], f"{ran.report['steps']}\n{ran.said}\n{cluster.logs()}"
         assert Path(ran.report["simm_kv"]).is_relative_to(installed)
 
     run(16, [case("write", f"old/{number}") for number in range(FILL)])
@@ -88,4 +88,4 @@ def test_servers_pause_for_ten_seconds(engine: Engine, cluster: Cluster) -> None
     pids = [each.pid for each in cluster.servers]
     step = {**case("paused", "paused", 40, servers=pids), "warns": True}
     ran = engine.run(cluster.address, SEED, [step], driver="connector_driver.py", as_expected=False)
-    assert ran.report["ok"], f"{ran.report['steps']}\n{cluster.logs()}"
+    assert ran.report["ok"], f"{ran.report['steps']}\n{ran.said}\n{cluster.logs()}"

@@ -118,14 +118,14 @@ def reader(runs: Runs, writer: DriverRun) -> DriverRun:
 @pytest.mark.parametrize("step", WRITER, ids=name_of)
 def test_writer(writer: DriverRun, engine_cluster: Cluster, step: Step) -> None:
     result = result_of(writer, WRITER, step)
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{writer.said}\n{engine_cluster.logs()}"
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize("step", READER, ids=name_of)
 def test_reader_in_another_process(reader: DriverRun, engine_cluster: Cluster, step: Step) -> None:
     result = result_of(reader, READER, step)
-    assert result["ok"], f"{result}\n{engine_cluster.logs()}"
+    assert result["ok"], f"{result}\n{reader.said}\n{engine_cluster.logs()}"
     if "read" in step["command"]:
         assert result["hits"] == result["read"] == PAGES and result["bytes"] > 0
         assert result["wrong"] == [] and result["strayed"] == []

@@ -32,6 +32,7 @@ from simm.wire import messages as M
 from simm.wire.messages import ShardRole, Status
 from simm.wire.shard_set import bitmap_of
 from tests.support.frame_server import FrameServer
+from tests.support.waiting import wait_until
 from tests.support.worker_thread import WAIT_S, WorkerThread
 
 ALL = range(SHARD_COUNT)
@@ -101,6 +102,8 @@ class StreamThread:
         self.loop.watch(far, lambda _mask: self.loop.stop())
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
+        # With many runnable processes the first one may take longer than a stream gives its worker.
+        wait_until(lambda: self.stream.keeper.session is not None, "a session with the worker")
 
     def stop(self) -> None:
         self._near.send(b"x")

@@ -22,6 +22,7 @@ from simm.net.peer import (
     OUT_PAUSE_BYTES,
     STALL_S,
     TURN_S,
+    WAITED_S,
     Peer,
     Service,
 )
@@ -355,7 +356,7 @@ def test_who_gave_up_while_we_kept_him_waiting(bench: Bench) -> None:
 
     def on(peer: Peer, frame: Frame) -> None:
         bench.clock.now += decode(frame).cookie / 1000
-        asked.append((bench.loop.lagged, peer.gave_up(bench.loop.now)))
+        asked.append((bench.loop.lag_s > WAITED_S, peer.gave_up(bench.loop.now)))
 
     bench.service.on = on
     end.send(encode(M.Ping(0), 1))

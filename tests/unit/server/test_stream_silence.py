@@ -222,6 +222,7 @@ def test_issue_who_hangs_up_costs_others_nothing(
     monkeypatch.setattr(Withdrawals, "add", lambda page, number: (withdrawn.append(number), add(page, number))[1])
     session = stream.stream.keeper.session
     assert session is not None and session.withdrawals is not None
+    session.deadline_s = WAIT_S
     over, failed = threading.Event(), []
 
     def delete() -> None:

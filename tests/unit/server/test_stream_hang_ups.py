@@ -1,0 +1,335 @@
+"""Clients that hang up while the worker is late: whatever the stream waits for then, it withdraws their STOREs.
+
+test_stream_silence.py has what outlives a silence.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from simm.arena.hashing import Hasher
+from simm.errors import NotSentError, TransportError
+from simm.ipc import grant_pool
+from simm.ipc.grant_pool import GrantPool
+from simm.ipc.session import WorkerSession
+from simm.net.channel import Channel, Refused
+from simm.server import stream_put, worker_session
+from simm.server.stream_put import COMMIT_KEYS
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.waiting import WAIT_S, wait_until
+from tests.support.worker_thread import StreamThread, WorkerThread, nothing_is_lost
+
+digest_of = Hasher("default")
+OLD, NEW = b"old value.", b"new value."
+KEY = digest_of("key")
+#: Longer than a test waits for anything.
+FOR_EVER_S = 2 * WAIT_S
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    with WorkerThread(128 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamThread]:
+    """One that gives nothing up by itself, and has grants for a hundred small values."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", FOR_EVER_S)
+    monkeypatch.setattr(worker_session, "SILENCE_S", FOR_EVER_S)
+    with StreamThread(worker.path) as made:
+        channel = made.channel()
+        warm = [f"warm {number}" for number in range(2 * COMMIT_KEYS)]
+        wait_until(lambda: store(channel, warm) == [Status.OK] * len(warm), "a session with the worker")
+        channel.close()
+        made.loop.call_later(0.0, lambda: session_of(made).ask([(len(OLD), 4 * COMMIT_KEYS)]))
+        wait_until(lambda: session_of(made).pool.count(len(OLD)) >= 4 * COMMIT_KEYS, "grants")
+        yield made
+
+
+def store_message(keys: list[str]) -> M.Store:
+    return M.Store([(digest_of(key), len(OLD), 0, 0, 0) for key in keys])
+
+
+def begin(channel: Channel, keys: list[str], sent: int | None = None) -> int:
+    """A STORE of which so many values are sent, or all."""
+    number = channel.submit(store_message(keys))
+    channel.sock.sendall(OLD * (len(keys) if sent is None else sent))
+    return number
+
+
+def end(channel: Channel, number: int) -> list[int]:
+    statuses: list[int] = channel.result(channel.wait(number)).statuses
+    return statuses
+
+
+def store(channel: Channel, keys: list[str]) -> list[int]:
+    return end(channel, begin(channel, keys))
+
+
+def session_of(stream: StreamThread) -> WorkerSession:
+    session = stream.stream.keeper.session
+    assert session is not None
+    return session
+
+
+def stored(session: WorkerSession) -> bytes | None:
+    found = session.reader.locate(KEY)
+    return None if found is None else bytes(session.reader.value(found))
+
+
+class Newer:
+    """A client of the same host, whose doorbell has rung before the worker stops: it is served first."""
+
+    def __init__(self, worker: WorkerThread) -> None:
+        self.session = worker.session()
+        self.session.ask([(len(NEW), 2)])
+        self._tickets: list[int] = []
+
+    def ring(self) -> None:
+        self._tickets.append(self.session.submit(M.Exists([KEY])))
+        self.session.kick(always=True)
+
+    def put(self) -> None:
+        grant = self.session.pool.take(len(NEW))
+        assert grant is not None
+        start = grant[1] - self.session.reader.data_offset
+        self.session.reader.data[start : start + len(NEW)] = NEW
+        self._tickets.append(self.session.submit(M.Commit([(KEY, grant[0], len(NEW), 0, 0, 0)], [])))
+
+    def check(self, stream: StreamThread) -> None:
+        """The newer value is stored, and stays."""
+        assert self.session.answer(M.Exists([KEY]), self._tickets[0]).statuses
+        commit = M.Commit([], [])
+        assert self.session.answer(commit, self._tickets[1]).statuses == [Status.OK]
+        wait_until(lambda: not stream.stream.keeper.is_late(), "the stream has all answers")
+        assert stored(self.session) == NEW
+        self.session.close()
+
+
+def own_answer(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits for the answer to its own commit."""
+    monkeypatch.setattr(stream_put, "PATIENCE_S", FOR_EVER_S)
+    begin(gone, ["key"])
+
+
+def parked(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(gone, ["key"])
+    wait_until(lambda: stream.stream.keeper.parked, "it is parked")
+
+
+def more_to_come(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first values are committed, and others are on their way."""
+    begin(gone, ["key", *(f"other {number}" for number in range(COMMIT_KEYS))], COMMIT_KEYS)
+
+
+def asks(message: Callable[[], Any]) -> Callable[..., Channel]:
+    """The loop waits for the answer to another client's question, beside a STORE of which more is to come.
+
+    Returns the other client, which hangs up when it is forgotten.
+    """
+
+    def make(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> Channel:
+        other = stream.channel()
+        more_to_come(stream, gone, monkeypatch)
+        wait_until(lambda: stream.stream.keeper.storing, "its first commit")
+        other.submit(message())
+        time.sleep(0.05)  # no matter if it is less
+        return other
+
+    return make
+
+
+def no_room(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> Channel:
+    """The worker's socket takes nothing more, which another client's DELETE waits for; see :func:`asks`."""
+    other = stream.channel()
+    more_to_come(stream, gone, monkeypatch)
+    wait_until(lambda: stream.stream.keeper.storing, "its first commit")
+    monkeypatch.setattr(session_of(stream).channel, "has_room", lambda: False)
+    other.submit(M.Delete([digest_of("nothing")]))
+    time.sleep(0.05)
+    return other
+
+
+WAITS = {
+    "its own answer": own_answer,
+    "parked": parked,
+    "more of it is to come": more_to_come,
+    "a PIN": asks(lambda: M.Pin(0, [digest_of("warm 1")])),
+    "a DELETE": asks(lambda: M.Delete([digest_of("nothing")])),
+    "an EXISTS": asks(lambda: M.FetchPrevious([(digest_of("nothing"), 100)])),
+    "room in the socket": no_room,
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_issue_a_store_is_withdrawn_whatever_the_loop_waits_for(
+    worker: WorkerThread, stream: StreamThread, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was not looked at in some waits, for up to 2 s. The old value then replaced one that was put since."""
+    session = session_of(stream)
+    assert session.withdrawals is not None
+    words, newer, gone = session.withdrawals.words, Newer(worker), stream.channel()
+    with worker.frozen():
+        newer.ring()
+        kept = WAITS[what](stream, gone, monkeypatch)
+        wait_until(lambda: stream.stream.keeper.storing, "its commit is under way")
+        gone.close()
+        wait_until(lambda: words[0], "the worker is told", WAIT_S / 2)
+        newer.put()
+        monkeypatch.undo()
+    newer.check(stream)
+    assert stream.stream.keeper.session is session and not any(words)
+    del kept
+
+
+@pytest.mark.parametrize("what", ["a PIN", "its own answer"])
+def test_mutation_a_wait_that_does_not_look(
+    worker: WorkerThread, stream: StreamThread, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_of(stream)
+    assert session.withdrawals is not None
+    monkeypatch.setattr(session, "_look", None)
+    words, gone = session.withdrawals.words, stream.channel()
+    with worker.frozen():
+        kept = WAITS[what](stream, gone, monkeypatch)
+        wait_until(lambda: stream.stream.keeper.storing, "its commit is under way")
+        gone.close()
+        with pytest.raises(AssertionError, match="the worker is told"):
+            wait_until(lambda: words[0], "the worker is told", 0.5)
+    wait_until(lambda: stored(session) == OLD, "it is stored late")
+    del kept
+
+
+def test_issue_hang_ups_do_not_fill_the_workers_socket(worker: WorkerThread, stream: StreamThread) -> None:
+    """They did, and the next request was sent in part. That ended the session, and failed whoever had a STORE there."""
+    session = session_of(stream)
+    session.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 10)
+    waiting, asking = stream.channel(), stream.channel()
+    with worker.frozen():
+        number = begin(waiting, ["waits"])
+        wait_until(lambda: stream.stream.keeper.parked, "it is parked")
+        for turn in range(20):
+            gone = stream.channel()
+            gone.submit(M.Delete([digest_of(f"nothing {turn} {key}") for key in range(100)]))
+            time.sleep(0.01)
+            gone.close()
+        assert not session.channel.has_room() and not session.broken
+        others = [stream.channel() for _ in range(3)]
+        late = [(channel, begin(channel, [f"late {each}"])) for each, channel in enumerate(others)]
+        asked = asking.submit(M.Delete([digest_of("warm 1")]))
+        wait_until(lambda: len(stream.stream.keeper.parked) == 1 + len(late), "they wait, too")
+    assert end(waiting, number) == [Status.OK] and end(asking, asked) == [Status.OK]
+    assert stream.stream.keeper.session is session and stream.loop.handler_errors == 0
+    assert [end(*each) for each in late] == [[Status.OK]] * 3, "what had no room is sent when there is"
+    assert session.withdrawals is not None
+    wait_until(lambda: not any(session.withdrawals.words), "all is answered")
+    nothing_is_lost(worker, session)
+
+
+def test_a_commit_waits_for_room(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose worker is late with nothing. Values that are complete keep their grants."""
+    session, channel = session_of(stream), stream.channel()
+    number = channel.submit(store_message(["key", "another"]))
+    channel.sock.sendall(OLD)
+    wait_until(lambda: stream.loop.peers, "it has come")
+    with monkeypatch.context() as patched:
+        patched.setattr(session.channel, "has_room", lambda: False)
+        channel.sock.sendall(OLD)
+        wait_until(lambda: stream.stream.keeper.parked, "it waits")
+        assert not session.channel.late
+    assert end(channel, number) == [Status.OK] * 2
+    wait_until(lambda: not stream.stream.keeper.parked, "nothing waits")
+    nothing_is_lost(worker, session)
+
+
+def test_issue_nobody_hears_of_a_broken_session_that_has_not_ended(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A send that failed only marked it. STOREs were told UNAVAILABLE, whose commits the worker then carried out."""
+    keeper, session = stream.stream.keeper, session_of(stream)
+    monkeypatch.setattr(keeper, "maintain", int)  # which ends it within a tenth of a second
+    newer, told, other = Newer(worker), stream.channel(), stream.channel()
+    had = session.pool.count(len(OLD))
+    other_number = begin(other, ["a", "b"], 1)
+    wait_until(lambda: session.pool.count(len(OLD)) == had - 2, "its second value is expected")
+
+    def send(data: bytes, *_: Any) -> None:
+        session.channel.fail("deadline passed while sending")
+
+    with worker.frozen():
+        newer.ring()
+        number = begin(told, ["key"])
+        wait_until(lambda: keeper.parked, "it is parked")
+        monkeypatch.setattr(session.channel, "send_raw", send)
+        other.sock.sendall(OLD)
+        assert end(told, number) == [Status.UNAVAILABLE] and end(other, other_number) == [Status.UNAVAILABLE] * 2
+        newer.put()
+    newer.check(stream)
+
+
+def test_issue_a_commit_that_is_refused_does_not_settle_the_others(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that was under way counted as failed. The worker carried it out, and nobody would have withdrawn it."""
+    real, refused = stream_put.collect, []
+
+    def refuse_first(*arguments: Any) -> None:
+        real(*arguments)
+        if not refused:
+            refused.append(True)
+            arguments[2][:COMMIT_KEYS] = [int(Status.UNAVAILABLE)] * COMMIT_KEYS
+            raise Refused(Status.BAD_REQUEST, "not this one")
+
+    monkeypatch.setattr(stream_put, "collect", refuse_first)
+    keys = [f"key {number}" for number in range(COMMIT_KEYS + 3)]
+    assert store(stream.channel(), keys) == [Status.UNAVAILABLE] * COMMIT_KEYS + [Status.OK] * 3
+    assert not stream.stream.keeper.storing
+    nothing_is_lost(worker, session_of(stream))
+
+
+def test_issue_an_answered_store_waits_for_nobody_else(worker: WorkerThread, stream: StreamThread) -> None:
+    """It was parked for as long as the worker was late with anything, such as what others had withdrawn."""
+    session, channel = session_of(stream), stream.channel()
+    never = 1 << 30
+    with worker.frozen():
+        number = begin(channel, ["key"])
+        wait_until(lambda: stream.stream.keeper.parked, "it is parked")
+        session.channel.late[never] = False
+    assert end(channel, number) == [Status.OK] and session.channel.late == {never: False}
+    session.channel.late.clear()
+    nothing_is_lost(worker, session)
+
+
+@pytest.mark.parametrize("error", [NotSentError, TransportError])
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_grants_that_could_not_be_returned_are_nobody_elses(
+    error: type[TransportError], fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may have been sent may be another's now. What was not sent is in the pool as before."""
+    monkeypatch.setattr(grant_pool, "batches", lambda grants: (grants[at : at + 2] for at in range(0, len(grants), 2)))
+    pool: GrantPool[tuple[int, int, int]] = GrantPool()
+    pool.within = (0, 1 << 20)
+    grants = [(number, number * 64, 64) for number in range(5)]
+    pool.add(grants)
+    returned: list[int] = []
+
+    def give(numbers: list[int]) -> None:
+        if len(returned) == 2 * fails_at:
+            raise error("no")
+        returned.extend(numbers)
+
+    with pytest.raises(error):
+        grant_pool.return_idle(SimpleNamespace(pool=pool, return_grants=give))  # type: ignore[arg-type]
+    gone = 2 * fails_at + (0 if error is NotSentError else 2)
+    left = pool.drain()
+    assert len(left) == max(0, 5 - gone) and not {grant[0] for grant in left} & set(returned)
