@@ -57,7 +57,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ..errors import NotSentError, RemoteProtocolError
+from ..errors import DeadlineError, NotSentError, RemoteProtocolError
 from ..net.allowance import ALLOWANCE, allowed, at_most, spend
 from ..rpc import batches
 from ..slab import chunk_bytes_for
@@ -490,16 +490,16 @@ def return_idle(holder: GrantHolder[G], wanted: int | None = None, *, above: int
     """
     grants = holder.pool.drain(wanted, above)
     done = 0
-    try:
-        for part in batches(grants):
-            done += len(part)  # what was sent may be the grantor's now, whether it answers or not
-            try:
-                holder.return_grants([grant[0] for grant in part])
-            except NotSentError:
-                done -= len(part)
-                raise
-    finally:
-        holder.pool.add(grants[done:])
+    for part in batches(grants):
+        try:
+            holder.return_grants([grant[0] for grant in part])
+        except NotSentError:
+            holder.pool.add(grants[done:])
+            raise
+        except DeadlineError:  # these may be the grantor's now, whether it answers or not
+            holder.pool.add(grants[done + len(part) :])
+            raise
+        done += len(part)
     return sum(grant[2] for grant in grants)
 
 
@@ -517,7 +517,11 @@ def maintain(holder: GrantHolder[G]) -> int:
     pool = holder.pool
     wanted = pool.take_recalled()
     if wanted:
-        return_idle(holder, wanted)
+        try:
+            return_idle(holder, wanted)
+        except NotSentError:
+            pool.recall(wanted)
+            raise
     if pool.large_is_over():
         return_all(holder, above=LARGE_BYTES)
     return wanted

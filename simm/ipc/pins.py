@@ -72,6 +72,7 @@ def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedO
             session.answer(unpin, ticket)
     except BaseException:
         queue.extend(unpin.pins)  # see release()
+        queue.extend(entry[5] for entry in entries if entry[5])  # of the parts before
         if ticket is not None:
             session.disown(ticket)
         raise

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
-from ..errors import DeadlineError, RemoteProtocolError, TransportError
+from ..errors import DeadlineError, PeerError, RemoteProtocolError, TransportError
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
@@ -151,9 +151,8 @@ class WorkerSession:
     def outlive_silence(self, look: Callable[[], object]) -> None:
         """Let later answers be late: a deadline that passes then ends the wait, and not the session. Not with a ring.
 
-        ``look``: a method; what waits for an answer calls it every few ms, to withdraw what nobody wants. The worker
-        carries out what it is late with, so who gives up a mutation must withdraw it, or end the session
-        (:meth:`give_up`). Raises TransportError.
+        ``look``: a method that each wait calls every few ms. The worker carries out what it is late with, so who gives
+        up a mutation must withdraw it, or end the session (:meth:`give_up`). Raises TransportError.
         """
         self._look = weakly(look)
         self.channel.outlives = True
@@ -166,7 +165,8 @@ class WorkerSession:
             return
         self.forsaken.add(ticket)
         self._hand_over(ticket)
-        if self.ring is None or ticket < self.ring.done:
+        ring = self.ring  # close() takes it away
+        if ring is None or ticket < ring.done:
             self.forsaken.discard(ticket)
 
     def _hand_over(self, ticket: int) -> None:
@@ -178,13 +178,14 @@ class WorkerSession:
     def _on_late(self, frame: Frame) -> None:
         if self.withdrawals is not None:
             self.withdrawals.remove(frame.request_id)
-        answer = None
-        with contextlib.suppress(TransportError):  # ERROR; or what breaks the channel, whose next user hears of it
-            answer = self.channel.result(frame)
-        if isinstance(answer, M.Granted | M.Committed):
-            self.pool.add(answer.grants)
-        elif isinstance(answer, M.Located):
-            self.unpins.extend(entry[5] for entry in answer.entries if entry[5])
+        try:
+            answer = self.channel.result(frame) if frame.opcode != M.OP_ERROR else None
+            if isinstance(answer, M.Granted | M.Committed):
+                self.pool.add(answer.grants)
+            elif isinstance(answer, M.Located):
+                self.unpins.extend(entry[5] for entry in answer.entries if entry[5])
+        except PeerError as exc:  # its next user hears of it
+            self.give_up(str(exc))
 
     def give_up(self, why: str) -> None:
         """Break the session, whose owner closes it then. The worker carries out nothing more of what it has of it.
@@ -262,14 +263,12 @@ class WorkerSession:
 
     def announce_commit(self, nbytes: int) -> None:
         """Tell a polling worker to go on polling: a commit follows the copy of ``nbytes`` bytes. No system call."""
-        ring = self.ring
-        if ring is not None and nbytes >= ANNOUNCE_BYTES:
+        if (ring := self.ring) is not None and nbytes >= ANNOUNCE_BYTES:
             ring.announce(nbytes)
 
     def clear_announcement(self) -> None:
         """Take :meth:`announce_commit` back: the commit has been sent."""
-        ring = self.ring
-        if ring is not None:
+        if (ring := self.ring) is not None:
             ring.clear_announcement()
 
     def wake(self, nbytes: int = 0) -> None:
@@ -307,7 +306,7 @@ class WorkerSession:
             return False
         try:
             if self._kicked and ring.words[HEAD] >= self._kicked_tail:
-                self._take_kick()
+                self._drop_kick()
             if not self._kicked and not self.channel.broken:  # else it serves what has been posted since, too
                 self._kicked_tail = ring.words[TAIL]
                 self._kicked = self.channel.submit(M.Kick(self._kicked_tail))
@@ -316,6 +315,11 @@ class WorkerSession:
         finally:
             self.lock.release()
         return True
+
+    def _drop_kick(self) -> None:
+        """Do not wait for the answer to that KICK: the ring has been served. The worker may be stopped since."""
+        number, self._kicked = self._kicked, 0
+        self.channel.disown(number)
 
     def _take_kick(self) -> None:
         """Wait for the answer to the KICK that was sent without a wait. The lock is held."""
@@ -358,7 +362,7 @@ class WorkerSession:
         words = ring.words
         done = ring.done
         if self._kicked:
-            self._take_kick()
+            (self._take_kick if words[HEAD] == done else self._drop_kick)()
         if words[HEAD] == done and (self._woken or not words[SLEEPING]):
             self._woken = False
             for _ in range(polls):
@@ -525,9 +529,8 @@ class WorkerSession:
             if found is not None:
                 ring.done = ticket + 1
                 return found
-        asked = M.Locate(M.LOCATE_PIN, [digest])
-        only: LocatedOne = self.checked_locked(asked, self.wait_locked(ticket)).entries[0]
-        return only
+        answer = self.checked_locked(M.Locate(M.LOCATE_PIN, [digest]), self.wait_locked(ticket))
+        return answer.entries[0]  # type: ignore[no-any-return]
 
     def pin_many(self, digests: Sequence[bytes], how: int = 0) -> list[LocatedOne]:
         """Pin values, and return for each its (status, flags, length, crc, offset, pin id).
@@ -543,8 +546,7 @@ class WorkerSession:
 
     def flush_unpins(self) -> None:
         """Release all pins that are queued now. Raises TransportError."""
-        if self.unpins:
-            pins.release(self, self.unpins)
+        pins.release(self, self.unpins)
 
     # -- maintenance and end -------------------------------------------------------------------------
 
@@ -565,8 +567,7 @@ class WorkerSession:
 
     def release_retired(self) -> None:
         """Release this process's retired sessions with this arena; see ``pins.py``. Raises TransportError."""
-        if RETIRED:
-            pins.release_retired(self, self.welcome.segment)
+        pins.release_retired(self, self.welcome.segment)
 
     def close(self, *, clean: bool = True) -> None:
         """End the session; with ``clean``, return grants and release pins first. Never raises. Idempotent."""

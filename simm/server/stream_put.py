@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..constants import VALUE_BYTES_MAX
-from ..errors import DeadlineError, NotSentError, RemoteProtocolError, TransportError
+from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..ipc.answer_wait import collect
 from ..ipc.grant_pool import GrantTuple, obtain, request_count, target_count
 from ..ipc.session import WorkerSession
@@ -56,7 +56,7 @@ class Receiving:
 
     __slots__ = (
         "_options_of", "at", "copying", "ending", "entries", "grant", "in_flight", "keeper", "on_end", "options",
-        "parked", "peer", "ready", "refused", "request_id", "session", "since", "statuses", "target",
+        "parked", "peer", "ready", "refused", "request_id", "session", "statuses", "target",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +69,6 @@ class Receiving:
         self.refused = 0
         self._options_of = options_of
         self.peer = peer
-        self.since = peer.loop.now
         self.request_id = request_id
         self.entries = msg.entries
         self.on_end = on_end
@@ -153,7 +152,7 @@ class Receiving:
 
     def _go_on(self) -> None:
         peer = self.peer
-        if peer.gave_up(self.since):
+        if peer.hung_up():
             peer.close("the peer gave up while the worker was late")
             return
         peer.progress_at = peer.loop.now
@@ -199,7 +198,7 @@ class Receiving:
             grant = session.pool.take(length)
             if grant is None:
                 self._commit()  # never wait for a grant while holding an uncommitted one
-                if not self._collect():
+                if not self._collect() or self.ready:
                     self._park()
                     return
                 alike = sum(entry[1] == length for entry in self.entries[position : position + ALIKE_MAX])
@@ -290,12 +289,12 @@ class Receiving:
     def _commit(self) -> None:
         """Commit the complete values; :meth:`_collect` takes the answers. They stay where the worker takes nothing.
 
-        Commit nothing for a client that gave up while it waited: it may have put newer values elsewhere since.
+        Commit nothing for a client that has gone: it may have put newer values elsewhere since. The look costs 1.4 us.
         """
         session, ready = self.session, self.ready
         if session is None or not ready:
             return
-        if self.peer.gave_up(self.since):
+        if self.peer.closed or self.peer.hung_up():
             self._release_ready()
             return
         entries = [entry for _, entry, _ in ready]
@@ -327,15 +326,14 @@ class Receiving:
                 collect(session, in_flight[:1], self.statuses)
             except Refused as exc:
                 log.warning("answer to a commit: %s", exc)
-            except TransportError as exc:
+            except PeerError as exc:
                 if not in_flight:
                     break  # withdrawn meanwhile: its client has gone
                 if isinstance(exc, DeadlineError) and not session.broken:
                     channel.expect(-1 - ticket)
                     return False
                 log.warning("answers to %d commits: %s", len(in_flight), exc)
-                if session.broken:
-                    self.keeper.give_up(session, session.broken)  # before anybody hears of it
+                self.keeper.give_up(session, session.broken or str(exc))  # before anybody hears of it
                 break
             del in_flight[:1]
         self._settled()

@@ -18,6 +18,7 @@ from simm.ipc.commit_ring import BRIEF, HEAD, RING_BYTES, SLEEPING, SLOT_BYTES, 
 from simm.ipc.grant_pool import return_idle
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import first_over
+from simm.net.allowance import at_most
 from simm.net.channel import Refused
 from simm.rpc import Flag, decode, encode, reply
 from simm.wire import messages as M
@@ -485,6 +486,24 @@ def test_a_kick_that_nobody_waits_for_is_answered_once(worker: WorkerThread) -> 
     assert all(session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND]) for ticket in (first, second, third))
     assert not session._kicked and put(session, "k", 100) == Status.OK
     assert not session.channel._early
+    session.close()
+
+
+@pytest.mark.parametrize("how", ["the next kick", "the wait"])
+def test_issue_a_kick_is_not_waited_for_once_the_ring_is_served(worker: WorkerThread, how: str) -> None:
+    """The worker may be stopped between the ring and the answer to KICK. A short wait for that ended the session."""
+    session = worker.session()
+    msg = M.Exists([digest_of("k")])
+    ticket = session.submit(msg)
+    session.kick(always=True)
+    wait_until(lambda: session.has_answer(ticket), "it is served")
+    session.channel.disown(session._kicked)
+    session._kicked = session.channel.next_id()  # of which no answer comes
+    with at_most(0.2):
+        if how == "the next kick":
+            assert session.kick(always=True)
+        assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
+    assert not session.broken and put(session, "k", 100) == Status.OK
     session.close()
 
 

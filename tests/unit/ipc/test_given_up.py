@@ -252,13 +252,16 @@ def test_issue_a_session_is_not_given_up_for_what_the_worker_has_done(worker: Wo
     """With many threads one of them may not get the session in time. The worker had answered it long ago."""
     with_others = worker.session()
     grants = [filled(with_others, OLD) for _ in range(2)]
-    ticket = with_others.submit(commit(KEY, grants[0], OLD))
+    request = commit(KEY, grants[0], OLD)
     if answered:
+        ticket = with_others.submit(request)
         with_others.kick(always=True)
         ring = with_others.ring
         assert ring is not None
         wait_until(lambda: ring.words[HEAD] > ticket, "an answer")
     with worker.frozen():
+        if not answered:
+            ticket = with_others.submit(request)
         end = held(with_others)
         try:
             with at_most(SHORT_S), pytest.raises(TransportError):

@@ -6,6 +6,7 @@ test_stream_silence.py has what outlives a silence.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import Hasher
-from simm.errors import NotSentError, TransportError
-from simm.ipc import grant_pool
+from simm.errors import DeadlineError, NotSentError, TransportError
+from simm.ipc import grant_pool, pins
 from simm.ipc.grant_pool import GrantPool
 from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel, Refused
@@ -208,6 +209,73 @@ def test_mutation_a_wait_that_does_not_look(
     del kept
 
 
+@pytest.mark.parametrize("size", [10, 60_000])
+def test_issue_a_client_that_hung_up_while_the_loop_waited_stores_nothing(
+    worker: WorkerThread, stream: StreamThread, size: int
+) -> None:
+    """All of its STORE lay there when the loop went on. It took two turns to read, the second of which was quick."""
+    session, gone, go_on, waits = session_of(stream), stream.channel(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        waits.set()
+        go_on.wait(WAIT_S)
+
+    stream.loop.call_later(0.0, block)
+    assert waits.wait(WAIT_S)
+    gone.submit(M.Store([(KEY, size, 0, 0, 0)]))
+    gone.sock.sendall(bytes(size))
+    gone.close()
+    go_on.set()
+    wait_until(lambda: not stream.loop.peers, "it is closed")
+    assert stored(session) is None
+    nothing_is_lost(worker, session)
+
+
+def test_issue_pins_of_the_parts_that_worked_are_released(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were pinned for as long as the session lived, when a later part of the same call failed."""
+    session = worker.session()
+    session.ask([(len(OLD), 2)])
+    for key in ("one", "two"):
+        grant = session.pool.take(len(OLD))
+        assert grant is not None
+        assert session.commit_one(digest_of(key), grant[0], len(OLD), 0, 0, len(OLD), 0) == Status.OK
+    monkeypatch.setattr(pins, "_PIN_KEYS", 1)
+    real, asked = session.exchange, []
+
+    def exchange(msg: Any, items: int = 1) -> Any:
+        asked.append(msg)
+        if len(asked) == 2:
+            raise DeadlineError("no")
+        return real(msg, items)
+
+    session.begin_copy()
+    monkeypatch.setattr(session, "exchange", exchange)
+    with pytest.raises(DeadlineError):
+        session.pin_many([digest_of("one"), digest_of("two")])
+    monkeypatch.setattr(session, "exchange", real)
+    session.end_copy()
+    session.flush_unpins()
+    with worker.frozen() as arena:
+        assert not arena.sessions.by_id[session.session].pins
+    session.close()
+
+
+def test_an_answer_that_nobody_waits_for_and_that_lies_ends_the_session(worker: WorkerThread) -> None:
+    """It raises nothing where it is taken in, which may be a timer."""
+    session = worker.session()
+    session.pool.within = (0, 0)
+    ticket = session.submit(M.Grant([(len(OLD), 3)]))
+    session.kick(always=True)
+    wait_until(lambda: session.has_answer(ticket), "an answer")
+    session.disown(ticket)
+    with pytest.raises(TransportError):
+        session.exchange(M.Exists([KEY]))
+    assert "outside of the data" in session.broken
+    session.close()
+
+
 def test_issue_hang_ups_do_not_fill_the_workers_socket(worker: WorkerThread, stream: StreamThread) -> None:
     """They did, and the next request was sent in part. That ended the session, and failed whoever had a STORE there."""
     session = session_of(stream)
@@ -310,7 +378,7 @@ def test_issue_an_answered_store_waits_for_nobody_else(worker: WorkerThread, str
     nothing_is_lost(worker, session)
 
 
-@pytest.mark.parametrize("error", [NotSentError, TransportError])
+@pytest.mark.parametrize("error", [NotSentError, DeadlineError])
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_grants_that_could_not_be_returned_are_nobody_elses(
     error: type[TransportError], fails_at: int, monkeypatch: pytest.MonkeyPatch
