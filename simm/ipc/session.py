@@ -33,7 +33,7 @@ from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
 from ..net.channel import Channel, weakly
 from ..net.peer_uid import credentials
-from ..rpc import HEADER_BYTES, Frame, batches, encode
+from ..rpc import HEADER_BYTES, Frame, encode
 from ..wire import messages as M
 from ..wire.hello import client_hello
 from ..wire.one_key import LocatedOne, committed_one_of, encode_commit_one, encode_pin_one
@@ -475,9 +475,8 @@ class WorkerSession:
         self.pool.add(self.exchange(M.Grant(list(wants)), sum(count for _, count in wants)).grants)
 
     def return_grants(self, numbers: Sequence[int]) -> None:
-        """Return grants by id; see :func:`grant_pool.return_idle`."""
-        for part in batches(numbers):
-            self.exchange(M.ReturnGrants(part))
+        """Return grants by id, as many as a message has room for; see :func:`grant_pool.return_idle`."""
+        self.exchange(M.ReturnGrants(list(numbers)))
 
     # -- copies ---------------------------------------------------------------------------------
 

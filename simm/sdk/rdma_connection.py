@@ -32,7 +32,6 @@ from ..rdma.api import READ, Fabric, FabricError, Op, QueuePair, QueuePairAddres
 from ..rdma.registration import close_later
 from ..rdma.remote_arena import Locations, RegionMap, RemoteArena
 from ..rdma.staging import StagingMemory
-from ..rpc import batches
 from ..wire import messages as M
 from ..wire import rdma_messages as R
 from ..wire.hello import client_hello
@@ -309,9 +308,11 @@ class RdmaConnection:
         self.granted(self.channel.call(M.Grant(list(wants))), 0)
 
     def return_grants(self, numbers: Sequence[int]) -> None:
-        """Return grants by id; see :func:`grant_pool.return_idle`. Raises TransportError."""
-        for part in batches(numbers):
-            self.channel.call(M.ReturnGrants(part))
+        """Return grants by id, as many as a message has room for; see :func:`grant_pool.return_idle`.
+
+        Raises TransportError.
+        """
+        self.channel.call(M.ReturnGrants(list(numbers)))
 
     def granted(self, answer: Any, statuses: int) -> list[int]:
         """Take what an RDMA_GRANTED brings; its statuses. Raises TransportError for anything else."""

@@ -227,8 +227,10 @@ class WorkerSessionKeeper:
         if session is not None and self.is_late():
             self._look_at_stores()
             if not session.broken:
-                answered = [each for each in parked if each.is_answered()]
-                self.parked = [each for each in parked if each not in answered]
+                answered: list[Storing] = []
+                self.parked = []
+                for each in parked:
+                    (answered if each.is_answered() else self.parked).append(each)
                 if self.parked:
                     loop.call_later(LOOK_S, partial(self._look, loop))
                 for each in answered:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from simm.arena.hashing import Hasher
 from simm.errors import DeadlineError, NotSentError, TransportError
 from simm.ipc import grant_pool, pins
 from simm.ipc.grant_pool import GrantPool
@@ -24,12 +23,11 @@ from simm.server import stream_put, worker_session
 from simm.server.stream_put import COMMIT_KEYS
 from simm.wire import messages as M
 from simm.wire.messages import Status
+from tests.support.newer_value import KEY, NEW, OLD, Newer, digest_of, stored
+from tests.support.raw_stores import begin, end, store
 from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worker_thread import StreamThread, WorkerThread, nothing_is_lost
 
-digest_of = Hasher("default")
-OLD, NEW = b"old value.", b"new value."
-KEY = digest_of("key")
 #: Longer than a test waits for anything.
 FOR_EVER_S = 2 * WAIT_S
 
@@ -48,31 +46,15 @@ def stream(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     with StreamThread(worker.path) as made:
         channel = made.channel()
         warm = [f"warm {number}" for number in range(2 * COMMIT_KEYS)]
-        wait_until(lambda: store(channel, warm) == [Status.OK] * len(warm), "a session with the worker")
+        wait_until(lambda: store(channel, old(*warm)) == [Status.OK] * len(warm), "a session with the worker")
         channel.close()
         made.loop.call_later(0.0, lambda: session_of(made).ask([(len(OLD), 4 * COMMIT_KEYS)]))
         wait_until(lambda: session_of(made).pool.count(len(OLD)) >= 4 * COMMIT_KEYS, "grants")
         yield made
 
 
-def store_message(keys: list[str]) -> M.Store:
-    return M.Store([(digest_of(key), len(OLD), 0, 0, 0) for key in keys])
-
-
-def begin(channel: Channel, keys: list[str], sent: int | None = None) -> int:
-    """A STORE of which so many values are sent, or all."""
-    number = channel.submit(store_message(keys))
-    channel.sock.sendall(OLD * (len(keys) if sent is None else sent))
-    return number
-
-
-def end(channel: Channel, number: int) -> list[int]:
-    statuses: list[int] = channel.result(channel.wait(number)).statuses
-    return statuses
-
-
-def store(channel: Channel, keys: list[str]) -> list[int]:
-    return end(channel, begin(channel, keys))
+def old(*keys: str) -> dict[str, bytes]:
+    return dict.fromkeys(keys, OLD)
 
 
 def session_of(stream: StreamThread) -> WorkerSession:
@@ -81,54 +63,28 @@ def session_of(stream: StreamThread) -> WorkerSession:
     return session
 
 
-def stored(session: WorkerSession) -> bytes | None:
-    found = session.reader.locate(KEY)
-    return None if found is None else bytes(session.reader.value(found))
-
-
-class Newer:
-    """A client of the same host, whose doorbell has rung before the worker stops: it is served first."""
-
-    def __init__(self, worker: WorkerThread) -> None:
-        self.session = worker.session()
-        self.session.ask([(len(NEW), 2)])
-        self._tickets: list[int] = []
-
-    def ring(self) -> None:
-        self._tickets.append(self.session.submit(M.Exists([KEY])))
-        self.session.kick(always=True)
-
-    def put(self) -> None:
-        grant = self.session.pool.take(len(NEW))
-        assert grant is not None
-        start = grant[1] - self.session.reader.data_offset
-        self.session.reader.data[start : start + len(NEW)] = NEW
-        self._tickets.append(self.session.submit(M.Commit([(KEY, grant[0], len(NEW), 0, 0, 0)], [])))
-
-    def check(self, stream: StreamThread) -> None:
-        """The newer value is stored, and stays."""
-        assert self.session.answer(M.Exists([KEY]), self._tickets[0]).statuses
-        commit = M.Commit([], [])
-        assert self.session.answer(commit, self._tickets[1]).statuses == [Status.OK]
-        wait_until(lambda: not stream.stream.keeper.is_late(), "the stream has all answers")
-        assert stored(self.session) == NEW
-        self.session.close()
+def check(newer: Newer, stream: StreamThread) -> None:
+    """The newer value is stored, and stays when the stream has all answers."""
+    newer.check()
+    wait_until(lambda: not stream.stream.keeper.is_late(), "the stream has all answers")
+    assert stored(newer.session) == NEW
+    newer.session.close()
 
 
 def own_answer(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits for the answer to its own commit."""
     monkeypatch.setattr(stream_put, "PATIENCE_S", FOR_EVER_S)
-    begin(gone, ["key"])
+    begin(gone, old("key"))
 
 
 def parked(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(gone, ["key"])
+    begin(gone, old("key"))
     wait_until(lambda: stream.stream.keeper.parked, "it is parked")
 
 
 def more_to_come(stream: StreamThread, gone: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first values are committed, and others are on their way."""
-    begin(gone, ["key", *(f"other {number}" for number in range(COMMIT_KEYS))], COMMIT_KEYS)
+    begin(gone, old("key", *(f"other {number}" for number in range(COMMIT_KEYS))), COMMIT_KEYS)
 
 
 def asks(message: Callable[[], Any]) -> Callable[..., Channel]:
@@ -186,7 +142,7 @@ def test_issue_a_store_is_withdrawn_whatever_the_loop_waits_for(
         wait_until(lambda: words[0], "the worker is told", WAIT_S / 2)
         newer.put()
         monkeypatch.undo()
-    newer.check(stream)
+    check(newer, stream)
     assert stream.stream.keeper.session is session and not any(words)
     del kept
 
@@ -282,7 +238,7 @@ def test_issue_hang_ups_do_not_fill_the_workers_socket(worker: WorkerThread, str
     session.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 10)
     waiting, asking = stream.channel(), stream.channel()
     with worker.frozen():
-        number = begin(waiting, ["waits"])
+        number = begin(waiting, old("waits"))
         wait_until(lambda: stream.stream.keeper.parked, "it is parked")
         for turn in range(20):
             gone = stream.channel()
@@ -291,7 +247,7 @@ def test_issue_hang_ups_do_not_fill_the_workers_socket(worker: WorkerThread, str
             gone.close()
         assert not session.channel.has_room() and not session.broken
         others = [stream.channel() for _ in range(3)]
-        late = [(channel, begin(channel, [f"late {each}"])) for each, channel in enumerate(others)]
+        late = [(channel, begin(channel, old(f"late {each}"))) for each, channel in enumerate(others)]
         asked = asking.submit(M.Delete([digest_of("warm 1")]))
         wait_until(lambda: len(stream.stream.keeper.parked) == 1 + len(late), "they wait, too")
     assert end(waiting, number) == [Status.OK] and end(asking, asked) == [Status.OK]
@@ -307,8 +263,7 @@ def test_a_commit_waits_for_room(
 ) -> None:
     """Also one whose worker is late with nothing. Values that are complete keep their grants."""
     session, channel = session_of(stream), stream.channel()
-    number = channel.submit(store_message(["key", "another"]))
-    channel.sock.sendall(OLD)
+    number = begin(channel, old("key", "another"), 1)
     wait_until(lambda: stream.loop.peers, "it has come")
     with monkeypatch.context() as patched:
         patched.setattr(session.channel, "has_room", lambda: False)
@@ -328,7 +283,7 @@ def test_issue_nobody_hears_of_a_broken_session_that_has_not_ended(
     monkeypatch.setattr(keeper, "maintain", int)  # which ends it within a tenth of a second
     newer, told, other = Newer(worker), stream.channel(), stream.channel()
     had = session.pool.count(len(OLD))
-    other_number = begin(other, ["a", "b"], 1)
+    other_number = begin(other, old("a", "b"), 1)
     wait_until(lambda: session.pool.count(len(OLD)) == had - 2, "its second value is expected")
 
     def send(data: bytes, *_: Any) -> None:
@@ -336,13 +291,13 @@ def test_issue_nobody_hears_of_a_broken_session_that_has_not_ended(
 
     with worker.frozen():
         newer.ring()
-        number = begin(told, ["key"])
+        number = begin(told, old("key"))
         wait_until(lambda: keeper.parked, "it is parked")
         monkeypatch.setattr(session.channel, "send_raw", send)
         other.sock.sendall(OLD)
         assert end(told, number) == [Status.UNAVAILABLE] and end(other, other_number) == [Status.UNAVAILABLE] * 2
         newer.put()
-    newer.check(stream)
+    check(newer, stream)
 
 
 def test_issue_a_commit_that_is_refused_does_not_settle_the_others(
@@ -360,7 +315,7 @@ def test_issue_a_commit_that_is_refused_does_not_settle_the_others(
 
     monkeypatch.setattr(stream_put, "collect", refuse_first)
     keys = [f"key {number}" for number in range(COMMIT_KEYS + 3)]
-    assert store(stream.channel(), keys) == [Status.UNAVAILABLE] * COMMIT_KEYS + [Status.OK] * 3
+    assert store(stream.channel(), old(*keys)) == [Status.UNAVAILABLE] * COMMIT_KEYS + [Status.OK] * 3
     assert not stream.stream.keeper.storing
     nothing_is_lost(worker, session_of(stream))
 
@@ -370,7 +325,7 @@ def test_issue_an_answered_store_waits_for_nobody_else(worker: WorkerThread, str
     session, channel = session_of(stream), stream.channel()
     never = 1 << 30
     with worker.frozen():
-        number = begin(channel, ["key"])
+        number = begin(channel, old("key"))
         wait_until(lambda: stream.stream.keeper.parked, "it is parked")
         session.channel.late[never] = False
     assert end(channel, number) == [Status.OK] and session.channel.late == {never: False}

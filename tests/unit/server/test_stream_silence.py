@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from simm.arena.hashing import Hasher
 from simm.arena.layout import ENTRY_LARGE
 from simm.ipc.commit_ring import Withdrawals
-from simm.net.channel import Channel
 from simm.server import stream_put, worker_session
 from simm.server.worker_session import WorkerSessionKeeper
 from simm.wire import messages as M
 from simm.wire.messages import Status
+from tests.support.raw_stores import begin, digest_of, end, store
 from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worker_thread import StreamThread, WorkerThread, nothing_is_lost
 
-digest_of = Hasher("default")
 #: Of the worker, in these tests.
 DEADLINE_S = 0.5
 
@@ -41,21 +39,6 @@ def stream(worker: WorkerThread) -> Iterator[StreamThread]:
         assert store(channel, {"warm": bytes(10)}) == [Status.OK]  # its answer brings a grant for the next one
         channel.close()
         yield made
-
-
-def begin(channel: Channel, values: dict[str, bytes]) -> int:
-    number = channel.submit(M.Store([(digest_of(key), len(value), 0, 0, 0) for key, value in values.items()]))
-    channel.sock.sendall(b"".join(values.values()))
-    return number
-
-
-def end(channel: Channel, number: int) -> list[int]:
-    statuses: list[int] = channel.result(channel.wait(number)).statuses
-    return statuses
-
-
-def store(channel: Channel, values: dict[str, bytes]) -> list[int]:
-    return end(channel, begin(channel, values))
 
 
 def fetched(stream: StreamThread, key: str) -> bytes | None:
