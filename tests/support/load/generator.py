@@ -116,6 +116,8 @@ class Load:
         #: Processor time of the last call.
         self.processor_s = 0.0
         self._processor_began = 0.0
+        #: When the call in flight began, monotonic seconds; 0 between two.
+        self.in_call_since = 0.0
         self.rows: list[tuple[float, float, int, int, int, int, float]] | None = [] if keep_rows else None
         count = settings.batch if any("into" in name for name in settings.mix) else 0
         self.buffers = deque(Buffer(client, max(settings.sizes), settings.registered) for _ in range(count))
@@ -152,11 +154,13 @@ class Load:
     def begin(self) -> float:
         """Begin a call, and return when."""
         self._processor_began = time.thread_time()
-        return time.monotonic()
+        self.in_call_since = began = time.monotonic()
+        return began
 
     def took(self, began: float) -> float:
         """Return how long the call has taken, seconds."""
         took = time.monotonic() - began
+        self.in_call_since = 0.0
         self.processor_s = time.thread_time() - self._processor_began
         self.slowest_s = max(self.slowest_s, took)
         return took

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
+import sys
+import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +37,8 @@ PATIENT_S: Final = 20.0
 _CONNECT_S: Final = 60.0
 #: Bound for the end of a process in an emulator, seconds.
 _END_S: Final = 300.0
+#: The last so many of the client's log lines are reported.
+_LINES: Final = 12
 
 
 # -- in the process --------------------------------------------------------------------------------
@@ -41,22 +48,62 @@ def main(text: str) -> int:
     """Be the process. ``text``: the settings (:class:`LoadProcess`) as JSON."""
     asked: dict[str, Any] = json.loads(text)
     out, fill, need_path, number = (asked.pop(name) for name in ("out", "fill", "need_path", "number"))
-    with Client(asked.pop("manager"), **asked.pop("client")) as client:
+    client_asked = asked.pop("client")
+    lines: deque[str] = deque(maxlen=_LINES)
+    logging.getLogger("simm").addHandler(_Collecting(lines))
+    with Client(asked.pop("manager"), **client_asked) as client:
         load = Load(client, number, Settings(**asked), keep_rows=bool(out))
         if not client.wait_ready(_CONNECT_S):
             load.said.append(f"not ready: {client.stats()}")
         if need_path:
             wait_until(lambda: _all_by(client, need_path), lambda: f"{need_path}: {client.stats()}", READY_S)
-        if fill:
-            load.fill()
-        print("ready", flush=True)
-        load.run(lambda: _told(load))
+        with _watched(load, client_asked["deadline_s"] / 2, lines):
+            if fill:
+                load.fill()
+            print("ready", flush=True)
+            load.run(lambda: _told(load))
         if out:
             np.save(out, np.array(load.rows, ROW))
         report = {"said": load.said, "stats": client.stats(), "count": load.count, "figures": load.figures(),
-                  "longest": load.slowest_s, "refusals": load.refusals}  # fmt: skip
+                  "longest": load.slowest_s, "refusals": load.refusals, "lines": list(lines)}  # fmt: skip
     print(json.dumps(report), flush=True)
     return 0
+
+
+class _Collecting(logging.Handler):
+    """Keeps what the client logs, with the time that the calls' rows have."""
+
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__(logging.INFO)
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{time.monotonic():.2f} {record.levelname} {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _watched(load: Load, seconds: float, lines: deque[str]) -> Iterator[None]:
+    """Note where each thread is when a call has taken so long, once for each such call."""
+    over = threading.Event()
+
+    def watch() -> None:
+        seen = 0.0
+        while not over.wait(seconds / 4):
+            began = load.in_call_since
+            if began and began != seen and time.monotonic() - began > seconds:
+                seen = began
+                for number, frame in sys._current_frames().items():
+                    if number != threading.get_ident():
+                        where = traceback.extract_stack(frame)[-8:]
+                        lines.append(" < ".join(f"{at.name}:{at.lineno}" for at in reversed(where)))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _all_by(client: Client, path: str) -> bool:
@@ -173,7 +220,8 @@ class Clients:
         """End all, and merge their rows, which must have been kept."""
         said = [words for report in self.end() for words in report["said"]]
         rows = np.concatenate([np.load(client.out) for client in self.clients if client.out is not None])
-        return Records(rows[np.argsort(rows["began"], kind="stable")], said)
+        why = [f"{report['refusals']} {report['lines']}" for report in self.reports if report["refusals"]]
+        return Records(rows[np.argsort(rows["began"], kind="stable")], said, why)
 
 
 @contextlib.contextmanager

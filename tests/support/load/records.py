@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from .generator import BACK, LOST, OUTCOMES, RAISED, WRONG
+from .generator import BACK, FAILED, LOST, OUTAGE, OUTCOMES, RAISED, WRONG
 
 #: began: time.monotonic(); took: seconds; key: its number; the call may be one of a batch; processor: seconds that the
 #: calling thread worked, without what it waited for another process or for a processor.
@@ -19,11 +20,15 @@ ROW: Final = np.dtype(
 
 
 class Records:
-    """What some clients did: all their rows, in the order of time."""
+    """What some clients did: all their rows, in the order of time.
 
-    def __init__(self, rows: np.ndarray[Any, Any], said: list[str]) -> None:
+    ``why``: of each client whose puts failed, what it says of them, and its last log lines.
+    """
+
+    def __init__(self, rows: np.ndarray[Any, Any], said: list[str], why: Sequence[str] = ()) -> None:
         self.rows = rows
         self.said = said
+        self.why = why
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -31,19 +36,19 @@ class Records:
     def between(self, begin: float, end: float) -> Records:
         """Calls that began in this piece of time.monotonic()."""
         began = self.rows["began"]
-        return Records(self.rows[(began >= begin) & (began < end)], self.said)
+        return Records(self.rows[(began >= begin) & (began < end)], self.said, self.why)
 
     def within(self, begin: float, end: float) -> Records:
         """Calls that began and ended in this piece of time.monotonic()."""
         calls = self.between(begin, end)
-        return Records(calls.rows[calls.rows["began"] + calls.rows["took"] < end], self.said)
+        return Records(calls.rows[calls.rows["began"] + calls.rows["took"] < end], self.said, self.why)
 
     def of(self, *outcomes: int, kind: int | None = None) -> Records:
         """Calls with one of these outcomes."""
         chosen = np.isin(self.rows["outcome"], outcomes)
         if kind is not None:
             chosen &= self.rows["kind"] == kind
-        return Records(self.rows[chosen], self.said)
+        return Records(self.rows[chosen], self.said, self.why)
 
     def count(self, *outcomes: int, kind: int | None = None) -> int:
         """How many."""
@@ -69,4 +74,9 @@ class Records:
     def summary(self) -> str:
         """For people."""
         parts = [f"{name} {self.count(number)}" for number, name in enumerate(OUTCOMES) if self.count(number)]
-        return f"{len(self)} calls: {', '.join(parts)}; longest {self.longest() * 1e3:.0f} ms"
+        text = f"{len(self)} calls: {', '.join(parts)}; longest {self.longest() * 1e3:.0f} ms"
+        bad = self.of(FAILED, OUTAGE).rows
+        if len(bad):
+            calls = [f"{OUTCOMES[row['outcome']]} at {row['began']:.2f} for {row['took']:.2f} s" for row in bad[:4]]
+            text += f"; {', '.join(calls)}; {' | '.join(self.why)}"
+        return text

@@ -55,7 +55,9 @@ def join_when_full(fleet: Fleet, seconds: float) -> None:
         time.sleep(seconds / 2)
         records = clients.records()
     records.assert_right()
-    assert records.count(FAILED, OUTAGE) == 0, records.summary()
+    assert records.count(FAILED, OUTAGE) == 0, (
+        f"{records.summary()}; it joined from {joined:.2f} to {settled:.2f}\n{fleet.last_words(40)}"
+    )
     shares = [fleet.shards_of(server) for server in fleet.servers]
     assert shares[-1] > 0.5 * max(shares), shares
     for name, kind in (("GET", GET), ("PUT", PUT)):
