@@ -7,6 +7,11 @@ its deadline and its clean-up are its own, and :func:`finish` makes a plain call
 A call that touches several servers begins the work at each of them, and then goes on wherever an answer has come
 (``Patience.together`` in ``ipc/patience.py``). :func:`first_over` waits for that, in one thread and without polling for
 longer than a wake-up takes.
+
+**Lost wake-ups.** A descriptor need not stay ready until its waiter looks. A session is for all threads of a process,
+and each takes in whatever has come for any of them. So a thread may sleep on a socket from which another thread has
+just read what would have woken it, and nothing else may come there. It would then sleep until its deadline with the
+answer at hand. So nobody sleeps without another look for longer than he has waited already, and than ``SLEEP_S``.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ T = TypeVar("T")
 LOOK_S: Final = (20e-6, 200e-6)
 #: Between two looks at an answer without a descriptor, seconds: the first and the longest pause.
 BLIND_S: Final = (50e-6, 1e-3)
+#: The same where all have descriptors, in case that another thread takes in what would wake this one.
+SLEEP_S: Final = (1e-3, 20e-3)
 
 
 class Wait(Protocol):
@@ -168,7 +175,7 @@ class _AnyOf:
 def first_over(waits: Collection[Wait]) -> list[Wait]:
     """Wait until some answers have come, or their time is up. Return those waits, at least one.
 
-    O(waits) for each look.
+    O(waits) for each look. Another thread may take in what comes, see the module.
     """
     over = [wait for wait in waits if wait.ready()]
     if over:
@@ -185,7 +192,7 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
             poller.register(number, wait.events)
     looks_end = time.monotonic() + LOOK_S[blind]
     until = min(wait.until for wait in waits)
-    pause = BLIND_S[0]
+    pause, longest = BLIND_S if blind else SLEEP_S
     while True:
         over = [wait for wait in waits if wait.ready()]
         if over:
@@ -195,8 +202,9 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
             continue
         if now >= until:
             return [wait for wait in waits if wait.until <= now]
+        sleeps_s = min(pause, until - now)
+        pause = min(2 * pause, longest)
         if blind:
-            time.sleep(min(pause, until - now))
-            pause = min(2 * pause, BLIND_S[1])
-        for number, _ in poller.poll(0 if blind else (until - now) * 1000):
+            time.sleep(sleeps_s)
+        for number, _ in poller.poll(0 if blind else sleeps_s * 1e3):
             at[number].receive()
