@@ -56,8 +56,6 @@ WAKE_BYTES: Final = 1 << 20
 _Planned = tuple[GrantTuple, memoryview | Span, int, int]
 #: What COMMIT says of a value: digest, grant id, length, CRC, flags, options.
 _Entry = tuple[bytes, int, int, int, int, int]
-#: A COMMIT that was sent: its ticket, and the positions of its values.
-Committing = tuple[int, list[int]]
 _PLAIN: Final = frozenset((memoryview, Span))
 #: Values that a batch copies out of GPU memory before it waits for the device.
 DEVICE_KEYS: Final = 64
@@ -120,19 +118,16 @@ class ShmPut:
     def put_many(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
         positions: Sequence[int], statuses: list[int], room: RoomWait | None = None,
-        in_flight: list[Committing] | None = None,
     ) -> None:  # fmt: skip
         """Put what stands at ``positions``, and fill their Statuses in. Raises TransportError when the session breaks.
 
         Copying goes on while the worker commits what came before. ``room``: of a call that puts to other workers too.
-        ``in_flight``: gets the commits of which nothing is known after an error.
         """
-        finish(self.put_steps(session, digests, sources, positions, statuses, room, in_flight))
+        finish(self.put_steps(session, digests, sources, positions, statuses, room))
 
     def put_steps(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
-        positions: Sequence[int], statuses: list[int], room: RoomWait | None = None,
-        in_flight: list[Committing] | None = None, *, together: bool = False,
+        positions: Sequence[int], statuses: list[int], room: RoomWait | None = None, *, together: bool = False,
     ) -> Steps[None]:  # fmt: skip
         """Do :meth:`put_many` in steps. ``together``: the call puts to other workers at the same time.
 
@@ -141,9 +136,8 @@ class ShmPut:
         if not positions:
             return
         room = room or RoomWait(session.deadline_s / 2)
-        in_flight = [] if in_flight is None else in_flight  # committed, not yet answered
         if type(sources[positions[0]]) not in HOST_TYPES:
-            self._put_from_device(session, digests, sources, positions, statuses, room, in_flight)
+            self._put_from_device(session, digests, sources, positions, statuses, room)
             return
         fill = self._fill
         left = len(positions)
@@ -164,6 +158,8 @@ class ShmPut:
         #: Copied, not yet committed; and the positions of their statuses.
         entries: list[_Entry] = []
         mine: list[int] = []
+        #: Committed, not yet answered.
+        in_flight: list[tuple[int, list[int]]] = []
         pool: list[GrantTuple] = []
         pooled = -1
         try:
@@ -198,6 +194,7 @@ class ShmPut:
                             session.kick()
                             yield AnswerWait(session, in_flight[-1][0])
                         collect(session, in_flight, statuses)
+                        in_flight = []
                         if together and (asked := self._ask_ahead(session, length, left)) is not None:
                             session.kick()
                             yield AnswerWait(session, asked[0])
@@ -269,7 +266,7 @@ class ShmPut:
     def _put_runs(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
         positions: Sequence[int], most: int, ready: tuple[list[_Entry], list[int]],
-        in_flight: list[Committing], together: bool,
+        in_flight: list[tuple[int, list[int]]], together: bool,
     ) -> int:  # fmt: skip
         """Put the first values, small ones in plain memory, as long as a frame's all have one length and grants.
 
@@ -433,13 +430,14 @@ class ShmPut:
 
     def _put_from_device(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
-        positions: Sequence[int], statuses: list[int], room: RoomWait, in_flight: list[Committing],
+        positions: Sequence[int], statuses: list[int], room: RoomWait,
     ) -> None:  # fmt: skip
         """Carry out :meth:`put_many` from device buffers.
 
         A group's copies are one chain on the device. Meanwhile the worker wakes, commits the group before it, and
         grants what the next one needs.
         """
+        in_flight: list[tuple[int, list[int]]] = []
         left = list(reversed(positions))
         asked: tuple[int, int] | None = None
         try:
@@ -459,6 +457,7 @@ class ShmPut:
                             grant = session.pool.take(length)
                         if grant is None:
                             collect(session, in_flight, statuses)
+                            in_flight = []
                             grant = _obtain(session, length, len(left), room)
                     position = left.pop()
                     if grant is None:

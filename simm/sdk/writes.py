@@ -6,8 +6,7 @@ the shard. It goes on until the deadline, counted from the beginning of the call
 
 A mutation of a shard without an owner is also retried while any server is up. When two servers shut down together, the
 second may briefly inherit the first one's shards; the manager reassigns them once the remaining servers have
-acknowledged the new map. If a server dies, the mutation fails at once: whether it was carried out is not known. What
-of it was not sent goes to another owner, if the map names one by then: a server that leaves has given its shards away.
+acknowledged the new map. If a server dies, the mutation fails at once: whether it was carried out is not known.
 
 A stream without room for a value drops its bytes at once, as it cannot wait for one client. So the client sends that
 value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``).
@@ -34,7 +33,7 @@ from ..ipc.answer_wait import AnswerWait, forsake, take
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
 from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
 from ..ipc.patience import Patience
-from ..ipc.put import Committing, ShmPut
+from ..ipc.put import ShmPut
 from ..ipc.steps import Steps, finish
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, spend
@@ -248,43 +247,28 @@ class Puts:
 
     # -- one target -----------------------------------------------------------------------------------
 
-    def _not_sent(
-        self, target: Target, digests: Sequence[bytes], positions: Sequence[int], statuses: list[int]
-    ) -> None:
-        """Let what a target that fails was not sent go on to the owner that the map names by now, if it is another."""
-        route = self._routes.route  # empty once the client is closed
-        for position in positions if route else ():
-            if statuses[position] == Status.UNAVAILABLE and route[shard_of(digests[position])] is not target:
-                statuses[position] = Status.WRONG_OWNER
-
     def _put_at(self, batch: PutBatch, target: Target, positions: Sequence[int], together: bool) -> Steps[None]:
         digests, sources, statuses, room = batch
         session = target.session
         if session is None or session.broken:
             if not target.ready():
-                self._not_sent(target, digests, positions, statuses)
                 return
             session = target.session
         if session is not None:
             began = time.perf_counter_ns()
-            in_flight: list[Committing] = []
-            known = session.ring is not None and len(positions) > 1  # a send by socket may be cut off
             try:
                 if together:
                     with session.brief():
                         yield from self._shm.put_steps(
-                            session, digests, sources, positions, statuses, room, in_flight, together=True
+                            session, digests, sources, positions, statuses, room, together=True
                         )
                 elif len(positions) == 1:
                     position = positions[0]
                     statuses[position] = self._shm.put_one(session, digests[position], sources[position])
                 else:
-                    self._shm.put_many(session, digests, sources, positions, statuses, room, in_flight)
+                    self._shm.put_many(session, digests, sources, positions, statuses, room)
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
-                if known and not isinstance(exc, Refused):
-                    sent = {position for _, some in in_flight for position in some}
-                    self._not_sent(target, digests, [each for each in positions if each not in sent], statuses)
             count_puts(session.counts, positions, batch, time.perf_counter_ns() - began)
             return
         if type(sources[positions[0]]) is Pieces and _has_devices(positions, sources):
@@ -402,7 +386,6 @@ class Puts:
         positions: Sequence[int], together: bool,
     ) -> Steps[None]:  # fmt: skip
         if not target.ready():
-            self._not_sent(target, digests, positions, statuses)
             return
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
@@ -421,7 +404,6 @@ class Puts:
         positions: Sequence[int], together: bool,
     ) -> Steps[None]:  # fmt: skip
         if not target.ready():
-            self._not_sent(target, digests, positions, statuses)
             return
         kind = functools.partial(Keep, how, seconds)
         wanted = [digests[each] for each in positions]
@@ -466,7 +448,6 @@ class Puts:
         together: bool,
     ) -> Steps[None]:  # fmt: skip
         if not target.ready():
-            self._not_sent(target, [group[0] for group in groups], positions, statuses)
             return
         parts = list(requests_of([groups[each] for each in positions]))
         answers = yield from self._ask(map(joined, parts), target, together, lambda tcp: tcp.group(parts))
