@@ -12,6 +12,7 @@ longer than a wake-up takes.
 and each takes in whatever has come for any of them. So a thread may sleep on a socket from which another thread has
 just read what would have woken it, and nothing else may come there. It would then sleep until its deadline with the
 answer at hand. So nobody sleeps without another look for longer than he has waited already, and than ``SLEEP_S``.
+A wait without a descriptor is asked again at each look: the thread that it relied on to wake the worker need not do so.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Wait(Protocol):
         """Return True if the answer has come, or if none can come any more. A matter of a microsecond."""
 
     def descriptor(self) -> int:
-        """Return a descriptor that becomes ready with the answer, and see to it that it does; -1 for none."""
+        """Return a descriptor that becomes ready with the answer, and see to it that it does; -1 for none yet."""
 
     def receive(self) -> None:
         """Take in what made the descriptor ready. Does not wait."""
@@ -182,18 +183,13 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
         return over
     poller = select.poll()
     at: dict[int, Wait] = {}
-    blind = False
-    for wait in waits:
-        number = wait.descriptor()
-        if number < 0:
-            blind = True
-        else:
-            at[number] = wait
-            poller.register(number, wait.events)
-    looks_end = time.monotonic() + LOOK_S[blind]
+    blind: list[Wait] = list(waits)
+    began = time.monotonic()
     until = min(wait.until for wait in waits)
-    pause, longest = BLIND_S if blind else SLEEP_S
+    looks_end = 0.0
     while True:
+        blind = [wait for wait in blind if not _register(wait, poller, at)]
+        looks_end = looks_end or time.monotonic() + LOOK_S[bool(blind)]
         over = [wait for wait in waits if wait.ready()]
         if over:
             return over
@@ -202,9 +198,18 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
             continue
         if now >= until:
             return [wait for wait in waits if wait.until <= now]
-        sleeps_s = min(pause, until - now)
-        pause = min(2 * pause, longest)
+        shortest, longest = BLIND_S if blind else SLEEP_S
+        sleeps_s = min(max(shortest, now - began), longest, until - now)
         if blind:
             time.sleep(sleeps_s)
         for number, _ in poller.poll(0 if blind else sleeps_s * 1e3):
             at[number].receive()
+
+
+def _register(wait: Wait, poller: select.poll, at: dict[int, Wait]) -> bool:
+    """Let the poller wake for this wait; return False if it has no descriptor just now."""
+    number = wait.descriptor()
+    if number >= 0:
+        at[number] = wait
+        poller.register(number, wait.events)
+    return number >= 0

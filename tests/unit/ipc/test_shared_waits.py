@@ -89,3 +89,19 @@ def test_who_waits_does_not_sleep_on_what_another_thread_has_taken_in(
         assert slept and time.monotonic() - began < SOON_S
         assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
         session.close()
+
+
+def test_who_relies_on_another_thread_to_wake_the_worker_does_it_himself_if_that_does_not() -> None:
+    """The one that has the session may only have read what had come, and go away."""
+    with WorkerThread() as worker:
+        session = worker.session()
+        msg = M.Exists([digest_of("k")])
+        ticket = session.submit(msg)
+        assert session.lock.acquire(False)
+        reader = threading.Timer(0.05, session.lock.release)
+        reader.start()
+        wait = AnswerWait(session, ticket)
+        assert first_over([wait]) == [wait] and wait.ready()
+        reader.join()
+        assert session.answer(msg, ticket) == M.Statuses([Status.NOT_FOUND])
+        session.close()
