@@ -12,7 +12,7 @@ longer than a wake-up takes.
 and each takes in whatever has come for any of them. So a thread may sleep on a socket from which another thread has
 just read what would have woken it, and nothing else may come there. It would then sleep until its deadline with the
 answer at hand. So nobody sleeps without another look for longer than he has waited already, and than ``SLEEP_S``.
-A wait without a descriptor is asked again at each look: the thread that it relied on to wake the worker need not do so.
+A wait without a descriptor is asked again before each sleep: the thread that it relied on need not wake the worker.
 """
 
 from __future__ import annotations
@@ -183,13 +183,11 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
         return over
     poller = select.poll()
     at: dict[int, Wait] = {}
-    blind: list[Wait] = list(waits)
     began = time.monotonic()
     until = min(wait.until for wait in waits)
-    looks_end = 0.0
+    blind = [wait for wait in waits if not _register(wait, poller, at)]
+    looks_end = time.monotonic() + LOOK_S[bool(blind)]
     while True:
-        blind = [wait for wait in blind if not _register(wait, poller, at)]
-        looks_end = looks_end or time.monotonic() + LOOK_S[bool(blind)]
         over = [wait for wait in waits if wait.ready()]
         if over:
             return over
@@ -198,6 +196,7 @@ def first_over(waits: Collection[Wait]) -> list[Wait]:
             continue
         if now >= until:
             return [wait for wait in waits if wait.until <= now]
+        blind = [wait for wait in blind if not _register(wait, poller, at)]
         shortest, longest = BLIND_S if blind else SLEEP_S
         sleeps_s = min(max(shortest, now - began), longest, until - now)
         if blind:

@@ -154,7 +154,7 @@ class Fleet:
         """Manager and data servers that run."""
         return [server for server in [self.manager, *self.servers] if server.running]
 
-    def last_words(self, lines: int = 12) -> str:
+    def last_words(self, lines: int = 40) -> str:
         """Return the end of each process's log, for a test that fails."""
         ends = [(server.name, server.log.read_text().splitlines()[-lines:]) for server in [self.manager, *self.servers]]
         return "\n".join(f"-- {name}\n" + "\n".join(end) for name, end in ends)

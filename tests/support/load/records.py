@@ -33,22 +33,25 @@ class Records:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def _part(self, rows: np.ndarray[Any, Any]) -> Records:
+        return Records(rows, self.said, self.why)
+
     def between(self, begin: float, end: float) -> Records:
         """Calls that began in this piece of time.monotonic()."""
         began = self.rows["began"]
-        return Records(self.rows[(began >= begin) & (began < end)], self.said, self.why)
+        return self._part(self.rows[(began >= begin) & (began < end)])
 
     def within(self, begin: float, end: float) -> Records:
         """Calls that began and ended in this piece of time.monotonic()."""
         calls = self.between(begin, end)
-        return Records(calls.rows[calls.rows["began"] + calls.rows["took"] < end], self.said, self.why)
+        return self._part(calls.rows[calls.rows["began"] + calls.rows["took"] < end])
 
     def of(self, *outcomes: int, kind: int | None = None) -> Records:
         """Calls with one of these outcomes."""
         chosen = np.isin(self.rows["outcome"], outcomes)
         if kind is not None:
             chosen &= self.rows["kind"] == kind
-        return Records(self.rows[chosen], self.said, self.why)
+        return self._part(self.rows[chosen])
 
     def count(self, *outcomes: int, kind: int | None = None) -> int:
         """How many."""

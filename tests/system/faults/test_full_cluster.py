@@ -56,7 +56,7 @@ def join_when_full(fleet: Fleet, seconds: float) -> None:
         records = clients.records()
     records.assert_right()
     assert records.count(FAILED, OUTAGE) == 0, (
-        f"{records.summary()}; it joined from {joined:.2f} to {settled:.2f}\n{fleet.last_words(40)}"
+        f"{records.summary()}; it joined from {joined:.2f} to {settled:.2f}\n{fleet.last_words()}"
     )
     shares = [fleet.shards_of(server) for server in fleet.servers]
     assert shares[-1] > 0.5 * max(shares), shares
