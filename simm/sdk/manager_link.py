@@ -465,13 +465,14 @@ class Subscription:
                 channel.call(M.Ping(0))
                 ping_at = time.monotonic() + random.uniform(*PING_S)
                 continue
-            next_at = min(ping_at, anyway_at, ask_at if self._asked else ping_at)
-            poller.poll(max(0.0, next_at - now) * 1000 + 1)
-            self._drain()
             self._news = False
+            # Before the sleep: nothing wakes it for a push that came in one piece with an answer.
             channel.poll_pushes()
             if self._news:
                 pause_s = ASK_S[0]
+            next_at = min(ping_at, anyway_at, ask_at if self._asked else ping_at)
+            poller.poll(max(0.0, next_at - time.monotonic()) * 1000 + 1)
+            self._drain()
 
     # -- end --------------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""A subscription takes what is pushed to it when it arrives, even in one piece with an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm.constants import NO_OWNER, SHARD_COUNT
+from simm.rpc import Flag, Frame, decode, encode, reply
+from simm.sdk import manager_link
+from simm.sdk.manager_link import Subscription
+from simm.wire import messages as M
+from simm.wire.trace_messages import OrderTrace
+from tests.support.frame_server import FrameServer
+from tests.support.waiting import WAIT_S, wait_until
+
+NEVER_S = (1e6, 1e6)
+#: Nothing would end it: the thread sleeps until something arrives.
+HANGS_S = 60.0
+OWNERS = NO_OWNER.to_bytes(2, "little") * SHARD_COUNT
+
+
+class PushingManager(FrameServer):
+    """Pushes an order to trace in one piece with its answer to each request of one type."""
+
+    def __init__(self, beside: type) -> None:
+        self.beside = beside
+        self.orders = 0
+        super().__init__()
+
+    def on_frame(self, sock: socket.socket, frame: Frame, state: Any) -> None:
+        msg = decode(frame)
+        answer: Any = M.MapReply(1, 1, [], OWNERS)
+        if isinstance(msg, M.Hello):
+            answer = M.Welcome(1, 0, 0, 0, 0, 0, 0, "")
+        elif isinstance(msg, M.Ping):
+            answer = M.Pong(msg.cookie)
+            manager_link.PING_S = NEVER_S  # type: ignore[misc]
+        sent = reply(answer, frame.request_id)
+        if isinstance(msg, self.beside):
+            self.orders += 1
+            sent += encode(OrderTrace(self.orders, 0, 60), 0, flags=Flag.PUSH)
+        sock.sendall(sent)
+
+
+@contextlib.contextmanager
+def following(manager: PushingManager) -> Iterator[Subscription]:
+    subscription = Subscription([manager.address], WAIT_S, "", lambda _map: True)
+    try:
+        subscription.connect(WAIT_S)
+        subscription.start()
+        yield subscription
+    finally:
+        subscription.close()
+        subscription.join(WAIT_S)
+        manager.stop()
+
+
+@pytest.mark.parametrize("beside", [M.MapGet, M.Ping])
+def test_a_push_in_one_piece_with_an_answer(monkeypatch: pytest.MonkeyPatch, beside: type) -> None:
+    """It is taken although nothing arrives afterwards: at the first answer, and at a later one."""
+    monkeypatch.setattr(manager_link, "ASK_ANYWAY_S", NEVER_S)
+    monkeypatch.setattr(manager_link, "PING_S", NEVER_S if beside is M.MapGet else (0.05, 0.05))
+    with following(PushingManager(beside)) as subscription:
+
+        def taken() -> int:
+            return subscription.traces[0].ratio if subscription.traces is not None else 0
+
+        wait_until(lambda: taken() == 1, "the push beside the first answer", HANGS_S)
+        if beside is M.MapGet:
+            subscription.refresh()
+            wait_until(lambda: taken() == 2, "the push beside a later answer", HANGS_S)
+        assert subscription.connected
