@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
 from ..constants import SLAB_CHUNK_BYTES_MAX
-from ..errors import TransportError, UnfinishedCopy
+from ..errors import PeerError, TransportError, UnfinishedCopy
 from ..host.buffers import RELEASE_BYTES, Copier, DeviceCopy, Pieces, Span, address_of, host_view, memmove
 from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
@@ -56,6 +56,8 @@ WAKE_BYTES: Final = 1 << 20
 _Planned = tuple[GrantTuple, memoryview | Span, int, int]
 #: What COMMIT says of a value: digest, grant id, length, CRC, flags, options.
 _Entry = tuple[bytes, int, int, int, int, int]
+#: In the place of a Status, after an error: nothing of this value was sent.
+NOT_SENT: Final = -1
 _PLAIN: Final = frozenset((memoryview, Span))
 #: Values that a batch copies out of GPU memory before it waits for the device.
 DEVICE_KEYS: Final = 64
@@ -122,6 +124,7 @@ class ShmPut:
         """Put what stands at ``positions``, and fill their Statuses in. Raises TransportError when the session breaks.
 
         Copying goes on while the worker commits what came before. ``room``: of a call that puts to other workers too.
+        After an error of the peer, values that are known not to be sent are NOT_SENT; nothing is known of the others.
         """
         finish(self.put_steps(session, digests, sources, positions, statuses, room))
 
@@ -165,9 +168,10 @@ class ShmPut:
         try:
             if length < RELEASE_BYTES:
                 ready = entries, mine
-                done = self._put_runs(session, digests, sources, positions, most, ready, in_flight, together)
-                left -= done
+                left = 0  # it says itself what it has not sent
+                done = self._put_runs(session, digests, sources, positions, statuses, most, ready, in_flight, together)
                 positions = positions[done:]
+                left = len(positions)
             for position in positions:
                 source = sources[position]
                 length = len(source)
@@ -254,6 +258,9 @@ class ShmPut:
                 if in_flight:
                     session.kick()
                     yield AnswerWait(session, in_flight[-1][0], last=True)
+        except PeerError:
+            _not_sent(positions[len(positions) - left :], statuses)
+            raise
         finally:
             # Also when interrupted: what is copied is complete, and grants in answers that are not read would be lost.
             for plan in planned:
@@ -265,7 +272,7 @@ class ShmPut:
 
     def _put_runs(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
-        positions: Sequence[int], most: int, ready: tuple[list[_Entry], list[int]],
+        positions: Sequence[int], statuses: list[int], most: int, ready: tuple[list[_Entry], list[int]],
         in_flight: list[tuple[int, list[int]]], together: bool,
     ) -> int:  # fmt: skip
         """Put the first values, small ones in plain memory, as long as a frame's all have one length and grants.
@@ -296,7 +303,11 @@ class ShmPut:
             ]  # fmt: skip
             mine += part
             done += len(run)
-            in_flight.append((_commit(session, entries, count - done, False), mine[:]))
+            try:
+                in_flight.append((_commit(session, entries, count - done, False), mine[:]))
+            except PeerError:
+                _not_sent(positions[done:], statuses)
+                raise
             entries.clear()
             mine.clear()
             if together:
@@ -545,6 +556,11 @@ class ShmPut:
             return None
         count = request_count(chunk, lack)
         return session.submit(M.Grant([(length, count)])), count
+
+
+def _not_sent(positions: Sequence[int], statuses: list[int]) -> None:
+    for position in positions:
+        statuses[position] = NOT_SENT
 
 
 def _refill(session: WorkerSession, have: int, spent: int, left: int, target: int) -> int:

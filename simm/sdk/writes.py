@@ -6,7 +6,8 @@ the shard. It goes on until the deadline, counted from the beginning of the call
 
 A mutation of a shard without an owner is also retried while any server is up. When two servers shut down together, the
 second may briefly inherit the first one's shards; the manager reassigns them once the remaining servers have
-acknowledged the new map. If a server dies, the mutation fails at once: whether it was carried out is not known.
+acknowledged the new map. If a server dies, the mutation fails at once: whether it was carried out is not known. What
+is known not to be sent goes to another owner, if the map names one by then: who leaves has given its shards away.
 
 A stream without room for a value drops its bytes at once, as it cannot wait for one client. So the client sends that
 value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``).
@@ -33,7 +34,7 @@ from ..ipc.answer_wait import AnswerWait, forsake, take
 from ..ipc.counts import DELETE, PUT, PUT_MANY, Word, observe
 from ..ipc.grant_pool import ROOM_AGAIN_S, ROOM_WAIT_S, RoomWait
 from ..ipc.patience import Patience
-from ..ipc.put import ShmPut
+from ..ipc.put import NOT_SENT, ShmPut
 from ..ipc.steps import Steps, finish
 from ..ipc.tally import Tallies
 from ..net.allowance import allowed, spend
@@ -117,8 +118,10 @@ class Puts:
             return "the namespace has advanced since the call began"
         if status != Status.UNAVAILABLE:
             return f"{name} refused it: {status_name(status)}"
-        if target is not None:
-            return f"{name} did not answer: {target.reason or 'the connection broke, or the value could not be read'}"
+        if target is not None and target.path == "down":
+            return f"{name} did not answer: {target.reason or 'the connection broke'}"
+        if target is not None:  # it may be another one by now
+            return "the server of its key did not answer: the connection broke, or the value could not be read"
         if not router.epoch:
             return f"no manager has answered: {router.subscription.down_reason}"
         return "no data server owns the key's shard"
@@ -247,11 +250,30 @@ class Puts:
 
     # -- one target -----------------------------------------------------------------------------------
 
+    def _go_on(self, target: Target, digests: Sequence[bytes], positions: Sequence[int], statuses: list[int]) -> None:
+        """Let what a target that failed was not sent go on to the owner that the map names by now, if it is another."""
+        route = self._routes.route  # empty once the client is closed
+        for position in positions:
+            if statuses[position] == NOT_SENT:
+                owner = route[shard_of(digests[position])] if route else None
+                statuses[position] = Status.UNAVAILABLE if owner is None or owner is target else Status.WRONG_OWNER
+
+    def _is_ready(
+        self, target: Target, digests: Sequence[bytes], positions: Sequence[int], statuses: list[int]
+    ) -> bool:
+        """Return whether a target can be sent something; if it cannot, see :meth:`_go_on`."""
+        if target.ready():
+            return True
+        for position in positions:
+            statuses[position] = NOT_SENT
+        self._go_on(target, digests, positions, statuses)
+        return False
+
     def _put_at(self, batch: PutBatch, target: Target, positions: Sequence[int], together: bool) -> Steps[None]:
         digests, sources, statuses, room = batch
         session = target.session
         if session is None or session.broken:
-            if not target.ready():
+            if not self._is_ready(target, digests, positions, statuses):
                 return
             session = target.session
         if session is not None:
@@ -269,6 +291,7 @@ class Puts:
                     self._shm.put_many(session, digests, sources, positions, statuses, room)
             except PeerError as exc:
                 self._routes.session_failed(target, session, exc)
+                self._go_on(target, digests, positions, statuses)
             count_puts(session.counts, positions, batch, time.perf_counter_ns() - began)
             return
         if type(sources[positions[0]]) is Pieces and _has_devices(positions, sources):
@@ -385,7 +408,7 @@ class Puts:
         self, digests: Sequence[bytes], sizes: Sequence[int] | None, statuses: list[int], target: Target,
         positions: Sequence[int], together: bool,
     ) -> Steps[None]:  # fmt: skip
-        if not target.ready():
+        if not self._is_ready(target, digests, positions, statuses):
             return
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
@@ -403,7 +426,7 @@ class Puts:
         self, digests: Sequence[bytes], how: int, seconds: int, statuses: list[int], target: Target,
         positions: Sequence[int], together: bool,
     ) -> Steps[None]:  # fmt: skip
-        if not target.ready():
+        if not self._is_ready(target, digests, positions, statuses):
             return
         kind = functools.partial(Keep, how, seconds)
         wanted = [digests[each] for each in positions]
@@ -447,7 +470,7 @@ class Puts:
         self, groups: Sequence[Sequence[bytes]], statuses: list[int], target: Target, positions: Sequence[int],
         together: bool,
     ) -> Steps[None]:  # fmt: skip
-        if not target.ready():
+        if not self._is_ready(target, [group[0] for group in groups], positions, statuses):
             return
         parts = list(requests_of([groups[each] for each in positions]))
         answers = yield from self._ask(map(joined, parts), target, together, lambda tcp: tcp.group(parts))

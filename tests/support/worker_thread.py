@@ -94,7 +94,14 @@ class WorkerThread:
 
     def die(self) -> None:
         """kill -9."""
+        with self.doomed():
+            pass
+
+    @contextlib.contextmanager
+    def doomed(self) -> Iterator[None]:
+        """The worker does nothing meanwhile, and dies at the end as by kill -9."""
         with self.frozen():
+            yield
             self.loop.running = False
         self.thread.join(WAIT_S)
         if self.thread.is_alive():

@@ -1,0 +1,161 @@
+"""What a server that goes away was not sent: its next owner gets it, and what is not known is not done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from simm.client import Client
+from simm.ipc import put
+from simm.ipc.commit_ring import HEAD, SLOTS, TAIL
+from simm.ipc.session import WorkerSession
+from simm.wire import messages as M
+from simm.wire.messages import Status
+from tests.support.fake_cluster import ALL, FakeCluster
+from tests.support.waiting import WAIT_S, wait_until
+
+KEYS = [f"k{number}" for number in range(300)]
+VALUES = [key.encode() * 100 for key in KEYS]
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(2) as made:
+        made.settled({0: ALL})
+        yield made
+
+
+def leave(cluster: FakeCluster) -> None:
+    """Give all shards to the other server, and tell it and the clients. The first one need not hear of it."""
+    cluster.own({1: ALL})
+    cluster.instruct(1)
+    cluster.publish()
+
+
+def left_by_the_first(cluster: FakeCluster, client: Client, call: Callable[[], Any], busy: Callable[[], bool]) -> Any:
+    """Call, let the first server fall silent, give its shards away once it is ``busy``, and kill it."""
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(call()))
+    worker = cluster.nodes[0].worker
+    with worker.doomed():
+        thread.start()
+        wait_until(busy, "the call waits for the first server")
+        leave(cluster)
+        router = client._router
+        assert router is not None
+        wait_until(lambda: router.epoch == cluster.epoch, "the client has the map")
+    thread.join(WAIT_S)
+    assert done
+    return done[0]
+
+
+def committed(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[bytes]]:
+    """Return the keys of all COMMITs from now on, sent or not, by the worker's socket."""
+    found: dict[str, set[bytes]] = defaultdict(set)
+    submit = WorkerSession.submit
+
+    def noted(self: WorkerSession, msg: Any) -> int:
+        if isinstance(msg, M.Commit):
+            found[self.path].update(entry[0] for entry in msg.entries)
+        return submit(self, msg)
+
+    monkeypatch.setattr(WorkerSession, "submit", noted)
+    return found
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("grants", [True, False])
+def test_what_was_not_sent_goes_to_the_next_owner(
+    cluster: FakeCluster, grants: bool, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``grants``: the client has some, and commits; without, it waits for them. ``goes_on``: False is the control."""
+    if not goes_on:
+        monkeypatch.setattr(put, "_not_sent", lambda *_: None)
+    client = cluster.client("shm")
+    assert client.wait_ready(WAIT_S)
+    if grants:
+        assert all(client.put_many(KEYS, VALUES))
+    session = client._routes.target(client.digest("k0")).session  # type: ignore[union-attr]
+    assert session is not None and session.ring is not None
+    words = session.ring.words
+    keys = committed(monkeypatch)
+
+    def waits() -> bool:
+        return bool(words[TAIL] - words[HEAD] >= (SLOTS if grants else 1))
+
+    done = left_by_the_first(cluster, client, lambda: client.put_many(KEYS, VALUES), waits)
+    unknown = len(keys[cluster.nodes[0].worker.path])
+    assert bool(unknown) == grants and unknown < len(KEYS)
+    assert done[unknown:] == [goes_on] * (len(KEYS) - unknown)
+    assert client.counters["put_failures"] == done.count(False)
+    assert "node1" not in client.stats()["last_put_failure"], "it has not failed"
+    for key, value in zip(KEYS[unknown:], VALUES[unknown:]):
+        assert client.get(key) == (value if goes_on else None)
+    at_next = keys[cluster.nodes[1].worker.path]
+    assert at_next == ({*map(client.digest, KEYS[unknown:])} if goes_on else set()), "nothing is carried out twice"
+
+
+@pytest.mark.parametrize("operation", ["put", "put_many", "delete_many"])
+def test_a_call_that_meets_a_server_that_has_left_goes_on(
+    cluster: FakeCluster, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map comes between the choice of a server and the look whether it is there."""
+    client = cluster.client("shm")
+    assert client.wait_ready(WAIT_S)
+    cluster.nodes[0].die()
+    target = client._routes.target(client.digest("k0"))
+    assert target is not None
+    wait_until(lambda: target.path == "down", "the client has seen it")
+    ready = type(target).ready
+    came = threading.Event()
+
+    def late(self: Any) -> bool:
+        if self is target and not came.is_set():
+            came.set()
+            leave(cluster)
+            router = client._router
+            assert router is not None
+            wait_until(lambda: router.epoch == cluster.epoch, "the client has the map")
+        return ready(self)
+
+    monkeypatch.setattr(type(target), "ready", late)
+    if operation == "delete_many":
+        with contextlib.closing(cluster.client("shm")) as other:
+            assert client.delete_many(["k0", "k1"]) == [False, False]
+            assert client.counters["outages"] == 0 and other.get("k0") is None
+    elif operation == "put":
+        assert client.put("k0", b"v") and client.get("k0") == b"v"
+    else:
+        assert client.put_many(["k0", "k1"], [b"v", b"w"]) == [True, True]
+        assert client.get_many(["k0", "k1"]) == [b"v", b"w"]
+    assert came.is_set()
+
+
+@pytest.mark.parametrize("operation", ["store", "delete", "keep", "group"])
+@pytest.mark.parametrize("owner", ["the same", "none"])
+def test_without_another_owner_it_fails(
+    cluster: FakeCluster, owner: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a server that has died, and only a Status gets out."""
+    client = cluster.client("shm")
+    assert client.wait_ready(WAIT_S)
+    target = client._routes.target(client.digest("k0"))
+    assert target is not None and target.session is not None
+    cluster.nodes[0].die()
+    wait_until(lambda: target.path == "down", "the client has seen it")
+    if owner == "none":
+        route = client._routes.route
+        monkeypatch.setattr(type(target), "ready", lambda _: route.__setitem__(slice(None), [None] * len(ALL)))
+    digests = [client.digest(key) for key in KEYS]
+    calls: dict[str, Callable[[], list[int]]] = {
+        "store": lambda: client._puts.store(digests, [memoryview(value) for value in VALUES]),
+        "delete": lambda: client._puts.delete(digests),
+        "keep": lambda: client._puts.keep(digests, 1, 60),
+        "group": lambda: client._puts.group([[digest] for digest in digests]),
+    }
+    assert calls[operation]() == [Status.UNAVAILABLE] * len(KEYS)
