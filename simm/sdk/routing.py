@@ -217,6 +217,7 @@ class Router:
             table = RouteTable(shard_map, by_position)
             # An operation that finds the new owner in `route` must find it in `table` too, so that comes first.
             self.table = table
+            self.sole = None  # until `route` says the same
             self.route[:] = [by_position[owner] if owner != NO_OWNER else None for owner in shard_map.owners]
             self.targets = self._connections.targets = targets
             self.sole = by_position[0] if len(by_position) == 1 and NO_OWNER not in shard_map.owners else None
@@ -410,8 +411,9 @@ class Routes:
         if not route:
             return [(None, positions)]
         router = self.router
-        if router is not None and router.sole is not None:
-            return [(router.sole, positions)] if positions else []
+        sole = None if router is None else router.sole  # read once: a new map may come meanwhile
+        if sole is not None:
+            return [(sole, positions)] if positions else []
         groups: dict[Target | None, list[int]] = {}
         for position in positions:
             digest = digests[position]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from simm.client import Client
 from simm.ipc import put
 from simm.ipc.commit_ring import HEAD, SLOTS, TAIL
 from simm.ipc.session import WorkerSession
+from simm.sdk.worker_path import Target
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.fake_cluster import ALL, FakeCluster
@@ -159,3 +161,17 @@ def test_without_another_owner_it_fails(
         "group": lambda: client._puts.group([[digest] for digest in digests]),
     }
     assert calls[operation]() == [Status.UNAVAILABLE] * len(KEYS)
+
+
+def test_the_sole_server_changes_while_keys_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the map changes in between, the keys have an owner: the former one, or the new ones by their shards."""
+    with FakeCluster(1) as cluster:
+        cluster.settled({0: ALL})
+        client = cluster.client("shm")
+        router = client._router
+        assert router is not None and router.sole is not None
+        answers: Iterator[Target | None] = itertools.chain([router.sole], itertools.repeat(None))
+        monkeypatch.setattr(type(router), "sole", property(lambda _: next(answers)), raising=False)
+        digests = [client.digest(key) for key in KEYS]
+        for _ in range(2):
+            assert None not in dict(client._routes.group(digests))
