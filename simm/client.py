@@ -405,8 +405,9 @@ class Client(
             self._routes.session_failed(target, session, exc)
             status = Status.UNAVAILABLE
         if status == Status.WRONG_OWNER:
-            status = self._puts.retry(target, digest, source, began)
-        if status == Status.OK:
+            status = self._puts.retry(target, digest, source, began)  # which counts where it is put
+            self._puts.count([digest], [status])
+        elif status == Status.OK:
             for entry in session.reader.logs[LOG_PUTS].free:
                 session.reader.entries[entry] = len(source)
                 return status

@@ -323,6 +323,10 @@ class GrantPool(Generic[G]):
         """Return how many grants are missing to serve a request for ``count`` now, and the same once more."""
         return max(0, count - max(0, len(self.stock(chunk)) - count))
 
+    def refill(self, have: int, spent: int, left: int, target: int) -> int:
+        """Return how many grants a commit asks for: none while others wait for room, whose turn it is."""
+        return 0 if self.line else refill_count(have, spent, left, target)
+
     # -- recalls and large values -----------------------------------------------------------------
 
     def recall(self, nbytes: int) -> None:

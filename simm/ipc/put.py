@@ -36,7 +36,7 @@ from ..wire import messages as M
 from ..wire.messages import Status
 from .answer_wait import AnswerWait, collect, collect_grants, ending
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
-from .grant_pool import GrantTuple, RoomWait, obtain, refill_count, request_count, single_count, target_count
+from .grant_pool import GrantTuple, RoomWait, obtain, request_count, single_count, target_count
 from .session import WorkerSession
 from .steps import Steps, finish
 
@@ -96,7 +96,7 @@ class ShmPut:
             if grant is None:
                 return Status.NO_SPACE
             crc, flags = self._fill(session, grant, source, length)
-            count = _refill(session, len(pool), 1, 0, keep)
+            count = session.pool.refill(len(pool), 1, 0, keep)
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
 
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -112,7 +112,7 @@ class ShmPut:
             return Status.NO_SPACE
         crc, flags = self._fill(session, grant, source, length)
         have = len(pool)
-        want = _refill(session, have, 1, 0, keep) if keep else int(repeats and have < 2 and not session.pool.line)
+        want = session.pool.refill(have, 1, 0, keep) if keep else int(repeats and have < 2 and not session.pool.line)
         status = session.commit_one(digest, grant[0], length, crc, flags, length, want)
         session.clear_announcement()
         return status
@@ -145,13 +145,8 @@ class ShmPut:
         fill = self._fill
         left = len(positions)
         length = len(sources[positions[0]])
-        asked = self._ask_ahead(session, length, left)
+        asked: tuple[int, int] | None = None
         topped = False  # the grants for the next batch's first values are asked for
-        if together:
-            if asked is not None:
-                session.kick()
-        elif asked is not None or left * length <= LAST_BYTES:
-            session.wake()
         #: Values that have grants and are to be copied together, by several threads.
         planned: list[_Planned] = []
         planned_bytes = 0
@@ -166,6 +161,12 @@ class ShmPut:
         pool: list[GrantTuple] = []
         pooled = -1
         try:
+            asked = self._ask_ahead(session, length, left)
+            if together:
+                if asked is not None:
+                    session.kick()
+            elif asked is not None or left * length <= LAST_BYTES:
+                session.wake()
             if length < RELEASE_BYTES:
                 ready = entries, mine
                 left = 0  # it says itself what it has not sent
@@ -285,34 +286,34 @@ class ShmPut:
         pool = session.pool.for_length(length)[0]
         grows = not together and count >= 2 * most and length <= COMMIT_GROW_BYTES
         most = COMMIT_KEYS_FIRST if grows else most
-        while done < count and not (together and len(in_flight) >= SLOTS):
-            if grows and 3 * (count - done) <= 4 * most:
-                most = count - done  # no short frame at the end
-            part = positions[done : done + most]
-            run = [sources[position] for position in part]
-            if not len(run) < len(pool) or not _PLAIN.issuperset(map(type, run)) or {*map(len, run)} != {length}:
-                break
-            grants = session.pool.take_many(length, len(run))
-            if len(grants) < len(run):  # another thread was faster
-                session.pool.add(grants)
-                break
-            sums = self._fill_run(session, grants, run, length)
-            entries += [
-                (digests[position], grant[0], length, crc, flags, 0)
-                for position, grant, (crc, flags) in zip(part, grants, sums)
-            ]  # fmt: skip
-            mine += part
-            done += len(run)
-            try:
+        try:
+            while done < count and not (together and len(in_flight) >= SLOTS):
+                if grows and 3 * (count - done) <= 4 * most:
+                    most = count - done  # no short frame at the end
+                part = positions[done : done + most]
+                run = [sources[position] for position in part]
+                if not len(run) < len(pool) or not _PLAIN.issuperset(map(type, run)) or {*map(len, run)} != {length}:
+                    break
+                grants = session.pool.take_many(length, len(run))
+                if len(grants) < len(run):  # another thread was faster
+                    session.pool.add(grants)
+                    break
+                sums = self._fill_run(session, grants, run, length)
+                entries += [
+                    (digests[position], grant[0], length, crc, flags, 0)
+                    for position, grant, (crc, flags) in zip(part, grants, sums)
+                ]  # fmt: skip
+                mine += part
+                done += len(run)
                 in_flight.append((_commit(session, entries, count - done, False), mine[:]))
-            except PeerError:
-                _not_sent(positions[done:], statuses)
-                raise
-            entries.clear()
-            mine.clear()
-            if together:
-                session.kick()
-            most = min(2 * most, COMMIT_KEYS_MOST) if grows else most
+                entries.clear()
+                mine.clear()
+                if together:
+                    session.kick()
+                most = min(2 * most, COMMIT_KEYS_MOST) if grows else most
+        except PeerError:
+            _not_sent(positions[done:], statuses)
+            raise
         return done
 
     def _fill_run(
@@ -482,6 +483,9 @@ class ShmPut:
                     mine = [position for position, _ in group[start : start + COMMIT_KEYS]]
                     last = not left and start + COMMIT_KEYS >= len(entries)
                     in_flight.append((_commit(session, part, len(left), last), mine))
+        except PeerError:
+            _not_sent(left, statuses)
+            raise
         finally:
             with ending(session, in_flight, asked, statuses):
                 pass
@@ -563,11 +567,6 @@ def _not_sent(positions: Sequence[int], statuses: list[int]) -> None:
         statuses[position] = NOT_SENT
 
 
-def _refill(session: WorkerSession, have: int, spent: int, left: int, target: int) -> int:
-    """Return how many grants a commit asks for: none while others wait for room, whose turn it is."""
-    return 0 if session.pool.line else refill_count(have, spent, left, target)
-
-
 def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> GrantTuple | None:
     """Return a grant for a value of this size from the worker; None if it has no room. Asks for ``left`` in all."""
     chunk = chunk_bytes_for(length)
@@ -594,7 +593,7 @@ def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool)
         if chunk > SLAB_CHUNK_BYTES_MAX:  # each batch asks for what it lacks, while it copies what these have room for
             count = max(0, keep - max(0, have - left)) if top and not session.pool.line else 0
         else:
-            count = _refill(session, have, count, left, keep)
+            count = session.pool.refill(have, count, left, keep)
         if count:
             wants.append((length, count))
     return session.submit(M.Commit(entries, wants))

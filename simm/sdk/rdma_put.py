@@ -26,7 +26,7 @@ from typing import Any, Final
 from ..arena.layout import ENTRY_CRC
 from ..host.buffers import RELEASE_BYTES, Copier, Pieces, Span, address_of
 from ..host.parts import checksum, cut, gather, host_pieces, on_device
-from ..ipc.grant_pool import KeyedGrant, obtain, refill_count, request_count, return_idle, target_count
+from ..ipc.grant_pool import KeyedGrant, obtain, request_count, return_idle, target_count
 from ..ipc.steps import Steps
 from ..net.channel import ChannelWait, Refused
 from ..rdma.api import READ, WRITE, FabricError, Op
@@ -403,9 +403,8 @@ class Writing(Transfer):
         wants = []
         left = self._todo + sum(len(other.positions) for other in self._writing)
         for length, count in spent.items():
-            count = 0 if connection.pool.line else refill_count(
-                connection.pool.count(length), count, left, target_count(chunk_bytes_for(length))
-            )
+            keep = target_count(chunk_bytes_for(length))
+            count = connection.pool.refill(connection.pool.count(length), count, left, keep)
             if count:
                 wants.append((length, count))
         self._sent.update(group.positions)  # even if sending fails

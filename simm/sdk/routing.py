@@ -217,9 +217,9 @@ class Router:
             table = RouteTable(shard_map, by_position)
             # An operation that finds the new owner in `route` must find it in `table` too, so that comes first.
             self.table = table
+            self.targets = self._connections.targets = targets  # whoever is in `route` is in these
             self.sole = None  # until `route` says the same
             self.route[:] = [by_position[owner] if owner != NO_OWNER else None for owner in shard_map.owners]
-            self.targets = self._connections.targets = targets
             self.sole = by_position[0] if len(by_position) == 1 and NO_OWNER not in shard_map.owners else None
             self.epoch = msg.epoch
             self.cluster = msg.cluster

@@ -96,9 +96,19 @@ class Puts:
         if failed:
             self.counters["put_failures"] += failed
             for digest, status in zip(digests, statuses):
+                if status == Status.WRONG_OWNER:  # until the end, so no server has counted it
+                    self._counts_at(digest)[Word.PUT_FAILURES] += 1
+            for digest, status in zip(digests, statuses):
                 if status != Status.OK:
                     self.last_failure = self._explain(digest, status)
                     break
+
+    def _counts_at(self, digest: bytes) -> memoryview:
+        """Return the counts of the path to a digest's owner; TCP's where there is none."""
+        route = self._routes.route
+        target = route[shard_of(digest)] if route else None
+        session = None if target is None else target.session
+        return self._tallies.tcp if session is None else session.counts
 
     def _explain(self, digest: bytes, status: int) -> str:
         """Return why a put failed, as far as the client knows now."""
@@ -118,7 +128,7 @@ class Puts:
             return "the namespace has advanced since the call began"
         if status != Status.UNAVAILABLE:
             return f"{name} refused it: {status_name(status)}"
-        if target is not None and target.path == "down":
+        if target is not None and target.path == "down" and not target.fresh:
             return f"{name} did not answer: {target.reason or 'the connection broke'}"
         if target is not None:  # it may be another one by now
             return "the server of its key did not answer: the connection broke, or the value could not be read"
@@ -485,14 +495,16 @@ def _parts(kind: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
 
 
 def count_puts(counts: memoryview, positions: Sequence[int], batch: PutBatch, ns: int) -> None:
-    """Count what a batch has put at one server by one path."""
+    """Count what a batch has put at one server by one path, or could not. What was another server's counts there."""
     if not positions:
         return
     statuses, sources = batch.statuses, batch.sources
     stored = [position for position in positions if statuses[position] == Status.OK]
     # No calls while counting: a thread that counts meanwhile would be undone.
     size = sum([len(sources[position]) for position in stored])
-    done, failed = len(stored), len(positions) - len(stored)
+    done, failed = len(stored), 0
+    if done < len(positions):
+        failed = sum([statuses[position] not in (Status.OK, Status.WRONG_OWNER) for position in positions])
     counts[Word.BATCH_PUTS] += done
     counts[Word.PUT_BYTES] += size
     counts[Word.PUT_FAILURES] += failed

@@ -94,12 +94,45 @@ def test_what_was_not_sent_goes_to_the_next_owner(
     unknown = len(keys[cluster.nodes[0].worker.path])
     assert bool(unknown) == grants and unknown < len(KEYS)
     assert done[unknown:] == [goes_on] * (len(KEYS) - unknown)
-    assert client.counters["put_failures"] == done.count(False)
+    stored_before = len(KEYS) if grants else 0
+    counted = client.stats()["paths"]["shm"]
+    assert client.counters["put_failures"] == done.count(False) == counted["put_failures"]
+    assert client.counters["puts"] == done.count(True) + stored_before == counted["puts"]
     assert "node1" not in client.stats()["last_put_failure"], "it has not failed"
     for key, value in zip(KEYS[unknown:], VALUES[unknown:]):
         assert client.get(key) == (value if goes_on else None)
     at_next = keys[cluster.nodes[1].worker.path]
     assert at_next == ({*map(client.digest, KEYS[unknown:])} if goes_on else set()), "nothing is carried out twice"
+
+
+def test_a_thread_that_has_waited_for_another_one(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one's call has the session's lock all the time, so this one's batch was not sent at all."""
+    client = cluster.client("shm")
+    assert client.wait_ready(WAIT_S)
+    session = client._routes.target(client.digest("k0")).session  # type: ignore[union-attr]
+    assert session is not None and session.ring is not None
+    words = session.ring.words
+    waits = threading.Event()
+    acquire = WorkerSession.acquire
+
+    def noted(self: WorkerSession) -> None:
+        if threading.current_thread() is second:
+            waits.set()
+        acquire(self)
+
+    monkeypatch.setattr(WorkerSession, "acquire", noted)
+    others: list[Any] = []
+    second = threading.Thread(target=lambda: others.append(client.put_many([f"2{key}" for key in KEYS], VALUES)))
+
+    def busy() -> bool:
+        if words[TAIL] == words[HEAD]:
+            return False
+        second.start()
+        return waits.wait(WAIT_S)
+
+    done = left_by_the_first(cluster, client, lambda: client.put_many(KEYS, VALUES), busy)
+    second.join(WAIT_S)
+    assert done == others[0] == [True] * len(KEYS)
 
 
 @pytest.mark.parametrize("operation", ["put", "put_many", "delete_many"])

@@ -213,6 +213,8 @@ def test_mutations_wait_for_the_new_owner_and_none_fails(cluster: FakeCluster, p
     assert client.get("k40") == value_of("k40")
     assert client.counters["put_failures"] == 0
     assert client.stats()["outages"] == 0
+    counted = client.stats()["paths"][path]
+    assert (counted["puts"], counted["put_failures"]) == (len(KEYS) + (20 if batch else 1), 0), "each one once"
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -254,6 +256,7 @@ def mutations_fail_in_time(client: Client) -> bool:
     outages = []
     assert client.put("k0", b"v") is False
     assert client.put_many(["k0", "k1"], [b"v", b"v"]) == [False, False]
+    assert sum(each["put_failures"] for each in client.stats()["paths"].values()) == 3
     outages.append(client.stats()["outages"])
     assert client.delete("k0") is False
     outages.append(client.stats()["outages"])
