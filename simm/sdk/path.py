@@ -92,10 +92,17 @@ class Path:
     # -- attempts ---------------------------------------------------------------------------------
 
     def connect_soon(self) -> None:
-        """Start an attempt in a thread of its own, unless one is in progress or the path is closed."""
+        """Start an attempt in a thread of its own, unless one is in progress, or none is needed.
+
+        The caller has looked without the lock, and another thread's attempt may have ended since.
+        """
         with self._lock:
-            if not self.connecting and self.state is not PathState.CLOSED:
+            if not self.connecting and self.state is not PathState.CLOSED and self._needed():
                 self._start_locked()
+
+    def _needed(self) -> bool:
+        """Return whether an attempt can bring anything. The lock is held."""
+        return self.state is not PathState.UP
 
     def _start_locked(self) -> None:
         self.connecting = True

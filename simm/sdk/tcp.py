@@ -199,6 +199,9 @@ class TcpPath(Path):
         if self._open < wanted and time.monotonic() >= self._further_at:
             self.connect_soon()
 
+    def _needed(self) -> bool:
+        return self._open < self._wanted
+
     def _no_thread(self, reason: str) -> None:
         log.debug("no further connection to %s:%d: %s", self.host, self.port, reason)
         self._further_at = time.monotonic() + FURTHER_AGAIN_S

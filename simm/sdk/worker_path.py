@@ -161,6 +161,10 @@ class Target(Path):
         reader = self.reader
         return self.reader if reader is None and self.ready() else reader
 
+    def _needed(self) -> bool:
+        session = self.session
+        return session is None or bool(session.broken)
+
     def _attempt(self) -> None:
         session: WorkerSession | None = None
         tcp: TcpPath | None = None
@@ -270,6 +274,8 @@ class Target(Path):
             unused: list[WorkerSession | Path | None]
             if self.state is PathState.CLOSED:
                 unused = [session, tcp, rdma]
+            elif session is not None and self.session is not None and not self.session.broken:
+                unused = [session, tcp, rdma]  # operations may have values in the arena by the one that there is
             elif session is not None:
                 # The reader first: with a session the target counts as ready, and reads then use the reader.
                 if self._context.epoch is not None:

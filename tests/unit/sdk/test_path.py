@@ -55,6 +55,13 @@ def clock() -> list[float]:
     return [1000.0]
 
 
+def test_no_attempt_begins_while_it_is_up(clock: list[float]) -> None:
+    path = Paced(clock)
+    path.attempt(None)
+    path.connect_soon()
+    assert path.attempts == 1 and not path.connecting
+
+
 def test_up_is_the_only_state_without_a_reason(clock: list[float]) -> None:
     path = Paced(clock)
     assert path.state is PathState.NEW and path.down_reason

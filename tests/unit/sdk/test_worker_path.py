@@ -221,6 +221,52 @@ def test_what_went_by_tcp_for_want_of_an_answer_goes_by_shm_later(
     assert there.tcp is None
 
 
+def test_a_session_in_use_is_not_replaced(cluster: FakeCluster) -> None:
+    """Whoever finds a target without a connection looks without its lock, and another thread's attempt may end then."""
+    client = full(cluster, "shm")
+    there = client._routes.target(client.digest("k0"))
+    assert there is not None
+    session = there.session
+    assert session is not None
+    there.connect_soon()
+    assert not there.connecting, "there is nothing to connect for"
+    second, reason, upgrade = there._connect_shm()
+    assert second is not None
+    there._connected(second, None, reason, upgrade, None)
+    assert there.session is session and not session.closed and second.closed
+    assert client.put("k0", b"v") and client.get("k0") == b"v"
+    session.give_up("by the test")
+    third, reason, upgrade = there._connect_shm()
+    there._connected(third, None, reason, upgrade, None)
+    assert there.session is third and session.closed, "one that has broken is"
+    assert client.put("k0", b"w") and client.get("k0") == b"w"
+
+
+def test_a_batch_that_finds_servers_connected_after_all(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's call has connected to them between the batch's look and its attempt."""
+    cluster.settled({node: [shard for shard in ALL if shard % 2 == node] for node in range(2)})
+    client = cluster.client("shm")
+    assert client.wait_ready(WAIT_S)
+    router = client._router
+    assert router is not None
+    targets = list(router.targets.values())
+    sessions = [there.session for there in targets]
+    looked: list[Target] = []
+    fresh = Target.fresh.fget  # type: ignore[attr-defined]
+
+    def out_of_date(there: Target) -> bool:
+        if there in looked:
+            return bool(fresh(there))
+        looked.append(there)
+        return True
+
+    monkeypatch.setattr(Target, "fresh", property(out_of_date))
+    assert client.put_many(KEYS, [value_of(key) for key in KEYS]) == [True] * len(KEYS)
+    assert len(looked) == 2
+    wait_until(lambda: not any(there.connecting for there in targets), "no attempt")
+    assert [there.session for there in targets] == sessions and not any(each.closed for each in sessions if each)
+
+
 def test_pooled_connections_to_a_server_that_was_restarted_are_replaced_together(cluster: FakeCluster) -> None:
     client = full(cluster, "tcp")
     there = client._routes.target(client.digest("k0"))
