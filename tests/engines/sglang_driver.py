@@ -20,8 +20,8 @@ What each page must hold comes from the seed (engine_content.py), never from ano
 
 What is real here: the wheel (held against the digests in its RECORD), device pools, host pools, backend,
 factory, controller, threads, hashes. What is not: ``OnlyPool`` (an allocator that only names its pool) and the
-rank numbers, which a launcher would have published. No device copy is made: the host pool is what the
-storage backend reads and writes.
+rank numbers, which a launcher would have published. And the host pool leaves no 10 GB of memory to others. No device
+copy is made: the host pool is what the storage backend reads and writes.
 """
 
 from __future__ import annotations
@@ -135,9 +135,12 @@ def make_pools(case: Case, pages: int) -> Pools:
     """SGLang's own device and host pool for ``case``, with ``pages`` pages, all of it canary."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+    # Where several tests run at once 10 GB may not be left over. Without them SGLang makes no pool, however small.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     device: Any
     size, dtype = 2 * PAGE_TOKENS, torch.bfloat16
     geometry = {
