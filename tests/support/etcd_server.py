@@ -14,7 +14,7 @@ from pathlib import Path
 from simm.control.etcd import Etcd, EtcdError, put
 from tests.support.child import Child
 from tests.support.ports import reserve_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 READY_S = 120.0
 PROGRAM = shutil.which("etcd")
@@ -56,9 +56,9 @@ class EtcdServer:
         """For --coordinator, without a prefix."""
         return f"etcd{self.scheme.removeprefix('http')}://127.0.0.1:{self.port}"
 
-    def client(self) -> Etcd:
-        """Of a server without TLS."""
-        return Etcd([("127.0.0.1", self.port)])
+    def client(self, login: tuple[str, str] | None = None, deadline_s: float = WAIT_S) -> Etcd:
+        """Of a server without TLS. It waits for as long as a busy machine takes."""
+        return Etcd([("127.0.0.1", self.port)], login=login, deadline_s=deadline_s)
 
     def enable_users(self, name: str, password: str) -> None:
         """Let nobody in but this user, who may do everything. ``name``: root, as etcd wants it."""
@@ -97,7 +97,7 @@ class EtcdServer:
                 if self.scheme == "https":
                     socket.create_connection(("127.0.0.1", self.port), 1).close()
                     return True
-                self.client().get(b"ready")
+                self.client(deadline_s=2.0).get(b"ready")
                 return True
             time.sleep(0.05)
         self.kill()

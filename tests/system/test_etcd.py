@@ -34,7 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 @needs_etcd
 def test_each_call_on_etcd(server: EtcdServer) -> None:
     etcd = server.client()
-    etcd.deadline_s = WAIT_S  # how long a busy machine takes says nothing of the calls
     assert etcd.get(b"a") is None
     revision = put_key(etcd, b"a", b"\x00\xff")
     assert etcd.get(b"a") == (b"a", b"\x00\xff", revision, revision, 0)
@@ -213,8 +212,8 @@ def test_etcd_with_users(tmp_path: Path) -> None:
         with pytest.raises(EtcdError, match=r"user name is empty|permission denied"):
             etcd.get(b"k")
         with pytest.raises(EtcdError, match="authentication failed"):
-            Etcd(etcd.endpoints, login=("root", "wrong")).get(b"k")
-        user = Etcd(etcd.endpoints, login=("root", "r"))
+            server.client(("root", "wrong")).get(b"k")
+        user = server.client(("root", "r"))
         put_key(user, b"k", b"v")
         token = user._token
         # Each use prolongs it.
@@ -255,6 +254,6 @@ def test_etcd_by_tls(tmp_path: Path) -> None:
             (tmp_path / "ca.pem", None, "(?i)certificate|alert|reset|closed|EOF"),
         ):
             with pytest.raises(EtcdError, match=why):
-                Etcd(url.endpoints, tls=tls_context(ca, certificate)).get(b"k")
+                Etcd(url.endpoints, tls=tls_context(ca, certificate), deadline_s=WAIT_S).get(b"k")
         with pytest.raises(EtcdError, match=r"(?i)closed|400|malformed|reset|status"):
-            Etcd(url.endpoints).get(b"k")
+            Etcd(url.endpoints, deadline_s=WAIT_S).get(b"k")
