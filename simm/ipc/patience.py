@@ -48,6 +48,7 @@ class Patience:
 
     __slots__ = (
         "_deadline_s", "_least_s", "_left_s", "_outer", "_progress", "_since", "_spent_before", "_target", "_until",
+        "_worked",
     )  # fmt: skip
 
     def __init__(self, deadline_s: float, began: float | None = None) -> None:
@@ -61,6 +62,8 @@ class Patience:
         self._since = 0.0
         #: When a server of :meth:`together` has answered last.
         self._progress = 0.0
+        #: For how long the thread has done steps without a wait, seconds.
+        self._worked = 0.0
         if began is not None:
             self.count_all(began)
 
@@ -144,7 +147,7 @@ class Patience:
         for visit in every:
             if visit.server.fresh:
                 visit.server.connect_soon()
-                waits[_Connecting(visit.server, now, now + allowed(self._left_s))] = visit
+                waits[_Connecting(visit.server, now, now + allowed(self._left_s), self._worked)] = visit
             else:
                 connected.append(visit)
         for visit in connected:
@@ -166,7 +169,8 @@ class Patience:
             if not ready:  # the attempt goes on, and no operation waits for it
                 with at_most(0.0):
                     visit.server.ready()
-            self._begin(visit, now - wait.since, waits)
+            # The thread may have copied for other servers meanwhile, for seconds.
+            self._begin(visit, now - wait.since - (self._worked - wait.worked), waits)
             if self._progress < now:  # it was not begun
                 self._lose(now)
             return
@@ -191,6 +195,8 @@ class Patience:
         began = time.monotonic()
         wait = visit.go_on(over)
         now = time.monotonic()
+        if over and visit.server.path != "down":
+            self._worked += now - began
         if wait is not None:
             waits[wait] = visit
             if not silent:
@@ -232,9 +238,11 @@ class _Visit:
 class _Connecting(Polled):
     """The wait for the first connection to a server."""
 
-    __slots__ = ("server", "since")
+    __slots__ = ("server", "since", "worked")
 
-    def __init__(self, server: Server, since: float, until: float) -> None:
+    def __init__(self, server: Server, since: float, until: float, worked: float) -> None:
         super().__init__(lambda: not server.fresh, until)
         self.server = server
         self.since = since
+        #: For how long the thread had worked by then, seconds.
+        self.worked = worked

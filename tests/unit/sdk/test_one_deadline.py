@@ -78,15 +78,17 @@ class Answer:
 
 class Server:
     """A server that takes ``connect_s`` for a connection and ``answer_s`` for each of ``times`` exchanges, or never
-    answers."""
+    answers. The thread copies for ``copies_s`` before each."""
 
     reader = None
 
     def __init__(
-        self, clock: Clock, connect_s: float, answer_s: float, *, fresh: bool = True, times: int = 1
-    ) -> None:
+        self, clock: Clock, connect_s: float, answer_s: float, *, fresh: bool = True, times: int = 1,
+        copies_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.clock = clock
         self.times = times
+        self.copies_s = copies_s
         self.connect_s = connect_s
         self.answer_s = answer_s
         self.asked_fresh = fresh
@@ -96,6 +98,8 @@ class Server:
         self.given: list[float] = []
         #: When the exchanges began and ended that it answered.
         self.answered: list[tuple[float, float]] = []
+        #: When the thread copied for it.
+        self.copied: list[tuple[float, float]] = []
 
     @property
     def fresh(self) -> bool:
@@ -125,6 +129,8 @@ class Server:
         if not self.ready():
             return False
         for number in range(self.times):
+            self.copied.append((self.clock.now, self.clock.now + self.copies_s))
+            self.clock.now += self.copies_s
             began, given = self.clock.now, allowed(DEADLINE_S)
             self.given.append(given)
             wait = Answer(self.clock, began + self.answer_s, began + given, number == self.times - 1)
@@ -143,10 +149,17 @@ class Server:
         return connect_s <= DEADLINE_S / 2 and self.answer_s <= DEADLINE_S - connect_s
 
 
-def some_servers(clock: Clock, rng: random.Random) -> list[Server]:
+def some_servers(clock: Clock, rng: random.Random, copies: bool) -> list[Server]:
     times = (0.0, 0.001, 0.1, 0.3, 0.49, 0.6, 0.95, math.inf)
     return [
-        Server(clock, rng.choice(times), rng.choice(times), fresh=rng.random() < 0.7, times=rng.randint(1, 3))
+        Server(
+            clock,
+            rng.choice(times),
+            rng.choice(times),
+            fresh=rng.random() < 0.7,
+            times=rng.randint(1, 3),
+            copies_s=rng.choice((0.0, 0.0, 0.0, 0.3, 2.0)) if copies else 0.0,
+        )
         for _ in range(rng.randint(1, 6))
     ]
 
@@ -206,30 +219,43 @@ def get(clock: Clock, servers: Sequence[Server]) -> list[Any]:
 
 
 def lost(servers: Sequence[Server], passed: float) -> float:
-    """Return the time that passed beside exchanges that were answered."""
+    """Return the time that passed beside copies, and exchanges that were answered."""
     answered = 0.0
     end = -math.inf
-    for began, ended in sorted(each for server in servers for each in server.answered):
+    for began, ended in sorted(each for server in servers for each in server.answered + server.copied):
         answered += max(0.0, ended - max(began, end))
         end = max(end, ended)
     return passed - answered
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("call", [put, get], ids=["put", "get"])
-def test_a_call_loses_one_deadline_whatever_it_meets(clock: Clock, call: Callable[..., list[Any]]) -> None:
+def test_a_call_loses_one_deadline_whatever_it_meets(
+    clock: Clock, call: Callable[..., list[Any]], copies: bool
+) -> None:
     rng = random.Random(1)
     most = 0.0
     for _ in range(3000):
-        servers = some_servers(clock, rng)
+        servers = some_servers(clock, rng, copies)
         began = clock.now
         results = call(clock, servers)
         most = max(most, lost(servers, clock.now - began))
-        known = [(server.connect_s, server.answer_s, server.times, server.asked_fresh) for server in servers]
+        known = [(each.connect_s, each.answer_s, each.times, each.asked_fresh, each.copies_s) for each in servers]
         assert most <= DEADLINE_S + 1e-9, known
         for server, result in zip(servers, results):
             assert all(given >= DEADLINE_S / 2 - 1e-9 for given in server.given), "a healthy server would count as dead"
             assert result in (MISS, Status.OK) or not server.healthy, (known, results)
     assert most > 0.99 * DEADLINE_S
+
+
+def test_copies_for_one_server_are_not_the_connecting_of_another(clock: Clock) -> None:
+    """However long they take. The connection is there long before they end."""
+    servers = [Server(clock, 0.0, 0.1, fresh=False, copies_s=5 * DEADLINE_S), Server(clock, 0.3, 0.1)]
+    assert put(clock, servers) == [Status.OK] * 2
+    servers = [Server(clock, 0.0, 0.1, fresh=False, copies_s=5 * DEADLINE_S), Server(clock, math.inf, 0.1)]
+    began = clock.now
+    assert put(clock, servers) == [Status.OK, Status.UNAVAILABLE]
+    assert lost(servers, clock.now - began) <= DEADLINE_S + 1e-9
 
 
 def test_servers_that_answer_are_all_asked(clock: Clock) -> None:
