@@ -129,7 +129,10 @@ class Patience:
         try:
             self._begin_all(every, waits)
             if meanwhile is not None:
+                began = time.monotonic()
                 meanwhile()
+                self._progress = time.monotonic()  # it is no wait for anybody
+                self._worked += self._progress - began
             while waits:
                 # When all that is left is to take the answers, each piece may wait by itself, and so may the only one.
                 # In the reverse order: when the last one has ended most others have, and there is one wake-up.

@@ -99,7 +99,9 @@ class Target(Path):
         if session is not None and not session.broken:
             return "shm"
         if self.tcp is None:
-            return "down"
+            # A session may have taken its place since: that is set before TCP is given up.
+            session = self.session
+            return "down" if session is None or session.broken else "shm"
         rdma = self.rdma
         if rdma is not None and rdma.down_reason is None:
             return "rdma"
@@ -145,7 +147,7 @@ class Target(Path):
         if self.tcp is not None and (self.bulk or ((rdma := self.rdma) is not None and rdma.down_reason is None)):
             return True
         if self.state is not PathState.NEW:
-            return False
+            return self.path != "down"
         with self._changed:
             if self.state is PathState.NEW and not self.connecting:
                 self._start_locked()

@@ -258,6 +258,22 @@ def test_copies_for_one_server_are_not_the_connecting_of_another(clock: Clock) -
     assert lost(servers, clock.now - began) <= DEADLINE_S + 1e-9
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_reads_of_arenas_meanwhile_are_no_wait_either(clock: Clock, dead: bool) -> None:
+    """Neither for servers that are connected to meanwhile, nor for those that come after one that has failed."""
+    first = Server(clock, 0.0, math.inf, fresh=False) if dead else Server(clock, 0.1, 0.1)
+    servers = [first, Server(clock, 0.2, 0.1)]
+    answered: list[bool] = []
+
+    def visit(server: Server) -> Steps[None]:
+        answered.append((yield from server.exchange()))
+
+    with Patience(DEADLINE_S) as patience:
+        patience.together([(each, visit(each)) for each in servers], lambda: clock.sleep(5 * DEADLINE_S))
+        assert sorted(answered) == [not dead, True]
+        assert patience.has_time_for(Server(clock, 0.0, 0.0, fresh=False))
+
+
 def test_servers_that_answer_are_all_asked(clock: Clock) -> None:
     servers = [Server(clock, 0.01, 10.0 if number == 2 else 0.4) for number in range(8)]
     assert get(clock, servers) == [UNAVAILABLE if number == 2 else MISS for number in range(8)]

@@ -242,6 +242,29 @@ def test_a_session_in_use_is_not_replaced(cluster: FakeCluster) -> None:
     assert client.put("k0", b"w") and client.get("k0") == b"w"
 
 
+class LooksEarly(Target):
+    """Its session is looked at in the moment before it takes the place of TCP."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "session":
+            self.looks += 1
+            if self.looks == 1:
+                return None
+        return super().__getattribute__(name)
+
+
+def test_between_tcp_and_a_session_a_target_is_not_down(cluster: FakeCluster) -> None:
+    client = full(cluster, "shm")
+    there = client._routes.target(client.digest("k0"))
+    assert there is not None
+    there.__class__ = LooksEarly
+    assert there.path == "shm"
+    there.looks = 0  # type: ignore[attr-defined]
+    assert there.ready()
+
+
 def test_a_batch_that_finds_servers_connected_after_all(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's call has connected to them between the batch's look and its attempt."""
     cluster.settled({node: [shard for shard in ALL if shard % 2 == node] for node in range(2)})
