@@ -95,13 +95,11 @@ class Target(Path):
     @property
     def path(self) -> str:
         """The path in use: ``shm``, ``rdma``, ``tcp`` or ``down``."""
-        session = self.session
-        if session is not None and not session.broken:
+        tcp = self.tcp  # before the session, which is there before it takes the place of TCP
+        if self._has_session():
             return "shm"
-        if self.tcp is None:
-            # A session may have taken its place since: that is set before TCP is given up.
-            session = self.session
-            return "down" if session is None or session.broken else "shm"
+        if tcp is None:
+            return "down"
         rdma = self.rdma
         if rdma is not None and rdma.down_reason is None:
             return "rdma"
@@ -141,11 +139,6 @@ class Target(Path):
 
     def ready(self) -> bool:
         """Return whether operations can be carried out. Waits for the first attempt only, a deadline at most."""
-        session = self.session
-        if session is not None and not session.broken:
-            return True
-        if self.tcp is not None and (self.bulk or ((rdma := self.rdma) is not None and rdma.down_reason is None)):
-            return True
         if self.state is not PathState.NEW:
             return self.path != "down"
         with self._changed:
@@ -163,9 +156,13 @@ class Target(Path):
         reader = self.reader
         return self.reader if reader is None and self.ready() else reader
 
-    def _needed(self) -> bool:
+    def _has_session(self) -> bool:
+        """Return whether there is a session that lives."""
         session = self.session
-        return session is None or bool(session.broken)
+        return session is not None and not session.broken
+
+    def _needed(self) -> bool:
+        return not self._has_session()
 
     def _attempt(self) -> None:
         session: WorkerSession | None = None
@@ -274,10 +271,8 @@ class Target(Path):
         with contextlib.ExitStack() as unlocked, self._changed:
             self.connecting = False
             unused: list[WorkerSession | Path | None]
-            if self.state is PathState.CLOSED:
-                unused = [session, tcp, rdma]
-            elif session is not None and self.session is not None and not self.session.broken:
-                unused = [session, tcp, rdma]  # operations may have values in the arena by the one that there is
+            if self.state is PathState.CLOSED or (session is not None and self._has_session()):
+                unused = [session, tcp, rdma]  # operations may be using the session that there is
             elif session is not None:
                 # The reader first: with a session the target counts as ready, and reads then use the reader.
                 if self._context.epoch is not None:
@@ -305,7 +300,7 @@ class Target(Path):
                 # Or the server offers RDMA by then.
                 again = upgrade or (self.tcp is not None and self.rdma is None and bool(self._no_rdma))
                 self._upgrade_at = now + random.uniform(*UPGRADE_S) if again else float("inf")
-                if (self.session is None or self.session.broken) and self.tcp is None:
+                if not self._has_session() and self.tcp is None:
                     self._out(reason)
                 else:
                     self._no_shm = reason
@@ -381,10 +376,9 @@ class Target(Path):
         """Return whether it is time for another attempt: to reconnect, or to find a better path."""
         if self.connecting or self.state in (PathState.NEW, PathState.CLOSED):
             return False
-        session = self.session
-        if (session is None or session.broken) and self.tcp is None:
+        if not self._has_session() and self.tcp is None:
             return self.backoff.due(now)
-        return session is None and now >= self._upgrade_at
+        return self.session is None and now >= self._upgrade_at
 
     def _watch_heartbeat(self, reader: ArenaReader, now: float) -> None:
         self._heartbeat.seen(reader.heartbeat, now)

@@ -242,27 +242,29 @@ def test_a_session_in_use_is_not_replaced(cluster: FakeCluster) -> None:
     assert client.put("k0", b"w") and client.get("k0") == b"w"
 
 
-class LooksEarly(Target):
-    """Its session is looked at in the moment before it takes the place of TCP."""
+class Upgraded(Target):
+    """A session takes the place of TCP right after the first look at one of the two."""
 
-    looks = 0
+    later: Any = None
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "session":
-            self.looks += 1
-            if self.looks == 1:
-                return None
-        return super().__getattribute__(name)
+        value = super().__getattribute__(name)
+        if name in ("session", "tcp") and (later := self.later) is not None:
+            self.later = None
+            self.session, self.tcp = later, None
+        return value
 
 
-def test_between_tcp_and_a_session_a_target_is_not_down(cluster: FakeCluster) -> None:
+@pytest.mark.parametrize("look", ["path", "ready"])
+def test_between_tcp_and_a_session_a_target_is_not_down(cluster: FakeCluster, look: str) -> None:
     client = full(cluster, "shm")
     there = client._routes.target(client.digest("k0"))
     assert there is not None
-    there.__class__ = LooksEarly
-    assert there.path == "shm"
-    there.looks = 0  # type: ignore[attr-defined]
-    assert there.ready()
+    there.session, there.later = None, there.session  # type: ignore[attr-defined]
+    there.tcp = TcpPath(there._context, there.info.host, there.info.port)
+    there.__class__ = Upgraded
+    assert there.path == "shm" if look == "path" else there.ready()
+    assert there.tcp is None and there.session is not None
 
 
 def test_a_batch_that_finds_servers_connected_after_all(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
