@@ -95,18 +95,20 @@ class Puts:
         self.counters["puts"] += done
         if failed:
             self.counters["put_failures"] += failed
-            for digest, status in zip(digests, statuses):
+            failures = [(digest, status) for digest, status in zip(digests, statuses) if status != Status.OK]
+            for digest, status in failures:
                 if status == Status.WRONG_OWNER:  # until the end, so no server has counted it
                     self._counts_at(digest)[Word.PUT_FAILURES] += 1
-            for digest, status in zip(digests, statuses):
-                if status != Status.OK:
-                    self.last_failure = self._explain(digest, status)
-                    break
+            self.last_failure = self._explain(*failures[0])
+
+    def _owner(self, digest: bytes) -> Target | None:
+        """Return the owner that the map names now; None for none, and once the client is closed."""
+        route = self._routes.route
+        return route[shard_of(digest)] if route else None
 
     def _counts_at(self, digest: bytes) -> memoryview:
         """Return the counts of the path to a digest's owner; TCP's where there is none."""
-        route = self._routes.route
-        target = route[shard_of(digest)] if route else None
+        target = self._owner(digest)
         session = None if target is None else target.session
         return self._tallies.tcp if session is None else session.counts
 
@@ -262,10 +264,9 @@ class Puts:
 
     def _go_on(self, target: Target, digests: Sequence[bytes], positions: Sequence[int], statuses: list[int]) -> None:
         """Let what a target that failed was not sent go on to the owner that the map names by now, if it is another."""
-        route = self._routes.route  # empty once the client is closed
         for position in positions:
             if statuses[position] == NOT_SENT:
-                owner = route[shard_of(digests[position])] if route else None
+                owner = self._owner(digests[position])
                 statuses[position] = Status.UNAVAILABLE if owner is None or owner is target else Status.WRONG_OWNER
 
     def _is_ready(
