@@ -12,7 +12,9 @@ is known not to be sent goes to another owner, if the map names one by then: who
 A stream without room for a value drops its bytes at once, as it cannot wait for one client. So the client sends that
 value again, for as long as a put through shared memory waits for room (``ipc/grant_pool.py``).
 
-Of a duplicate key in a batch only the last value is retried. Otherwise the earlier one could be stored after it.
+Of a duplicate key in a batch of puts only the last value is retried. Otherwise the earlier one could be stored after
+it. Of all other mutations each is retried: two deletes of a key may want values of two sizes, and two groups may begin
+with the same key.
 """
 
 from __future__ import annotations
@@ -143,7 +145,10 @@ class Puts:
     ) -> list[int]:
         """Store values; return a Status for each. Not counted."""
         batch = PutBatch(digests, sources, [Status.UNAVAILABLE] * len(digests), RoomWait(self._deadline_s / 2))
-        self._everywhere(digests, batch.statuses, functools.partial(self._put_at, batch), patience)
+        groups = self._routes.group(digests)
+        act = functools.partial(self._put_at, batch)
+        with self._routes.patience() if patience is None else contextlib.nullcontext(patience) as patience:
+            self._at_owners(groups, digests, batch.statuses, act, patience, values=True)
         return batch.statuses
 
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
@@ -191,24 +196,19 @@ class Puts:
         batch = PutBatch([digest], [source], [Status.WRONG_OWNER], RoomWait(self._deadline_s / 2))
         act = functools.partial(self._put_at, batch)
         with self._routes.patience() as patience:
-            self._redirect([digest], batch.statuses, act, began, {0: target}, patience)
+            self._redirect([digest], batch.statuses, act, began, {0: target}, patience, values=True)
         return batch.statuses[0]
 
     # -- owners ---------------------------------------------------------------------------------------
 
-    def _everywhere(
-        self, digests: Sequence[bytes], statuses: list[int], act: _Act, patience: Patience | None = None
-    ) -> None:
+    def _everywhere(self, digests: Sequence[bytes], statuses: list[int], act: _Act) -> None:
         groups = self._routes.group(digests)
-        if patience is None:
-            with self._routes.patience() as patience:
-                self._at_owners(groups, digests, statuses, act, patience)
-        else:
+        with self._routes.patience() as patience:
             self._at_owners(groups, digests, statuses, act, patience)
 
     def _at_owners(
         self, groups: Collection[tuple[Target | None, Sequence[int]]], digests: Sequence[bytes], statuses: list[int],
-        act: _Act, patience: Patience,
+        act: _Act, patience: Patience, *, values: bool = False,
     ) -> None:  # fmt: skip
         began = time.monotonic()
         owners = [(target, positions) for target, positions in groups if target is not None]
@@ -224,22 +224,24 @@ class Puts:
                     for position in positions:
                         statuses[position] = Status.WRONG_OWNER
         if asked:
-            self._redirect(digests, statuses, act, began, asked, patience)
+            self._redirect(digests, statuses, act, began, asked, patience, values=values)
 
     def _redirect(
         self, digests: Sequence[bytes], statuses: list[int], act: _Act, began: float,
-        asked: dict[int, Target | None], patience: Patience,
+        asked: dict[int, Target | None], patience: Patience, *, values: bool = False,
     ) -> None:  # fmt: skip
-        """Retry the keys that their targets refused. ``began``: when the call did, monotonic seconds."""
+        """Retry what its target refused. ``began``: when the call did, monotonic seconds.
+
+        ``values``: the mutations are puts, so that of one key only the last counts.
+        """
         patience.count_all(began)
         retry = RetryPolicy(self._routes, patience.last_turn)
-        refused = list(asked)
-        last = {digests[position]: position for position in range(len(digests))}
+        last = {digests[position]: position for position in range(len(digests))} if values else {}
+        replaced = [position for position in asked if last.get(digests[position], position) != position]
+        for position in replaced:
+            del asked[position]
         while True:
-            todo = [
-                position for position, target in asked.items()
-                if statuses[position] == Status.WRONG_OWNER and last[digests[position]] == position
-            ]  # fmt: skip
+            todo = [position for position in asked if statuses[position] == Status.WRONG_OWNER]
             if not todo or not retry.wait([(digests[position], asked[position]) for position in todo]):
                 break
             count = len(todo)
@@ -257,7 +259,7 @@ class Puts:
         for position, target in asked.items():
             if target is None:  # until the time was up
                 statuses[position] = Status.UNAVAILABLE
-        for position in refused:  # replaced by a later one of the same batch
+        for position in replaced:  # by a later one of the same batch
             statuses[position] = statuses[last[digests[position]]]
 
     # -- one target -----------------------------------------------------------------------------------

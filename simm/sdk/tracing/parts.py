@@ -158,9 +158,10 @@ class TracedPuts(Puts):
 
     def _redirect(
         self, digests: Sequence[bytes], statuses: list[int], act: Any, began: float, asked: dict[int, Target | None],
-        patience: Patience,
+        patience: Patience, *, values: bool = False,
     ) -> None:  # fmt: skip
-        noted("redirect", super()._redirect, digests, statuses, act, began, asked, patience)
+        redirect = functools.partial(super()._redirect, values=values)
+        noted("redirect", redirect, digests, statuses, act, began, asked, patience)
 
 
 class TracedShmPut(ShmPut):
