@@ -131,6 +131,8 @@ class RdmaConnection:
         server: str = "",
     ) -> None:  # fmt: skip
         self.broken = ""
+        #: How often its path had gone down when it was last known to work (``sdk/rdma_pool.py``).
+        self.era = 0
         self.links: list[PairedLink] = []
         self.pool: GrantPool[KeyedGrant] = GrantPool()
         #: Where values of this arena lie; the path's, that all its connections share.

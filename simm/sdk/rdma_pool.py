@@ -1,8 +1,10 @@
 """The client's RDMA path to one worker: a pool of connections, the location cache, and a check that the worker lives.
 
 ``sdk/path.py`` explains the states. Any failure of a connection takes the path down: idle connections are closed, and
-operations use TCP. A connection counts once each of its queue pairs has READ the arena's header, so a broken rail drops
-out, and returns with a later connection. It costs about 0.1 MiB of pinned memory per queue pair.
+operations use TCP. A call that still has a connection of the time before may see it fail after the path has come back;
+that says nothing of the connections since, so the path stays up (``RdmaConnection.era``). A connection counts once each
+of its queue pairs has READ the arena's header, so a broken rail drops out, and returns with a later connection. It
+costs about 0.1 MiB of pinned memory per queue pair.
 
 What can go wrong
 -----------------
@@ -74,6 +76,8 @@ class RdmaPath(Path):
         #: Guarded by the lock, as all that follows.
         self._connections = 0
         self._turn = 0
+        #: How often the path has gone down.
+        self._era = 0
         #: Pairs of rails that did not work; see RdmaConnection.
         self._failed: dict[tuple[str, int], float] = {}
         self._heartbeat = Heartbeat()
@@ -130,14 +134,17 @@ class RdmaPath(Path):
             raise FabricError(str(fabric))
         with self._changed:
             turn, self._turn = self._turn, self._turn + 1
-            known = self.arena
-        return RdmaConnection(
+            known, era = self.arena, self._era
+        connection = RdmaConnection(
             fabric, self.address, self._context.options, until, turn=turn, known=known, failed=self._failed,
             cluster=self.cluster, server=self.server,
         )  # fmt: skip
+        connection.era = era
+        return connection
 
     def _adopt(self, connection: RdmaConnection) -> None:
         """Make connections to one endpoint share the arena and its cached entries. The lock is held."""
+        connection.era = self._era
         self.rails += tuple(link.rail for link in connection.links if link.rail not in self.rails)
         if connection.arena is not self.arena:
             if self.arena is not None and connection.arena.key == self.arena.key:
@@ -234,6 +241,7 @@ class RdmaPath(Path):
         """Take a connection back that has nothing in flight on it."""
         with self._changed:
             if self.down_reason is None and not connection.broken and connection.arena is self.arena:
+                connection.era = self._era
                 if self._asking and self._watched is None:
                     self._asking = False
                     self._watched = connection
@@ -256,15 +264,18 @@ class RdmaPath(Path):
             with self._changed:
                 self._connections -= 1
                 self._changed.notify()
-            self.drop(reason)
+            self.drop(reason, connection.era)
 
-    def drop(self, reason: str) -> None:
-        """Take the path down and close its idle connections."""
+    def drop(self, reason: str, era: int = -1) -> None:
+        """Take the path down and close its idle connections; with ``era`` only if it has not gone down since."""
         with self._changed:
+            if era not in (-1, self._era):
+                return
             idle, self._idle = self._idle, []
             self._connections -= len(idle)
             news = self.state is PathState.UP
             if news:
+                self._era += 1
                 self._set_down(reason)
             self._changed.notify_all()
         if news:
@@ -323,11 +334,11 @@ class RdmaPath(Path):
         state, heartbeat = seen
         self._heartbeat.seen(heartbeat, now)
         if arena_closed(state):
-            self.drop("the worker's arena is closed")
+            self.drop("the worker's arena is closed", connection.era)
             self._context.refresh()
         elif self._heartbeat.stale(now) and not self._context.manager_connected():
             self._stale = True
-            self.drop("the worker's heartbeat stands still, and no manager is followed")
+            self.drop("the worker's heartbeat stands still, and no manager is followed", connection.era)
         return True
 
     # -- end --------------------------------------------------------------------------------------

@@ -247,6 +247,73 @@ def test_all_connections_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
             path.release(connection)
 
 
+def connections_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail connections of the time before the path went down, and one that has worked since then."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = cluster.rdma(deadline_s=60.0)
+        path = path_of(client)
+        leave_alone(path)
+        first, second, third, fourth = (path.acquire(time.monotonic() + WAIT_S) for _ in range(4))
+
+        def up() -> bool:
+            path.backoff.retry_at = 0.0
+            return path.down_reason is None
+
+        path.lost(first, "its link is broken")
+        assert path.down_reason == "its link is broken"
+        wait_until(up, "the path is up again")
+        path.lost(second, "its link has broken, too")
+        if path.down_reason is not None:
+            for connection in (third, fourth):
+                path.release(connection)
+            raise InvariantViolation("a connection of before took the path down")
+        path.release(third)  # it works
+        path.release(fourth)
+        wait_until(lambda: path._connections == len(path._idle) == 3, "nothing is lost, and nothing counted twice")
+        assert path.acquire(time.monotonic() + WAIT_S) is fourth
+        path.lost(fourth, "now it does not")
+        assert path.down_reason == "now it does not"
+        wait_until(up, "the path is up again")
+        assert client.put("k", b"value") and client.get("k") == b"value"
+        assert client.counters["rdma_fallbacks"] == 0
+
+
+def test_a_connection_of_before_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections_of_before(monkeypatch)
+
+
+def test_mutation_where_any_failure_takes_the_path_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = rdma_pool.RdmaPath.drop
+    monkeypatch.setattr(rdma_pool.RdmaPath, "drop", lambda self, reason, era=-1: drop(self, reason))
+    with pytest.raises(InvariantViolation):
+        connections_of_before(monkeypatch)
+
+
+def test_a_closed_arena_of_before_leaves_the_path_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that maintenance has kept may be to the arena of a server that has been replaced."""
+    with FakeRdmaCluster(monkeypatch) as cluster:
+        client = cluster.rdma(deadline_s=60.0)
+        path = path_of(client)
+        leave_alone(path)
+        old, other = (path.acquire(time.monotonic() + WAIT_S) for _ in range(2))
+        path.lost(other, "broken")
+
+        def up() -> bool:
+            path.backoff.retry_at = 0.0
+            return path.down_reason is None
+
+        wait_until(up, "the path is up again")
+        monkeypatch.setattr(old, "read_heartbeat", lambda: (State.CLOSED, 1))
+        assert path._poll(old, time.monotonic())
+        assert path.down_reason is None
+        new = path.acquire(time.monotonic() + WAIT_S)
+        monkeypatch.setattr(new, "read_heartbeat", lambda: (State.CLOSED, 1))
+        assert path._poll(new, time.monotonic())
+        assert path.down_reason == "the worker's arena is closed"
+        for connection in (old, new):
+            path.lost(connection, "the test is over")
+
+
 # -- what dies -----------------------------------------------------------------------------------------------
 
 
