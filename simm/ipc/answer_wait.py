@@ -1,4 +1,4 @@
-"""The wait for a worker's answers: in steps (``ipc/steps.py``), or for those to several commits."""
+"""The wait for a worker's answers: in steps (``ipc/steps.py``), or for those to several commits, or for grants."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any, Final
 from ..errors import DeadlineError, NotSentError, PeerError, TransportError
 from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least
 from ..net.channel import Refused
+from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from .commit_ring import HEAD
+from .grant_pool import request_count
 from .session import WorkerSession
 
 #: A batch whose call has no time left may wait for this share of a deadline to take the answers in flight. A worker
@@ -248,6 +250,16 @@ def ending(
 def while_cleaning_up(session: WorkerSession) -> AbstractContextManager[None]:
     """Let a batch that ends take what it has in flight, although its call has no time left."""
     return at_least(session.deadline_s * LAST_SHARE)
+
+
+def ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
+    """Ask for grants that the pool lacks for ``left`` values; return what :func:`collect_grants` waits for, or None."""
+    chunk = chunk_bytes_for(length)
+    lack = left - len(session.pool.stock(chunk))
+    if lack <= 0:
+        return None
+    count = request_count(chunk, lack)
+    return session.submit(M.Grant([(length, count)])), count
 
 
 def collect_grants(session: WorkerSession, asked: tuple[int, int]) -> None:

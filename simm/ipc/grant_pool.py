@@ -21,7 +21,8 @@ What can go wrong
   commit is sent. After that the id may be spent, whatever becomes of the answer.
 * *A grant leaks.* Its chunk is of no use until the session ends. So every stock is made by ``dict.setdefault`` and is
   never replaced while its pool lives. Answers that a caller no longer waits for are collected all the same. A copy that
-  fails releases its grant.
+  fails releases its grant. So does a put whose commit cannot be sent, as its thread waited for the session until its
+  deadline; a batch, which knows its grants by their ids only, has them returned (``unsent``).
 * *A recall meets a PUT.* Only grants in the pool are returned, and no copy writes into those. What is taken stays with
   its thread, so a recall may bring less than was asked for.
 * *A holder hoards.* A pool keeps :func:`target_count` grants of a size; above 4 MiB none, except one while values of
@@ -49,6 +50,7 @@ other threads take; a pool may overshoot its target by as many grants as commits
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -57,7 +59,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ..errors import DeadlineError, NotSentError, RemoteProtocolError
+from ..errors import NotSentError, RemoteProtocolError
 from ..net.allowance import ALLOWANCE, allowed, at_most, spend
 from ..rpc import batches
 from ..slab import chunk_bytes_for
@@ -213,7 +215,8 @@ class GrantPool(Generic[G]):
     """The unused grants of one holder. Any thread may call it; no method waits."""
 
     __slots__ = (
-        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "stocks", "within",
+        "_handled", "_large", "by_length", "bytes_max", "line", "no_wait_until", "recalled", "stocks", "unsent",
+        "within",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -225,6 +228,8 @@ class GrantPool(Generic[G]):
         self.bytes_max = 0
         #: Begin and end of the offsets that a grant may cover.
         self.within = (0, 1 << 63)
+        #: Ids of grants that were taken, and whose commit was not sent: they are to be returned.
+        self.unsent: list[int] = []
         #: Threads that wait for room.
         self.line = Line()
         #: No put waits for room before then, monotonic seconds.
@@ -297,6 +302,7 @@ class GrantPool(Generic[G]):
         """Forget all grants: their grantor is gone, or takes them back with the connection."""
         self.stocks.clear()
         self.by_length.clear()
+        self.unsent.clear()
 
     # -- counts -----------------------------------------------------------------------------------
 
@@ -500,7 +506,7 @@ def return_idle(holder: GrantHolder[G], wanted: int | None = None, *, above: int
         except NotSentError:
             holder.pool.add(grants[done:])
             raise
-        except DeadlineError:  # these may be the grantor's now, whether it answers or not
+        except BaseException:  # these may be the grantor's now, whether it answers or not
             holder.pool.add(grants[done + len(part) :])
             raise
         done += len(part)
@@ -514,9 +520,9 @@ def return_all(holder: GrantHolder[G], *, above: int = 0) -> None:
 
 
 def maintain(holder: GrantHolder[G]) -> int:
-    """Return what was recalled, and large grants that are no longer used. Call it periodically.
+    """Return what was recalled, what could not be committed, and large grants that are no longer used.
 
-    Return the bytes recalled since the last call. Raises TransportError.
+    Call it periodically. Return the bytes recalled since the last call. Raises TransportError.
     """
     pool = holder.pool
     wanted = pool.take_recalled()
@@ -526,6 +532,28 @@ def maintain(holder: GrantHolder[G]) -> int:
         except NotSentError:
             pool.recall(wanted)
             raise
+    if pool.unsent:
+        _return_unsent(holder)
     if pool.large_is_over():
         return_all(holder, above=LARGE_BYTES)
     return wanted
+
+
+def _return_unsent(holder: GrantHolder[G]) -> None:
+    """Return the grants whose commit was not sent."""
+    unsent = holder.pool.unsent
+    numbers: list[int] = []
+    with contextlib.suppress(IndexError):  # other threads append
+        while True:
+            numbers.append(unsent.pop())
+    done = 0
+    for part in batches(numbers):
+        try:
+            holder.return_grants(part)
+        except NotSentError:
+            unsent += numbers[done:]
+            raise
+        except BaseException:
+            unsent += numbers[done + len(part) :]
+            raise
+        done += len(part)

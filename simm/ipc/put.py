@@ -27,14 +27,14 @@ from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
 from ..constants import SLAB_CHUNK_BYTES_MAX
-from ..errors import PeerError, TransportError, UnfinishedCopy
+from ..errors import NotSentError, PeerError, TransportError, UnfinishedCopy
 from ..host.buffers import RELEASE_BYTES, Copier, DeviceCopy, Pieces, Span, address_of, host_view, memmove
 from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
 from ..wire.messages import Status
-from .answer_wait import AnswerWait, collect, collect_grants, ending
+from .answer_wait import AnswerWait, ask_ahead, collect, collect_grants, ending
 from .commit_ring import ANNOUNCE_BYTES, SLOTS
 from .grant_pool import GrantTuple, RoomWait, obtain, request_count, single_count, target_count
 from .session import WorkerSession
@@ -86,7 +86,11 @@ class ShmPut:
         crc, flags = self._fill(session, grant, source, length)
         if (count := single_count(len(pool), keep)) and session.pool.line:
             count = 0
-        return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+        try:
+            return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+        except NotSentError:
+            session.pool.release(grant)
+            raise
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
         """:meth:`put_one` with an empty pool, and one deadline for all its exchanges."""
@@ -95,27 +99,34 @@ class ShmPut:
             grant = _obtain(session, length, 1, RoomWait(session.deadline_s / 2))
             if grant is None:
                 return Status.NO_SPACE
-            crc, flags = self._fill(session, grant, source, length)
-            count = session.pool.refill(len(pool), 1, 0, keep)
-            return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+            return self._put_granted(session, digest, source, grant, session.pool.refill(len(pool), 1, 0, keep))
 
     def _put_large(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
         """:meth:`put_one` of a value whose commit is announced."""
         pool, keep = session.pool.for_length(length)
         repeats = not keep and session.pool.repeats_large(chunk_bytes_for(length))
-        count = 2 if repeats else 1  # one for this and one for the next
         grant = session.pool.take(length)
         if grant is None:
-            with at_most(session.deadline_s):
-                grant = _obtain(session, length, count, RoomWait(session.deadline_s / 2))
+            with at_most(session.deadline_s):  # one for this and one for the next
+                grant = _obtain(session, length, 1 + repeats, RoomWait(session.deadline_s / 2))
         if grant is None:
             return Status.NO_SPACE
-        crc, flags = self._fill(session, grant, source, length)
         have = len(pool)
         want = session.pool.refill(have, 1, 0, keep) if keep else int(repeats and have < 2 and not session.pool.line)
-        status = session.commit_one(digest, grant[0], length, crc, flags, length, want)
+        status = self._put_granted(session, digest, source, grant, want)
         session.clear_announcement()
         return status
+
+    def _put_granted(
+        self, session: WorkerSession, digest: bytes, source: memoryview | Span, grant: GrantTuple, count: int
+    ) -> int:
+        length = len(source)
+        crc, flags = self._fill(session, grant, source, length)
+        try:
+            return session.commit_one(digest, grant[0], length, crc, flags, length, count)
+        except NotSentError:
+            session.pool.release(grant)
+            raise
 
     def put_many(
         self, session: WorkerSession, digests: Sequence[bytes], sources: Sequence[memoryview | Span],
@@ -161,7 +172,7 @@ class ShmPut:
         pool: list[GrantTuple] = []
         pooled = -1
         try:
-            asked = self._ask_ahead(session, length, left)
+            asked = ask_ahead(session, length, left)
             if together:
                 if asked is not None:
                     session.kick()
@@ -200,7 +211,7 @@ class ShmPut:
                             yield AnswerWait(session, in_flight[-1][0])
                         collect(session, in_flight, statuses)
                         in_flight = []
-                        if together and (asked := self._ask_ahead(session, length, left)) is not None:
+                        if together and (asked := ask_ahead(session, length, left)) is not None:
                             session.kick()
                             yield AnswerWait(session, asked[0])
                             awaited, asked = asked, None
@@ -222,7 +233,7 @@ class ShmPut:
                 if left and not pool:  # this was the last one: more come while it is filled
                     wake = after
                     try:
-                        asked = asked or self._ask_ahead(session, length, left)
+                        asked = asked or ask_ahead(session, length, left)
                     except BaseException:
                         session.pool.release(grant)
                         raise
@@ -268,7 +279,7 @@ class ShmPut:
                 session.pool.release(plan[0])
             with ending(session, in_flight, asked, statuses):
                 if entries:
-                    in_flight.append((_commit(session, entries, 0, not topped), mine))
+                    in_flight.append((_commit(session, entries, 0, not topped, last=True), mine))
         session.clear_announcement()
 
     def _put_runs(
@@ -368,9 +379,7 @@ class ShmPut:
                 self._copy(session, reader.data_address + start, address_of(source), length, after)
             else:
                 self._fill_apart(session, source, start, length, after)
-            if self._checksum:
-                return checksum_of(source, reader.data, start), ENTRY_CRC
-            return 0, 0
+            return (checksum_of(source, reader.data, start), ENTRY_CRC) if self._checksum else (0, 0)
         except UnfinishedCopy:
             copying.append(None)  # for good: the device may still write the chunk, so no other value may get it
             raise
@@ -452,9 +461,10 @@ class ShmPut:
         in_flight: list[tuple[int, list[int]]] = []
         left = list(reversed(positions))
         asked: tuple[int, int] | None = None
+        entries: list[_Entry] = []  # copied, not yet committed
         try:
             while left:
-                asked = asked or self._ask_ahead(session, len(sources[left[-1]]), len(left))
+                asked = asked or ask_ahead(session, len(sources[left[-1]]), len(left))
                 group: list[tuple[int, GrantTuple]] = []
                 size = 0
                 while left and len(group) < DEVICE_KEYS and size < COMMIT_BYTES:
@@ -479,11 +489,12 @@ class ShmPut:
                         size += length
                 entries = self._fill_group(session, digests, sources, group, size)
                 for start in range(0, len(entries), COMMIT_KEYS):
-                    part = entries[start : start + COMMIT_KEYS]
-                    mine = [position for position, _ in group[start : start + COMMIT_KEYS]]
-                    last = not left and start + COMMIT_KEYS >= len(entries)
-                    in_flight.append((_commit(session, part, len(left), last), mine))
+                    part, mine = entries[:COMMIT_KEYS], [each[0] for each in group[start : start + COMMIT_KEYS]]
+                    top = not left and len(part) == len(entries)
+                    in_flight.append((_commit(session, part, len(left), top), mine))
+                    del entries[:COMMIT_KEYS]
         except PeerError:
+            session.pool.unsent += [entry[1] for entry in entries]
             _not_sent(left, statuses)
             raise
         finally:
@@ -515,10 +526,9 @@ class ShmPut:
             if copies:
                 copies[0][0].copy_to_host(copies)
             for position, grant in group:
-                length, start = len(sources[position]), grant[1] - reader.data_offset
-                source = sources[position]
+                source, start = sources[position], grant[1] - reader.data_offset
                 crc, flags = (checksum_of(source, reader.data, start), ENTRY_CRC) if self._checksum else (0, 0)
-                entries.append((digests[position], grant[0], length, crc, flags, 0))
+                entries.append((digests[position], grant[0], len(source), crc, flags, 0))
         except UnfinishedCopy:
             finished = False  # see _fill
             raise
@@ -536,9 +546,7 @@ class ShmPut:
         copy, node = self._copier.copy, session.reader.node
         if after < 0:
             copy(target, source, length, node)
-            return
-        head = length - WAKE_BYTES
-        if head > 0:
+        elif (head := length - WAKE_BYTES) > 0:
             if length <= LAST_BYTES:
                 session.announce_commit(length)
             copy(target, source, head, node)
@@ -547,19 +555,6 @@ class ShmPut:
         else:
             session.wake(length + after)
             copy(target, source, length, node)
-
-    @staticmethod
-    def _ask_ahead(session: WorkerSession, length: int, left: int) -> tuple[int, int] | None:
-        """Ask for grants that the pool lacks for ``left`` values.
-
-        Return what :func:`~simm.ipc.answer_wait.collect_grants` waits for, or None.
-        """
-        chunk = chunk_bytes_for(length)
-        lack = left - len(session.pool.stock(chunk))
-        if lack <= 0:
-            return None
-        count = request_count(chunk, lack)
-        return session.submit(M.Grant([(length, count)])), count
 
 
 def _not_sent(positions: Sequence[int], statuses: list[int]) -> None:
@@ -575,11 +570,11 @@ def _obtain(session: WorkerSession, length: int, left: int, room: RoomWait) -> G
     return obtain(session, length, count, retry=count, room=room if fits else None)
 
 
-def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool) -> int:
+def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool, *, last: bool = False) -> int:
     """Send what is copied, with the grants that are wanted next, and return a ticket for the answer.
 
     With ``top`` it also wants grants for large values: as many as the pool is to have when ``left`` more are put. They
-    come with the answer after this one's.
+    come with the answer after this one's. ``last``: nobody tries again if it cannot be sent.
     """
     spent: dict[int, int] = {}
     for entry in entries:
@@ -596,4 +591,9 @@ def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool)
             count = session.pool.refill(have, count, left, keep)
         if count:
             wants.append((length, count))
-    return session.submit(M.Commit(entries, wants))
+    try:
+        return session.submit(M.Commit(entries, wants))
+    except NotSentError:
+        if last:
+            session.pool.unsent += [entry[1] for entry in entries]
+        raise

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
-from ..errors import DeadlineError, PeerError, RemoteProtocolError, TransportError
+from ..errors import NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
@@ -208,11 +208,11 @@ class WorkerSession:
     # -- exchanges; with ``_locked`` in the name the caller holds the lock --------------------
 
     def acquire(self) -> None:
-        """Take the lock within the deadline. Raises TransportError, also if the call has no time left."""
+        """Take the lock within the deadline. Raises TransportError; NotSentError if the call has no time left."""
         if ALLOWANCE.seconds <= 0.0:
-            raise DeadlineError("the call's deadline has passed")
+            raise NotSentError("the call's deadline has passed")
         if not self.lock.acquire(False) and not self.lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise DeadlineError("deadline passed while another thread waited for the worker")
+            raise NotSentError("deadline passed while another thread waited for the worker")
         if self.channel.broken:
             self.lock.release()
             raise TransportError(self.channel.broken)
@@ -423,12 +423,12 @@ class WorkerSession:
     def commit_one(self, digest: bytes, grant: int, length: int, crc: int, flags: int, want: int, count: int) -> int:
         """Commit one entry, and ask for ``count`` grants for values of ``want`` bytes. Return its Status.
 
-        The grants of the answer go to the pool. Raises TransportError.
+        The grants of the answer go to the pool. Raises TransportError; NotSentError breaks nothing.
         """
         lock = self.lock
         # An acquire with a timeout costs several times as much.
         if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise DeadlineError("deadline passed while another thread waited for the worker")
+            raise NotSentError("deadline passed while another thread waited for the worker")
         try:
             channel = self.channel
             if channel.broken:

@@ -44,7 +44,7 @@ from typing import Any, Final
 
 from ..arena.sessions import check_wants
 from ..config.tokens import Token
-from ..errors import RemoteProtocolError, SimmError, TransportError
+from ..errors import NotSentError, RemoteProtocolError, SimmError, TransportError
 from ..ipc.answer_wait import HungUp, committed
 from ..ipc.grant_pool import obtain_many, return_all, return_idle
 from ..ipc.session import WorkerSession
@@ -406,6 +406,8 @@ class Endpoint(Service):
                 committed(session, self.keeper.mutate(session, asked, peer), positions, statuses)
             except TransportError as exc:
                 log.warning("commit of %d values: %s", len(entries), exc)
+                if isinstance(exc, NotSentError):
+                    session.pool.add([leased.grant for leased in leased_grants if leased.session is session])
                 if isinstance(exc, HungUp):  # before its chunks come back: without windows it might still write there
                     peer.close(str(exc))
         good = statuses.count(0)

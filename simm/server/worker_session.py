@@ -372,6 +372,8 @@ class WorkerSessionKeeper:
                     with contextlib.suppress(DeadlineError), at_most(RETURN_S):
                         self._wait_answered(session, ticket, None)
                     session.disown(ticket)
+        except NotSentError:
+            session.pool.add(grants[at:])
         except TransportError as exc:
             log.warning("grants not returned: %s", exc)
 

@@ -1,4 +1,4 @@
-"""A batch of puts whose session breaks at each of its steps in turn, and what it says that it has not sent."""
+"""A batch of puts that fails at each of its steps in turn: what it says that it has not sent, and what it holds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import Hasher
-from simm.errors import TransportError
+from simm.errors import NotSentError, TransportError
 from simm.host.buffers import Copier
 from simm.ipc.put import NOT_SENT, ShmPut
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
 from simm.wire import messages as M
 from simm.wire.messages import Status
-from tests.support.worker_thread import WorkerThread
+from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 #: In the place of a status that the batch has not touched.
 OPEN = 99
-#: What breaks it: a request before it is sent, or afterwards; or a copy.
+#: What breaks the session: a request before it is sent, or afterwards; or a copy.
 BREAKS = ("before", "after", "copy")
+#: What breaks nothing: no request can be sent any more, as another thread has the session until the deadline.
+LATE = "late"
 _COPIES = ("_fill", "_fill_run", "_fill_planned", "_fill_group")
 
 
 class _Broken:
-    """Breaks the session of a batch at a step, the ``at``th."""
+    """Lets a batch fail at a step, the ``at``th."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         self.at = self.steps = 0
@@ -34,6 +36,10 @@ class _Broken:
         submit = WorkerSession.submit
 
         def submitted(session: WorkerSession, msg: Any) -> int:
+            if how == LATE:
+                self.steps += 1
+                if 0 < self.at <= self.steps:
+                    raise NotSentError("by the test")
             if isinstance(msg, M.Commit):
                 self.committed.update(entry[0] for entry in msg.entries)
             if how == "before":
@@ -70,10 +76,10 @@ def unsent_at_each_failure(
     worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: Sequence[Any], *, together: bool, how: str,
     threads: int = 1,
 ) -> list[int]:  # fmt: skip
-    """Put a batch again and again, and let the session break at the first step, the second and so on.
+    """Put a batch again and again, and let it fail at the first step, the second and so on.
 
-    ``how``: of BREAKS. ``threads`` copy. Return how many values were said not to be sent at each, until none breaks.
-    Raises AssertionError if one of them was in a COMMIT.
+    ``how``: of BREAKS, or LATE. ``threads`` copy. Return how many values were said not to be sent at each, until none
+    fails. Raises AssertionError if one of them was in a COMMIT, or if a session that lives has lost a grant.
     """
     path = ShmPut(Copier(threads), checksum=False)
     count = len(values)
@@ -93,6 +99,11 @@ def unsent_at_each_failure(
             assert not unsent & broken.committed, "it was sent, or may have been"
             assert {*statuses} <= {Status.OK, Status.NO_SPACE, NOT_SENT, OPEN}
             found.append(len(unsent))
+            if how == LATE:
+                broken.begin(0)
+                session.maintain()
+                nothing_is_lost(worker, session)
+                assert not session.broken and session.pool.unsent == []
             session.close(clean=False)
         else:
             assert statuses == [Status.OK] * count and len(broken.committed) == count

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...errors import DeadlineError, RemoteProtocolError, TransportError
+from ...errors import NotSentError, RemoteProtocolError, TransportError
 from ...net.allowance import allowed
 from ...rpc import HEADER_BYTES, OPCODES, encode, parse_header
 from ...tracing.spans import Operation
@@ -172,7 +172,7 @@ class TimedSession(StandIn):
         session = self.real
         lock = session.lock
         if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(session.deadline_s))):
-            raise DeadlineError("deadline passed while another thread waited for the worker")
+            raise NotSentError("deadline passed while another thread waited for the worker")
         try:
             if session.channel.broken:
                 raise TransportError(session.channel.broken)

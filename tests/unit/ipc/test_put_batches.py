@@ -96,9 +96,9 @@ def test_frames_of_small_values_grow(
             path.put_many(session, digests, values, range(count), [99] * count)
         commit, seen = put_module._commit, []
 
-        def noted(session: WorkerSession, entries: list[Any], *more: Any) -> int:
+        def noted(session: WorkerSession, entries: list[Any], *more: Any, **named: Any) -> int:
             seen.append(len(entries))
-            return commit(session, entries, *more)
+            return commit(session, entries, *more, **named)
 
         monkeypatch.setattr(put_module, "_commit", noted)
         statuses = [99] * count
@@ -126,12 +126,12 @@ def test_a_batch_whose_time_is_over_leaves_no_grant_and_no_answer_behind(
         commits = 0
         commit = put_module._commit
 
-        def late(*arguments: Any) -> int:
+        def late(*arguments: Any, **more: Any) -> int:
             nonlocal commits
             commits += 1
             if commits == at + 1:
                 ALLOWANCE.seconds = -1.0
-            return commit(*arguments)
+            return commit(*arguments, **more)
 
         monkeypatch.setattr(put_module, "_commit", late)
         statuses = [99] * count
@@ -162,14 +162,14 @@ def test_grants_that_were_asked_for_ahead_are_taken_when_the_time_is_over(
     with WorkerThread(64 * MIB) as worker:
         session = worker.session()
         path = ShmPut(buffers.Copier(1), checksum=False)
-        ask = ShmPut._ask_ahead
+        ask = put_module.ask_ahead
 
         def late(*arguments: Any) -> tuple[int, int] | None:
             asked = ask(*arguments)
             ALLOWANCE.seconds = -1.0
             return asked
 
-        monkeypatch.setattr(ShmPut, "_ask_ahead", staticmethod(late))
+        monkeypatch.setattr(put_module, "ask_ahead", late)
         digests = [digest_of(f"a{number}") for number in range(100)]
         steps = path.put_steps(session, digests, values, range(100), [99] * 100, together=together)
         try:

@@ -1,4 +1,4 @@
-"""What a batch of puts says that it has not sent when a step fails: never a value that may have been sent."""
+"""Puts that fail half way: what a batch says that it has not sent; and no grant is lost to a session that lives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
+from simm.arena.hashing import Hasher
+from simm.errors import DeadlineError, NotSentError
+from simm.host.buffers import Copier
 from simm.ipc import put
 from simm.ipc import session as session_module
-from simm.ipc.put import NOT_SENT
-from tests.support.put_failures import BREAKS, unsent_at_each_failure
-from tests.support.worker_thread import WorkerThread
+from simm.ipc.put import NOT_SENT, ShmPut
+from simm.ipc.session import WorkerSession
+from simm.wire import messages as M
+from tests.support.put_failures import BREAKS, LATE, unsent_at_each_failure
+from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 SIZES = {"small": [4096] * 150, "large": [256 << 10] * 50, "mixed": [100, 4096, 70_000] * 20}
 VALUES = {name: [memoryview(bytes([at]) * size) for at, size in enumerate(sizes)] for name, sizes in SIZES.items()}
@@ -50,3 +55,89 @@ def test_control_all_is_said_to_be_unsent(
     monkeypatch.setattr(put, "_not_sent", blind)
     with pytest.raises(AssertionError, match="it was sent"):
         unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=together, how="after")
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@pytest.mark.parametrize(("values", "threads"), [*((name, 1) for name in SIZES), ("large", 2)])
+def test_what_cannot_be_committed_loses_no_grant(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: str, threads: int, together: bool
+) -> None:
+    found = unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=together, how=LATE, threads=threads)
+    assert found[0] > found[-1]
+
+
+@pytest.mark.parametrize("size", [100, 4096, 300_000, 5 << 20])
+@pytest.mark.parametrize("empty", [False, True], ids=["with grants", "without"])
+def test_a_put_whose_thread_waits_for_the_session_in_vain(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, size: int, empty: bool
+) -> None:
+    """Another thread has it for as long as the deadline, and its exchange succeeds after all."""
+    session = worker.session()
+    path = ShmPut(Copier(1), checksum=False)
+    digest = Hasher("default")("key")
+    value = memoryview(bytes(size))
+    for _ in range(3):  # so that there are grants
+        assert path.put_one(session, digest, value) == 0
+    if empty:
+        session.exchange(M.ReturnGrants([grant[0] for grant in session.pool.drain()]))
+    fill = ShmPut._fill
+
+    def filled(*arguments: Any) -> Any:
+        done = fill(*arguments)
+        session.lock.acquire()
+        session.deadline_s = 0.001
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmPut, "_fill", filled)
+        with pytest.raises(NotSentError):
+            path.put_one(session, digest, value)
+    session.lock.release()
+    session.deadline_s = 30.0
+    nothing_is_lost(worker, session)
+    assert path.put_one(session, digest, value) == 0
+    session.close()
+
+
+def recalled_in_vain(worker: WorkerThread) -> None:
+    """Recall idle grants while another thread has the session for longer than the deadline."""
+    session = worker.session()
+    session.ask([(4096, 20)])
+    session.deadline_s = 0.001
+    session.pool.recall(1 << 20)
+    with session.lock, pytest.raises(DeadlineError):
+        session.maintain()
+    session.deadline_s = 30.0
+    try:
+        nothing_is_lost(worker, session)
+        session.maintain()
+        nothing_is_lost(worker, session)
+        assert not session.pool.count(4096)
+    finally:
+        session.close()
+
+
+def test_idle_grants_that_cannot_be_returned_are_kept(worker: WorkerThread) -> None:
+    recalled_in_vain(worker)
+
+
+def test_control_they_are_given_up_as_if_they_had_been_sent(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was."""
+
+    def acquire(session: WorkerSession) -> None:
+        if not session.lock.acquire(timeout=session.deadline_s):
+            raise DeadlineError("deadline passed while another thread waited for the worker")
+
+    monkeypatch.setattr(WorkerSession, "acquire", acquire)
+    with pytest.raises(AssertionError):
+        recalled_in_vain(worker)
+
+
+@pytest.mark.parametrize("values", ["small", "large"])
+def test_control_what_is_not_sent_is_lost(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
+    """As it was: nobody knew the grants of a last commit that could not be sent."""
+    monkeypatch.setattr(put, "NotSentError", ZeroDivisionError)
+    with pytest.raises(AssertionError):
+        unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=False, how=LATE)

@@ -15,7 +15,7 @@ from simm.arena.hashing import Hasher
 from simm.constants import VALUE_BYTES_MAX
 from simm.errors import TransportError
 from simm.host.buffers import Copier
-from simm.ipc import grant_pool
+from simm.ipc import grant_pool, put
 from simm.ipc.grant_pool import GrantPool, Line
 from simm.ipc.put import ShmPut
 from simm.ipc.session import WorkerSession
@@ -312,7 +312,7 @@ class Stingy:
         self._asked = 0
         self._ask = session.ask
         monkeypatch.setattr(session, "ask", self.ask)
-        monkeypatch.setattr(ShmPut, "_ask_ahead", staticmethod(lambda *_: None))
+        monkeypatch.setattr(put, "ask_ahead", lambda *_: None)
         monkeypatch.setattr(grant_pool, "refill_count", lambda *_: 0)
         monkeypatch.setattr(grant_pool, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simm.errors import TransportError
+from simm.errors import NotSentError, TransportError
 from simm.ipc.session import WorkerSession
 from simm.rdma.api import FabricError
 from simm.server import rdma_endpoint
@@ -21,7 +21,7 @@ from tests.support.endpoint_checks import OK, digest_of, gone, granted, hold_wri
 from tests.support.endpoint_thread import WAIT_S, EndpointThread, RawConnection, connection
 from tests.support.fake_fabric import FakeNetwork, all_closed
 from tests.support.waiting import wait_until
-from tests.support.worker_thread import WorkerThread
+from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 # --- fences ----------------------------------------------------------------------------------------
 
@@ -241,3 +241,32 @@ def test_issue_a_worker_that_is_late_with_returned_grants_keeps_its_session(
     assert other.take(other.channel.result(other.channel.wait(asked)))
     assert server.endpoint.keeper.session is session and not session.broken
     other.close()
+
+
+@pytest.mark.parametrize("kind", [M.Commit, M.ReturnGrants])
+def test_grants_are_not_lost_where_the_worker_cannot_be_asked_just_now(
+    server: EndpointThread, worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, kind: type[Any]
+) -> None:
+    client = RawConnection(server)
+    grants = client.grant(4096, 2)
+    session = server.endpoint.keeper.session
+    assert session is not None
+    refused: list[str] = []
+    submit = WorkerSession.submit
+
+    def submitted(self: WorkerSession, msg: Any) -> int:
+        if isinstance(msg, kind) and self is session:
+            refused.append(type(msg).__name__)
+            raise NotSentError("by the test")
+        return submit(self, msg)
+
+    monkeypatch.setattr(WorkerSession, "submit", submitted)
+    for grant in grants:
+        client.write(grant, bytes(4096))
+    if kind is M.Commit:
+        statuses, _ = client.commit(*((digest_of(f"k{each.number}"), each, 4096) for each in grants))
+        assert statuses == [Status.UNAVAILABLE] * 2
+    client.close()
+    server.until(lambda stats: not stats["rdma_connections"], "it is closed")
+    assert refused
+    server.do(lambda: nothing_is_lost(worker, session))
