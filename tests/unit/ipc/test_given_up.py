@@ -425,7 +425,7 @@ def test_issue_who_hangs_up_holds_nobody_up_for_long(worker: WorkerThread, monke
 
     What was withdrawn counts, so that the worker is found silent although nobody waits for it to the end.
     """
-    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
     monkeypatch.setattr(rdma_endpoint, "IDLE_S", 4 * WAIT_S)
     with EndpointThread(worker.path, FakeNetwork(1, background=True)) as server:
         server.ready()
@@ -435,6 +435,8 @@ def test_issue_who_hangs_up_holds_nobody_up_for_long(worker: WorkerThread, monke
         session = keeper.session
         assert session is not None
         with worker.frozen():
+            session.deadline_s = session.channel.deadline_s = 0.5
+            monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", 0.5)
             gone.channel.submit(M.Commit([(KEY, grant.number, len(OLD), 0, 0, 0)], []))
             time.sleep(SHORT_S)
             gone.channel.close()

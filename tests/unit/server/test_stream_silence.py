@@ -298,8 +298,9 @@ def keeper_answers(stream: StreamThread, msg: M.Exists) -> list[int]:
     return found[0]
 
 
-def test_late_answers_bring_what_they_have(worker: WorkerThread) -> None:
+def test_late_answers_bring_what_they_have(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grants go to the pool, and pins are released, although nobody waits for them any more."""
+    monkeypatch.setattr(worker_session, "WORKER_DEADLINE_S", WAIT_S)
     keeper = WorkerSessionKeeper(worker.path, parks=True)
     session = keeper.worker()
     assert session is not None
