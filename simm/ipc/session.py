@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..arena.reader import ArenaReader
 from ..arena.sessions import PREPARED_ANSWER_MAX
-from ..errors import NotSentError, PeerError, RemoteProtocolError, TransportError
+from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
 from ..net.allowance import ALLOWANCE, allowed
@@ -207,12 +207,12 @@ class WorkerSession:
 
     # -- exchanges; with ``_locked`` in the name the caller holds the lock --------------------
 
-    def acquire(self) -> None:
-        """Take the lock within the deadline. Raises TransportError; NotSentError if the call has no time left."""
+    def acquire(self, late: type[DeadlineError] = NotSentError) -> None:
+        """Take the lock within the deadline. Raises TransportError; ``late`` if the call has no time left."""
         if ALLOWANCE.seconds <= 0.0:
-            raise NotSentError("the call's deadline has passed")
+            raise late("the call's deadline has passed")
         if not self.lock.acquire(False) and not self.lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise NotSentError("deadline passed while another thread waited for the worker")
+            raise late("deadline passed while another thread waited for the worker")
         if self.channel.broken:
             self.lock.release()
             raise TransportError(self.channel.broken)
@@ -227,7 +227,7 @@ class WorkerSession:
 
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any:
         """Wait for the answer to ``msg``, which :meth:`submit` has sent; see :meth:`exchange`."""
-        self.acquire()
+        self.acquire(DeadlineError)
         try:
             return self.checked_locked(msg, self.wait_locked(ticket, items))
         finally:
@@ -388,7 +388,8 @@ class WorkerSession:
         self.doorbells += 1
         now = time.monotonic()
         if now - self._doorbell_at < DOORBELLS_APART_S:
-            self.channel.submit(M.Wake(current_cpu()))
+            with contextlib.suppress(NotSentError):  # the answer that has come must not be lost with it
+                self.channel.submit(M.Wake(current_cpu()))
         self._doorbell_at = now
 
     def _wait_socket(self, number: int, items: int = 1) -> Frame:

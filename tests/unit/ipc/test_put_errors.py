@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,3 +142,48 @@ def test_control_what_is_not_sent_is_lost(worker: WorkerThread, monkeypatch: pyt
     monkeypatch.setattr(put, "NotSentError", ZeroDivisionError)
     with pytest.raises(AssertionError):
         unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=False, how=LATE)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_what_was_sent_is_never_said_not_to_be(worker: WorkerThread, ring: bool) -> None:
+    """The thread that sends a request and waits for its answer finds the session taken in between."""
+    session = worker.session(ring=ring)
+    asked = M.Grant([(4096, 3)])
+    ticket = session.submit(asked)
+    session.deadline_s = 0.001
+    with session.lock, pytest.raises(DeadlineError) as caught:
+        session.answer(asked, ticket)
+    assert type(caught.value) is DeadlineError
+    with session.lock, pytest.raises(NotSentError):
+        session.submit(asked)
+    session.disown(ticket)
+    session.deadline_s = 30.0
+    session.ask([])  # takes in what has come before
+    nothing_is_lost(worker, session)
+    assert session.pool.count(4096) == 3
+    session.close()
+
+
+def test_an_answer_is_not_lost_with_the_doorbell_after_it(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream tells the worker on which CPU it runs, when it had to be woken. Just then its socket may be full."""
+    session = worker.session(ring=False)
+    looks = threading.Event()
+    session.outlive_silence(looks.is_set)
+    has_room = session.channel.has_room
+    wait = session.channel.wait
+
+    def waited(*arguments: Any) -> Any:
+        frame = wait(*arguments)
+        session.channel.slept += 1
+        session._doorbell_at = float("inf")  # the last one was a moment ago
+        monkeypatch.setattr(session.channel, "has_room", lambda: False)
+        return frame
+
+    monkeypatch.setattr(session.channel, "wait", waited)
+    session.ask([(4096, 3)])
+    assert session.pool.count(4096) == 3 and session.doorbells
+    monkeypatch.setattr(session.channel, "has_room", has_room)
+    nothing_is_lost(worker, session)
+    session.close()
