@@ -21,8 +21,8 @@ What can go wrong
   commit is sent. After that the id may be spent, whatever becomes of the answer.
 * *A grant leaks.* Its chunk is of no use until the session ends. So every stock is made by ``dict.setdefault`` and is
   never replaced while its pool lives. Answers that a caller no longer waits for are collected all the same. A copy that
-  fails releases its grant. So does a put whose commit cannot be sent, as its thread waited for the session until its
-  deadline; a batch, which knows its grants by their ids only, has them returned (``unsent``).
+  fails releases its grant. A put whose commit fails has it returned (``unsent``): the session may live on, where its
+  thread has waited for it until the deadline, or was interrupted meanwhile, and the commit may have been sent.
 * *A recall meets a PUT.* Only grants in the pool are returned, and no copy writes into those. What is taken stays with
   its thread, so a recall may bring less than was asked for.
 * *A holder hoards.* A pool keeps :func:`target_count` grants of a size; above 4 MiB none, except one while values of
@@ -228,7 +228,8 @@ class GrantPool(Generic[G]):
         self.bytes_max = 0
         #: Begin and end of the offsets that a grant may cover.
         self.within = (0, 1 << 63)
-        #: Ids of grants that were taken, and whose commit was not sent: they are to be returned.
+        #: Ids of grants that were taken, and whose commit failed: they are to be returned. If that was sent after all,
+        #: the grant is spent, and the grantor ignores its id, which no other grant ever has.
         self.unsent: list[int] = []
         #: Threads that wait for room.
         self.line = Line()
@@ -362,6 +363,10 @@ class GrantPool(Generic[G]):
             return False
         self._large = (0, 0.0)
         return True
+
+    def large_is_left(self) -> None:
+        """Let :meth:`large_is_over` return True once more: large grants could not be returned."""
+        self._large = (self._large[0] or 1, self._large[1])
 
 
 class RoomWait:
@@ -533,14 +538,18 @@ def maintain(holder: GrantHolder[G]) -> int:
             pool.recall(wanted)
             raise
     if pool.unsent:
-        _return_unsent(holder)
+        return_unsent(holder)
     if pool.large_is_over():
-        return_all(holder, above=LARGE_BYTES)
+        try:
+            return_all(holder, above=LARGE_BYTES)
+        except NotSentError:
+            pool.large_is_left()
+            raise
     return wanted
 
 
-def _return_unsent(holder: GrantHolder[G]) -> None:
-    """Return the grants whose commit was not sent."""
+def return_unsent(holder: GrantHolder[G]) -> None:
+    """Return the grants whose commit failed. Raises TransportError."""
     unsent = holder.pool.unsent
     numbers: list[int] = []
     with contextlib.suppress(IndexError):  # other threads append
@@ -550,10 +559,7 @@ def _return_unsent(holder: GrantHolder[G]) -> None:
     for part in batches(numbers):
         try:
             holder.return_grants(part)
-        except NotSentError:
-            unsent += numbers[done:]
-            raise
         except BaseException:
-            unsent += numbers[done + len(part) :]
+            unsent += numbers[done:]
             raise
         done += len(part)

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..arena.layout import ENTRY_CRC
 from ..constants import SLAB_CHUNK_BYTES_MAX
-from ..errors import NotSentError, PeerError, TransportError, UnfinishedCopy
+from ..errors import PeerError, TransportError, UnfinishedCopy
 from ..host.buffers import RELEASE_BYTES, Copier, DeviceCopy, Pieces, Span, address_of, host_view, memmove
 from ..host.parts import HOST_TYPES, checksum_of, gather, on_device
 from ..net.allowance import at_most
@@ -88,8 +88,8 @@ class ShmPut:
             count = 0
         try:
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
-        except NotSentError:
-            session.pool.release(grant)
+        except BaseException:
+            session.pool.unsent.append(grant[0])
             raise
 
     def _put_asking(self, session: WorkerSession, digest: bytes, source: memoryview | Span, length: int) -> int:
@@ -124,8 +124,8 @@ class ShmPut:
         crc, flags = self._fill(session, grant, source, length)
         try:
             return session.commit_one(digest, grant[0], length, crc, flags, length, count)
-        except NotSentError:
-            session.pool.release(grant)
+        except BaseException:
+            session.pool.unsent.append(grant[0])
             raise
 
     def put_many(
@@ -493,9 +493,10 @@ class ShmPut:
                     top = not left and len(part) == len(entries)
                     in_flight.append((_commit(session, part, len(left), top), mine))
                     del entries[:COMMIT_KEYS]
-        except PeerError:
+        except BaseException as exc:
             session.pool.unsent += [entry[1] for entry in entries]
-            _not_sent(left, statuses)
+            if isinstance(exc, PeerError):
+                _not_sent(left, statuses)
             raise
         finally:
             with ending(session, in_flight, asked, statuses):
@@ -593,7 +594,7 @@ def _commit(session: WorkerSession, entries: list[_Entry], left: int, top: bool,
             wants.append((length, count))
     try:
         return session.submit(M.Commit(entries, wants))
-    except NotSentError:
+    except BaseException:
         if last:
             session.pool.unsent += [entry[1] for entry in entries]
         raise

@@ -579,6 +579,7 @@ class WorkerSession:
                 with contextlib.suppress(TransportError):
                     self.flush_unpins()
                     grant_pool.return_idle(self)
+                    grant_pool.return_unsent(self)
                     self.release_retired()
         finally:
             got = False

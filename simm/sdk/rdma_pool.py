@@ -241,7 +241,6 @@ class RdmaPath(Path):
         """Take a connection back that has nothing in flight on it."""
         with self._changed:
             if self.down_reason is None and not connection.broken and connection.arena is self.arena:
-                connection.era = self._era
                 if self._asking and self._watched is None:
                     self._asking = False
                     self._watched = connection

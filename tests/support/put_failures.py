@@ -23,6 +23,8 @@ OPEN = 99
 BREAKS = ("before", "after", "copy")
 #: What breaks nothing: no request can be sent any more, as another thread has the session until the deadline.
 LATE = "late"
+#: Neither does an interrupt before a request is sent.
+INTERRUPTED = "interrupted"
 _COPIES = ("_fill", "_fill_run", "_fill_planned", "_fill_group")
 
 
@@ -40,6 +42,10 @@ class _Broken:
                 self.steps += 1
                 if 0 < self.at <= self.steps:
                     raise NotSentError("by the test")
+            if how == INTERRUPTED:
+                self.steps += 1
+                if self.at == self.steps:
+                    raise KeyboardInterrupt
             if isinstance(msg, M.Commit):
                 self.committed.update(entry[0] for entry in msg.entries)
             if how == "before":
@@ -78,8 +84,8 @@ def unsent_at_each_failure(
 ) -> list[int]:  # fmt: skip
     """Put a batch again and again, and let it fail at the first step, the second and so on.
 
-    ``how``: of BREAKS, or LATE. ``threads`` copy. Return how many values were said not to be sent at each, until none
-    fails. Raises AssertionError if one of them was in a COMMIT, or if a session that lives has lost a grant.
+    ``how``: of BREAKS, LATE or INTERRUPTED. ``threads`` copy. Return how many values were said not to be sent at each,
+    until none fails. Raises AssertionError if one of them was in a COMMIT, or if a session that lives has lost a grant.
     """
     path = ShmPut(Copier(threads), checksum=False)
     count = len(values)
@@ -94,12 +100,12 @@ def unsent_at_each_failure(
         broken.begin(len(found) + 1)
         try:
             finish(path.put_steps(session, digests, values, range(count), statuses, together=together))
-        except TransportError:
+        except (TransportError, KeyboardInterrupt):
             unsent = {digest for digest, status in zip(digests, statuses) if status == NOT_SENT}
             assert not unsent & broken.committed, "it was sent, or may have been"
             assert {*statuses} <= {Status.OK, Status.NO_SPACE, NOT_SENT, OPEN}
             found.append(len(unsent))
-            if how == LATE:
+            if how in (LATE, INTERRUPTED):
                 broken.begin(0)
                 session.maintain()
                 nothing_is_lost(worker, session)

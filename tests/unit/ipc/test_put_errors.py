@@ -11,12 +11,12 @@ import pytest
 from simm.arena.hashing import Hasher
 from simm.errors import DeadlineError, NotSentError
 from simm.host.buffers import Copier
-from simm.ipc import put
+from simm.ipc import grant_pool, put
 from simm.ipc import session as session_module
 from simm.ipc.put import NOT_SENT, ShmPut
 from simm.ipc.session import WorkerSession
 from simm.wire import messages as M
-from tests.support.put_failures import BREAKS, LATE, unsent_at_each_failure
+from tests.support.put_failures import BREAKS, INTERRUPTED, LATE, unsent_at_each_failure
 from tests.support.worker_thread import WorkerThread, nothing_is_lost
 
 SIZES = {"small": [4096] * 150, "large": [256 << 10] * 50, "mixed": [100, 4096, 70_000] * 20}
@@ -58,19 +58,21 @@ def test_control_all_is_said_to_be_unsent(
         unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=together, how="after")
 
 
+@pytest.mark.parametrize("how", [LATE, INTERRUPTED])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize(("values", "threads"), [*((name, 1) for name in SIZES), ("large", 2)])
 def test_what_cannot_be_committed_loses_no_grant(
-    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: str, threads: int, together: bool
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: str, threads: int, together: bool, how: str
 ) -> None:
-    found = unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=together, how=LATE, threads=threads)
-    assert found[0] > found[-1]
+    found = unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=together, how=how, threads=threads)
+    assert len(found) > 1 and (how != LATE or found[0] > found[-1])
 
 
+@pytest.mark.parametrize("interrupted", [False, True], ids=["in vain", "interrupted"])
 @pytest.mark.parametrize("size", [100, 4096, 300_000, 5 << 20])
 @pytest.mark.parametrize("empty", [False, True], ids=["with grants", "without"])
-def test_a_put_whose_thread_waits_for_the_session_in_vain(
-    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, size: int, empty: bool
+def test_a_put_whose_thread_waits_for_the_session(
+    worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, size: int, empty: bool, interrupted: bool
 ) -> None:
     """Another thread has it for as long as the deadline, and its exchange succeeds after all."""
     session = worker.session()
@@ -91,13 +93,21 @@ def test_a_put_whose_thread_waits_for_the_session_in_vain(
 
     with monkeypatch.context() as patch:
         patch.setattr(ShmPut, "_fill", filled)
-        with pytest.raises(NotSentError):
+        if interrupted:
+            patch.setattr(session_module, "allowed", interrupt)
+        with pytest.raises(KeyboardInterrupt if interrupted else NotSentError):
             path.put_one(session, digest, value)
     session.lock.release()
     session.deadline_s = 30.0
+    assert not session.broken
+    session.maintain()
     nothing_is_lost(worker, session)
     assert path.put_one(session, digest, value) == 0
     session.close()
+
+
+def interrupt(_seconds: float) -> float:
+    raise KeyboardInterrupt
 
 
 def recalled_in_vain(worker: WorkerThread) -> None:
@@ -136,10 +146,44 @@ def test_control_they_are_given_up_as_if_they_had_been_sent(
         recalled_in_vain(worker)
 
 
+def test_large_grants_that_cannot_be_returned_are_returned_later(worker: WorkerThread) -> None:
+    session = worker.session()
+    path = ShmPut(Copier(1), checksum=False)
+    size = 5 << 20
+    session.pool.bytes_max = 1 << 30
+    for number in range(3):
+        assert path.put_one(session, Hasher("default")(f"k{number}"), memoryview(bytes(size))) == 0
+    session.ask([])
+    assert session.pool.count(size)
+    session.pool._large = (session.pool._large[0], 0.0)  # it is long ago
+    session.deadline_s = 0.001
+    with session.lock, pytest.raises(NotSentError):
+        session.maintain()
+    session.deadline_s = 30.0
+    assert session.pool.count(size)
+    session.maintain()
+    assert not session.pool.count(size)
+    nothing_is_lost(worker, session)
+    session.close()
+
+
+def test_a_session_that_ends_returns_what_could_not_be_committed(worker: WorkerThread) -> None:
+    """It is kept for as long as somebody has a view of a value."""
+    session = worker.session()
+    session.ask([(4096, 4)])
+    session.pool.unsent += [grant[0] for grant in session.pool.drain()]
+    session.begin_copy()
+    session.close()
+    with worker.frozen() as store:
+        store.apply_pending()
+        left = store.sessions.by_id.get(session.session)
+        assert left is None or not left.grants
+
+
 @pytest.mark.parametrize("values", ["small", "large"])
 def test_control_what_is_not_sent_is_lost(worker: WorkerThread, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
     """As it was: nobody knew the grants of a last commit that could not be sent."""
-    monkeypatch.setattr(put, "NotSentError", ZeroDivisionError)
+    monkeypatch.setattr(grant_pool, "return_unsent", lambda holder: holder.pool.unsent.clear())
     with pytest.raises(AssertionError):
         unsent_at_each_failure(worker, monkeypatch, VALUES[values], together=False, how=LATE)
 

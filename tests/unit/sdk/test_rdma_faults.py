@@ -248,7 +248,7 @@ def test_all_connections_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connections_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail connections of the time before the path went down, and one that has worked since then."""
+    """Fail connections of the time before the path went down, and then one of the time since."""
     with FakeRdmaCluster(monkeypatch) as cluster:
         client = cluster.rdma(deadline_s=60.0)
         path = path_of(client)
@@ -267,12 +267,16 @@ def connections_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
             for connection in (third, fourth):
                 path.release(connection)
             raise InvariantViolation("a connection of before took the path down")
-        path.release(third)  # it works
+        path.release(third)
         path.release(fourth)
-        wait_until(lambda: path._connections == len(path._idle) == 3, "nothing is lost, and nothing counted twice")
+        assert path._connections == len(path._idle) == 3, "nothing is lost, and nothing counted twice"
         assert path.acquire(time.monotonic() + WAIT_S) is fourth
-        path.lost(fourth, "now it does not")
-        assert path.down_reason == "now it does not"
+        path.lost(fourth, "it has not been used since")
+        assert path.down_reason is None and path._connections == 2
+        new = next(each for each in path._idle if each is not third)
+        path._idle.remove(new)
+        path.lost(new, "this one is of now")
+        assert path.down_reason == "this one is of now" and not path._connections
         wait_until(up, "the path is up again")
         assert client.put("k", b"value") and client.get("k") == b"value"
         assert client.counters["rdma_fallbacks"] == 0
