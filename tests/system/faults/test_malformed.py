@@ -19,6 +19,8 @@ from tests.support.measures import measured
 MIB = 1 << 20
 #: Bound for ten million frames, seconds.
 SEND_S = 10 * 3600.0
+#: Share of the load's calls that may be misses.
+MISSED = 1e-4
 
 
 def malformed(fleet: Fleet, count: int, seed: int) -> None:
@@ -53,7 +55,6 @@ def malformed(fleet: Fleet, count: int, seed: int) -> None:
         records = clients.records()
     records.assert_right()
     served = records.between(clients.ready_at, float("inf"))
-    assert served.count(FAILED, OUTAGE, MISS) == 0, served.summary()
     measured("malformed frames: sent, each closed in an orderly way", count // 3 * 3, "frames", "10^7 in the whole"
              " dose",
              seconds=round(took, 1), seed=seed)  # fmt: skip
@@ -62,6 +63,9 @@ def malformed(fleet: Fleet, count: int, seed: int) -> None:
         name = "manager" if pid == fleet.manager.pid else "data server"
         measured(f"malformed frames: memory of {name} process {pid} grows by", growth / MIB, "MiB", "flat")
         assert growth < 16 * MIB
+    assert served.count(FAILED, OUTAGE) == 0, served.summary()
+    # Some frames are whole, and their values take room in the arena. A value that is overwritten may be missed, too.
+    assert served.count(MISS) <= len(served) * MISSED, served.summary()
     assert fleet.manager_epoch() == epoch, "something was believed"
     assert [process.pid for process in server.family()] == list(processes)[1:], "a process has died"
     fleet.assert_no_traceback()
