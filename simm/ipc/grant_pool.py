@@ -50,7 +50,6 @@ other threads take; a pool may overshoot its target by as many grants as commits
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import threading
@@ -551,15 +550,6 @@ def maintain(holder: GrantHolder[G]) -> int:
 def return_unsent(holder: GrantHolder[G]) -> None:
     """Return the grants whose commit failed. Raises TransportError."""
     unsent = holder.pool.unsent
-    numbers: list[int] = []
-    with contextlib.suppress(IndexError):  # other threads append
-        while True:
-            numbers.append(unsent.pop())
-    done = 0
-    for part in batches(numbers):
-        try:
-            holder.return_grants(part)
-        except BaseException:
-            unsent += numbers[done:]
-            raise
-        done += len(part)
+    for part in batches(unsent.copy()):
+        holder.return_grants(part)
+        del unsent[: len(part)]  # other threads append

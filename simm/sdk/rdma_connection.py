@@ -131,7 +131,7 @@ class RdmaConnection:
         server: str = "",
     ) -> None:  # fmt: skip
         self.broken = ""
-        #: How often its path had gone down when it was made (``sdk/rdma_pool.py``).
+        #: How often its path had gone down when the path took it (``sdk/rdma_pool.py``).
         self.era = 0
         self.links: list[PairedLink] = []
         self.pool: GrantPool[KeyedGrant] = GrantPool()

@@ -134,13 +134,11 @@ class RdmaPath(Path):
             raise FabricError(str(fabric))
         with self._changed:
             turn, self._turn = self._turn, self._turn + 1
-            known, era = self.arena, self._era
-        connection = RdmaConnection(
+            known = self.arena
+        return RdmaConnection(
             fabric, self.address, self._context.options, until, turn=turn, known=known, failed=self._failed,
             cluster=self.cluster, server=self.server,
         )  # fmt: skip
-        connection.era = era
-        return connection
 
     def _adopt(self, connection: RdmaConnection) -> None:
         """Make connections to one endpoint share the arena and its cached entries. The lock is held."""
