@@ -29,6 +29,10 @@ from tests.support.waiting import WAIT_S, wait_until
 _numbers = itertools.count()
 #: A bound for a manager that hangs, seconds. With thousands of clients on a busy machine it answers late.
 ASK_S: Final = 30.0
+#: Switches of ``tests.support.patched`` for tests in which no call may fail, and no server is made to be silent. By
+#: TCP a call fails after 2 s of its worker's silence, however long its client waits. A worker of a busy machine may get
+#: no processor for as long.
+PATIENT_SERVERS: Final = ("worker=9",)
 
 
 class Server(ServerProcess):

@@ -4,6 +4,7 @@
                    now and in all children; the file is mapped, so it can be changed at any moment
     stall=SECONDS  how long a peer may stand still (simm.net.peer.STALL_S)
     mover=SECONDS  how long a mover may say nothing (simm.server.migration.SILENT_S)
+    worker=SECONDS how long a worker may say nothing to its streams (simm.server.worker_session.WORKER_DEADLINE_S)
     maintenance=SECONDS  how often the loop checks for those (simm.net.loop.MAINTENANCE_S)
     forks=NUMBER   of the forks after so many each second one fails, as in a cgroup that is full
     fsync=FILE     an fsync does not return while FILE exists, as of a disk that is about to fail
@@ -95,6 +96,12 @@ def patch(switch: str) -> None:
         import simm.server.migration
 
         simm.server.migration.SILENT_S = float(value)
+    elif name == "worker":
+        import simm.server.worker_session as worker_session
+
+        seconds = float(value)
+        assert seconds < worker_session.SILENCE_S
+        vars(worker_session).update(WORKER_DEADLINE_S=seconds)
     elif name == "stall":
         import simm.net.loop
         import simm.net.peer

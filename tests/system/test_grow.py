@@ -27,7 +27,7 @@ from simm.errors import TransportError
 from simm.tools.console import guarded
 from simm.wire import messages as M
 from tests.support.child import alive
-from tests.support.fleet import Fleet, Server
+from tests.support.fleet import PATIENT_SERVERS, Fleet, Server
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, key_of, load
 from tests.support.waiting import wait_until
 
@@ -180,7 +180,7 @@ def grow_under_load(fleet: Fleet) -> None:
 
 @pytest.mark.quick
 def test_a_server_grows_twice_under_load(make_fleet: Callable[..., Fleet]) -> None:
-    grow_under_load(make_fleet(heartbeat_ms=PATIENT_MS))
+    grow_under_load(make_fleet(heartbeat_ms=PATIENT_MS, patches=PATIENT_SERVERS))
 
 
 def test_values_that_no_longer_fit_stay_when_it_grows(make_fleet: Callable[..., Fleet]) -> None:
@@ -390,10 +390,10 @@ def test_what_is_refused_changes_nothing(make_fleet: Callable[..., Fleet]) -> No
 @pytest.mark.parametrize("where", ["manager", "worker"])
 def test_a_worker_that_is_not_taken(make_fleet: Callable[..., Fleet], where: str) -> None:
     """The manager refuses the JOIN, or the worker dies at once: the server goes on with what it had."""
-    fleet = make_fleet(heartbeat_ms=PATIENT_MS)
+    fleet = make_fleet(heartbeat_ms=PATIENT_MS, patches=PATIENT_SERVERS)
     server = fleet.servers[0]
     patched, switch = (fleet.manager, "one_worker") if where == "manager" else (server, "dying")
-    patched.patches = (f"call=tests.support.patched_growth:{switch}",)
+    patched.patches = (*PATIENT_SERVERS, f"call=tests.support.patched_growth:{switch}")
     patched.end()
     patched.start()
     fleet.wait_settled()
@@ -410,7 +410,7 @@ def test_a_worker_that_is_not_taken(make_fleet: Callable[..., Fleet], where: str
             records = clients.records()
         records.assert_right()
         assert records.between(clients.ready_at, time.monotonic()).count(FAILED, OUTAGE) == 0, records.summary()
-    patched.patches = ()
+    patched.patches = PATIENT_SERVERS
     patched.end()
     patched.start()
     fleet.wait_settled()

@@ -20,7 +20,7 @@ import pytest
 from simm.client import Client
 from simm.wire import messages as M
 from tests.support.child import alive
-from tests.support.fleet import Fleet, Server
+from tests.support.fleet import PATIENT_SERVERS, Fleet, Server
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, load
 from tests.support.waiting import wait_until
 
@@ -33,8 +33,14 @@ PATIENT_MS = 1000
 @pytest.fixture
 def make_fleet(nothing_is_left: Path) -> Iterator[Callable[..., Fleet]]:
     with ExitStack() as stack:
-        yield lambda *arguments, **more: stack.enter_context(
-            Fleet(Path(tempfile.mkdtemp(prefix="m", dir=nothing_is_left)), *arguments, heartbeat_ms=PATIENT_MS, **more)
+        yield lambda *arguments, patches=PATIENT_SERVERS, **more: stack.enter_context(
+            Fleet(
+                Path(tempfile.mkdtemp(prefix="m", dir=nothing_is_left)),
+                *arguments,
+                heartbeat_ms=PATIENT_MS,
+                patches=patches,
+                **more,
+            )
         )
 
 
@@ -128,7 +134,7 @@ def test_mover_and_worker_killed_in_the_middle(make_fleet: Callable[..., Fleet],
     """A mover that dies is replaced and loses nothing; with the worker goes what was still to come, and that only."""
     hold = tmp_path / "hold"  # else a mover may be done before it is killed
     hold.touch()
-    fleet = make_fleet(1, patches=[f"moves={hold}"])
+    fleet = make_fleet(1, patches=[f"moves={hold}", *PATIENT_SERVERS])
     with Client(fleet.manager.address, deadline_s=PATIENT_S) as client:
         keys = 500
         fill(client, keys)

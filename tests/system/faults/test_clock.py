@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.fleet import Fleet
+from tests.support.fleet import PATIENT_SERVERS, Fleet
 from tests.support.load import FAILED, MISS, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
@@ -45,7 +45,7 @@ def test_wall_clock_jumps(make_fleet: Callable[..., Fleet], nothing_is_left: obj
     try:
         os.pwrite(fd, struct.pack("<d", 0.0), 0)
         patches = [f"clock={path}"]
-        fleet = make_fleet(2, heartbeat_ms=200, manager_arguments=PATIENCE, patches=patches)
+        fleet = make_fleet(2, heartbeat_ms=200, manager_arguments=PATIENCE, patches=[*patches, *PATIENT_SERVERS])
         with Watch(fleet) as watch:
             with load(
                 fleet.manager.address, fleet.folder, patches=patches, deletes=False, deadline_s=PATIENT_S

@@ -12,7 +12,7 @@ import pytest
 from simm.client import Client
 from simm.wire import messages as M
 from tests.support.crowds import crowd, enough_files
-from tests.support.fleet import Fleet
+from tests.support.fleet import PATIENT_SERVERS, Fleet
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 from tests.support.standing import descriptors
@@ -29,7 +29,7 @@ SOFT_LIMIT = 1024
 @pytest.fixture
 def small(make_fleet: Callable[..., Fleet]) -> Fleet:
     """One data server; both are started with the soft limit of files that most systems have."""
-    return make_fleet(1, patches=[f"files={SOFT_LIMIT}"])
+    return make_fleet(1, patches=[f"files={SOFT_LIMIT}", *PATIENT_SERVERS])
 
 
 def measure_exists(fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from simm.client import Client
-from tests.support.fleet import Fleet
+from tests.support.fleet import PATIENT_SERVERS, Fleet
 from tests.support.load import FAILED, GET, OUTAGE, PATIENT_S, PUT, load
 from tests.support.measures import measured
 from tests.support.waiting import wait_until
@@ -72,12 +72,12 @@ def join_when_full(fleet: Fleet, seconds: float) -> None:
 
 @pytest.mark.fault("F31", ci=1)
 def test_an_empty_server_joins_a_full_cluster(make_fleet: Callable[..., Fleet]) -> None:
-    join_when_full(make_fleet(2, memory="32M"), 0.6)
+    join_when_full(make_fleet(2, memory="32M", patches=PATIENT_SERVERS), 0.6)
 
 
 @pytest.mark.fault("F31", whole=5)
 @pytest.mark.slow
 def test_empty_servers_join_a_full_cluster(make_fleet: Callable[..., Fleet]) -> None:
-    fleet = make_fleet(3, memory="256M")
+    fleet = make_fleet(3, memory="256M", patches=PATIENT_SERVERS)
     for _ in range(5):
         join_when_full(fleet, 5.0)

@@ -12,7 +12,7 @@ import pytest
 
 from simm.wire import messages as M
 from tests.support.child import Child, module_command
-from tests.support.fleet import Fleet
+from tests.support.fleet import PATIENT_SERVERS, Fleet
 from tests.support.load import FAILED, MISS, OUTAGE, PATIENT_S, load
 from tests.support.measures import measured
 
@@ -73,10 +73,10 @@ def malformed(fleet: Fleet, count: int, seed: int) -> None:
 
 @pytest.mark.fault("F11", ci=20_000)
 def test_malformed_frames(make_fleet: Callable[..., Fleet]) -> None:
-    malformed(make_fleet(1), 20_000, 7)
+    malformed(make_fleet(1, patches=PATIENT_SERVERS), 20_000, 7)
 
 
 @pytest.mark.fault("F11", whole=10_000_000)
 @pytest.mark.slow
 def test_a_million_malformed_frames(make_fleet: Callable[..., Fleet], amount: int | None) -> None:
-    malformed(make_fleet(1), amount or 1_000_000, 11)
+    malformed(make_fleet(1, patches=PATIENT_SERVERS), amount or 1_000_000, 11)

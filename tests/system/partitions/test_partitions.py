@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.dose import dosed
-from tests.support.fleet import Fleet
+from tests.support.fleet import PATIENT_SERVERS, Fleet
 from tests.support.load import FAILED, GET, OK, OUTAGE, PATIENT_S, PUT, Clients, Records, load
 from tests.support.measures import measured
 from tests.support.pace import Pace
@@ -70,6 +70,7 @@ def start(hosts: Hosts, scratch: Path, heartbeat_ms: int | None) -> Fleet:
         manager_arguments=() if heartbeat_ms is None else ("--dead-after", "10"),
         places=[hosts[position] for position in range(4)], run_folder=hosts.run_folder,
         run_folders=[f"{Path(hosts.run_folder).parent}/host{position}" for position in servers],
+        patches=PATIENT_SERVERS,
     )  # fmt: skip
 
 
