@@ -16,6 +16,10 @@ before is then found under no key, and is evicted in time. What holds:
   be reached, they keep the one they know. A new keyspace that knows none misses until it can be read.
 * A generation that was evicted, or lost with its server, is stored again by any keyspace that knows it. If none does,
   a new one begins. It is the time in nanoseconds, so nothing was ever stored under it.
+
+A flush forgets; it tells nobody of other weights. A keyspace whose engine goes on with the old weights stores under the
+new generation, and all read it. Where engines of one scope get new weights one after the other, it takes a version in
+the scope or in the keys.
 """
 
 from __future__ import annotations

@@ -11,17 +11,19 @@ group of heads. A value is read straight into the host pool, and put straight ou
 
 Who reads whose pages
 ---------------------
-A page's key begins with the *identity* of its pool (``keyspace.py``): model, revision, quantization, data type,
-layout, geometry, page size, the layers and heads that this rank has, weight version and salt. Two pools that differ in
-any of it share nothing. A pool that all tensor-parallel ranks have alike (MLA, its indexers) has no rank in its
-identity, so that any width shares it. The log has the facts of each identity, to compare two engines that should share
-but do not.
+A page's key begins with the *identity* of its pool (``keyspace.py``): model, revision, data type, layout, geometry,
+page size, the layers and heads that this rank has, weight version, salt, and all settings that decide what a page holds
+(``hicache/facts.py``). Pools that have layers of a draft model have that model in it, too. Two pools that differ in any
+of it share nothing. A pool that all tensor-parallel ranks have alike (MLA, its indexers) has no rank in its identity,
+so that any width shares it. The log has the facts of each identity, to compare two engines that should share but do
+not.
 
 Weight versions
 ---------------
 An update of the weights changes SGLang's ``weight_version``, and after that SGLang flushes its own caches, which
 replaces its storage threads. Pages that a thread of before still has in hand are of the old weights. So a thread keeps
-to the version of its first call: as soon as the engine has another one, it stores nothing and finds nothing.
+to the version that it began with: as soon as the engine has another one, it stores nothing and finds nothing
+(``hicache/weight_versions.py``).
 
 Failures
 --------
@@ -33,7 +35,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,9 +52,10 @@ from ..errors import UsageError
 from ..host.buffers import Span
 from ..schemes.scheme import Scheme
 from ..wire.status import Status
-from . import hit_policies
 from .complaints import Complaints
-from .host_pools import GEOMETRY, HostPool, buffers, head_of, of_pages, sinks_of, source, whole
+from .hicache import facts, hit_policies
+from .hicache.host_pools import GEOMETRY, HostPool, buffers, head_of, of_pages, sinks_of, source, whole
+from .hicache.weight_versions import WeightVersions
 from .keyspace import Keyspace, connect, identity
 from .registration.registrar import Registrar, under_names
 
@@ -122,8 +124,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``. Of its ``extra_config``: ``manager_address``
             (``"host:port"``, several separated by commas; default SIMM_MANAGER), ``namespace`` (default
-            SIMM_NAMESPACE), ``model`` (stands for the model's name, path and revision in keys), ``salt`` (part of all
-            keys), ``weight_version`` (of the weights on disk), ``deadline_ms``.
+            SIMM_NAMESPACE), ``model`` (stands for the model's name, path and revision in keys, and for nothing else),
+            ``salt`` (part of all keys), ``weight_version`` (of the weights on disk), ``deadline_ms``.
         client: for tests, and for programs that have one. Otherwise a client is made, and closed by :meth:`close`.
 
     Raises RuntimeError with a sentence for a wrong setting, or if the managers refuse this client.
@@ -139,7 +141,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._model = self._model_facts()
         self._keyspace = Keyspace(self._client, f"sglang/{identity(self._model)}")
         self._pools: dict[str, HostPool] = {}
-        self._thread = threading.local()
+        self._versions = WeightVersions(functools.partial(_version, str(self._options.get("weight_version", ""))))
         self._registrar = Registrar(self._client, self.complain)
         self._samples = {name: deque[float](maxlen=_SAMPLES_MAX) for name in _STATISTICS}
         log.info("SiMM's backend for SGLang: scope %s of %s", self._keyspace.scope, self._model)
@@ -159,27 +161,27 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _model_facts(self) -> dict[str, Any]:
         """Return what a flush of the storage covers: all pages of this model, whatever the rank."""
-        facts: dict[str, Any] = {"form": _FORM, "salt": self._options.get("salt", "")}
+        known = {"form": _FORM, "salt": self._options.get("salt", ""), **facts.of_weights(_served)}
         if "model" in self._options:
-            return {**facts, "model": self._options["model"]}
-        served = _served("model_path", "revision", "quantization", "json_model_override_args")
-        return {**facts, "model": getattr(self._config, "model_name", None), **served}
+            return {**known, "model": self._options["model"]}
+        named = _served("model_path", "revision")
+        return {**known, "model": getattr(self._config, "model_name", None), **named}
 
     def _rank_facts(self, replicated: bool, main: bool, rank: int | None = None) -> list[dict[str, Any]]:
         """Return for each value of a page which part of the model's heads and tokens it has; ``rank`` None: ours."""
         config = self._config
-        facts = {
+        known = {
             name: getattr(config, name, default)
             for name, default in (("pp_rank", 0), ("pp_size", 1), ("attn_cp_rank", 0), ("attn_cp_size", 1),
                                   ("dcp_rank", 0), ("dcp_size", 1), ("logical_page_size", None))
         }  # fmt: skip
         if replicated:
-            return [facts]
+            return [known]
         rank, width = getattr(config, "tp_rank", 0) if rank is None else rank, getattr(config, "tp_size", 1)
         groups = 1
         if main and getattr(config, "should_split_heads", False):
             groups = max(1, (getattr(config, "tp_lcm_size", None) or width) // width)
-        return [{**facts, "tp_rank": rank * groups + i, "tp_size": width * groups} for i in range(groups)]
+        return [{**known, "tp_rank": rank * groups + i, "tp_size": width * groups} for i in range(groups)]
 
     def _replicated(self, name: str, host: Any) -> bool:
         """Return whether all tensor-parallel ranks have the same pages in this pool.
@@ -192,10 +194,14 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _pool_facts(self, name: str, host: Any, rank: int | None = None) -> list[dict[str, Any]]:
         geometry = {each: getattr(host, each, None) for each in GEOMETRY}
-        facts = {
-            **self._model, "pool": name, "class": type(host).__name__, **_served("dtype", "kv_cache_dtype"),
+        known = {
+            **self._model, "pool": name, "class": type(host).__name__, **facts.of_numbers(_served),
             **{each: value for each, value in geometry.items() if value is not None},
         }  # fmt: skip
+        # Only a pool that says so has no layers of the draft model.
+        layers, of_target = geometry["layer_num"], geometry["target_layer_num"]
+        if name.startswith("draft") or of_target is None or of_target != layers:
+            known |= facts.of_draft(_served)
         ranks = self._rank_facts(self._replicated(name, host), name == str(PoolName.KV), rank)
         if len(ranks) > 1:
             heads, rest = divmod(int(getattr(host, "head_num", 0)), len(ranks))
@@ -203,18 +209,15 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 raise UsageError(f"{len(ranks)} groups do not divide the heads of pool {name}")
         # Bytes of a group of heads are the same in a pool of one group, whose own width is that of the widest engine.
         widest = getattr(self._config, "tp_lcm_size", None)
-        if widest and facts.get("layout") == "page_head":
-            facts = {each: facts[each] for each in facts if each not in _OF_HEADS} | {"tp_lcm_size": widest}
-            facts["heads"] = int(getattr(host, "head_num", 0)) // len(ranks)
-        return [{**facts, **rank} for rank in ranks]
+        if widest and known.get("layout") == "page_head":
+            known = {each: known[each] for each in known if each not in _OF_HEADS} | {"tp_lcm_size": widest}
+            known["heads"] = int(getattr(host, "head_num", 0)) // len(ranks)
+        return [{**known, **rank} for rank in ranks]
 
     def _weights(self) -> str | None:
         """Return the weight version for the calling thread; None if it works for weights that are gone."""
-        own = str(self._options.get("weight_version", ""))
-        now = f"{own}:{_served('weight_version').get('served_weight_version', '')}"
-        seen = getattr(self._thread, "weights", None)
-        if seen is None:
-            self._thread.weights = seen = now
+        self._versions.look()
+        seen, now = self._versions.of_caller(), self._versions.now()
         if seen == now:
             return now
         self.complain("weights", "the weights changed from version %s to %s without a flush of the engine's caches: "
@@ -243,6 +246,7 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             except Exception as exc:  # its pages still work, by copies
                 log.info("a buffer of pool %s is not registered: %s", name, exc)
         self._pools[name] = pool
+        self._versions.watch()
 
     def _pool(self, name: Any) -> HostPool:
         pool = self._pools.get(str(name))
@@ -263,8 +267,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             return []
         ranks = 1 if self._replicated(pool.name, pool.host) else getattr(config, "tp_size", 1) or 1
         heads = [
-            head_of(pool.name, facts, weights)
-            for rank in range(ranks) for facts in self._pool_facts(pool.name, pool.host, rank)
+            head_of(pool.name, known, weights)
+            for rank in range(ranks) for known in self._pool_facts(pool.name, pool.host, rank)
         ]  # fmt: skip
         options = {"scope": self._keyspace.scope, "generation": generation, "heads": ",".join(heads)}
         return under_names(Scheme("any", "sglang-pages", pool.page_tokens, ranks, options=options), names)
@@ -500,13 +504,14 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         """Make all that was stored of this model unreadable, for all its ranks and engines."""
         if not self._keyspace.flush():
             log.warning("the flush reaches other engines only when SiMM's servers can be reached again")
-        weights, generation = self._weights(), self._keyspace.generation()
-        if weights is not None and generation is not None:
-            self._tell(weights, generation)  # routers count on none of the old pages
+        generation = self._keyspace.generation()
+        if generation is not None:
+            self._tell(self._versions.now(), generation)  # routers count on none of the old pages
 
     @_harmless(_nothing)
     def close(self) -> None:
         """Close the connection. Later calls find nothing and store nothing."""
+        self._versions.close()
         self._registrar.close()
         if self._owns:
             self._client.close()
@@ -546,6 +551,11 @@ def _served(*names: str) -> dict[str, Any]:
     return {f"served_{name}": getattr(source, name, None) for name in names}
 
 
+def _version(own: str) -> str:
+    """Return the version of the weights that the engine has now. ``own``: that of the weights on disk."""
+    return f"{own}:{_served('weight_version').get('served_weight_version', '')}"
+
+
 def _policy(transfer: Any) -> str:
     return str(getattr(transfer.hit_policy, "value", transfer.hit_policy))
 
@@ -558,5 +568,3 @@ def _asked(transfer: Any, keys: list[str]) -> list[str]:
         return list(transfer.keys)
     at = hit_policies.block_positions(len(keys), transfer.group_pages, transfer.block_pages)
     return [keys[position] for position in at]
-
-

@@ -45,6 +45,7 @@ from ..client import Client
 from ..errors import UsageError
 from ..host.buffers import Span
 from ..schemes.scheme import Scheme
+from . import vllm_facts
 from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
 from .registration.of_vllm import KINDS, Groups, adapters, hashing_of, names_of
@@ -178,7 +179,7 @@ class SimmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unus
         self._layerwise = _wanted_layerwise(options.get("layerwise", False), len(self._groups), vllm_config)
         self._facts = _facts_of(vllm_config, options)
         self._memory_facts = {
-            **_memory_facts_of(vllm_config), "kinds": kinds, "groups": [tuple(each) for each in self._groups],
+            **vllm_facts.of_memory(vllm_config), "kinds": kinds, "groups": [tuple(each) for each in self._groups],
         }  # fmt: skip
         self._alike = all(kind in _ALIKE for kind in kinds)
         staging_bytes = _staging_of(options.get("staging_mb"))
@@ -504,16 +505,6 @@ def _facts_of(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("model"):
         return {"form": _FORM, **facts, "model": options["model"]}
     return {"form": _FORM, **facts, "model": model.model, "revision": model.revision}
-
-
-def _memory_facts_of(vllm_config: Any) -> dict[str, Any]:
-    """Return what else must be equal for two blocks to be interchangeable, without their form."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    draft = getattr(getattr(vllm_config.speculative_config, "draft_model_config", None), "model", None)
-    return {
-        "dtype": model.dtype, "quantization": model.quantization, "cache_dtype": cache.cache_dtype,
-        "hash": cache.prefix_caching_hash_algo, "draft": draft, "overrides": getattr(model, "hf_overrides", None),
-    }  # fmt: skip
 
 
 def _wants_events(vllm_config: Any) -> bool:

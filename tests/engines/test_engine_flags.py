@@ -10,11 +10,14 @@ import io
 import json
 import re
 import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simm import cli
+from simm.connectors.hicache import facts
 from simm.tools import engine as printed
 from tests.engines.engine_processes import ROOT, Engine
 
@@ -73,6 +76,15 @@ def test_lmcache_takes_the_documentation(lmcache: Engine) -> None:
 
 def test_vllm_takes_the_documentation(vllm: Engine) -> None:
     takes_the_documentation(vllm, "vllm", 6)
+
+
+def test_sglang_has_all_settings_that_decide_what_pages_hold(engine: Engine) -> None:
+    """A setting that is renamed would be None in all engines, and they would share what they must not."""
+    ask = "import importlib.util as u; print(u.find_spec('sglang').submodule_search_locations[0])"
+    where = subprocess.run([engine.python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    names = set(re.findall(r'"(\w+)"', Path(where, "srt/arg_groups/field_order.py").read_text()))
+    assert "model_path" in names
+    assert not {*facts._WEIGHTS, *facts._NUMBERS, *facts._DRAFT, "load_format", "quantization_param_path"} - names
 
 
 def test_sglang(engine: Engine, whole_packages: str) -> None:

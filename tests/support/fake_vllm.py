@@ -119,11 +119,14 @@ class World:
     heads: int = 2
     hash: str = "sha256"
     extra: dict[str, Any] = field(default_factory=dict)
+    #: Further settings of vLLM's configurations, by the name of each.
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
     blocks: int = 16
 
     def config(self) -> Any:
-        draft = SimpleNamespace(draft_model_config=SimpleNamespace(model=self.draft)) if self.draft else None
-        return SimpleNamespace(
+        of_draft = SimpleNamespace(model=self.draft)
+        draft = SimpleNamespace(draft_model_config=of_draft) if self.draft else None
+        made = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
                 kv_connector_extra_config={"staging_mb": 1, **self.extra}, kv_load_failure_policy=self.policy,
                 is_kv_consumer=True, is_kv_producer=True,
@@ -138,8 +141,16 @@ class World:
                 decode_context_parallel_size=self.dcp, prefill_context_parallel_size=1,
             ),
             scheduler_config=SimpleNamespace(async_scheduling=self.asynchronous), speculative_config=draft,
-            kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=True), load_config=SimpleNamespace(),
         )  # fmt: skip
+        made.model_config.multimodal_config = SimpleNamespace()
+        places = {
+            **vars(made), "multimodal_config": made.model_config.multimodal_config, "draft_model_config": of_draft,
+            "draft": draft,
+        }  # fmt: skip
+        for name, settings in self.more.items():
+            vars(places[name]).update(settings)
+        return made
 
     def cache(self) -> Any:
         groups = [

@@ -43,7 +43,7 @@ WITHOUT = [computed(page) for prompt in PROMPTS for page in prompt]
 class SGLangEngine:
     """Restores what it finds of a prompt, computes the rest and stores it, by SGLang's calls."""
 
-    sources = ("sglang", "keyspace", "host_pools")
+    sources = ("sglang", "keyspace", "hicache/host_pools")
 
     def __init__(self, module: Any, client: Any) -> None:
         self.pool = Pool(pages=PAGES)

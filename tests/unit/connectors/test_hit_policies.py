@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from simm.connectors import hit_policies
+from simm.connectors.hicache import hit_policies
 
 
 def naive_trailing(stored: list[bool], pages: int, window: int) -> set[int]:

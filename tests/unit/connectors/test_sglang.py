@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from simm.connectors import host_pools
+from simm.connectors.hicache import facts, host_pools, weight_versions
 from simm.schemes import registry
 from simm.schemes.scheme import Request
 from simm.schemes.sglang import page_hashes
@@ -166,7 +168,9 @@ CONFIGS = [
 SERVED = [
     {"model_path": "/models/other"}, {"revision": "r2"}, {"quantization": "fp8"}, {"dtype": "float16"},
     {"kv_cache_dtype": "fp8_e5m2"}, {"json_model_override_args": '{"rope_theta": 1}'}, {"weight_version": "2"},
+    {"load_format": "dummy"}, {"quantization_param_path": "/not/there.json"},
 ]  # fmt: skip
+SERVED += [{name: "other"} for name in (*facts._WEIGHTS, *facts._NUMBERS, *facts._DRAFT)]
 VARIANTS = [("pool", each) for each in POOLS] + [("config", each) for each in CONFIGS]
 VARIANTS += [("served", each) for each in SERVED]
 
@@ -192,6 +196,51 @@ def test_a_difference_in_anything_shares_nothing(
     assert other.batch_get_v1(KEYS[:4], target.indices(*range(4))) == [False] * 4 and not target.raw.any()
 
 
+@pytest.mark.parametrize("change", SERVED, ids=str)
+def test_the_option_model_stands_for_name_path_and_revision_only(
+    engine: Engines, served: Served, change: dict[str, Any]
+) -> None:
+    pool, named = filled(6), {"extra_config": {"model": "m"}}
+    assert stores(engine(pool, **named), pool)
+    for name, value in change.items():
+        setattr(served, name, value)
+    same = set(change) <= {"model_path", "revision"}
+    assert engine(Pool(), **named, model_name="other").batch_exists(KEYS) == (8 if same else 0)
+
+
+def test_a_pool_without_layers_of_the_draft_model_is_shared_whatever_that_is(engine: Engines, served: Served) -> None:
+    def pools() -> tuple[Pool, dict[Any, Pool]]:
+        main, mixed, draft = filled(7), filled(8), filled(9)
+        main.target_layer_num, mixed.target_layer_num, draft.target_layer_num = 2, 1, 2  # type: ignore[attr-defined]
+        return main, {PoolName.SWA: mixed, PoolName.DRAFT: draft}
+
+    def held(backend: Any) -> list[bool]:
+        names = (PoolName.KV, PoolName.SWA, PoolName.DRAFT)
+        return [backend._stored([(backend._pool(name), KEYS[:1])])[0][0] for name in names]
+
+    main, others = pools()
+    backend = engine(main, others)
+    assert stores(backend, main)
+    backend.batch_set_v2([PoolTransfer(name, each.indices(0), KEYS[:1]) for name, each in others.items()])
+    assert held(engine(*pools())) == [True, True, True]
+    served.speculative_draft_model_path = "/models/draft"  # type: ignore[attr-defined]
+    assert held(engine(*pools())) == [True, False, False]
+
+
+def test_scales_are_known_by_the_contents_of_their_file(engine: Engines, served: Served, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.json", "copy.json", "other.json")]
+    for file, scale in zip(files, (1, 1, 2)):
+        file.write_text(f'{{"scale": {scale}}}')
+    pool = filled(6)
+    found = []
+    for file in files:
+        served.quantization_param_path = str(file)  # type: ignore[attr-defined]
+        backend = engine(pool)
+        found.append(backend.batch_exists(KEYS))
+        stores(backend, pool)
+    assert found == [0, 8, 0]
+
+
 @pytest.mark.parametrize(("kind", "change"), VARIANTS[:2] + VARIANTS[8:10], ids=str)
 def test_control_without_an_identity_the_other_ones_pages_are_read(
     engine: Engines, served: Served, monkeypatch: pytest.MonkeyPatch, kind: str, change: dict[str, Any]
@@ -214,6 +263,7 @@ def test_ranks_of_an_mla_model_share_and_ranks_of_others_do_not(engine: Engines)
 
 def test_what_ranks_of_an_mla_model_have_for_themselves_is_not_shared(engine: Engines) -> None:
     """Mamba states, and a draft model with heads; its indexer is shared."""
+
     def others(seed: int) -> dict[Any, Pool]:
         mamba = filled(seed, heads=None, page_size=1)
         return {PoolName.MAMBA: mamba, PoolName.DRAFT: filled(seed), PoolName.INDEXER: filled(seed, heads=None)}
@@ -326,6 +376,91 @@ def test_a_thread_that_saw_other_weights_stores_and_finds_nothing(engine: Engine
     assert elsewhere(lambda: stores(backend, pool, 3)) and elsewhere(lambda: backend.batch_exists(KEYS)) == 3
     served.weight_version = "default"
     assert backend.batch_exists(KEYS) == 2, "the old weights again, and this thread's version again"
+
+
+class Thread:
+    """A storage thread that makes a call when it is told to, perhaps the first one of its life."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._go = call, threading.Event()
+        self.found: Any = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._go.wait()
+        self.found = self._call()
+
+    def __call__(self) -> Any:
+        self._go.set()
+        self._thread.join()
+        return self.found
+
+
+@pytest.mark.parametrize("looks", ["another thread calls", "the watching thread looks"])
+def test_a_thread_that_has_called_nothing_yet_keeps_to_the_weights_it_began_with(
+    engine: Engines, served: Served, looks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that were computed before an update without a flush are the first that it stores."""
+    monkeypatch.setattr(weight_versions, "LOOK_S", 60.0 if looks == "another thread calls" else 0.005)
+    pool = filled(12)
+    backend = engine(pool)
+    late = Thread(lambda: stores(backend, pool))
+    if looks == "another thread calls":
+        assert backend.batch_exists(KEYS) == 0
+    else:
+        known = backend._versions._of
+        wait_until(lambda: late._thread in known, "it is seen")
+    served.weight_version = "step-2"
+    assert not late() and elsewhere(lambda: backend.batch_exists(KEYS)) == 0
+    assert elsewhere(lambda: stores(backend, pool)), "threads of after the flush"
+    backend.close()
+
+
+def test_control_a_thread_that_nobody_has_seen_stores_old_pages_late(
+    engine: Engines, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_versions, "LOOK_S", 60.0)
+    pool = filled(12)
+    backend = engine(pool)
+    late = Thread(lambda: stores(backend, pool))
+    served.weight_version = "step-2"
+    assert late()
+
+
+def test_threads_that_begin_while_the_version_changes_are_not_noted_as_of_before() -> None:
+    """The list of threads is taken between two looks at the version, and counts only if both are equal."""
+    versions = iter(["1", "2", "2", "2"])
+    watch = weight_versions.WeightVersions(lambda: next(versions))
+    watch.look()
+    assert watch.of_caller() == "2" and next(versions, None) is None
+
+
+def test_the_watching_thread_ends_with_its_backend(engine: Engines) -> None:
+    def watching() -> int:
+        return sum(each.name == "simm-weights" for each in threading.enumerate())
+
+    before = watching()
+    closed, dropped = engine(Pool()), engine(Pool())
+    assert watching() == before + 2
+    closed.close()
+    gc.disable()  # an engine may have frozen its objects
+    try:
+        del dropped
+        wait_until(lambda: watching() == before, "both have ended")
+    finally:
+        gc.enable()
+
+
+def test_clear_tells_routers_of_the_weights_of_now(engine: Engines, served: Served) -> None:
+    """It is called by a thread that no flush replaces."""
+    told: list[str] = []
+    backend = engine(Pool())
+    backend._registrar.tell = lambda what, _: told.append(what[0])
+    for version in ("default", "step-2"):
+        served.weight_version = version
+        backend.clear()
+    assert told == [":default", ":step-2"]
 
 
 def test_control_without_the_version_of_the_thread_old_pages_are_stored_late(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from simm.connectors import vllm_facts
 from simm.connectors.vllm_plan import Block, Load, Plan, Report
 from simm.schemes import registry
 from simm.schemes.scheme import Scheme
@@ -62,12 +63,30 @@ def engines() -> Iterator[Engines]:
         {"turned": True}, {"heads": 1}, {"hash": "sha256_cbor"}, {"draft": "org/draft"}, {"extra": {"salt": "s"}},
         {"extra": {"weight_version": "2"}}, {"extra": {"model": "name"}}, {"kind": "sliding_window", "window": 64},
         {"kinds": ("full_attention", "sliding_window"), "window": 9}, {"kind": "mla_attention"},
+        *({"more": {"model_config": {name: "other"}}} for name in (*vllm_facts.MODEL, "hf_overrides")),
+        *({"more": {"multimodal_config": {name: "other"}}} for name in vllm_facts.MEDIA),
+        {"more": {"load_config": {"load_format": "dummy"}}},
+        {"more": {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}},
     ],
     ids=str,
 )  # fmt: skip
 def test_engines_that_differ_share_nothing(engines: Engines, other: dict[str, Any]) -> None:
     own = engines.identity()
     assert own == engines.identity() and own != engines.identity(**other)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [*({"draft_model_config": {name: "other"}} for name in vllm_facts.DRAFT), {"draft": {"kv_cache_dtype": "fp8"}}],
+    ids=str,
+)
+def test_engines_with_other_draft_models_share_nothing(engines: Engines, more: dict[str, Any]) -> None:
+    own = engines.identity(draft="org/draft")
+    assert own == engines.identity(draft="org/draft") and own != engines.identity(draft="org/draft", more=more)
+
+
+def test_engines_that_load_the_same_weights_in_another_way_share(engines: Engines) -> None:
+    assert engines.identity() == engines.identity(more={"load_config": {"load_format": "runai_streamer"}})
 
 
 def test_models_and_weights_have_scopes_of_their_own_and_ranks_one(engines: Engines) -> None:

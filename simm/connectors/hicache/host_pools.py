@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..errors import UsageError
-from ..host.buffers import Pieces, Ranges, Span
-from ..sdk.batch import span_of
-from .keyspace import identity
+from ...errors import UsageError
+from ...host.buffers import Pieces, Ranges, Span
+from ...sdk.batch import span_of
+from ..keyspace import identity
 
 log = logging.getLogger("simm.connectors")
 
