@@ -296,12 +296,16 @@ class DataServer:
         """Ask the workers for their counters, once per heartbeat."""
         self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
         for slot in self.slots:
-            slot.worker.send(M.Stats(self.reports.detail), STATS_ID)
+            if not slot.worker.is_behind:
+                slot.worker.send(M.Stats(self.reports.detail), STATS_ID)
             for stream in slot.streams:
-                stream.send(M.Stats(0), STATS_ID)
+                if not stream.is_behind:
+                    stream.send(M.Stats(0), STATS_ID)
 
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
         """Take a worker's answer: its counters, or that it has taken over the map."""
+        if slot.order_waits:  # it reads again
+            self.send_shards(slot)
         if isinstance(msg, M.StatsReply):
             slot.take_stats(json.loads(msg.json))
             if not slot.ready:
@@ -327,10 +331,16 @@ class DataServer:
                 self.send_shards(slot)
 
     def send_shards(self, slot: WorkerSlot) -> None:
-        """Send a slot's worker what the newest map means for it."""
+        """Send a slot's worker what the newest map means for it; later, if it has not read the one before.
+
+        A worker that is stopped, or recovers an arena, would else have all maps of that time in this process's memory.
+        """
+        slot.current = False
+        slot.order_waits = slot.worker.is_behind
+        if slot.order_waits:
+            return
         slot.order_id += 1
         slot.order_epoch = self.member.epoch
-        slot.current = False
         order = self.member.order(slot.number)
         if self._retiring:
             order = DROP_ALL._replace(epoch=max(1, self.member.epoch), cluster=self.member.cluster)

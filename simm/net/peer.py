@@ -118,8 +118,8 @@ class Peer:
 
     __slots__ = (
         "address", "bulk", "closed", "conn", "context", "distrusted", "fds", "in_bytes", "in_mark", "loop", "mark_at",
-        "mark_bytes", "out", "out_bytes", "parse_more", "paused", "progress_at", "queued", "sent_bytes", "service",
-        "session", "sock", "take_fds", "wants",
+        "mark_bytes", "out", "out_bytes", "parse_more", "patient", "paused", "progress_at", "queued", "sent_bytes",
+        "service", "session", "sock", "take_fds", "wants",
     )  # fmt: skip
 
     def __init__(self, loop: PeerLoop, sock: socket.socket, service: Service, address: str) -> None:
@@ -138,6 +138,8 @@ class Peer:
         self.take_fds = False
         #: Of another user by a UNIX socket: what it sends, and the socket itself, may take hours to close.
         self.distrusted = False
+        #: The peer may stand still for as long as it likes: a process of the same server, which others watch.
+        self.patient = False
         self.fds: list[int] = []
         self.out: deque[bytes | memoryview] = deque()
         self.out_bytes = 0
@@ -300,6 +302,8 @@ class Peer:
 
     def stalled(self, now: float) -> bool:
         """Return True if the peer neither reads its replies nor finishes its frame. The loop asks every few seconds."""
+        if self.patient:
+            return False
         if self.out:
             if self.sent_bytes - self.mark_bytes >= OUT_LEAST_BYTES:
                 self.mark_bytes = self.sent_bytes

@@ -64,6 +64,8 @@ CORRUPT: Final = 4
 CORRUPT_S: Final = 10.0
 #: A worker or a stream that has answered nothing for so long hangs, or is stopped.
 SILENT_S: Final = 5.0
+#: A child whose connection is closed has so long to end by itself.
+END_S: Final = 1.0
 #: Added to the supervisor's first oom_score_adj: for itself, for a worker, and for processes that nobody misses.
 OOM_SUPERVISOR: Final = -500
 OOM_WORKER: Final = 50
@@ -227,6 +229,7 @@ class Supervised(Service):
         self.started_at = self.last_seen = self._clock()
         if self._on_message is not None:
             child.peer = self._children.loop.adopt(child.sock, self, self.name)
+            child.peer.patient = True  # it may be stopped, or recover an arena; whoever is missed is killed
             log.info("%s is process %d%s", self.name, child.pid, about)
 
     def _run(self, supervisor: socket.socket) -> None:
@@ -250,6 +253,24 @@ class Supervised(Service):
         if self._on_message is not None:
             self.last_seen = self._clock()
             self._on_message(decode(frame), frame.request_id)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the process has not read all that was sent to it, and what fits in the socket's buffer."""
+        return self.child is not None and self.child.peer is not None and bool(self.child.peer.out)
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        """Kill a process whose connection was closed without its end: it takes no orders any more.
+
+        It may be about to end by itself, with an exit code that says why.
+        """
+        self._children.loop.call_later(END_S, partial(self._kill_if_cut_off, peer, reason))
+
+    def _kill_if_cut_off(self, peer: Peer, reason: str) -> None:
+        child = self.child
+        if child is not None and child.peer is peer and not self._children.stopping:
+            log.error("the connection to %s (process %d) is closed (%s): ending it", self.name, child.pid, reason)
+            self.kill()
 
     def kill_if_silent(self, seconds: float) -> None:
         """Kill a process that has sent nothing for so long: it is stopped, or it hangs."""
@@ -347,6 +368,8 @@ class WorkerSlot:
         self.order_id = SHARDS_ID
         self.order_epoch = 0
         self.taken = 0
+        #: The newest map was not sent, as the process has not read what was sent before.
+        self.order_waits = False
         #: When its processes died, of late; and those deaths among them that may not go on.
         self.restarts: list[float] = []
         self.faults: list[float] = []

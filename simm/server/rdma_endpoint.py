@@ -148,6 +148,7 @@ class Endpoint(Service):
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Answer the supervisor on a socket pair; the endpoint ends when it closes."""
         peer = self.loop.adopt(sock, self, "supervisor")
+        peer.patient = True
         peer.context = lease = RdmaLease(Gate(M.Service.ENDPOINT, ()))
         lease.role = M.Role.SUPERVISOR
 

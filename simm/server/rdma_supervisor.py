@@ -160,7 +160,8 @@ class Endpoints:
     def _poll(self) -> None:
         for endpoint in self.by_worker.values():
             endpoint.process.kill_if_silent(SILENT_S)
-            endpoint.process.send(M.Stats(0), STATS_ID)
+            if not endpoint.process.is_behind:
+                endpoint.process.send(M.Stats(0), STATS_ID)
 
     def reap(self) -> None:
         """Replace endpoints that died."""

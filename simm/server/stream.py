@@ -142,6 +142,7 @@ class Stream(Service):
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Answer the supervisor on a socket pair; the stream ends when it closes."""
         self._supervisor = self.loop.adopt(sock, self, "supervisor")
+        self._supervisor.patient = True
         self._supervisor.context = state = ConnectionState(Gate(M.Service.STREAM, ()))
         state.role = M.Role.SUPERVISOR
 

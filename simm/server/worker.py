@@ -227,6 +227,7 @@ class Worker(Service):
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Serve the supervisor on a socket pair. The worker ends when it closes."""
         peer = self.loop.adopt(sock, self, "supervisor")
+        peer.patient = True  # the supervisor may be stopped in the middle of a frame
         peer.context.role = M.Role.SUPERVISOR
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:

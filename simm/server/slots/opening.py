@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -33,6 +34,10 @@ from ..worker import WorkerSettings, start_worker
 UNRECOVERED: Final = 3
 #: A worker gives the kernel so long to end a supervisor whose connection has closed.
 ORPHAN_S: Final = 30.0
+#: Exit code of a worker whose supervisor has closed the connection and lives.
+CUT_OFF: Final = 5
+#: A supervisor that ends closes its connections before the kernel gives its children another parent, moments later.
+REPARENTED_S: Final = 5.0
 
 OnMessage = Callable[[WorkerSlot, Any, int], None]
 
@@ -118,6 +123,9 @@ class Opener:
                 text = f"{arena.name} cannot be recovered: {exc or type(exc).__name__}"
                 raise ChildError(text, UNRECOVERED) from exc
             worker.run()
+            if worker.orphaned and not _reparented(parent):
+                # The arena stays open, as after a crash: only so a successor can take it over.
+                raise ChildError("the supervisor lives, and has closed its connection to this process", CUT_OFF)
             # The kernel's signal may come before the end of the supervisor's connection.
             orphaned = worker.orphaned or os.getppid() != parent
             gone = orphaned and arena.sealed  # with the supervisor, which cannot keep it any more
@@ -172,3 +180,13 @@ def close_all(shared: list[socket.socket | NamedSocket]) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(each.path)
         each.close()
+
+
+def _reparented(parent: int) -> bool:
+    """Return whether this process has another parent than ``parent``, or gets one within ``REPARENTED_S``."""
+    until = time.monotonic() + REPARENTED_S
+    while os.getppid() == parent:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.005)
+    return True

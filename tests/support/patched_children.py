@@ -1,0 +1,34 @@
+"""What a supervisor does to its children in tests: switches ``call=tests.support.patched_children:NAME``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+#: In the server's working folder: the supervisor closes its connection to the worker when it is there.
+CUT: Final = "cut"
+
+
+def cut() -> None:
+    """Close the connection to the worker when it is sent something while ``CUT`` is there."""
+    from simm.server.children import Supervised
+
+    send = Supervised.send
+
+    def send_and_cut(self: Supervised, *arguments: Any, **named: Any) -> None:
+        send(self, *arguments, **named)
+        if self.name.startswith("worker ") and os.path.exists(CUT):
+            os.unlink(CUT)
+            assert self.child is not None and self.child.peer is not None
+            self.child.peer.abort("a test")
+
+    Supervised.send = send_and_cut  # type: ignore[method-assign]
+
+
+def believing() -> None:
+    """A worker takes its supervisor for dead as soon as the connection is closed, and nobody kills it."""
+    from simm.server import children
+    from simm.server.slots import opening
+
+    vars(children).update(END_S=3600.0)
+    vars(opening).update(_reparented=lambda _: True, ORPHAN_S=1.0)
