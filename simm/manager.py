@@ -74,6 +74,7 @@ from .control.links import (
 from .control.pages import ManagerPages
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
+from .control.waiting import Waiting
 from .errors import ConfigError, CorruptionError, RemoteProtocolError, SimmError, printable
 from .net.http import Web
 from .net.listeners import bound_address, open_listener
@@ -142,8 +143,7 @@ class Manager(Service):
             self._tuning.traces.to_state,
         )  # fmt: skip
         self._settling = False
-        #: Requests that wait for what is stored: connection, request number, and the answer; None: the map.
-        self._waiting: list[tuple[Peer, int, Answer | None]] = []
+        self._waiting = Waiting()
         self._to_push: deque[Peer] = deque()
         self._push_frame, self._push_epoch = b"", 0
         self._encoded: Encoded | None = None
@@ -169,7 +169,7 @@ class Manager(Service):
         """Stop leading: forget the cluster, and close all connections so that peers look for the leader."""
         log.warning("standing by: %s", why)
         self.leading = False
-        self._waiting.clear()
+        self._waiting.take()
         self.advances.forget()
         for peer in [peer for peer in self.loop.peers if peer.service is self]:
             peer.close(why)
@@ -212,6 +212,7 @@ class Manager(Service):
 
     def on_close(self, peer: Peer, reason: str) -> None:
         self._subscribers.discard(peer)
+        self._waiting.drop(peer)
         for node in self._links.closed(peer):
             log.debug("connection of %s closed: %s", node[0], reason)
             self._apply(self.cluster.link_lost(self.loop.now, *node))
@@ -292,7 +293,7 @@ class Manager(Service):
                 peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))
             self.advances.asked(self._links.names(peer), state.follows)
             self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=self._links.has_joined(peer)))
-            self._waiting.append((peer, number, None))
+            self._waiting.add(peer, number)
             self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
             peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
@@ -356,7 +357,7 @@ class Manager(Service):
             self.loop.noise(logging.INFO, "%s: %s: %s", peer.address, status_name(answer.status), answer.message.text)
         self._apply(actions)
         if ordered and answer.status == Status.OK:
-            self._waiting.append((peer, number, answer))
+            self._waiting.add(peer, number, answer)
             self._answer_waiting()
         elif self.state.cover(self.cluster.epoch) and self._leads():
             peer.send_message(answer.message, number, status=answer.status)
@@ -384,8 +385,7 @@ class Manager(Service):
         if not self.state.cover(self.cluster.epoch) or self.state.holds_back or not self._leads():
             return
         found = self._map()
-        waiting, self._waiting = self._waiting, []
-        for peer, number, said in waiting:
+        for peer, number, said in self._waiting.take():
             if said is not None and not peer.closed:
                 peer.send_message(said.message, number, status=said.status)
             elif not peer.closed:

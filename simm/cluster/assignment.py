@@ -160,6 +160,13 @@ class Member:
         self._since, self._roles = all_since, all_roles
         return {worker: (all_since[worker].tobytes(), all_roles[worker].tobytes()) for worker in self.workers}
 
+    def take_if_displaced(self, shard_map: ShardMap) -> bool:
+        """Take a map by which another instance has this name, and return True; do nothing with any other one."""
+        instances = {info.instance for info in shard_map.workers if info.node == self.name}
+        if not instances or self.instance in instances or shard_map.cluster != self.cluster:
+            return False
+        return self.take_map(shard_map) is not None
+
     def take_epochs(self, msg: Epochs) -> None:
         """Take the epochs of namespaces, unless newer ones are known. The workers get them with the next map."""
         if self.epochs is None or msg.cluster != self.epochs.cluster or msg.epoch >= self.epochs.epoch:

@@ -1,4 +1,7 @@
-"""Make listening sockets, accept from them, set the TCP options of what they accept, and receive from it."""
+"""Make listening sockets, accept from them, set the TCP options of what they accept, and receive from it.
+
+Also begin to connect, without waiting.
+"""
 
 from __future__ import annotations
 
@@ -145,4 +148,18 @@ def listen_unix(path: str, *, group: int | None = None, backlog: int = 1024) -> 
     except OSError as exc:
         sock.close()
         raise OSError(exc.errno, f"cannot listen on {path}: {exc.strerror or exc}") from exc
+    return sock
+
+
+def dial(address: str, port: int) -> socket.socket:
+    """Begin to connect to a numeric address; the socket is writable when that has ended. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect((address, port))
+    except BaseException:
+        sock.close()
+        raise
     return sock

@@ -216,6 +216,10 @@ class Target(Path):
             self._no_listener = isinstance(exc.__cause__, (ConnectionRefusedError, FileNotFoundError))
             return None, str(exc), True
         self._no_listener = False
+        if session.welcome.instance not in (0, self.info.instance):
+            # One of this name that is cut off from the manager, or has just started: its values are not the map's.
+            session.close()
+            return None, f"{uds} is of another data server of this name", True
         return session, "", False
 
     def _connect_tcp(self, no_shm: str) -> tuple[TcpPath | None, str]:

@@ -41,6 +41,7 @@ from ..cluster.shard_map import ShardMap
 from ..errors import RemoteProtocolError, printable
 from ..host.processes import boottime_ns
 from ..net.channel import is_numeric
+from ..net.listeners import dial
 from ..net.loop import Loop
 from ..net.peer import Peer, Service
 from ..net.peer_uid import foreign_server
@@ -174,13 +175,11 @@ class Membership(Service):
         self._greeted = self._proven = False
         self._beating = self._leaving = False
         self._patience = 1
-        self._started = loop.clock()
-        self._moved_at = 0.0
-        #: When the last heartbeat was sent and the epoch that it acknowledged; an early heartbeat is scheduled.
+        self._started, self._moved_at = loop.clock(), 0.0
+        #: When the last heartbeat was sent and the epoch that it acknowledged.
         self._last_sent_at, self._acked_epoch = 0.0, 0
-        self._ack_due = False
-        #: A JOIN is due, see _join_later.
-        self._join_due = False
+        #: An early heartbeat, or a JOIN (see _join_later), is scheduled.
+        self._ack_due = self._join_due = False
 
     def __repr__(self) -> str:
         state = "joined" if self.joined else "linked" if self.peer is not None else "alone"
@@ -244,19 +243,9 @@ class Membership(Service):
         """Connect without blocking: the selector reports the end, a timer that it takes too long."""
         if self._leaving or self.peer is not None or self._connecting is not None:
             return
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            sock = dial(address, port)
         except OSError as exc:
-            self._lost(f"cannot connect: {exc.strerror or exc}")
-            return
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.connect((address, port))
-        except BlockingIOError:
-            pass
-        except OSError as exc:
-            sock.close()
             self._lost(f"cannot connect: {exc.strerror or exc}")
             return
         self._connecting = sock
@@ -269,8 +258,7 @@ class Membership(Service):
         self._connecting = None
         self.loop.unwatch(sock)
         trouble = "no answer" if late else ""
-        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if number:
+        if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             trouble = os.strerror(number)
         if trouble or self._leaving:
             sock.close()
@@ -477,6 +465,9 @@ class Membership(Service):
                 self.join()
                 return
             why = f"{_REFUSED}: {printable(msg.text)}"
+            if status == Status.NAME_TAKEN:
+                self.request(M.MapGet(self.member.epoch, 0), lambda reply, _status: self._on_namesake(why, reply))
+                return
             if status == Status.UNAUTHORIZED and self._proven and not self.joined_at:
                 self.delegate.give_up(why)
             elif self.peer is not None:
@@ -500,6 +491,14 @@ class Membership(Service):
         if not self._beating:
             self._beating = True
             self._beat()
+
+    def _on_namesake(self, why: str, msg: Any) -> None:
+        """Drop all values if another instance has this server's name by now; connect again in any case."""
+        if isinstance(msg, M.MapReply) and self.member.take_if_displaced(ShardMap(msg)):
+            log.error("another instance of %s has its place: all values are dropped", self.member.name)
+            self.delegate.on_map()
+        if self.peer is not None:
+            self.peer.close(why)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -565,10 +564,11 @@ class Membership(Service):
             self._ask_map()
 
     def _ask_map(self, known: int = 0) -> None:
-        """Ask for the map, and name the newest epoch ``known`` here: the manager goes beyond it."""
-        self.request(M.MapGet(max(self.member.epoch, known), _SERVES), lambda reply, _status: self._on_map(reply))
+        """Ask for the map, once at a time, and name the newest epoch ``known`` here: the manager goes beyond it."""
+        if self._on_map not in self._pending.values():
+            self.request(M.MapGet(max(self.member.epoch, known), _SERVES), self._on_map)
 
-    def _on_map(self, msg: Any) -> None:
+    def _on_map(self, msg: Any, _status: int = 0) -> None:
         if not isinstance(msg, M.MapReply) or not self.joined:
             return
         if msg.epoch == self.member.epoch and not self.member.fenced:

@@ -94,6 +94,8 @@ class WorkerSettings:
     #: gets the part that its memory is of all workers' now.
     tokens: Sequence[Token] = ()
     share: Callable[[], tuple[int, int]] = lambda: (1, 1)
+    #: The data server's, by which clients know that it is the one that their map names; 0 for none.
+    instance: int = 0
 
 
 #: Roles that may send FREEZE, and ADOPT or FINISH. The peer itself names its role, but members of the segment's group
@@ -371,7 +373,7 @@ class Worker(Service):
         peer.session = session.session
         welcome = M.Welcome(
             proto, session.namespace, _PATHS, 0, session.session, self.store.incarnation,
-            self.store.sessions.granted_bytes_max, self.settings.segment,
+            self.store.sessions.granted_bytes_max, self.settings.segment, self.settings.instance,
         )  # fmt: skip
         return reply(welcome, request_id)
 

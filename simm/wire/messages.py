@@ -45,9 +45,9 @@ class Hello(NamedTuple):
     cluster: int = 0
 
 
-@message(0x02, "H H H H Q Q Q s")
+@message(0x02, "H H H H Q Q Q s Q")
 class Welcome(NamedTuple):
-    """Answer to HELLO. ``segment`` is empty without a shm path, ``rdma_port`` 0 without an endpoint."""
+    """Answer to HELLO. ``segment`` is empty without a shm path, ``rdma_port`` or the server's ``instance`` 0: none."""
 
     proto: int
     namespace_id: int
@@ -57,6 +57,7 @@ class Welcome(NamedTuple):
     incarnation: int
     grant_bytes_max: int
     segment: str
+    instance: int = 0
 
 
 @message(0x03, "s")

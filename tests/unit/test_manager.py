@@ -253,3 +253,63 @@ def test_issue_what_is_confirmed_while_the_disk_fails_is_called_so(
         assert stored.draining() == ["b"] and stored.manager.status()["manager"]["trouble"] == ""
         nodes.request(link, "b", False)
         assert capsys.readouterr().err == "" and stored.draining() == []
+
+
+class Stuck:
+    """A coordinator that leads and takes no state any more, as etcd that has no room."""
+
+    term, leader, trouble, where = 1, None, "", "etcd"
+    full = False
+
+    def load(self) -> None:
+        return None
+
+    def save(self, _state: Any) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no room")
+
+    def resign(self, _state: Any) -> None:
+        pass
+
+
+def test_requests_for_a_map_that_cannot_be_stored_do_not_pile_up() -> None:
+    """Servers ask again with each heartbeat, and clients give up, close and connect again: for hours."""
+    now, coordinator = [1000.0], Stuck()
+    loop = Loop(lambda: now[0])
+    manager = Manager(loop, coordinator=coordinator)  # type: ignore[arg-type]
+    with contextlib.closing(loop), contextlib.ExitStack() as stack:
+
+        def talk() -> Talk:
+            made = Talk(loop, manager)
+            stack.enter_context(made.sock)
+            return made
+
+        def turns(count: int = 3) -> None:
+            for _ in range(count):
+                now[0] += 0.1
+                loop.run_once(0)
+
+        manager.poll()
+        assert manager.leading
+        coordinator.full = True
+        asker, joiner = talk(), talk()
+        joiner.ask(joining(1, "a", [INFO]), 1)
+        turns()
+        assert manager.state.holds_back
+        for number in range(1, 31):
+            asker.ask(M.MapGet(0, 0), number)
+            turns()
+        for number in range(30):
+            client = talk()
+            client.ask(M.MapGet(0, 0), 1)
+            turns()
+            if number:  # the first one stays
+                client.sock.close()
+        turns()
+        assert len(manager._waiting) == 8 + 1 and not any(peer.closed for peer in manager._waiting._of)
+        refused = [asker.hear() for _ in range(22)]
+        assert {frame.status for frame in refused} == {M.Status.BUSY} and refused[0].request_id == 9
+        coordinator.full = False
+        wait_until(lambda: turns() or not manager._waiting, "the map is stored")
+        answered = [asker.hear().request_id for _ in range(8)]
+        assert answered == list(range(1, 9))

@@ -108,7 +108,7 @@ class Opener:
             arena, any_uid = slot.segment, options.group is not None
             arena.lock_writer()
             fresh = self._stock.is_fresh(arena, slot.vault)
-            limits = options.tokens, partial(self._share_of, slot)
+            limits = options.tokens, partial(self._share_of, slot), self.instance
             settings = WorkerSettings(arena.name, arena.data.fd, options.poll_us, any_uid, *limits)
             try:
                 shares = keep_shares(self.live)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,20 @@ def test_a_worker_of_another_user_is_used_by_tcp_with_one_warning(
         assert (target.path, len(said), "SIMM_SERVER_UID" in target.reason) == (path, not named, not named)
         assert bool(target.reader) == bool(named)
         target.close()
+
+
+def test_a_server_of_the_same_name_that_the_map_does_not_name_is_not_read(cluster: FakeCluster) -> None:
+    """It is cut off from the manager, and another one has its name by now, with the same path on another host."""
+    worker = cluster.nodes[0].worker
+    settings = worker.worker.settings
+    own = cluster.nodes[0].info.instance
+    cluster.settled({0: ALL})
+    with worker.frozen():
+        worker.worker.settings = replace(settings, instance=own + 1)
+    client = cluster.client("auto")
+    assert client.wait_ready(WAIT_S) and client.put("k", b"value") and client.get("k") == b"value"
+    (found,) = [each for each in client.stats()["workers"] if each["node"] == cluster.nodes[0].name]
+    assert found["path"] == "tcp" and "another data server of this name" in str(found)
+    with worker.frozen():
+        worker.worker.settings = replace(settings, instance=own)
+    wait_until(lambda: client.get("k") and client.stats()["workers"][0]["path"] == "shm", "it is the one of the map")
