@@ -47,9 +47,8 @@ from .errors import ConfigError, SimmError, UsageError, printable
 from .host.file_locks import LockFile
 from .ipc import segments
 from .net.http import Web
-from .net.listeners import open_listener, require_free
+from .net.listeners import NamedSocket, open_listener, require_free
 from .net.loop import Loop
-from .net.named_socket import NamedSocket
 from .net.process import Child, end_children, end_with, raise_file_limit, stop_on_signals
 from .net.sd_notify import Notifier, keep_informed, reload_logs
 from .net.token_watch import watch_tokens

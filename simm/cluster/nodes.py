@@ -206,7 +206,7 @@ def join_fault(msg: Join) -> str:
             return f"worker {info.worker} has no capacity"
         if len(info.uds.encode()) > UDS_BYTES_MAX or len(info.host.encode()) > HOST_BYTES_MAX:
             return f"worker {info.worker} has an address that is too long"
-        if not is_word(info.host) or not info.uds.isprintable():
+        if not is_word(info.host) or not info.host.isascii() or not info.uds.isprintable():
             return f"worker {info.worker} has an address with characters that no address has"
     return ""
 

@@ -28,6 +28,7 @@ from ..errors import DeadlineError, NotSentError, RemoteProtocolError, Transport
 from ..host import fork
 from ..rpc import Connection, Flag, Frame, decode, encode
 from ..wire import messages as M
+from .addresses import resolve
 from .allowance import ALLOWANCE, LOOK_S
 from .peer_uid import foreign_server
 
@@ -170,10 +171,10 @@ class Channel:
     ) -> Channel:  # fmt: skip
         """Connect by TCP, and with ``tls`` by TLS (:func:`check_tls`). Raises TransportError."""
         until = time.monotonic() + deadline_s
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family, address = resolve(host, deadline_s)
         sock = _socket(family)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _connect(sock, (host, port), f"{host}:{port}", deadline_s)
+        _connect(sock, (address, port), f"{host}:{port}", max(0.001, until - time.monotonic()))
         if tls is not None:
             from .tls import connected  # most clients have no TLS
 
@@ -587,14 +588,3 @@ def _connect(sock: socket.socket, address: Any, name: str, deadline_s: float) ->
         sock.close()
         error = DeadlineError if isinstance(exc, TimeoutError) else TransportError
         raise error(f"cannot connect to {name}: {exc.strerror or exc}") from exc
-
-
-def is_numeric(host: str) -> bool:
-    """Return True if a host is an address, and no name that must be resolved."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host.partition("%")[0])
-        except OSError:
-            continue
-        return True
-    return False

@@ -29,8 +29,8 @@ from ..config.logs import log_as
 from ..errors import CorruptionError, SimmError
 from ..ipc.arena_files import OwnedArena
 from ..ipc.tally import Continued, Totals
+from ..net.listeners import NamedSocket
 from ..net.loop import Loop
-from ..net.named_socket import NamedSocket
 from ..net.peer import Peer, Service
 from ..net.process import (
     OOM_NEVER,

@@ -40,8 +40,7 @@ from ..cluster.epochs import Lease
 from ..cluster.shard_map import ShardMap
 from ..errors import RemoteProtocolError, printable
 from ..host.processes import boottime_ns
-from ..net.channel import is_numeric
-from ..net.listeners import dial
+from ..net.addresses import dial, is_numeric
 from ..net.loop import Loop
 from ..net.peer import Peer, Service
 from ..net.peer_uid import foreign_server

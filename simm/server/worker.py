@@ -42,8 +42,8 @@ from ..host.processes import boottime_ns, process_start
 from ..host.threads import CLOSER, WAITING_MAX
 from ..ipc.commit_ring import Ring, Withdrawals
 from ..ipc.tally import Tally, claims
+from ..net.listeners import NamedSocket
 from ..net.loop import Loop
-from ..net.named_socket import NamedSocket
 from ..net.peer import Peer, Service
 from ..net.peer_uid import credentials
 from ..net.process import stop_on_signals

@@ -17,7 +17,7 @@ import pytest
 from simm.client import Client
 from simm.config.startup import ensure_runtime_dir
 from simm.net.admission import HELLO_S
-from simm.net.named_socket import NamedSocket
+from simm.net.listeners import NamedSocket
 from simm.rpc import encode
 from simm.wire import messages as M
 from simm.wire.hello import client_hello

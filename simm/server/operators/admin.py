@@ -20,8 +20,8 @@ from ...config.live import LiveSettings, level_now, set_level
 from ...config.logs import reopen_logs
 from ...errors import RemoteProtocolError, SimmError, printable
 from ...ipc.segments import admin_path
+from ...net.listeners import NamedSocket
 from ...net.loop import Loop
-from ...net.named_socket import NamedSocket
 from ...net.peer import Peer, Service
 from ...net.peer_uid import credentials
 from ...net.process import Child

@@ -47,8 +47,8 @@ from ...host import numa
 from ...host.memory import mib
 from ...ipc import segments
 from ...ipc.arena_files import OwnedArena
+from ...net.listeners import NamedSocket
 from ...net.loop import Loop
-from ...net.named_socket import NamedSocket
 from ...net.process import end_children
 from ...rpc import encode
 from ...wire import messages as M

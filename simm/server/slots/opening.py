@@ -18,8 +18,7 @@ from ...config.live import LiveSettings
 from ...config.parsers import Address
 from ...host import numa
 from ...ipc import segments
-from ...net.listeners import open_listener
-from ...net.named_socket import NamedSocket
+from ...net.listeners import NamedSocket, open_listener
 from ...wire import messages as M
 from ..arena_stock import ArenaStock
 from ..children import OOM_WORKER, ChildError, Children, StreamProcess, Supervised, WorkerSlot

@@ -289,6 +289,7 @@ def test_the_long_gone_are_forgotten() -> None:
         Join(1, 0, "a", [*join("a", 1).workers, *join("a", 1).workers]),
         Join(1, 0, "a", [join("a", 1).workers[0]._replace(uds="u" * 109)]),
         Join(1, 0, "a", [join("a", 1).workers[0]._replace(host="é" * 128)]),
+        Join(1, 0, "a", [join("a", 1).workers[0]._replace(host="ä..b")]),  # a resolver cannot even be asked for it
     ],
 )  # fmt: skip
 def test_a_bad_join_is_refused_and_changes_nothing(bad: Join) -> None:

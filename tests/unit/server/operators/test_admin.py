@@ -17,8 +17,8 @@ from simm.config import logs
 from simm.config.live import LiveSettings
 from simm.errors import SegmentError, TransportError
 from simm.net.channel import Channel, Refused
+from simm.net.listeners import NamedSocket
 from simm.net.loop import Loop
-from simm.net.named_socket import NamedSocket
 from simm.server.operators import admin
 from simm.server.operators.admin import Admin
 from simm.wire import messages as M

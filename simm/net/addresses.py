@@ -1,0 +1,119 @@
+"""Find the addresses of hosts by their names within a deadline, and begin to connect.
+
+A resolver may hang for half a minute, and no timeout of a socket bounds it. So a thread asks it, one for each name at a
+time, and callers wait as long as they can. What it found last is good for ``KNOWN_S``, and for longer while it does not
+answer: an address that was right is a better guess than none, and who listens there says who it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Final
+
+from ..errors import DeadlineError, TransportError
+from ..host import fork
+
+#: An address is used for so long without asking again, seconds.
+KNOWN_S: Final = 5.0
+#: Names that are remembered.
+_NAMES_MAX: Final = 4096
+
+
+def is_numeric(host: str) -> bool:
+    """Return True if a host is an address, and no name that must be resolved."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host.partition("%")[0])
+        except (OSError, ValueError):  # ValueError: a null character, or a surrogate
+            continue
+        return True
+    return False
+
+
+def dial(address: str, port: int) -> socket.socket:
+    """Begin to connect to a numeric address; the socket is writable when that has ended. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect((address, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class _Name:
+    """What is known of one name. ``_lock`` is held where it is read or changed."""
+
+    def __init__(self) -> None:
+        self.found: tuple[socket.AddressFamily, str] | None = None
+        self.found_at = 0.0
+        #: Why the last question failed; empty if it did not.
+        self.trouble = ""
+        #: Set when the question that is under way has ended; None without one.
+        self.asked: threading.Event | None = None
+
+
+_lock = threading.Lock()
+_names: dict[str, _Name] = {}
+
+
+def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
+    """Return the family and the address of a host. Raises DeadlineError, TransportError."""
+    if is_numeric(host):
+        return (socket.AF_INET6 if ":" in host else socket.AF_INET), host
+    with _lock:
+        if len(_names) >= _NAMES_MAX and host not in _names:
+            _names.clear()  # questions under way end without effect
+        name = _names.setdefault(host, _Name())
+        if name.found is not None and time.monotonic() - name.found_at < KNOWN_S:
+            return name.found
+        asked = name.asked
+        if asked is None:
+            asked = name.asked = threading.Event()
+            try:
+                threading.Thread(target=_ask, args=(host, name, asked), name="simm-resolver", daemon=True).start()
+            except RuntimeError as exc:  # no thread can be started
+                name.asked = None
+                raise TransportError(f"there is no address for {host}: {exc}") from exc
+    in_time = asked.wait(max(0.0, deadline_s))
+    with _lock:
+        if name.found is not None:
+            return name.found
+    if not in_time:
+        raise DeadlineError(f"there is no address for {host}: the resolver has not answered within {deadline_s:.1f} s")
+    raise TransportError(f"there is no address for {host}: {name.trouble}")
+
+
+def _ask(host: str, name: _Name, asked: threading.Event) -> None:
+    """Ask the resolver, in a thread. An address of IPv4 comes first."""
+    found, trouble = None, "the resolver names none"
+    try:
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        answers.sort(key=lambda each: each[0] != socket.AF_INET)
+        for family, _kind, _protocol, _canonical, address in answers:
+            found = (family, str(address[0]))
+            break
+    except (OSError, TypeError, ValueError) as exc:  # also a name that cannot be one
+        trouble = getattr(exc, "strerror", None) or str(exc)
+    with _lock:
+        name.trouble = trouble
+        if found is not None:
+            name.found, name.found_at = found, time.monotonic()
+        name.asked = None
+    asked.set()
+
+
+def _after_fork_in_child() -> None:
+    """Begin anew: the thread that asks, and perhaps the lock's owner, are not in this process."""
+    global _lock
+    _lock = threading.Lock()
+    _names.clear()
+
+
+fork.in_child(_after_fork_in_child)
