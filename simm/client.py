@@ -510,18 +510,19 @@ class Client(
 
     async def in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """Run a blocking call in a thread. A cancellation is delivered when the call has ended and no longer uses its
-        buffers."""
+        buffers. Raises UsageError if the client is closed before the call begins."""
         from concurrent.futures import ThreadPoolExecutor
 
-        from .sdk.ops.waiting import in_executor  # with asyncio, 3 MiB that an engine without it does not need
+        from .sdk.ops.waiting import result_of  # with asyncio, 3 MiB that an engine without it does not need
 
         with self._start_lock:
             if self._closed:
                 raise UsageError("this client is closed")
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="simm-async")
-            executor = self._executor
-        return await in_executor(executor, call, arguments)
+            # Under the lock, as close() ends the executor. Not by a name: the job holds what its call raises.
+            answer = result_of(self._executor.submit(call, *arguments))
+        return await answer
 
     # -- state --------------------------------------------------------------------------------------
 

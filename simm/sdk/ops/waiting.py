@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
+
+from ...errors import UsageError
 
 _T = TypeVar("_T")
 
 
 async def in_executor(executor: Executor, call: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-    """Run a call in a thread. A cancellation is delivered when it has ended and no longer uses its buffers."""
-    job = executor.submit(call, *arguments)
+    """Run a call in a thread, and do :func:`result_of`."""
+    return await result_of(executor.submit(call, *arguments))
+
+
+async def result_of(job: Future[_T]) -> _T:
+    """Return a thread's answer. A cancellation is delivered when its call has ended and no longer uses its buffers.
+
+    Raises UsageError for a call that never began, as the client was closed.
+    """
     waiting = asyncio.wrap_future(job)
     try:
-        return await asyncio.shield(waiting)
+        # Not the future itself: who awaits one that close() cancels looks cancelled, and cannot tell the two apart.
+        await asyncio.wait((waiting,))
+        if waiting.cancelled():
+            raise UsageError("this client is closed")
+        return waiting.result()
     except asyncio.CancelledError:
         if not job.cancel():
             await _ended(waiting)

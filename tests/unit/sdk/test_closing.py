@@ -1,0 +1,166 @@
+"""A client that is closed under tasks of asyncio: their calls fail as a closed client's, and no task is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from simm import client as client_module
+from simm import kv
+from simm.errors import Code, UsageError
+from simm.testing import FakeClient, FakeStore
+from tests.support.kv_values import filled
+
+WAIT_S = 120.0
+THREADS = client_module._ASYNC_THREADS
+INVALID = int(Code.INVALID_ARGUMENT)
+
+
+class Busy:
+    """A client all of whose threads are in a call until :meth:`go_on`, or the end of the block."""
+
+    def __init__(self) -> None:
+        self._go_on, self._entered = threading.Event(), threading.Semaphore(0)
+        self.client = FakeClient(store=FakeStore(latency=self._wait))
+        self.begun = 0
+
+    def __enter__(self) -> Busy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+
+    def _wait(self, operation: str, keys: int) -> None:
+        if operation == "get":
+            self.begun += 1
+            self._entered.release()
+            assert self._go_on.wait(WAIT_S)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    async def fill(self) -> list[asyncio.Task[Any]]:
+        running = [asyncio.ensure_future(self.client.get_async("k")) for _ in range(THREADS)]
+        for _ in running:
+            assert await asyncio.to_thread(self._entered.acquire, timeout=WAIT_S)
+        return running
+
+
+@contextlib.asynccontextmanager
+async def closing(busy: Busy, close: Callable[[], None]) -> AsyncIterator[None]:
+    """Close the client while the block runs; at its end the threads go on."""
+    closer = threading.Thread(target=close)
+    closer.start()
+    try:
+        yield
+    finally:
+        busy.go_on()
+        await asyncio.to_thread(closer.join, WAIT_S)
+        assert not closer.is_alive()
+
+
+async def begun(*calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Return tasks that wait for a thread."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_a_call_that_waits_for_a_thread_is_refused_when_the_client_is_closed() -> None:
+    async def body() -> None:
+        with Busy() as busy:
+            client = busy.client
+            client.put("k", b"v")
+            running = await busy.fill()
+            queued, other = await begun(client.get_async("k"), client.put_async("l", b"w"))
+            async with closing(busy, client.close):
+                await asyncio.wait((queued, other), timeout=WAIT_S)
+                for each in (queued, other):
+                    assert each.done() and not each.cancelled(), "nobody cancelled it"
+                    assert isinstance(each.exception(), UsageError) and "closed" in str(each.exception())
+            assert await asyncio.gather(*running) == [b"v"] * THREADS, "those that had begun"
+            assert busy.begun == THREADS
+            with pytest.raises(UsageError, match="closed"):
+                await client.get_async("k")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_control_a_task_that_is_cancelled_is_cancelled(closed: bool) -> None:
+    """Also one whose call close() stops in the same moment."""
+
+    async def body() -> None:
+        with Busy() as busy:
+            running = await busy.fill()
+            (queued,) = await begun(busy.client.get_async("k"))
+            if closed:
+                executor = busy.client._executor
+                assert executor is not None
+                executor.shutdown(wait=False, cancel_futures=True)  # as close() does, first of all
+            queued.cancel()
+            running[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await queued
+            assert queued.cancelled() and not running[0].done(), "a call that has begun still uses its buffers"
+            busy.go_on()
+            with pytest.raises(asyncio.CancelledError):
+                await running[0]
+            await asyncio.gather(*running[1:])
+            busy.client.close()
+
+    asyncio.run(body())
+
+
+def test_a_close_just_before_a_call_gets_its_thread_is_a_closed_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor refused the call with a RuntimeError of its own."""
+    client = FakeClient()
+    client.put("k", b"v")
+    closer = threading.Thread(target=client.close)
+    submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
+
+    def close_first(executor: ThreadPoolExecutor, *given: Any) -> Future[Any]:
+        guarded = client._start_lock.locked()
+        if not closer.ident:
+            closer.start()
+            if not guarded:  # otherwise it waits for this call
+                closer.join(WAIT_S)
+        return submit(executor, *given)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", close_first)
+
+    async def body() -> None:
+        got = await asyncio.gather(client.get_async("k"), client.get_async("k"), return_exceptions=True)
+        assert all(each == b"v" or isinstance(each, UsageError) for each in got), got
+        await asyncio.get_running_loop().run_in_executor(None, closer.join, WAIT_S)
+        with pytest.raises(UsageError, match="closed"):
+            await client.get_async("k")
+
+    asyncio.run(body())
+
+
+def test_a_store_answers_with_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        with Busy() as busy:
+            monkeypatch.setattr(kv, "_client_for", lambda store: (busy.client, None))
+            monkeypatch.setattr(kv, "_leave", lambda store, key: busy.client.close())
+            store, view = kv.Store(), filled(b"value")
+            assert store.put("k", view) == 0
+            running = await busy.fill()
+            tasks = await begun(
+                store.get_async("k", view), store.mget_async(["k", "l"], [view, view]), store.put_async("l", view),
+                store.exists_async("k"), store.delete_async("k"), store.mpin_async(["k"]),
+            )  # fmt: skip
+            async with closing(busy, store.close):
+                await asyncio.wait(tasks, timeout=WAIT_S)
+            *codes, pins = [task.result() for task in tasks]
+            assert codes == [INVALID, [INVALID, INVALID], INVALID, False, INVALID] and pins.lengths == [INVALID]
+            await asyncio.gather(*running)
+
+    asyncio.run(body())
