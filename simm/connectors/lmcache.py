@@ -117,6 +117,11 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         except Exception as exc:  # its chunks still work, by copies
             log.info("LMCache's memory is not registered: %s", str(exc))
             self._arena = Arena(self._client, None)
+        #: What LMCache's engine and its GPU connector take a layer's chunk for. The connector asserts it.
+        self._layer_form = (
+            MemoryFormat.KV_MLA_FMT if metadata.use_mla
+            else MemoryFormat.KV_2TD if config.enable_blending else MemoryFormat.KV_T2D
+        )  # fmt: skip
         whole = Layout.of(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
         #: What a chunk's object, and one of a layer, is expected to be; None until one was seen.
         self._expected: dict[bool, tuple[Any, Any, Any] | None] = {
@@ -284,17 +289,28 @@ class SimmConnector(RemoteConnector):  # type: ignore[misc, unused-ignore]
         if self._binary:  # LMCache's deserializer looks into it
             return layout.form.startswith("BINARY") and layout.groups[0][1][0] == size
         mine = Layout.of(self.meta_fmt, self.meta_dtypes, self.meta_shapes)
-        if of_layer:  # its dimensions are in another order
+        if of_layer:
             (dtype, shape), (mine_dtype, mine_shape) = layout.groups[0], mine.groups[0]
             return (
-                len(layout.groups) == 1 and not layout.form.startswith("BINARY") and dtype == mine_dtype
-                and shape[-1] == mine_shape[-1]
+                len(layout.groups) == 1 and layout.form == self._layer_form.name and dtype == mine_dtype
+                and self._is_layer(shape, *mine_shape)
             )  # fmt: skip
         return layout.form == mine.form and len(layout.groups) == len(mine.groups) and all(
             dtype == mine_dtype and len(shape) == len(mine_shape)
             and shape[:2] == mine_shape[:2] and shape[3:] == mine_shape[3:]
             for (dtype, shape), (mine_dtype, mine_shape) in zip(layout.groups, mine.groups)
         )  # fmt: skip
+
+    def _is_layer(self, shape: Sequence[int], pair: int, layers: int, tokens: int, width: int) -> bool:
+        """Return whether a shape is one of a layer: that of a chunk, which is (keys and values, layers, tokens, width),
+        without the layers, in the order of this engine's form, of a full chunk or a part of one."""
+        if self._layer_form is MemoryFormat.KV_MLA_FMT:
+            wanted: tuple[int, ...] = (0, width)
+        else:
+            wanted = (pair, 0, width) if self._layer_form is MemoryFormat.KV_2TD else (0, pair, width)
+        return len(shape) == len(wanted) and all(
+            have == want if want else 0 < have <= tokens for have, want in zip(shape, wanted)
+        )
 
     # -- put ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ Locks
 A lookup *pins* what it finds (``Client.pin``): the values stay as they were found, whatever is evicted, replaced or
 deleted meanwhile, until LMCache has loaded and unlocked them. A lookup that finds many values holds them by one set of
 pins, which is released with the last of its locks. Pins are bounded (docs/pins.md). Values beyond that are held by
-their version alone, and a load of one that was evicted is a miss.
+their version alone, and a load of one that was evicted is a miss. A load reads from the oldest lock of a key, whose it
+may not be, and keeps it until it has read.
 
 Keys and values
 ---------------
@@ -65,11 +66,12 @@ _MODELS_MAX: Final = 64
 
 
 class _Held:
-    """What a lookup found: pinned, until the last of its locks is gone. The adapter's lock guards ``locks``."""
+    """What a lookup found: pinned, until nothing uses it any more. The adapter's lock guards ``users``."""
 
     def __init__(self, pins: Any) -> None:
         self.pins = pins
-        self.locks = 0
+        #: Its locks, and the loads that read from it now.
+        self.users = 0
 
 
 class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
@@ -220,14 +222,16 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             return bits
         held = _Held(self._client.pin(names))
         found = [at for at, length in enumerate(held.pins.lengths) if length is not None]
+        locked: list[int] = []
         with self._lock:
             if not self._closed:
+                locked = found
                 for at in found:
-                    held.locks += 1
+                    held.users += 1
                     self._locked.setdefault(names[at], deque()).append((held, at))
-        if not held.locks:
+        if not locked:
             self._release(held)
-        for at in found if held.locks else ():
+        for at in locked:
             bits.set(at)
         return bits
 
@@ -238,18 +242,19 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
 
     def submit_unlock(self, keys: list[Any]) -> None:
         """Give up one lock of each key. Keys that are not locked are left alone."""
-        free = []
         with self._lock:
+            given_up = []
             for name in self._names(keys):
                 holders = self._locked.get(name)
                 if not holders:
                     continue
-                held, _ = holders.popleft()
+                given_up.append(holders.popleft()[0])
                 if not holders:
                     del self._locked[name]
-                held.locks -= 1
-                if not held.locks:
-                    free.append(held)
+            free = _without_users(given_up)
+        self._release_later(free)
+
+    def _release_later(self, free: Iterable[_Held]) -> None:
         for held in free:
             try:
                 self._threads.submit(self._release, held)
@@ -273,6 +278,27 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
         slots = [self._arena.slot(each) for each in objects]
         with self._lock:
             locks = [self._locked[name][0] if name in self._locked else None for name in names]
+            # They may be another request's, and unlocked by it meanwhile: this load keeps them until it has read.
+            used = {lock[0] for lock in locks if lock is not None}
+            for held in used:
+                held.users += 1
+        try:
+            good, foreign = self._read_all(locks, names, slots)
+        finally:
+            with self._lock:
+                free = _without_users(used)
+            self._release_later(free)
+        for at in good:
+            bits.set(at)
+        if good:
+            self._notify_keys_accessed([keys[at] for at in good])
+        self._drop(foreign)
+        return bits
+
+    def _read_all(
+        self, locks: Sequence[tuple[_Held, int] | None], names: Sequence[str], slots: Sequence[Slot]
+    ) -> tuple[list[int], dict[str, int]]:
+        """Read values; return the places of those that were read, and the lengths of those that have another layout."""
         foreign: dict[str, int] = {}
         groups: dict[_Held | None, list[int]] = {}
         for at, lock in enumerate(locks):
@@ -284,12 +310,7 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
                     good.append(at)
                 elif length_of(got):
                     foreign[names[at]] = length_of(got)
-        for at in good:
-            bits.set(at)
-        if good:
-            self._notify_keys_accessed([keys[at] for at in good])
-        self._drop(foreign)
-        return bits
+        return good, foreign
 
     def _read(
         self, held: _Held | None, places: list[int], locks: Sequence[tuple[_Held, int] | None], names: Sequence[str],
@@ -383,6 +404,16 @@ class SimmL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore]
             self._complain("layout", "%d objects have another layout than this server's under its keys: dropped. Give"
                            " servers with one model name and other layouts a namespace each", len(foreign))  # fmt: skip
             self._client.delete_sized(list(map(self._client.digest, foreign)), list(foreign.values()))
+
+
+def _without_users(held: Iterable[_Held]) -> list[_Held]:
+    """Take a user from each; return those that have none left. The caller has the adapter's lock."""
+    free = []
+    for each in held:
+        each.users -= 1
+        if not each.users:
+            free.append(each)
+    return free
 
 
 def _registered(desc: Any) -> Span | None:

@@ -14,6 +14,8 @@ Differences
   makes all that was stored there before unreadable, for all clients, in one put. It returns 0, not a number of objects.
 * **A put of an existing key** returns 0 and stores nothing, as there; ``upsert`` replaces. A value has 1 to 67,088,384
   bytes. A larger one has no room (-200), as one that is larger than Mooncake's segments; an empty one is -600.
+* **Memory** is the host's. The CPU copies it, so a GPU's is refused with -600, and the log says what to use instead.
+* **A get session** that is unused for a minute may be ended by the next one: its values are pinned until then.
 * **An outage** is a miss to reads, and RPC_FAIL (-900) to puts, and so is a failure inside SiMM. No call raises. Before
   ``setup``, where Mooncake would crash, calls return -600.
 * **A call that has returned** uses its memory no more, whatever it returned. vLLM's encoder cache ends its engine after
@@ -29,7 +31,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -44,6 +46,7 @@ from ..wire.status import Status
 from .complaints import Complaints
 from .keyspace import Keyspace
 from .keyspace import replace as replaced
+from .mooncake_sessions import Held, Sessions
 from .mooncake_types import (
     FAILED,
     INVALID_PARAMS,
@@ -53,6 +56,8 @@ from .mooncake_types import (
     RPC_FAIL,
     TRANSFER_FAIL,
     BufferHandle,
+    DeviceMemory,
+    HostMemory,
     MooncakeHostMemAllocator,
     ObjectDataType,
     ReplicaDescriptor,
@@ -83,14 +88,6 @@ _P = ParamSpec("_P")
 
 #: What the name ``mooncake`` stands for in a command's processes.
 PATH: Final = Path(__file__).with_name("mooncake_path")
-
-
-class _Held:
-    """The values of a get session: read from where they were pinned."""
-
-    def __init__(self, pins: Any, keys: Sequence[str]) -> None:
-        self.pins = pins
-        self.left = set(keys)
 
 
 def _guarded(
@@ -140,7 +137,7 @@ class MooncakeDistributedStore:
         self._lock = threading.Lock()
         #: Registered memory by its address. Replaced with each change, as any thread may read it.
         self._registered: dict[int, Span] = {}
-        self._sessions: dict[str, tuple[_Held, int]] = {}
+        self._sessions = Sessions(self._complain)
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -191,10 +188,7 @@ class MooncakeDistributedStore:
         self._user = None  # what it has of its caller
         with self._lock:
             spans, self._registered = list(self._registered.values()), {}
-            held, self._sessions = list(self._sessions.values()), {}
-        for session in dict.fromkeys(each for each, _ in held):
-            with self._complain.ending("a get session"):
-                session.pins.release()
+        self._sessions.end_all()
         if self._registrar is not None:
             self._registrar.close()
         if client is not None:
@@ -228,9 +222,9 @@ class MooncakeDistributedStore:
 
     @_guarded(invalid)
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register memory, which RDMA then uses in place; return 0, or -600 for none, or one that is registered."""
+        """Register memory, which RDMA then uses in place; return 0, or -600 for a GPU's, a registered one or none."""
         client, _ = self._ready()
-        span = client.register(Span(buffer_ptr, size))
+        span = client.register(HostMemory({})(buffer_ptr, size))
         with self._lock:
             if buffer_ptr in self._registered:
                 return INVALID_PARAMS
@@ -250,12 +244,16 @@ class MooncakeDistributedStore:
             client.deregister(span)
         return OK
 
-    def _memory(self, address: int, size: int) -> Span:
-        """Return memory by address, with its registration if it has one. O(registrations). Raises UsageError."""
-        for start, span in self._registered.items():
-            if start <= address and address + size <= start + span.size:
-                return span.part(address - start, size)
-        return Span(address, size)
+    def _memory(self) -> HostMemory:
+        """Return what makes memory of the addresses of one call."""
+        return HostMemory(self._registered)
+
+    def _refused(self, what: str, why: UsageError) -> None:
+        """Log why a key fails alone. An engine passes a GPU's memory for each page, so that is not logged each time."""
+        if isinstance(why, DeviceMemory):
+            self._complain("device memory", "%s: %s", what, str(why))
+        else:
+            log.warning("%s: %s", what, why)
 
     # -- put ------------------------------------------------------------------------------------------
 
@@ -287,7 +285,8 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         """Store memory by address, for each key that does not exist; return a code for each."""
         same_length(keys, buffer_ptrs, sizes)
-        return self._put(keys, [functools.partial(self._memory, *each) for each in zip(buffer_ptrs, sizes)])
+        memory = self._memory()
+        return self._put(keys, [functools.partial(memory, *each) for each in zip(buffer_ptrs, sizes)])
 
     @_guarded(all_invalid, all_unreached)
     def batch_put_from_multi_buffers(
@@ -296,16 +295,13 @@ class MooncakeDistributedStore:
     ) -> list[int]:  # fmt: skip
         """Store what several pieces of memory make up, for each key that does not exist; return a code for each."""
         same_length(keys, all_buffer_ptrs, all_sizes)
-        return self._put(keys, [functools.partial(self._pieces, *each) for each in zip(all_buffer_ptrs, all_sizes)])
+        memory = self._memory()
+        return self._put(keys, [functools.partial(_pieces, memory, *each) for each in zip(all_buffer_ptrs, all_sizes)])
 
     @_guarded(invalid, unreached)
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
         """Store bytes, replacing an old value atomically."""
         return self._put([key], [lambda: source_of(value)], replace=True)[0]
-
-    def _pieces(self, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
-        same_length(addresses, sizes)
-        return pieces_of([self._memory(*each) for each in zip(addresses, sizes)])
 
     def _put(
         self, keys: Sequence[str], sources: Sequence[Callable[[], memoryview | Span]], *, replace: bool = False
@@ -332,7 +328,7 @@ class MooncakeDistributedStore:
                 log.warning("put: %s", exc)
                 codes[at] = NO_AVAILABLE_HANDLE
             except UsageError as exc:
-                log.warning("put: %s", exc)
+                self._refused("put", exc)
         there = [False] * len(todo)
         if todo and not replace:
             there = client.exists_digests([digest for _, digest, _ in todo])
@@ -386,7 +382,8 @@ class MooncakeDistributedStore:
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """:meth:`get_into` for several."""
         same_length(keys, buffer_ptrs, sizes)
-        sinks = [self._sink(functools.partial(self._memory, *each)) for each in zip(buffer_ptrs, sizes)]
+        memory = self._memory()
+        sinks = [self._sink(functools.partial(memory, *each)) for each in zip(buffer_ptrs, sizes)]
         return self._get(keys, sinks, [None] * len(keys))
 
     @_guarded(all_invalid)
@@ -399,27 +396,16 @@ class MooncakeDistributedStore:
         A shorter value is -800, a longer one -600.
         """
         same_length(keys, all_buffer_ptrs, all_sizes)
-        wants = [self._sink(functools.partial(self._ranges, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
+        memory = self._memory()
+        wants = [self._sink(functools.partial(_ranges, memory, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
         return self._get(keys, wants, [want.least if want is not None else None for want in wants])
-
-    def _ranges(
-        self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
-    ) -> Ranges:
-        """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where."""
-        same_length(addresses, sizes)
-        if offsets is None:
-            offsets = [sum(sizes[:at]) for at in range(len(sizes))]
-        same_length(addresses, offsets)
-        return ranges_of([
-            (offset, size, self._memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
-        ])  # fmt: skip
 
     def _sink(self, make: Callable[[], Span]) -> Span | None:
         """Return memory, or None for what makes no sense, which then fails alone."""
         try:
             return make()
         except UsageError as exc:
-            log.warning("get: %s", exc)
+            self._refused("get", exc)
             return None
 
     def _get(self, keys: Sequence[str], sinks: Sequence[Span | None], wanted: Sequence[int | None]) -> list[int]:
@@ -445,23 +431,14 @@ class MooncakeDistributedStore:
 
     @_guarded(all_invalid)
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """Pin values, to read ranges of them; return 0 for each, or -704 for a miss."""
+        """Pin values, to read ranges of them; return 0 for each, or -704 for a miss. Ends sessions that are unused."""
         client, _ = self._ready()
+        self._sessions.end_idle()  # whose values may be all that can be pinned
         names = self._names(keys)
         if names is None:
             return [OBJECT_NOT_FOUND] * len(keys)
         pins = client.pin(names)
-        found = [key for key, length in zip(keys, pins.lengths) if length is not None]
-        held = _Held(pins, found)
-        with self._lock:
-            before = [self._sessions[key][0] for key in found if key in self._sessions]
-            for at, key in enumerate(keys):
-                if pins.lengths[at] is not None:
-                    self._sessions[key] = held, at
-        self._end(zip(found, before))
-        if not found:
-            with self._complain.ending("a get session"):
-                pins.release()
+        self._sessions.begin(keys, pins)
         return [OBJECT_NOT_FOUND if length is None else OK for length in pins.lengths]
 
     @_guarded(all_invalid)
@@ -471,39 +448,30 @@ class MooncakeDistributedStore:
     ) -> list[int]:  # fmt: skip
         """Copy ranges of a session's values to memory; return the bytes copied for each, or -600, -704."""
         same_length(keys, all_buffer_ptrs, all_sizes, all_src_offsets)
-        codes = [INVALID_PARAMS] * len(keys)
-        wants: dict[_Held, list[tuple[int, int, Ranges]]] = {}
-        for at, key in enumerate(keys):
-            held = self._sessions.get(key)
-            places = all_buffer_ptrs[at], all_sizes[at], all_src_offsets[at]
-            ranges = self._sink(functools.partial(self._ranges, *places))
-            if held is None or not isinstance(ranges, Ranges) or ranges.least > (held[0].pins.lengths[held[1]] or 0):
-                continue
-            wants.setdefault(held[0], []).append((at, held[1], ranges))
-        for session, all_ranges in wants.items():
-            got = session.pins.get_ranges_many(
-                [position for _, position, _ in all_ranges],
-                [[(offset, length, keeper) for offset, length, _, keeper in each.parts] for _, _, each in all_ranges],
-            )
-            for (at, _, each), length in zip(all_ranges, got):
-                codes[at] = OBJECT_NOT_FOUND if length is None else each.total
+        memory, codes = self._memory(), [INVALID_PARAMS] * len(keys)
+        wants: dict[Held, list[tuple[int, int, Ranges]]] = {}
+        with self._sessions.reading(keys) as sessions:
+            for at, held in enumerate(sessions):
+                places = all_buffer_ptrs[at], all_sizes[at], all_src_offsets[at]
+                ranges = self._sink(functools.partial(_ranges, memory, *places))
+                if held is None or not isinstance(ranges, Ranges):
+                    continue
+                if ranges.least <= (held[0].pins.lengths[held[1]] or 0):
+                    wants.setdefault(held[0], []).append((at, held[1], ranges))
+            for session, all_ranges in wants.items():
+                got = session.pins.get_ranges_many(
+                    [position for _, position, _ in all_ranges],
+                    [[(offset, length, keeper) for offset, length, _, keeper in one.parts] for _, _, one in all_ranges],
+                )
+                for (at, _, each), length in zip(all_ranges, got):
+                    codes[at] = OBJECT_NOT_FOUND if length is None else each.total
         return codes
 
     @_guarded(invalid)
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
         """Release a session's values; return 0, also for keys of none."""
-        with self._lock:
-            ended = [(key, self._sessions.pop(key)[0]) for key in keys if key in self._sessions]
-        self._end(ended)
+        self._sessions.end(keys)
         return OK
-
-    def _end(self, ended: Iterable[tuple[str, _Held]]) -> None:
-        """Release pins whose last key this is."""
-        for key, held in ended:
-            held.left.discard(key)
-            if not held.left:
-                with self._complain.ending("a get session"):
-                    held.pins.release()
 
     # -- the rest --------------------------------------------------------------------------------------
 
@@ -551,6 +519,25 @@ class MooncakeDistributedStore:
         _, space = self._ready(keys)
         generation = space.generation()
         return None if generation is None else space.names(generation, keys)
+
+
+def _pieces(memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
+    """Return pieces of memory as a value."""
+    same_length(addresses, sizes)
+    return pieces_of([memory(*each) for each in zip(addresses, sizes)])
+
+
+def _ranges(
+    memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
+) -> Ranges:
+    """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where."""
+    same_length(addresses, sizes)
+    if offsets is None:
+        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+    same_length(addresses, offsets)
+    return ranges_of([
+        (offset, size, memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
+    ])  # fmt: skip
 
 
 #: The positional arguments of ``setup``.

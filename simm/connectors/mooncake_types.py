@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import logging
 import mmap
-from collections.abc import Sequence, Sized
-from typing import Any, Final, TypeVar
+import os
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import DeviceError, UsageError
 from ..host import numa
+from ..host.buffers import Span
 from ..wire.status import Status
+
+if TYPE_CHECKING:
+    from ..gpu.cuda import Driver
 
 _T = TypeVar("_T")
 
@@ -27,6 +33,9 @@ INVALID_PARAMS: Final = -600
 OBJECT_NOT_FOUND: Final = -704
 TRANSFER_FAIL: Final = -800
 RPC_FAIL: Final = -900
+
+#: CUDA_ERROR_INVALID_VALUE: the driver's answer for an address that it does not know.
+_UNKNOWN_TO_CUDA: Final = 1
 
 
 class ObjectDataType(enum.IntEnum):
@@ -130,6 +139,85 @@ class MooncakeHostMemAllocator:
     def free(self, ptr: int) -> int:
         """Give a block back; return 0, or -1 if it is none."""
         return OK if self._blocks.pop(ptr, None) is not None else FAILED
+
+
+class DeviceMemory(UsageError):
+    """A caller passes the address of a GPU's memory, where these calls take the host's."""
+
+
+class HostMemory:
+    """Memory by address, for one call of the store. The CPU copies from it and to it, and dies at a GPU's address.
+
+    Args:
+        registered: spans by their addresses, which were asked about when they were registered.
+    """
+
+    def __init__(self, registered: Mapping[int, Span]) -> None:
+        self._registered = registered
+        self._driver: Driver | None = None
+        self._asked = False
+
+    def __call__(self, address: int, size: int) -> Span:
+        """Return memory, with its registration if it has one. O(registrations).
+
+        Raises DeviceMemory for a GPU's, UsageError for what is none.
+        """
+        for start, span in self._registered.items():
+            if start <= address and address + size <= start + span.size:
+                return span.part(address - start, size)
+        made = Span(address, size)
+        if not self._asked:  # once a call: the caller had these addresses before
+            self._asked, self._driver = True, cuda_driver()
+        if self._driver is not None:
+            _check_host(self._driver, address)
+        return made
+
+
+#: Whether this process has been seen to use CUDA. It then does until it ends.
+_cuda_begun = False
+
+
+def cuda_driver() -> Driver | None:
+    """Return CUDA's driver, None if this process does not use it: there is no GPU memory then.
+
+    The question neither loads the driver nor begins its use. A process that forks later must not have done so.
+    """
+    global _cuda_begun
+    from ..gpu import cuda  # with none, it loads no more than ctypes
+
+    if not _cuda_begun:
+        try:
+            library = ctypes.CDLL(cuda.LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            return None
+        if library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())):
+            return None  # loaded, but not initialised
+        _cuda_begun = True
+    try:
+        return cuda.load()
+    except DeviceError:  # in a child after a fork, where no GPU can be used
+        return None
+
+
+def _check_host(driver: Driver, address: int) -> None:
+    """Raise DeviceMemory unless the CPU may use this address."""
+    from ..gpu import cuda
+
+    try:
+        kind, device = driver.memory_at(address)
+    except cuda.CudaError as exc:
+        if exc.code == _UNKNOWN_TO_CUDA:
+            return  # plain memory of the host
+        raise DeviceMemory(f"CUDA's driver does not say whose memory {address:#x} is: {exc}") from exc
+    if kind not in (cuda.MEMORY_DEVICE, cuda.MEMORY_UNIFIED):
+        return
+    with contextlib.suppress(cuda.CudaError):
+        if driver.managed(address):
+            return  # the CPU may use it, too
+    raise DeviceMemory(
+        f"{address:#x} is memory of GPU {device}, and Mooncake's API over SiMM takes host memory only: use SiMM's own"
+        " connector for this engine (docs/engines.md), or have the engine keep what it stores in host memory"
+    )
 
 
 def bind_to_numa_node(node: int) -> None:

@@ -599,15 +599,25 @@ class FakeCuda:
 
 def compiled(folder: Path) -> ctypes.CDLL | str:
     """``fake_cuda.c`` as a shared library; or why there is none."""
+    library = built(folder)
+    return ctypes.CDLL(str(library)) if library is not None else "there is no C compiler"
+
+
+def built(folder: Path, name: str = "") -> Path | None:
+    """Return the file of ``fake_cuda.c`` as a shared library, None without a compiler.
+
+    A process that loads it finds it again under ``name``, as the one that is loaded.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return "there is no C compiler"
+        return None
     library = folder / f"libfakecuda{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
     source = Path(__file__).with_name("fake_cuda.c")
     options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
+    options += [f"-Wl,-soname,{name}"] if name else []
     made = subprocess.run(
         [compiler, *options, "-o", library, source], capture_output=True, text=True, check=False
     )  # fmt: skip
     if made.returncode:
         raise AssertionError(made.stderr)
-    return ctypes.CDLL(str(library))
+    return library

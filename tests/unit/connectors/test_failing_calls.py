@@ -100,7 +100,7 @@ class SGLangEngine:
 class MooncakeEngine:
     """The same by Mooncake's calls, as consumers of its store make them."""
 
-    sources = ("mooncake", "keyspace")
+    sources = ("mooncake", "mooncake_sessions", "keyspace")
 
     @staticmethod
     def adapter_of(_module: Any) -> type:

@@ -220,7 +220,7 @@ def test_sessions_release_what_they_pinned(store: MooncakeDistributedStore, memo
     address = ctypes.addressof(memory)
     store.put_batch(["a", "b"], [b"aaaa", b"bbbb"])
     assert store.batch_get_session_start(["a", "b", "c"]) == [0, 0, -704]
-    first = store._sessions["a"][0]
+    first, _ = store._sessions._of["a"]
     assert store.batch_get_session_start(["b"]) == [0], "again: the later one counts"
     assert store.batch_get_session_end(["a"]) == 0 and first.left == set()
     with pytest.raises(Exception, match="released"):
