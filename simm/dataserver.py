@@ -310,7 +310,7 @@ class DataServer:
             if not slot.ready:
                 slot.ready = True
                 self.membership.join()
-        elif isinstance(msg, M.Done) and request_id == slot.order_id:
+        elif isinstance(msg, M.Done) and request_id == slot.order_id and not slot.order_waits:
             slot.current = True
             if self.member.abandoned:
                 self.membership.join()

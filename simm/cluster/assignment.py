@@ -165,6 +165,8 @@ class Member:
         instances = {info.instance for info in shard_map.workers if info.node == self.name}
         if not instances or self.instance in instances or shard_map.cluster != self.cluster:
             return False
+        if self.displaced and not self.fenced and shard_map.epoch == self.epoch:
+            return False  # it was taken before
         return self.take_map(shard_map) is not None
 
     def take_epochs(self, msg: Epochs) -> None:

@@ -206,9 +206,17 @@ def join_fault(msg: Join) -> str:
             return f"worker {info.worker} has no capacity"
         if len(info.uds.encode()) > UDS_BYTES_MAX or len(info.host.encode()) > HOST_BYTES_MAX:
             return f"worker {info.worker} has an address that is too long"
-        if not is_word(info.host) or not info.host.isascii() or not info.uds.isprintable():
+        if not _is_host(info.host) or not info.uds.isprintable():
             return f"worker {info.worker} has an address with characters that no address has"
     return ""
+
+
+def _is_host(host: str) -> bool:
+    """Return whether a resolver can be asked for this name, or it is an address."""
+    try:
+        return is_word(host) and bool(host.isascii() or host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def unknown_name(name: str, known: Iterable[str]) -> Answer:

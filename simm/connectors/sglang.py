@@ -246,7 +246,6 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             except Exception as exc:  # its pages still work, by copies
                 log.info("a buffer of pool %s is not registered: %s", name, exc)
         self._pools[name] = pool
-        self._versions.watch()
 
     def _pool(self, name: Any) -> HostPool:
         pool = self._pools.get(str(name))
@@ -511,7 +510,6 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     @_harmless(_nothing)
     def close(self) -> None:
         """Close the connection. Later calls find nothing and store nothing."""
-        self._versions.close()
         self._registrar.close()
         if self._owns:
             self._client.close()

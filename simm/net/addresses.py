@@ -18,6 +18,8 @@ from ..host import fork
 
 #: An address is used for so long without asking again, seconds.
 KNOWN_S: Final = 5.0
+#: A caller that has an older one waits so long for an answer, and then uses that.
+STALE_S: Final = 0.05
 #: Names that are remembered.
 _NAMES_MAX: Final = 4096
 
@@ -80,8 +82,11 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
                 threading.Thread(target=_ask, args=(host, name, asked), name="simm-resolver", daemon=True).start()
             except RuntimeError as exc:  # no thread can be started
                 name.asked = None
+                if name.found is not None:
+                    return name.found
                 raise TransportError(f"there is no address for {host}: {exc}") from exc
-    in_time = asked.wait(max(0.0, deadline_s))
+        patience_s = deadline_s if name.found is None else min(deadline_s, STALE_S)
+    in_time = asked.wait(max(0.0, patience_s))
     with _lock:
         if name.found is not None:
             return name.found

@@ -506,9 +506,12 @@ class HangWatch:
 
 
 def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:
-    """Tell workers that run until when values with an epoch may be read (``cluster/epochs.py``)."""
+    """Tell workers that run until when values with an epoch may be read (``cluster/epochs.py``).
+
+    One that has not read what was sent gets it with its next map, or with the next lease.
+    """
     for slot in slots:
-        if slot.worker.child is not None:
+        if slot.worker.child is not None and not slot.worker.is_behind:
             slot.worker.send(EpochLease(until_ns), STATS_ID)
 
 

@@ -2,10 +2,13 @@
 
 An engine changes its version of the weights first, and replaces its storage threads later, when it flushes its caches;
 or it does not flush at all. Until then a thread may have pages of the old weights in hand, although it makes its first
-call only now. So what counts is the version that was in force while a thread was seen to live for the first time, by
-whatever call of whatever thread. A watching thread looks, too: short prompts are stored without any call before.
+call only now. So what counts is the version at the first call that any thread made while this one lived.
 
-What is left: threads that begin, compute pages and see the next version come, all between two looks.
+Nothing looks between calls. A trainer may flush first, while its engine is paused, and then update the weights: the new
+threads have no pages then, and are of the version at the first call after that.
+
+What is left: pages that were computed before an update without a flush, when no thread had called anything since the
+flush before it. A prompt that is long enough to be looked for is such a call.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-#: How often the watching thread looks, seconds.
-LOOK_S: Final = 0.2
 #: Attempts to see the same version before and after the threads are listed.
 _ATTEMPTS: Final = 4
 
@@ -32,8 +33,6 @@ class WeightVersions:
         self.now = now
         self._lock = threading.Lock()
         self._of: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
-        self._stop = threading.Event()
-        self._watching = False
 
     def look(self) -> None:
         """Note the version of now for all threads that are new. O(threads)."""
@@ -51,26 +50,3 @@ class WeightVersions:
         """Return the version that the calling thread began with; None if it has not been seen yet."""
         with self._lock:
             return self._of.get(threading.current_thread())
-
-    def watch(self) -> None:
-        """Look from now on, every ``LOOK_S``, until :meth:`close` or until nobody has this object any more."""
-        with self._lock:
-            if self._watching or self._stop.is_set():
-                return
-            self._watching = True
-        self.look()
-        arguments = (weakref.ref(self), self._stop)
-        threading.Thread(target=_watch, args=arguments, name="simm-weights", daemon=True).start()
-
-    def close(self) -> None:
-        """End the watching thread. Idempotent."""
-        self._stop.set()
-
-
-def _watch(versions: weakref.ref[WeightVersions], stop: threading.Event) -> None:
-    while not stop.wait(LOOK_S):
-        alive = versions()
-        if alive is None:
-            return
-        alive.look()
-        del alive

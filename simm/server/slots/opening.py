@@ -100,9 +100,9 @@ class Opener:
     def worker_of(self, slot: WorkerSlot) -> Supervised:
         """Return the worker of a slot, which has its UNIX socket."""
         options = self.options
+        parent = os.getpid()  # not asked for in the child: the supervisor may have ended by then
 
         def body(supervisor: socket.socket) -> None:
-            parent = os.getppid()
             numa.pin(slot.node)
             arena, any_uid = slot.segment, options.group is not None
             arena.lock_writer()

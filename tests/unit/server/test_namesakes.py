@@ -45,6 +45,7 @@ def test_all_is_dropped_if_the_map_names_another_instance(manager: Manager, join
     assert joined.member.displaced and joined.member.epoch == 9
     assert not np.frombuffer(joined.orders[before].roles, np.uint8).any(), "it owns nothing"
     assert not joined.membership.joined
+    assert len(joined.orders) == before + 1, "once, however often its name is refused"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from simm.net.loop import Loop
 from simm.net.peer import STALL_S
 from simm.net.process import Child
 from simm.rpc import Connection, decode
-from simm.server.children import Children, Supervised, WorkerSlot
+from simm.server.children import Children, Supervised, WorkerSlot, send_lease
 from simm.wire import messages as M
 
 MAPS = 100
@@ -106,6 +106,25 @@ def test_the_answer_to_an_older_map_is_not_one_to_the_newest(world: World) -> No
     world.server._on_worker(world.slot, M.Done(0), number)
     assert not world.slot.current, "that was the second map"
     assert [msg.epoch for msg, _ in world.read() if isinstance(msg, M.Shards)] == [5]
+
+
+def test_an_answer_while_it_is_still_behind_is_not_one_to_the_newest(world: World) -> None:
+    """Only a part of what was queued has gone: the second map's answer comes, and the third has not been sent."""
+    for epoch in range(1, 4):
+        world.map(epoch)
+    world.peer.out.append(b"x" * 100)  # what else was queued, and has not gone
+    world.peer.out_bytes += 100
+    world.server._on_worker(world.slot, M.Done(0), world.slot.order_id)
+    assert world.slot.order_waits and not world.slot.current
+
+
+def test_no_leases_pile_up(world: World) -> None:
+    for epoch in range(1, 4):
+        world.map(epoch)
+    before = world.peer.out_bytes
+    for number in range(1000):
+        send_lease([world.slot], number)
+    assert world.peer.out_bytes == before
 
 
 @pytest.mark.parametrize("patient", [True, False], ids=["a process of the server", "control"])
