@@ -295,11 +295,9 @@ class DataServer:
         """Ask the workers for their counters, once per heartbeat."""
         self.loop.call_later(min(1.0, self.membership.heartbeat_s), self._poll_stats)
         for slot in self.slots:
-            if not slot.worker.is_behind:
-                slot.worker.send(M.Stats(self.reports.detail), STATS_ID)
+            slot.worker.send_unless_behind(M.Stats(self.reports.detail), STATS_ID)
             for stream in slot.streams:
-                if not stream.is_behind:
-                    stream.send(M.Stats(0), STATS_ID)
+                stream.send_unless_behind(M.Stats(0), STATS_ID)
 
     def _on_worker(self, slot: WorkerSlot, msg: Any, request_id: int) -> None:
         """Take a worker's answer: its counters, or that it has taken over the map."""

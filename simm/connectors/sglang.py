@@ -216,7 +216,6 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _weights(self) -> str | None:
         """Return the weight version for the calling thread; None if it works for weights that are gone."""
-        self._versions.look()
         seen, now = self._versions.of_caller(), self._versions.now()
         if seen == now:
             return now

@@ -249,6 +249,11 @@ class Supervised(Service):
         if self.child is not None and self.child.peer is not None and not self.child.peer.closed:
             self.child.peer.send(encode(msg, request_id, flags=flags))
 
+    def send_unless_behind(self, msg: Any, request_id: int = 0) -> None:
+        """Send what is said again and again; nothing to a process that :attr:`is_behind`."""
+        if not self.is_behind:
+            self.send(msg, request_id)
+
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         if self._on_message is not None:
             self.last_seen = self._clock()
@@ -511,8 +516,7 @@ def send_lease(slots: Iterable[WorkerSlot], until_ns: int) -> None:
     One that has not read what was sent gets it with its next map, or with the next lease.
     """
     for slot in slots:
-        if slot.worker.child is not None and not slot.worker.is_behind:
-            slot.worker.send(EpochLease(until_ns), STATS_ID)
+        slot.worker.send_unless_behind(EpochLease(until_ns), STATS_ID)
 
 
 def known_epochs(slots: Iterable[WorkerSlot], table: Epochs | None, cluster: int) -> list[NamespaceEpoch]:

@@ -160,8 +160,7 @@ class Endpoints:
     def _poll(self) -> None:
         for endpoint in self.by_worker.values():
             endpoint.process.kill_if_silent(SILENT_S)
-            if not endpoint.process.is_behind:
-                endpoint.process.send(M.Stats(0), STATS_ID)
+            endpoint.process.send_unless_behind(M.Stats(0), STATS_ID)
 
     def reap(self) -> None:
         """Replace endpoints that died."""

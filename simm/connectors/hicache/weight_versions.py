@@ -34,8 +34,11 @@ class WeightVersions:
         self._lock = threading.Lock()
         self._of: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
 
-    def look(self) -> None:
-        """Note the version of now for all threads that are new. O(threads)."""
+    def of_caller(self) -> str | None:
+        """Note the version of now for all threads that are new. Return the one that the calling thread began with.
+
+        None if that is new, and the version changed with each look. O(threads).
+        """
         for _ in range(_ATTEMPTS):
             before = self.now()
             living = threading.enumerate()
@@ -44,9 +47,6 @@ class WeightVersions:
                 with self._lock:
                     for each in living:
                         self._of.setdefault(each, before)
-                return
-
-    def of_caller(self) -> str | None:
-        """Return the version that the calling thread began with; None if it has not been seen yet."""
+                break
         with self._lock:
             return self._of.get(threading.current_thread())
