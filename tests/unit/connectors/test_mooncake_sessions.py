@@ -12,6 +12,7 @@ import pytest
 from simm.connectors.mooncake import MooncakeDistributedStore
 from simm.connectors.mooncake_sessions import IDLE_S, Sessions
 from simm.testing import FakeClient
+from tests.support.clock import Clock
 
 KEYS = ("a", "b", "c", "d")
 
@@ -31,13 +32,6 @@ class Recorder(FakeClient):
         """Return the numbers of the starts whose pins are not released."""
         return [at for at, pins in enumerate(self.pinned) if "released" not in repr(pins)]
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

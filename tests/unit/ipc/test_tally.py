@@ -48,21 +48,12 @@ from simm.ipc.tally import (
 from simm.net.admission import LINES_MAX
 from simm.wire.status import Status
 from tests.support.child import ROOT
-
-
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

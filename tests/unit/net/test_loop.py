@@ -28,19 +28,11 @@ from simm.net.peer import (
 )
 from simm.rpc import Connection, Frame, decode, encode
 from simm.wire import messages as M
+from tests.support.clock import Clock
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 
-
-class Clock:
-    """Time as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Echo(Service):

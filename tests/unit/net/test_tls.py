@@ -29,6 +29,7 @@ from simm.net.tls_peer import TLS_ONLY, ServerTls, TlsPeer, accepting, connectin
 from simm.rpc import Connection, Frame, decode, encode
 from simm.wire import messages as M
 from tests.support.certificates import Authority, needs_openssl
+from tests.support.clock import Clock
 from tests.support.waiting import WAIT_S, wait_until
 
 MIB = 1 << 20
@@ -53,13 +54,6 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("certificates"))
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Echo(Service):

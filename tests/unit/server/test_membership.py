@@ -26,13 +26,6 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def manager() -> Iterator[Manager]:
-    made = Manager()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def make_house() -> Iterator[Callable[..., House]]:
     made: list[House] = []
 

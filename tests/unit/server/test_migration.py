@@ -23,6 +23,7 @@ from simm.server.migration_peers import ByteBudget, SourceWorker, TargetWorker, 
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from simm.wire.shard_set import FROZEN, MOVING, bitmap_of, shards_in
+from tests.support.clock import Clock
 from tests.support.server_thread import WAIT_S, Liar, Pair, answer, digest_in, frozen_channel, honest, pair, value_of
 from tests.support.waiting import wait_until
 
@@ -550,24 +551,12 @@ def test_no_room_is_counted_not_waited_for(world: Pair) -> None:
 # --- pace and budget -------------------------------------------------------------------------------
 
 
-class Clock:
-    """Sleeping is what makes time pass."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pace_counts_bytes(seed: int) -> None:
     """At any time: no more than the rate allows, the bucket, and one taker's overdraft."""
     rng = random.Random(f"pace {seed}")
-    clock = Clock()
+    clock = Clock(100.0)
     rate = rng.choice([1000, 1 << 20])
     pace = TokenBucket(rate, clock, clock.sleep)
     begun, passed, largest = clock(), 0, 0
@@ -591,7 +580,7 @@ def test_pace_counts_bytes(seed: int) -> None:
 
 def test_mutation_pace() -> None:
     """A bucket that lets ten times as much through is seen by such a sum."""
-    clock = Clock()
+    clock = Clock(100.0)
     pace = TokenBucket(10_000, clock, clock.sleep)
     for _ in range(100):
         pace.take(1000)

@@ -15,13 +15,6 @@ TAKEN = (M.Error("'n' is running"), Status.NAME_TAKEN)
 
 
 @pytest.fixture
-def manager() -> Iterator[Manager]:
-    made = Manager()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def joined(manager: Manager) -> Iterator[House]:
     house = House([manager.address])
     house.until(lambda: house.orders, "a map")

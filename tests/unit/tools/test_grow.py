@@ -15,6 +15,7 @@ from simm.net.channel import Refused
 from simm.tools.ctl import grow
 from simm.wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from simm.wire.messages import Status
+from tests.support.clock import Clock
 
 
 def answer(state: str, text: str = "worker 1", **changes: Any) -> dict[str, Any]:
@@ -75,18 +76,9 @@ def test_an_answer_that_is_none(settings: Settings, monkeypatch: pytest.MonkeyPa
         grow.Target(settings, "", "").begin(5, "")
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
 
 def follow(settings: Settings, first: dict[str, Any], timeout_s: float | None = None) -> tuple[dict[str, Any], str]:
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), Clock(0.0)
     found = grow.follow(grow.Target(settings, "", ""), first, out, timeout_s, clock, clock.sleep)
     return found, out.getvalue()
 

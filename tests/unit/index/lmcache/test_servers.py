@@ -19,19 +19,13 @@ from simm.index.lmcache.hashes import name_of, namers
 from simm.index.lmcache.servers import LEASE_S, SETTLED, Servers
 from simm.index.scores import Scores, score
 from simm.index.sources import Registration, Space
+from tests.support.clock import Clock
 from tests.support.dose import dose
 from tests.support.lmcache_server import HASHES, PROMPTS, SIZE, WORLDS, Model, Part, batch, body, entry, key
 
 (NAMER,) = namers("sha256_cbor")
 SALTS = ("", "s")
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _asked(index: Blocks, prompt: int, salt: str = "", model: str = "m", size: int = SIZE) -> Scores:
