@@ -184,6 +184,7 @@ class Loop:
                 target(mask)
         for _ in range(len(self.more)):
             peer = self.more.popleft()
+            peer.parse_more = False
             if not peer.closed:
                 peer._parse()
         timers = self._timers
@@ -275,7 +276,12 @@ class Loop:
                 peer.abort(f"no progress for {STALL_S:.0f} s")
 
     def _expire(self) -> None:
-        """Close strangers whose time is up. If this process was late itself, their HELLO may wait in its sockets."""
-        for peer in [] if self.lag_s > LAG_S else self.strangers.overdue(self.now):
+        """Close strangers whose time is up.
+
+        If this process was late itself, their HELLO may wait in its sockets: by how much it was late does not count. A
+        crowd of strangers that keeps the loop late by what it sends gains no more than that.
+        """
+        late = self.lag_s if self.lag_s > LAG_S else 0.0
+        for peer in self.strangers.overdue(self.now - late):
             self.noise(logging.INFO, "closing %s: no HELLO within %.0f s", peer.address, HELLO_S)
             peer.abort(f"no HELLO within {HELLO_S:.0f} s")

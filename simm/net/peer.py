@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 from ..constants import FRAME_BYTES_MAX
 from ..errors import CorruptionError, RemoteProtocolError, line_about
 from ..host.threads import CLOSER
-from ..rpc import Connection, Flag, Frame, encode, reply
+from ..rpc import HEADER_BYTES, Connection, Flag, Frame, encode, reply
 from ..wire import messages as M
 from .admission import LogLimit, Strangers
 from .channel import reset_on_close
@@ -149,7 +149,9 @@ class Peer:
         self.sent_bytes = 0
         self.mark_bytes = 0
         self.mark_at = 0.0
-        self.closed = self.paused = self.parse_more = False
+        self.closed = self.paused = False
+        #: It is in ``loop.more``: its input is parsed in this turn or the next one, and nothing is read before.
+        self.parse_more = False
         #: Bytes received; their number and the time when the stall timer of incomplete input last restarted.
         self.in_bytes = 0
         self.in_mark = 0
@@ -293,9 +295,8 @@ class Peer:
     def pause(self, paused: bool) -> None:
         """Stop or resume reading this peer, for a service with its own back-pressure."""
         self.paused = paused
-        if not paused and self.conn.pending_bytes:
-            self.parse_more = True
-            self.loop.more.append(self)
+        if not paused:
+            self._parse_later()
         self.loop.update(self)
 
     # -- loop side --------------------------------------------------------------------------
@@ -347,9 +348,11 @@ class Peer:
         if self.bulk:
             self.service.on_bulk(self, 0)
             return
+        if self.parse_more:
+            return  # what is here comes first, or a peer that sends faster than it is served fills the memory
         try:
             if self.take_fds or self.distrusted:
-                buffer = self.loop.input
+                buffer = self.loop.input[: self._read_most(READ_BYTES)]
                 size, anc, *_ = self.sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
                 for level, kind, raw in anc:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -358,7 +361,7 @@ class Peer:
                     self.close("the peer sent descriptors without being asked")
                     return
             else:
-                size = self.sock.recv_into(self.loop.input, self.service.read_bytes)
+                size = self.sock.recv_into(self.loop.input, self._read_most(self.service.read_bytes))
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
@@ -383,9 +386,18 @@ class Peer:
             return
         self._parse()
 
+    def _read_most(self, size: int) -> int:
+        """Return how many bytes one read may take: of a stranger's those of one frame."""
+        return min(size, self.conn.body_max + HEADER_BYTES)
+
+    def _parse_later(self) -> None:
+        """Parse what is left in the next turn, once, however often this is asked for."""
+        if self.conn.pending_bytes and not self.parse_more:
+            self.parse_more = True
+            self.loop.more.append(self)
+
     def _parse(self) -> None:
         """Handle up to FRAMES_PER_TURN frames for up to TURN_S; the next turn handles the rest."""
-        self.parse_more = False
         clock, until = self.loop.clock, self.loop.now + TURN_S
         try:
             for handled in range(FRAMES_PER_TURN):
@@ -414,6 +426,4 @@ class Peer:
             self.loop.handler_errors += 1
             self.close("internal error")
             return
-        if self.conn.pending_bytes and not self.parse_more:
-            self.parse_more = True
-            self.loop.more.append(self)
+        self._parse_later()

@@ -61,6 +61,8 @@ _NO_TLS: Final = frozenset(("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY
 #: Errors of verification (X509_V_ERR_*): no authority of ours has signed it; it is for another name.
 _UNKNOWN_AUTHORITY: Final = frozenset((2, 18, 19, 20, 21))
 _OTHER_NAME: Final = frozenset((62, 64))
+#: Without --tls-key nobody has named a key.
+_BOTH: Final = ("the certificate and key", "--tls-cert, SIMM_TLS_CERT")
 
 
 # --- contexts ---------------------------------------------------------------------------------
@@ -191,7 +193,8 @@ def _prove(context: ssl.SSLContext, options: TlsOptions) -> None:
     from ..config.startup import read_secret  # few clients have a certificate
 
     key = options.key or options.cert
-    text = read_secret(Path(key), f"the key {key} (--tls-key, SIMM_TLS_KEY)")
+    what, setting = ("the key", "--tls-key, SIMM_TLS_KEY") if options.key else _BOTH
+    text = read_secret(Path(key), f"{what} {key} ({setting})")
     if "ENCRYPTED" in text:
         raise ConfigError(f"the key in {key} has a passphrase, which nobody could type: store it without one")
     try:
@@ -286,29 +289,35 @@ class ChannelSocket(ssl.SSLSocket):
             super().setsockopt(level, optname, value, *more)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send all of it. Raises BlockingIOError when the time is up, as the kernel does."""
+        """Send all of it, or as much as goes before the time is up, and return how many bytes that is.
+
+        Raises BlockingIOError when nothing has gone by then, as the kernel does. Knows MSG_DONTWAIT: no time. The next
+        call begins with the bytes that follow, as OpenSSL keeps a record of them that is not sent yet.
+        """
         view = memoryview(data)
         until = time.monotonic() + self._send_s
-        for at in range(0, len(view), RECORD_BYTES):
-            record = view[at : at + RECORD_BYTES]
-            while True:
-                try:
-                    super().send(record)
-                    break
-                except ssl.SSLWantWriteError:
-                    self._wait(select.POLLOUT, until)
-                except OSError:
-                    # The peer may have said why: with TLS 1.3 it refuses our certificate after our handshake.
-                    with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLEOFError, ConnectionError):
-                        super().recv(1)
-                    raise
-        return len(view)
+        at = 0
+        while at < len(view):
+            try:
+                at += super().send(view[at : at + RECORD_BYTES])
+            except ssl.SSLWantWriteError:
+                if not flags & socket.MSG_DONTWAIT and self._is_ready(select.POLLOUT, until):
+                    continue
+                if not at:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+                break  # bytes that have gone are never reported as unsent: the caller would send them again
+            except OSError:
+                # The peer may have said why: with TLS 1.3 it refuses our certificate after our handshake.
+                with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLEOFError, ConnectionError):
+                    super().recv(1)
+                raise
+        return at
 
-    def sendmsg(self, buffers: Any, *_more: Any) -> int:  # type: ignore[override]
-        """Send the first of the buffers, or as many small ones as fit a record, together."""
+    def sendmsg(self, buffers: Any, _ancillary: Any = (), flags: int = 0, *_more: Any) -> int:  # type: ignore[override]
+        """Send of the first of the buffers, or of as many small ones as fit a record, together, as :meth:`send` does."""
         first = buffers[0]
         if len(first) >= RECORD_BYTES or len(buffers) == 1:
-            return self.send(first)
+            return self.send(first, flags)
         parts: list[Any] = []
         size = 0
         for part in buffers:
@@ -316,7 +325,7 @@ class ChannelSocket(ssl.SSLSocket):
                 break
             parts.append(part)
             size += len(part)
-        return self.send(b"".join(parts))
+        return self.send(b"".join(parts), flags)
 
     def recv(self, buflen: int = RECORD_BYTES, flags: int = 0) -> bytes:
         """Return what is left of a record, or the next one; nothing at the end. Knows MSG_DONTWAIT."""
@@ -351,11 +360,15 @@ class ChannelSocket(ssl.SSLSocket):
         socket.socket.shutdown(self, how)
 
     def _wait(self, event: int, until: float) -> None:
+        if not self._is_ready(event, until):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def _is_ready(self, event: int, until: float) -> bool:
+        """Wait for an event of the socket; return False if it has not come in time."""
         poller = select.poll()
         poller.register(self, event)
         left = until - time.monotonic()
-        if left <= 0 or not poller.poll(left * 1000 + 1):
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return left > 0 and bool(poller.poll(left * 1000 + 1))
 
 
 # --- handshakes -------------------------------------------------------------------------------

@@ -133,14 +133,20 @@ class TlsPeer(Peer):
         super()._readable()
         self._look_again()
 
+    def _parse(self) -> None:
+        super()._parse()
+        self._look_again()
+
     @property
     def _tls(self) -> LoopSocket:
         return cast("LoopSocket", self.sock)
 
     def _look_again(self) -> None:
-        """Read in the next turn what OpenSSL keeps, if this peer is read at all."""
+        """Read in the next turn what OpenSSL keeps, if this peer is read at all, and all that was read is parsed."""
         if self.closed or self._due or self._handshake is not None or not self.wants & selectors.EVENT_READ:
             return
+        if self.parse_more:
+            return  # _parse() looks again
         if self._tls.pending():
             self._due = True
             self.loop.call_later(0.0, self._read_on)

@@ -17,7 +17,7 @@ from simm.net.admission import HELLO_BYTES_MAX, HELLO_S, LINES_MAX, LINES_S, Log
 from simm.net.http import Page, Web
 from simm.net.listeners import listen_tcp
 from simm.net.loop import Loop
-from simm.net.peer import OUT_LEAST_BYTES, STALL_S, Peer, Service
+from simm.net.peer import LAG_S, OUT_LEAST_BYTES, STALL_S, Peer, Service
 from simm.rpc import HEADER_BYTES, Connection, Frame, decode, encode
 from simm.wire import messages as M
 from simm.wire.hello import check_opening, client_hello
@@ -155,6 +155,24 @@ def test_those_who_were_kept_waiting_are_not_blamed(bench: Bench) -> None:
     end.sendall(HELLO)
     bench.turn()
     assert not bench.loop.strangers and isinstance(bench.answer(end), M.Done)
+
+
+def test_a_crowd_that_keeps_the_process_late_has_no_more_time_for_it(bench: Bench) -> None:
+    for first in (encode(M.Ping(1), 1), b"", HELLO[:20], HELLO):
+        bench.connect(first)
+    for _ in range(30):
+        assert bench.loop.lag_s < HELLO_S
+        bench.now += 3 * LAG_S
+        bench.turn(1)
+    assert len(bench.loop.peers) == 1 and not bench.loop.strangers
+
+
+def test_one_read_of_a_stranger_is_one_frame(bench: Bench) -> None:
+    end = bench.connect()
+    end.sendall(encode(M.Ping(1), 1) * (4 * HELLO_BYTES_MAX // HEADER_BYTES))
+    bench.loop.run_once(1.0)
+    (peer,) = bench.loop.peers
+    assert 0 < peer.in_bytes <= HELLO_BYTES_MAX + HEADER_BYTES and len(bench.loop.strangers) == 1
 
 
 def test_strangers_replace_strangers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

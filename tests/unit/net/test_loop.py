@@ -20,6 +20,7 @@ from simm.net.peer import (
     OUT_CLOSE_BYTES,
     OUT_LEAST_BYTES,
     OUT_PAUSE_BYTES,
+    READ_BYTES,
     STALL_S,
     TURN_S,
     WAITED_S,
@@ -153,6 +154,48 @@ def test_one_peer_gets_so_many_frames_a_turn(bench: Bench) -> None:
     assert receive(few) == [M.Pong(7)]
     bench.turn(3)  # no new bytes arrive: the rest must not wait for any
     assert len(receive(many)) == 3 * FRAMES_PER_TURN
+
+
+def test_a_peer_that_sends_faster_than_it_is_served_waits(bench: Bench) -> None:
+    """Its bytes stay in the kernel, whose limit holds, and not in this process, which has none."""
+    end, peer = bench.connect()
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
+    frames = b"".join(encode(M.Ping(number), 1) for number in range(10_000))
+    sent, most, heard = 0, 0, Connection()
+    answers = 0
+    while answers < 10_000:
+        with contextlib.suppress(BlockingIOError):
+            sent += end.send(memoryview(frames)[sent:])
+        bench.turn()
+        most = max(most, peer.conn.pending_bytes)
+        with contextlib.suppress(BlockingIOError):
+            heard.receive_data(end.recv(MIB))
+        while heard.next_frame() is not None:
+            answers += 1
+    assert READ_BYTES // 2 < most <= READ_BYTES, "of one read, and the control: there was more to read"
+    assert peer.in_bytes == len(frames) and not bench.service.closed
+
+
+def test_a_peer_has_one_share_of_a_turn_however_it_comes_to_it(bench: Bench) -> None:
+    """By new input, by a resumption, by an output queue that has become empty: each gave it one more, for good."""
+    end, peer = bench.connect()
+    end.send(b"".join(encode(M.Ping(number), 1) for number in range(20 * FRAMES_PER_TURN)))
+    bench.turn()
+    for _ in range(5):
+        peer.pause(True)
+        peer.pause(False)
+    assert list(bench.loop.more) == [peer]
+    bench.service.on_drained = lambda drained: drained.pause(False)
+    for _ in range(5):
+        peer.send(bytes(256 << 10))
+        while peer.out:
+            with contextlib.suppress(BlockingIOError):
+                end.recv(MIB)
+            before = len(bench.service.frames)
+            bench.turn()
+            assert len(bench.service.frames) - before <= 2 * FRAMES_PER_TURN
+            assert list(bench.loop.more) in ([peer], [])
+    bench.service.on_drained = None
 
 
 def test_requests_that_take_long_share_the_turn(bench: Bench) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
+import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -579,6 +582,58 @@ def test_a_deadline_of_a_channel(bench: Callable[..., Bench], made: Made) -> Non
         channel.begin()
         with pytest.raises(TransportError, match="deadline passed"):
             channel.wait(number)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("dontwait", [True, False])
+def test_a_peer_that_pauses_gets_each_byte_once(made: Made, version: ssl.TLSVersion, dontwait: bool) -> None:
+    """A send that the kernel or the time breaks off says how many bytes have gone. Pieces of all sizes, in any mix."""
+    rng = random.Random(version * 2 + dontwait)
+    here, there = socket.socketpair()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.good)
+    context.maximum_version = version
+    client = ssl.create_default_context(cafile=made.ca)
+    client.sslsocket_class = tls.ChannelSocket
+    pieces = [os.urandom(rng.choice((0, 1, 100, 5000, tls.RECORD_BYTES, 70_000, MIB))) for _ in range(60)]
+    reads, got = threading.Event(), bytearray()
+
+    def peer() -> None:
+        with context.wrap_socket(there, server_side=True) as sock:
+            while len(got) < sum(map(len, pieces)):
+                reads.wait(WAIT_S)
+                got.extend(sock.recv(1 << 16))
+
+    thread = threading.Thread(target=peer, daemon=True)
+    thread.start()
+    here.settimeout(WAIT_S)
+    with client.wrap_socket(here, server_hostname=HOST, do_handshake_on_connect=False) as sock:
+        socket.socket.settimeout(sock, WAIT_S)
+        sock.do_handshake()
+        sock.settimeout(WAIT_S)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 1000))
+        left: list[bytes | memoryview] = list(pieces)
+        refused = broken_off = 0
+        while left:
+            flags = socket.MSG_DONTWAIT if dontwait else 0
+            try:
+                sent = sock.sendmsg(left[:8], (), flags)
+            except BlockingIOError:
+                refused += 1
+                reads.set()
+                select.select([], [sock], [], WAIT_S)
+                continue
+            if rng.random() < 0.1:
+                reads.clear()
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if left and sent:
+                broken_off += 1
+                left[0] = memoryview(left[0])[sent:]
+        reads.set()
+        thread.join(WAIT_S)
+    assert refused and broken_off, "or the peer has not paused"
+    assert got == b"".join(pieces)
 
 
 # -- pages -------------------------------------------------------------------------------------------
