@@ -117,8 +117,11 @@ class Span:
         )
 
     def view(self) -> memoryview:
-        """Return the memory as writable bytes. The caller vouches for the address."""
-        return memoryview((ctypes.c_ubyte * self.size).from_address(self.address)).cast("B")
+        """Return the memory as writable bytes, which keep what the span keeps. The caller vouches for the address."""
+        memory: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
+        if self.keep is not None:
+            memory.keep = self.keep  # the caller may have made a tensor for this call only
+        return memoryview(memory).cast("B")
 
     def host_view(self, size: int | None = None) -> memoryview:
         """Return the first ``size`` bytes (or all) in host memory: in place where the CPU addresses them."""

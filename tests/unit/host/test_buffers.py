@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from simm.host.buffers import (
     view_of,
 )
 from simm.host.copy_pool import POOL
+from simm.testing import FakeClient
 
 ROOM = 9 << 20
 
@@ -129,3 +131,59 @@ def test_a_part_that_an_interruption_has_lost_does_not_run_after_the_copy(monkey
         go.set()
     assert not target.any()
     copier.close()
+
+
+# --- what is lent ------------------------------------------------------------------------------------
+
+
+class Tensor:
+    """What SiMM sees of a torch tensor on the CPU. Its memory has another user when it is gone."""
+
+    class device:
+        type = "cpu"
+
+    def __init__(self, data: bytes) -> None:
+        self._memory = np.frombuffer(bytearray(data), np.uint8)
+        weakref.finalize(self, self._memory.fill, 0xEE)
+
+    def data_ptr(self) -> int:
+        return int(self._memory.__array_interface__["data"][0])
+
+    def numel(self) -> int:
+        return len(self._memory)
+
+    def element_size(self) -> int:
+        return 1
+
+
+def test_the_bytes_of_a_tensor_keep_it() -> None:
+    view = view_of(Tensor(b"abcd"))
+    assert bytes(view) == b"abcd"
+    part = view[1:3].toreadonly()
+    del view
+    assert bytes(part) == b"bc"
+
+
+def test_nothing_keeps_a_tensor_that_nobody_uses() -> None:
+    tensor = Tensor(b"abcd")
+    gone = weakref.ref(tensor)
+    view = view_of(tensor)
+    del tensor
+    assert gone() is not None and bytes(view) == b"abcd"
+    del view
+    assert gone() is None, "no cycle keeps it"
+
+
+def test_tensors_that_are_made_for_one_call() -> None:
+    client = FakeClient()
+    layers = [bytes([number]) * 64 for number in range(4)]
+    assert client.put_gather("page", (Tensor(layer) for layer in layers))
+    assert client.get("page") == b"".join(layers)
+    tensor = Tensor(bytes(64))
+    gone = weakref.ref(tensor)
+    prepared = client.prepare_ranges([(0, 64, tensor)])
+    del tensor
+    assert gone() is not None, "prepared ranges keep their buffers"
+    assert client.get_ranges("page", prepared) is not None
+    del prepared
+    assert gone() is None
