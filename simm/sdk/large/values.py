@@ -9,7 +9,8 @@ What can go wrong, and what we chose
 * *A value is replaced while it is read.* Its parts are gone: the read finds one missing, and a manifest of another
   version, and begins again, once. Parts have the version in their digests, so it never takes some of each value.
 * *A part was evicted.* The read is a miss, though the manifest exists: ``exists`` asks for no parts. Whoever reads
-  the whole marks all parts as used, so they age together.
+  the whole marks all parts as used, so they age together. A put that stores nothing over a stored value asks for the
+  parts, as each read keeps the manifest young: the key would be a miss for good.
 * *A put ends half way.* The parts that it has stored are dropped. If the client dies, nobody reads them, and they are
   evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
   not met it.
@@ -77,6 +78,7 @@ class Large:
         self._read_plain: _Read = gets.read_many if replicas is None else replicas.read
         self._put_plain: _Put = puts.put if replicas is None else replicas.put
         self._put_parts: _Put = puts.store if replicas is None else replicas.put
+        self._values = replicas or gets
         self._delete: Callable[..., list[int]] = (replicas or puts).delete
         self._keep: Callable[[Sequence[bytes], int, int], list[int]] = (replicas or puts).keep
         self._read_manifests: _Read = manifest_gets.read_many if manifest_replicas is None else manifest_replicas.read
@@ -133,7 +135,8 @@ class Large:
     def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
         self._counters["large"] += 1
         old = self.manifest(digest)
-        if old is not None and (self._put_once or (if_absent and old.total == len(source))):
+        spared = old if old is not None and (self._put_once or (if_absent and old.total == len(source))) else None
+        if spared is not None and self._has_parts(digest, spared):
             self._counters["present"] += 1
             return Status.OK
         new = self._new_manifest(len(source))
@@ -150,18 +153,34 @@ class Large:
         if status == Status.OK:
             if not self._put_once:
                 old = self.manifest(digest)  # as late as possible: whose parts nobody reads any more
+            elif spared is not None and self._is_there(digest, spared):
+                self._delete([digest])  # or the new one would not be stored
             status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
         if status == Status.OK and self._put_once:
             there = self.manifest(digest)
-            if there is None or there.version != new.version:  # another client was first, and its value stays
+            # None: it could not be read, or has gone again. Nobody knows that it is not this one.
+            if there is not None and there.version != new.version:
                 self.drop(digest, new)
-                return status
+                if spared is None or there.version != spared.version:
+                    return status  # another client was first, and its value stays
+                self._counters["put_failures"] += 1
+                return Status.UNAVAILABLE
         if status != Status.OK:
             for some in _grouped(stored, _DELETES):
                 self._delete(some)
         elif old is not None and old.version != new.version:
             self.drop(digest, old)
         return status
+
+    def _is_there(self, digest: bytes, manifest: Manifest) -> bool:
+        """Return True if this manifest is still the one under the key."""
+        there = self.manifest(digest)
+        return there is not None and there.version == manifest.version
+
+    def _has_parts(self, digest: bytes, manifest: Manifest) -> bool:
+        """Return True if all parts are stored, as far as the servers answer."""
+        names = manifest.digests(digest)
+        return all(all(self._values.stored_many(some)) for some in _grouped([*names], _DELETES))
 
     def _new_manifest(self, total: int) -> Manifest:
         """Return the manifest of a put of so many bytes. The simulator has versions out of its own seed."""

@@ -261,6 +261,85 @@ def test_a_forged_manifest_without_parts_is_a_miss(small: None) -> None:
         assert client.get_into("k", bytearray(100)) is None
 
 
+SPARING: list[dict[str, Any]] = [{"put_if_absent": True}, {"replicas": 2}]
+
+
+@pytest.mark.parametrize("arguments", SPARING)
+@pytest.mark.parametrize("missing", [0, 5, 11])
+def test_a_put_that_spares_what_is_stored_mends_what_is_not_whole(
+    small: None, arguments: dict[str, Any], missing: int
+) -> None:
+    """The engine computes the value again as its get was a miss. Without its parts, the manifest is no value."""
+    store = FakeStore()
+    client = FakeClient(store=store, **arguments)
+    assert client.put("k", OLD)
+    whole = len(store)
+    assert client.put("k", OLD) and client.stats()["present"] == 1 and len(store) == whole, "nothing is stored"
+    digest = client.digest("k")
+    manifest = client._large.manifest(digest)
+    assert manifest is not None
+    client._large._delete([manifest.digest(digest, missing)])
+    assert client.get("k") is None and client.exists("k")
+    assert client.put("k", OLD) and client.get("k") == OLD
+    assert len(store) == whole, "the parts of the value that was not whole are gone"
+    assert client.put("k", OLD) and client.stats()["present"] == 2 and len(store) == whole
+
+
+@pytest.mark.parametrize("missing", [0, 11])
+def test_a_put_that_cannot_take_the_place_of_a_rest_fails(
+    small: None, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """The manifest of what is not whole cannot be dropped: no put says that it has stored something."""
+    store = FakeStore()
+    client = FakeClient(store=store, replicas=2)
+    assert client.put("k", OLD)
+    large, digest = client._large, client.digest("k")
+    manifest = large.manifest(digest)
+    assert manifest is not None
+    large._delete([manifest.digest(digest, missing)])
+    rest = len(store)
+    delete = large._delete
+    monkeypatch.setattr(large, "_delete", lambda digests: None if digests == [digest] else delete(digests))
+    assert client.put("k", OLD) is False and client.get("k") is None and len(store) == rest
+    assert client.stats()["put_failures"] == 1
+    monkeypatch.undo()
+    assert client.put("k", OLD) and client.get("k") == OLD
+
+
+def test_a_manifest_that_cannot_be_read_is_not_taken_for_anothers(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient(replicas=2)
+    large = client._large
+    seen: list[bytes] = []
+    read = large.manifests
+
+    def unread(digests: Sequence[bytes]) -> list[Any]:
+        seen.extend(digests)
+        return read(digests) if len(seen) < 2 else [None]
+
+    monkeypatch.setattr(large, "manifests", unread)
+    assert client.put("k", OLD) and len(seen) == 2
+    monkeypatch.undo()
+    assert client.get("k") == OLD, "the parts of a value that is stored are not dropped"
+
+
+def test_of_two_that_put_once_the_first_counts(small: None) -> None:
+    store = FakeStore()
+    client, other = FakeClient(store=store, replicas=2), FakeClient(store=store, replicas=2)
+    assert client._large.manifest(client.digest("k")) is None  # it is made
+    put = client._large._put_manifests
+
+    def late(digests: Sequence[bytes], sources: Sequence[Any]) -> list[int]:
+        assert other.put("k", NEW)
+        return put(digests, sources)
+
+    client._large._put_manifests = late
+    assert client.put("k", OLD) and client.get("k") == NEW
+    alone = FakeStore()
+    assert FakeClient(store=alone, replicas=2).put("k", NEW) and len(store) == len(alone), "no parts are left over"
+
+
 # --- outages and room -------------------------------------------------------------------------------
 
 
