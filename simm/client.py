@@ -513,7 +513,7 @@ class Client(
         buffers. Raises UsageError if the client is closed before the call begins."""
         from concurrent.futures import ThreadPoolExecutor
 
-        from .sdk.ops.waiting import result_of  # with asyncio, 3 MiB that an engine without it does not need
+        from .sdk.ops.waiting import answer_of  # with asyncio, 3 MiB that an engine without it does not need
 
         with self._start_lock:
             if self._closed:
@@ -521,7 +521,7 @@ class Client(
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="simm-async")
             # Under the lock, as close() ends the executor. Not by a name: the job holds what its call raises.
-            answer = result_of(self._executor.submit(call, *arguments))
+            answer = answer_of(self._executor, call, arguments)
         return await answer
 
     # -- state --------------------------------------------------------------------------------------

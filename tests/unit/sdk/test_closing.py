@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from simm import client as client_module
 from simm import kv
 from simm.errors import Code, UsageError
+from simm.sdk.ops.waiting import in_executor
 from simm.testing import FakeClient, FakeStore
 from tests.support.kv_values import filled
 
@@ -164,3 +167,99 @@ def test_a_store_answers_with_its_codes(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.gather(*running)
 
     asyncio.run(body())
+
+
+# --- a process that can start no thread --------------------------------------------------------------
+
+
+def no_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_a_call_runs_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        client = FakeClient()
+        room = bytearray(1)
+        assert client.put("k", b"v")
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        assert await client.get_into_async("k", room) == 1 and room == b"v"
+        with pytest.raises(UsageError, match="does not fit"):
+            await client.get_into_async("k", bytearray())
+        await client.close_async()
+
+    asyncio.run(body())
+
+
+def test_a_call_that_ran_without_a_thread_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor has queued it before it finds that it cannot start a thread, and a thread of before takes it later.
+
+    The buffer is the caller's again by then.
+    """
+
+    async def body() -> None:
+        with Busy() as busy:
+            (first,) = await begun(busy.client.get_async("k"))
+            assert await asyncio.to_thread(busy._entered.acquire, timeout=WAIT_S)
+            calls: list[int] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", no_thread)
+                for number in range(3):
+                    await busy.client.in_thread(calls.append, number)
+            assert calls == [0, 1, 2]
+            busy.go_on()
+            await first
+            await asyncio.gather(*(busy.client.in_thread(int) for _ in range(2 * THREADS)))
+            assert calls == [0, 1, 2]
+            busy.client.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_of_before_may_take_the_call_at_once(fails: bool) -> None:
+    """It does between the executor's queue and the error: its answer counts, and the call is not run again."""
+    calls: list[str] = []
+
+    def call(text: str) -> str:
+        calls.append(text)
+        if fails:
+            raise UsageError(text)
+        return text
+
+    class Full(ThreadPoolExecutor):
+        def submit(self, run: Callable[..., Any], /, *given: Any, **_: Any) -> Future[Any]:
+            with contextlib.suppress(UsageError):
+                run(*given)
+            raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        with Full() as executor:
+            answers = await asyncio.gather(in_executor(executor, call, ("said",)), return_exceptions=True)
+            assert calls == ["said"] and str(answers[0]) == "said" and isinstance(answers[0], UsageError) is fails
+
+    asyncio.run(body())
+
+
+def test_a_failed_call_leaves_no_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Buffer:
+        pass
+
+    def fail(_buffer: Buffer) -> None:
+        raise UsageError("no")
+
+    async def body(client: FakeClient) -> weakref.ref[Buffer]:
+        buffer = Buffer()
+        with contextlib.suppress(UsageError):
+            await client.in_thread(fail, buffer)
+        return weakref.ref(buffer)
+
+    client = FakeClient()
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(body(client))() is None
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        assert asyncio.run(body(client))() is None
+    finally:
+        gc.enable()
+    client.close()
