@@ -49,6 +49,7 @@ from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
 from ..rpc import Frame, decode, reply
+from ..table import ZERO_DIGEST
 from ..wire import messages as M
 from ..wire.auth import Gate
 from ..wire.group_messages import Group
@@ -59,7 +60,7 @@ from ..wire.ranges import ranges_by_key
 from ..wire.shard_set import EPOCH_MASK, shards_in
 from .requests.groups import group_for
 from .requests.tracing import Traced, serve
-from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, locate, locate_many
+from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, locate_many
 from .stream_put import Receiving
 from .worker_session import WorkerSessionKeeper
 
@@ -200,10 +201,9 @@ class Stream(Service):
             statuses = self._exists(msg.digests)
             # Also for others: a bound client's entry of their digest is none that they would get, nor leave alone.
             if state.gate.bound or any(token.namespaces for token in self.tokens):
-                statuses = [
-                    Status.NOT_FOUND if status == Status.OK and not self._is_own(state, digest) else status
-                    for status, digest in zip(statuses, msg.digests)
-                ]
+                hits = [at for at, status in enumerate(statuses) if status == Status.OK]
+                for at, own in zip(hits, self._are_own(state, [msg.digests[at] for at in hits])):
+                    statuses[at] = Status.OK if own else Status.NOT_FOUND
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
         elif isinstance(msg, Keep):
@@ -213,8 +213,8 @@ class Stream(Service):
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.deleted(state.namespace, statuses, state.began)
         elif isinstance(msg, Group):
-            own = partial(self._is_own, state) if state.gate.bound else None
-            peer.send_message(group_for(msg, own, partial(self.keeper.statuses, peer=peer)), frame.request_id)
+            are_own = partial(self._are_own, state) if state.gate.bound else None
+            peer.send_message(group_for(msg, are_own, partial(self.keeper.statuses, peer=peer)), frame.request_id)
         elif isinstance(msg, M.Freeze | M.List | Marks) and state.role == M.Role.MOVER:
             self._move(peer, frame.request_id, msg)
         elif isinstance(msg, M.Hello):
@@ -394,8 +394,11 @@ class Stream(Service):
             answers = self.keeper.resolve_misses([digests[position] for position in asked])
             for position, (status, since) in zip(asked, answers):
                 looked[position] = (status, since, None)
-                if status == Status.OK:  # copied in between the two looks
-                    looked[position] = locate(reader, digests[position], previous, asked=True)
+            # Copied in between the two looks.
+            again = [position for position in asked if looked[position][0] == Status.OK]
+            found = locate_many(reader, [digests[position] for position in again], previous, asked=True)
+            for position, each in zip(again, found):
+                looked[position] = each
         return looked
 
     def _copied(self, sending: Sending, each: Part, piece: memoryview | bytes) -> bytes:
@@ -420,13 +423,14 @@ class Stream(Service):
             return True
         return not own or not reader.holds(found)
 
-    def _is_own(self, state: ConnectionState, digest: bytes) -> bool:
-        """Return True if a digest is stored, and of the client's namespace."""
-        reader = self.keeper.arena()
-        if reader is None:
-            return False
-        found = locate(reader, digest, True)[2]
-        return found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
+    def _are_own(self, state: ConnectionState, digests: Sequence[bytes]) -> list[bool]:
+        """Return for each digest whether it is stored, and of the client's namespace."""
+        if (reader := self.keeper.arena()) is None:
+            return [False] * len(digests)
+        return [
+            found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
+            for _, _, found in locate_many(reader, digests, True)
+        ]
 
     def _mutate(self, peer: Peer, msg: Mutation, items: list[Any]) -> list[int]:
         """Delete or keep the keys of ``items``. What is not of a bound client's namespace is not there for it.
@@ -440,12 +444,9 @@ class Stream(Service):
         reader = self.keeper.arena()
         if reader is None:
             return [Status.UNAVAILABLE] * len(digests)
-        statuses, mine = [], []
-        for at, digest in enumerate(digests):
-            missing = miss_status(reader.shard_word(digest))
-            statuses.append(Status.UNAVAILABLE if missing == ASK_OWNER else missing)
-            if self._is_own(state, digest):
-                mine.append(at)
+        missing = [miss_status(reader.shard_word(digest)) for digest in digests]
+        statuses = [Status.UNAVAILABLE if status == ASK_OWNER else status for status in missing]
+        mine = [at for at, own in enumerate(self._are_own(state, digests)) if own]
         kind: Any = partial(Keep, msg.how, msg.seconds) if isinstance(msg, Keep) else type(msg)
         for at, status in zip(mine, self.keeper.statuses(kind([items[at] for at in mine]), peer)):
             statuses[at] = status
@@ -536,7 +537,7 @@ class Stream(Service):
         if reader is None:
             return [Status.UNAVAILABLE] * len(digests)
         statuses = [
-            Status.OK if hit else miss_status(reader.shard_word(digest))
+            Status.OK if hit and digest != ZERO_DIGEST else miss_status(reader.shard_word(digest))
             for digest, hit in zip(digests, reader.current_many(digests))
         ]
         asked = [position for position, status in enumerate(statuses) if status == ASK_OWNER]

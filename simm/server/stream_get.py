@@ -13,6 +13,7 @@ from ..arena.sessions import PINNED_SHARE
 from ..cluster.lookup import ASK_OWNER, miss_status, previous_status
 from ..errors import TransportError
 from ..ipc.session import WorkerSession
+from ..table import ZERO_DIGEST
 from ..wire import messages as M
 from ..wire.messages import Status
 from ..wire.shard_set import FROZEN
@@ -26,7 +27,10 @@ _OK: Final = int(Status.OK)
 LEASED_KEYS_MAX: Final = 65_536
 #: A client that asks for nothing for so long loses its pins, seconds.
 LEASE_S: Final = 60.0
-#: What :func:`locate` says of a value that a lease does not have.
+#: How often, and how many seconds apart, :func:`locate_many` looks again at slots that the worker is writing.
+SETTLE_TRIES: Final = 4
+SETTLE_S: Final = 0.0005
+#: What :func:`locate_many` says of a value that a lease does not have.
 _UNKNOWN: Final = (int(Status.NOT_FOUND), 0, None)
 
 
@@ -233,43 +237,55 @@ class Sending:
 
 
 def locate_many(
-    reader: ArenaReader, digests: Sequence[bytes], previous: bool
+    reader: ArenaReader, digests: Sequence[bytes], previous: bool, *, asked: bool = False
 ) -> list[tuple[int, int, Located | None]]:
-    """Do :meth:`locate` for each digest. Plain hits take the fewest steps."""
+    """Return (status, 0, location) for each digest: ASK_OWNER if the worker must be asked, unless it was ``asked``.
+
+    Waits for slots that the worker is writing: 2 ms at most for all of them together, as it does so in the loop's
+    thread, and a worker that stands still leaves up to thousands. Plain hits take the fewest steps.
+    """
     looked: list[tuple[int, int, Located | None]] = []
+    unsettled: list[int] = []
     find, shard_word, visited = reader.locate, reader.shard_word, reader.visited
     for digest in digests:
         try:
             found = find(digest)
         except Unsettled:
+            if digest != ZERO_DIGEST:  # which is no key's, but any empty slot's
+                unsettled.append(len(looked))
             found = None
         if found is not None and found.length and (0 < shard_word(digest) < FROZEN):
             visited[found.slot] = 1
             looked.append((_OK, 0, found))
         else:
-            looked.append(locate(reader, digest, previous))
+            looked.append(_verdict(reader, digest, found, previous, asked))
+    for _ in range(SETTLE_TRIES if unsettled else 0):
+        time.sleep(SETTLE_S)
+        waiting, unsettled = unsettled, []
+        for at in waiting:
+            try:
+                looked[at] = _verdict(reader, digests[at], find(digests[at]), previous, asked)
+            except Unsettled:
+                unsettled.append(at)
+        if not unsettled:
+            break
+    for at in unsettled:
+        # The worker was interrupted while it wrote the slot, for longer than this waits. It answers when it goes on.
+        looked[at] = (Status.BUSY if asked or previous else ASK_OWNER, 0, None)
     return looked
 
 
-def locate(
-    reader: ArenaReader, digest: bytes, previous: bool, *, asked: bool = False
+def _verdict(
+    reader: ArenaReader, digest: bytes, found: Located | None, previous: bool, asked: bool
 ) -> tuple[int, int, Located | None]:
-    """Return (status, 0, location); the status is ASK_OWNER if the worker must be asked, unless it was ``asked``."""
-    for _ in range(4):
-        try:
-            found = reader.locate(digest)
-        except Unsettled:
-            time.sleep(0.0005)
-            continue
-        if found is not None and not found.length:
-            return Status.BUSY, 0, None  # a stray store, as no value is empty: a client would end the connection for it
-        word = reader.shard_word(digest)
-        if previous:
-            if found is None or not word:
-                return previous_status(word), 0, None
-        elif found is None or not 0 < word < FROZEN:
-            return miss_status(word, asked=asked), 0, None
-        reader.touch(found.slot)
-        return Status.OK, 0, found
-    # The worker was interrupted while it wrote the slot, for longer than this waits. It answers when it goes on.
-    return Status.BUSY if asked or previous else ASK_OWNER, 0, None
+    """Return what :func:`locate_many` does for an entry that was found, or None."""
+    if found is not None and not found.length:
+        return Status.BUSY, 0, None  # a stray store, as no value is empty: a client would end the connection for it
+    word = reader.shard_word(digest)
+    if previous:
+        if found is None or not word:
+            return previous_status(word), 0, None
+    elif found is None or not 0 < word < FROZEN:
+        return miss_status(word, asked=asked), 0, None
+    reader.touch(found.slot)
+    return Status.OK, 0, found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ...wire import messages as M
@@ -24,19 +24,22 @@ def group(store: Store, msg: Group, mover: int = 0) -> M.Statuses:
 
 
 def group_for(
-    msg: Group, is_own: Callable[[bytes], bool] | None, ask: Callable[[Group], list[int]]
+    msg: Group, are_own: Callable[[Sequence[bytes]], list[bool]] | None, ask: Callable[[Group], list[int]]
 ) -> M.Statuses:
     """Carry GROUP out for a client of a stream. Raise RemoteProtocolError for a malformed one.
 
     Args:
         msg: the request.
-        is_own: returns whether a digest is stored and of the client's namespace; None for a client of any. What is not
-            is not there for it.
+        are_own: returns for each digest whether it is stored and of the client's namespace; None for a client of any.
+            What is not is not there for it.
         ask: asks the worker.
     """
     groups = groups_in(msg)
     statuses: list[int] = [Status.NOT_FOUND] * len(groups)
-    mine = [at for at, digests in enumerate(groups) if is_own is None or all(map(is_own, digests))]
+    mine = list(range(len(groups)))
+    if are_own is not None:
+        own = iter(are_own([digest for digests in groups for digest in digests]))
+        mine = [at for at, digests in enumerate(groups) if all([next(own) for _ in digests])]
     if mine:
         for at, status in zip(mine, ask(joined([groups[at] for at in mine]))):
             statuses[at] = status
