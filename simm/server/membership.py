@@ -309,7 +309,8 @@ class Membership(Service):
 
     def on_frame(self, peer: Peer, frame: Frame) -> None:
         msg = decode(frame)
-        self._last_seen = self.loop.clock()
+        if self._greeted or frame.request_id in self._pending:  # whoever else listens there keeps us with what it likes
+            self._last_seen = self.loop.clock()
         if frame.request_id == 0:
             if isinstance(msg, M.Error):  # it is about to close the connection
                 peer.close(printable(msg.text))
@@ -324,8 +325,7 @@ class Membership(Service):
             elif isinstance(msg, A.OrderSettings):
                 self.request(self.on_order(msg), _ignore)
             return
-        callback = self._pending.pop(frame.request_id, None)
-        if callback is None:
+        if (callback := self._pending.pop(frame.request_id, None)) is None:
             return
         if isinstance(msg, M.Error) and frame.status == Status.NOT_LEADER:
             peer.close("it does not lead")
