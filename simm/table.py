@@ -82,6 +82,7 @@ from .arena.layout import (
     SLOT,
     SLOT_BODY,
     SLOT_FIELDS,
+    SLOT_VALUE,
     SLOT_WORDS,
     UNDO_BYTES,
     Geometry,
@@ -92,7 +93,6 @@ from .errors import CorruptionError
 
 ZERO_DIGEST: Final = bytes(DIGEST_BYTES)
 _EMPTY_BODY: Final = bytes(SLOT_BODY.size)
-_ALL_WAYS: Final = (1 << WAYS) - 1
 #: Lowest free way by the mask of used ones, -1 if all are used.
 _FREE_WAY: Final = [next((way for way in range(WAYS) if not mask >> way & 1), -1) for mask in range(256)]
 _USED: Final = [mask.bit_count() for mask in range(256)]
@@ -181,7 +181,7 @@ class Table:
         self._rows = rows
         #: Where others are told what comes and goes (``arena/events/ring.py``); None: nobody is.
         self._events: EventRing | None = None
-        self._pack_body = SLOT_BODY.pack_into
+        self._pack_body, self._pack_value = SLOT_BODY.pack_into, SLOT_VALUE.pack_into
         #: Mask of used ways by set: private, rebuilt by recover().
         self._used = bytearray(geometry.sets)
         #: A byte of each live slot's digest, and whatever of an empty one: private, rebuilt by recover(). A search for
@@ -314,9 +314,11 @@ class Table:
         seq = words[word]
         words[word] = seq | 1  # (b)
         at = word * 8 + 8
-        # The marks are the key's, and stay: an engine that puts a kept page again does not know that it is kept.
-        marks = 0 if old < 0 else words[word + MARKS_WORD]
-        self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, marks)  # (c)
+        if old < 0:  # (c)
+            self._pack_body(self._slots, at, digest, offset, length, crc, chunk, namespace, flags, stored, 0)
+        else:  # the marks are the key's, and stay: an engine that puts a kept page again does not know that it is kept
+            at, marks = at + DIGEST_BYTES, words[word + MARKS_WORD]
+            self._pack_value(self._slots, at, offset, length, crc, chunk, namespace, flags, stored, marks)
         words[word] = self._high | (seq + 2) & SEQ_MASK  # (d)
         if old >= 0:
             self._undo_words[0] = 0
@@ -595,4 +597,4 @@ class Table:
         del self._find
 
 
-assert _FREE_WAY[_ALL_WAYS] == -1
+assert _FREE_WAY[-1] == -1

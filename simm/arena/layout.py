@@ -33,12 +33,15 @@ instruction, and never torn.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ..constants import ARENA_BYTES_MIN, PAGE_BYTES, SET_BYTES, SHARD_COUNT, SLAB_BYTES, SLOT_BYTES, WAYS
 from ..errors import SegmentError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAGIC: Final = int.from_bytes(b"SiMMaren", "little")
 LAYOUT_VERSION: Final = 5
@@ -49,10 +52,15 @@ SHARDS_BYTES: Final = SHARD_COUNT * 8
 SLOT: Final = struct.Struct("@Q16sQIIIHHQQ")
 #: ``kept`` and ``group`` are one word here, the slot's marks: a worker stores them together, and alone.
 MARKS_WORD: Final = 7
+#: The word that has ``flags`` as its upper 16 bits.
+FLAGS_WORD: Final = 5
 #: The slot after its seq word: the part that is stored while the seq is odd.
 SLOT_BODY: Final = struct.Struct("@16sQIIIHHQQ")
+#: The body after its digest, which an overwrite leaves alone: ``pack_into`` begins with zeros, and a reader that met
+#: them in place of the digest would take the key for absent, and not look at the seq.
+SLOT_VALUE: Final = struct.Struct("@QIIIHHQQ")
 SLOT_WORDS: Final = SLOT_BYTES // 8
-assert SLOT.size == SLOT_BYTES and SLOT_BODY.size == SLOT_BYTES - 8
+assert SLOT.size == SLOT_BYTES and SLOT_BODY.size == SLOT_BYTES - 8 and SLOT_VALUE.size == SLOT_BODY.size - 16
 
 #: A slot for numpy. The digest is two little-endian words, as ``hashing.split`` takes it.
 SLOT_FIELDS: Final = np.dtype(
@@ -286,6 +294,12 @@ class Geometry(NamedTuple):
         if not ordered:
             raise SegmentError(f"{name} has a header that contradicts itself or its size of {size} bytes")
         return found
+
+
+def flagged(hits: NDArray[np.bool_], words: NDArray[np.uint64], flags: int) -> list[Any]:
+    """Return the positions of hits whose slots have one of these flags. ``words``: each slot's FLAGS_WORD. O(hits)."""
+    marked = words & np.uint64(flags << 48)
+    return np.flatnonzero(hits & (marked != 0)).tolist() if np.count_nonzero(marked) else []
 
 
 def laid_out(size: int) -> int:

@@ -374,7 +374,8 @@ class StaleEntries:
     def take(self, epochs: Mapping[str, int]) -> None:
         """Make all values of these namespaces unreadable but those of these epochs, if they are newer. O(names).
 
-        Entries of :attr:`first` can be read until they are dropped. All go before what can be read, if room is needed.
+        Entries of :attr:`first` can be read until they are dropped. If room is needed, a step of them goes before what
+        can be read. No more: in slabs of other classes, 10^7 of them may make no room for the value.
         """
         before = self._namespaces.epochs()
         for number in self._namespaces.wrapping(epochs):
@@ -385,7 +386,7 @@ class StaleEntries:
         self.first |= first
         self._found.clear()
         self._at = 0
-        self._space.spare = self._make_room
+        self._space.spare = self.step
 
     def _drop_all(self, number: int) -> None:
         """Drop all entries of a namespace, whose tags begin anew: after 2^32 maps, or by a false epoch. O(slots)."""
@@ -421,13 +422,6 @@ class StaleEntries:
         if not self.due:
             self.first.clear()
         return self.due
-
-    def _make_room(self) -> bool:
-        """Drop some, and return True if there were any."""
-        before = self.dropped
-        while self.dropped == before and self.due:
-            self.step()
-        return self.dropped > before
 
 
 class Sweep:

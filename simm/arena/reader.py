@@ -39,6 +39,7 @@ from .layout import (
     ENTRY_CRC,
     ENTRY_EPOCH,
     EPOCH_WORD,
+    FLAGS_WORD,
     HEADER_BYTES,
     LEASE_WORD,
     NAMESPACE_LINE_BYTES,
@@ -49,6 +50,7 @@ from .layout import (
     Geometry,
     State,
     Word,
+    flagged,
     laid_out,
 )
 from .namespaces import line_of, name_bytes, names_line
@@ -77,15 +79,15 @@ _unpack_seen = _SEEN.unpack_from
 _LENGTH_WORD: Final = 4
 _OFFSET_WORD: Final = 3
 _LENGTH_BITS: Final = np.uint64(0xFFFF_FFFF)
-#: The word that has the flags as its upper 16 bits, and what it is below without others than ENTRY_CRC.
-_FLAGS_WORD: Final = 5
+#: What the word with the flags is below without others than ENTRY_CRC.
 _FLAGS_ABOVE: Final = np.uint64((ENTRY_CRC + 1) << 48)
 _CLUSTER: Final = int(Word.CLUSTER)
 _EVEN: Final = np.uint64(~1 & (1 << 64) - 1)
 assert ENTRY_CRC == 1
-#: The bits of a position within a slot, and where its digest is. Slots begin at multiples of their size.
+#: The bits of a position within a slot, where its digest is, and how far behind that the lower half of its flags.
 _IN_SLOT: Final = SLOT_BYTES - 1
 _DIGEST_AT: Final = 8
+_FLAGS_AT: Final = FLAGS_WORD * 8 + 6 - _DIGEST_AT
 assert not SLOT_BYTES & _IN_SLOT and not (HEADER_BYTES + SHARDS_BYTES) & _IN_SLOT
 
 
@@ -409,12 +411,12 @@ class ArenaReader(CallLogs):
         return bool(self._np_more[2][EPOCH_WORD :: NAMESPACE_LINE_BYTES // 8].any())
 
     def current_many(self, digests: Sequence[bytes]) -> list[bool]:
-        """Do :meth:`contains_many`, and find nothing of an old epoch. Values without an epoch cost nothing more."""
+        """Do :meth:`contains_many` for a stream, which asks itself whose entries are, without those of old epochs."""
         if not (digests and self.has_epochs):
-            return self.contains_many(digests)
+            return self.contains_many(digests, 0)
         # The flags come first: an entry that has gone by the second look-up is not found at all.
-        flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + _FLAGS_WORD)
-        hits = self.contains_many(digests)
+        flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + FLAGS_WORD)
+        hits = self.contains_many(digests, 0)
         for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
             hits[at] = hits[at] and self.has_current(digests[at])
         return hits
@@ -422,8 +424,13 @@ class ArenaReader(CallLogs):
     def has_current(self, digest: bytes) -> bool:
         """Return True if the digest is in the table, and its entry not of an old epoch."""
         with contextlib.suppress(Unsettled):
-            if (found := self.locate(digest)) is not None and self.is_current(found):
-                return self.words[self._slot_word + found.slot * SLOT_WORDS] == found.seq
+            return (found := self.locate(digest)) is not None and self.is_current(found) and self.holds(found)
+        return False
+
+    def has_own(self, digest: bytes) -> bool:
+        """Return True if the digest is in the table, and a get would believe its entry (:meth:`is_own`)."""
+        with contextlib.suppress(Unsettled):
+            return (found := self.locate(digest)) is not None and self.is_own(found)
         return False
 
     def touch(self, slot: int) -> None:
@@ -437,7 +444,8 @@ class ArenaReader(CallLogs):
     def contains(self, digest: bytes, below: int = FROZEN) -> bool:
         """Return True if the digest is stored. A slot in an overwrite counts: its old or new value is there.
 
-        ``below``: what the shard's word must be less than.
+        ``below``: what the shard's word must be less than. An entry that no get believes does not count: nobody who
+        found it would put the key.
         """
         low, high = split(digest)
         first = (low >> SHARD_BITS) % self._sets
@@ -450,7 +458,7 @@ class ArenaReader(CallLogs):
         words = self.words
         if 0 < words[self._shard_word + (low & SHARD_MASK)] < below and (
             words[_CLUSTER] == self._cluster or self.of_cluster
-        ):
+        ) and (not self._meta[at + _FLAGS_AT] & ENTRY_BOUND or self.has_own(digest)):  # fmt: skip
             self.visited[(at - self._slots_offset) >> 6] = 1
             return True
         return False
@@ -495,7 +503,7 @@ class ArenaReader(CallLogs):
         settled &= rows[:, 2] == keys[:, 1]
         settled &= offsets >= self.data_offset
         settled &= offsets <= self.data_end - lengths
-        settled &= rows[:, _FLAGS_WORD] < _FLAGS_ABOVE
+        settled &= rows[:, FLAGS_WORD] < _FLAGS_ABOVE
         lengths *= settled
         return LocatedMany(slots, at, seqs, settled, offsets - self.data_offset, lengths, keys[:, 0].view(np.intp))
 
@@ -515,26 +523,29 @@ class ArenaReader(CallLogs):
             self._np_more[1][found.slots[kept]] = 1
         return kept
 
-    def contains_many(self, digests: Sequence[bytes]) -> list[bool]:
-        """Do :meth:`contains` for a batch."""
+    def contains_many(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> list[bool]:
+        """Do :meth:`contains` for a batch. ``odd``: flags of entries that :meth:`has_own` must agree to."""
         if len(digests) < EACH_KEYS:
-            return self._contains_each(digests)
-        hits: list[bool] = self.contain(digests)[0].tolist()
+            return self._contains_each(digests, odd)
+        hits: list[bool] = self.contain(digests, odd)[0].tolist()
         return hits
 
-    def contain(self, digests: Sequence[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Do :meth:`contains` for a batch by column; return with it the words of the digests' shards. O(digests)."""
+    def contain(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """Do :meth:`contains_many` by column; return with it the words of the digests' shards. O(digests)."""
         keys, slots = self.candidates(digests)
         words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False
+        # Of a miss they are the last slot's.
+        for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), odd):
+            hits[at] = self.has_own(digests[at])
         self._np_more[1][slots.compress(hits)] = 1
         return hits, words
 
-    def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:
-        """Do :meth:`contains` for a batch, a key at a time, without what is the same for all of them."""
-        find, base, sets = self._find, self._slots_offset, self._sets
+    def _contains_each(self, digests: Sequence[bytes], odd: int) -> list[bool]:
+        """Do :meth:`contains_many`, a key at a time, without what is the same for all of them."""
+        find, base, sets, meta = self._find, self._slots_offset, self._sets, self._meta
         words, visited, shard_word = self.words, self.visited, self._shard_word
         hits, slots = [], []
         for digest, low in zip(digests, memoryview(b"".join(digests)).cast("Q").tolist()[::2]):
@@ -542,7 +553,9 @@ class ArenaReader(CallLogs):
             at = find(digest, start, start + SET_BYTES)
             if at & _IN_SLOT != _DIGEST_AT:
                 at = self._find_slow(digest, at, (low >> SHARD_BITS) % sets, split(digest)[1] % sets)
-            if at >= 0 and 0 < words[shard_word + (low & SHARD_MASK)] < FROZEN:
+            if at >= 0 and 0 < words[shard_word + (low & SHARD_MASK)] < FROZEN and (
+                not meta[at + _FLAGS_AT] & odd or self.has_own(digest)
+            ):  # fmt: skip
                 slots.append((at - base) >> 6)
                 hits.append(True)
             else:
@@ -568,11 +581,11 @@ class EpochReader(ArenaReader):
     def contains(self, digest: bytes, below: int = FROZEN) -> bool:
         return super().contains(digest, below) and self.has_current(digest)
 
-    def _contains_each(self, digests: Sequence[bytes]) -> list[bool]:
+    def _contains_each(self, digests: Sequence[bytes], odd: int) -> list[bool]:
         return [self.contains(digest) for digest in digests]
 
-    def contain(self, digests: Sequence[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        hits, words = super().contain(digests)
+    def contain(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        hits, words = super().contain(digests, odd)
         for at in np.flatnonzero(hits).tolist():
             hits[at] = self.has_current(digests[at])
         return hits, words

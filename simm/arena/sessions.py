@@ -226,10 +226,8 @@ class SessionTable:
                 held.append(offset)
         for offset in held:
             space.hold(offset)
-        for offset in reserved:
-            # A pinned chunk without an entry is freed with its last pin.
-            if offset in held:
-                space.release(offset)
+        for offset in reserved.intersection(held):
+            space.release(offset)  # a pinned chunk without an entry is freed with its last pin
         return notes
 
     def _allocate_id(self) -> int:
@@ -471,13 +469,16 @@ class SessionTable:
         """Release pins of a session, or of closed ones of its process, which they outlast. Return how many are known.
 
         The pins of a session that lives are released by it alone: one process may be the relay of many clients.
-        O(pins), and O(sessions) if one is not the session's own.
+        O(pins), and O(sessions + pins of the process's closed sessions) if one is not the session's own.
         """
+        left = set(pins).difference(session.pins)
         known = self.unpin(session, pins)
-        if known < len(pins):
+        if left:
             process = session.pid, session.started
-            ended = [each for each in self.by_id.values() if each.closed and (each.pid, each.started) == process]
-            known += sum(self.unpin(each, pins) for each in ended if each.pins)
+            for each in self.by_id.values():
+                if each.closed and (each.pid, each.started) == process and (found := each.pins.keys() & left):
+                    known += self.unpin(each, sorted(found))
+                    left -= found
         return known
 
 

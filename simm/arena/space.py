@@ -123,7 +123,7 @@ class Space:
         self._known_full: set[int] = set()
         room = self._known_full.clear
         self.kept = KeptEntries(self._allocator, self._policy, self._offsets, self._is_held, room, shares)
-        #: Drops entries that are of no use, and returns whether there were any; None as long as there are none.
+        #: Drops some entries that are of no use, and returns whether there may be more; None if there are none.
         self.spare: Callable[[], bool] | None = None
         #: Tells whether an entry is used by way of others, and is passed over; None: none is.
         self._is_used: Callable[[int], bool] | None = None
@@ -145,10 +145,10 @@ class Space:
         offset = self._allocator.alloc(n)
         if offset >= 0:
             return offset
-        while self.spare is not None:  # what nobody can read goes first
+        if self.spare is not None:  # what nobody can read goes first, a step at a time: it may lie in slabs of all classes
             if not self.spare():
                 self.spare = None
-            elif (offset := self._allocator.alloc(n)) >= 0:
+            if (offset := self._allocator.alloc(n)) >= 0:
                 return offset
         if self.kept.near and (offset := self.kept.instead_of_near(n, self._evict_slot)) >= 0:
             return offset

@@ -7,8 +7,9 @@ leaves a frame of the tape. A reader that is stopped between its steps meets one
 names no fields of the structures and counts no stores, so it works for later code too.
 
 One instruction may store several words (``pack_into``, a slice), and the kernel may stop it in between. The tape
-therefore has made-up frames: each prefix, by words and with a torn word, and each word by itself. Words of a column, of
-many slots or of many lines of the ledger, are not torn: numpy stores each by one aligned store.
+therefore has made-up frames: each prefix, by words and with a torn word, each word by itself, and zeros in all of a
+row, with which ``pack_into`` begins. Words of a column, of many slots or of many lines of the ledger, are not torn:
+numpy stores each by one aligned store.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tests.support.store_world import World
 _PACKAGE = os.path.dirname(simm.__file__) + os.sep
 #: Words of the shortest rows, which the ledger has: columns have one word of each.
 _COLUMN_WORDS = 4
+#: The longest rows, which are slots.
+_ROW_BYTES = 64
 _STORING = ("STORE_SUBSCR", "STORE_SLICE", "CALL", "PRECALL", "DELETE_SUBSCR")
 
 
@@ -155,6 +158,10 @@ def _between(old: bytes, new: bytes) -> Iterator[bytes]:
         return
     seen = {old, new}
     column = len({word % _COLUMN_WORDS for word in changed}) == 1
+    first, end = changed[0] * 8, changed[-1] * 8 + 8
+    if not column and end - first <= _ROW_BYTES:
+        seen.add(meta := old[:first] + bytes(end - first) + old[end:])
+        yield meta
     for number, word in enumerate(changed):
         at = word * 8
         for meta in (

@@ -14,9 +14,10 @@ What is marked so is dropped by the recovery. A store of the marks is a single w
 groups of one shard and number, with a probability of 2^-26 for each pair, are one group after a recovery: they leave
 together, and no value is affected.
 
-In the worker's memory a group is a ring: each member's slot names the next one, and a slot of no group itself. That
-takes five bytes a slot from the first group on. Only a recovery looks at the marks in the arena, so a stray store there
-costs some entries at worst.
+In the worker's memory a group is a ring: each member's slot has its own number XOR the next one's, and a slot of no
+group 0. That takes five bytes a slot from the first group on. They are 0 at first, so the kernel gives each page of
+them when it is used, and the first group costs no turn of O(slots). Only a recovery looks at the marks in the arena, so
+a stray store there costs some entries at worst.
 
 A group is as young as its youngest member, as far as that is cheap. A policy passes over a member once for each use of
 another one (:meth:`Groups.is_used`): as long as that one has its visited byte, and once after a search has cleared it.
@@ -25,10 +26,9 @@ another one (:meth:`Groups.is_used`): as long as that one has its visited byte, 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,12 +124,12 @@ class Groups:
         self.told = Told(words)
         self._readable = readable
         self._drop = drop
-        #: The next member's slot by slot; empty until the first group.
-        self._next: Any = array("I")
+        #: By slot: its number XOR that of the next member; empty until the first group.
+        self._links = memoryview(b"").cast("I")
         #: Slots whose groups have lost a member. In order, so that runs can be repeated.
         self.orphans: dict[int, None] = {}
         #: By slot: 1 if another member was used, and this one has not been passed over for that.
-        self._owed = bytearray()
+        self._owed = memoryview(b"")
         #: Members passed over in a row, and the last one.
         self._passed = 0
         self._asked = -1
@@ -211,7 +211,7 @@ class Groups:
         follows[ends - 1] = slots[starts]
         rows = np.repeat(whole, sizes)
         self._begin()
-        np.frombuffer(self._next, np.uint32)[slots[rows]] = follows[rows]
+        np.frombuffer(self._links, np.uint32)[slots[rows]] = slots[rows] ^ follows[rows]
         self.count = int(np.count_nonzero(whole & (sizes > 1)))
         self.orphans = dict.fromkeys(slots[~rows].tolist())
         notes = [f"{len(self.orphans)} entries of groups that are not whole dropped"] if self.orphans else []
@@ -220,30 +220,30 @@ class Groups:
 
     def _begin(self) -> None:
         if not self.used:
-            self._next = array("I", range(self._table.slots))
+            self._links = np.zeros(self._table.slots, np.uint32).data
             self.used = True
-            self._owed = bytearray(self._table.slots)
+            self._owed = np.zeros(self._table.slots, np.uint8).data
             self._space.heed(self.is_used, self._on_use)
 
     def _ring(self, slot: int) -> set[int]:
         """Return the slots of the group of ``slot``, itself included."""
         ring = {slot}
         if self.used:
-            mate = self._next[slot]
+            links = self._links
+            mate = slot ^ links[slot]
             while mate != slot:
                 ring.add(mate)
-                mate = self._next[mate]
+                mate ^= links[mate]
         return ring
 
     def _link(self, slots: Sequence[int]) -> None:
         """Make a ring of slots that are in none, or in this one."""
         self._begin()
-        if self._next[slots[0]] == slots[0]:
+        if not self._links[slots[0]]:
             self.count += 1
         for slot, mate in zip(slots, [*slots[1:], slots[0]]):
-            self._next[slot] = mate
-            if self._owed:
-                self._owed[slot] = 0
+            self._links[slot] = slot ^ mate
+            self._owed[slot] = 0
 
     def _unlink(self, slot: int) -> set[int]:
         """Undo the ring of ``slot``. Return its slots, itself included."""
@@ -251,7 +251,7 @@ class Groups:
         if len(ring) > 1:
             self.count -= 1
             for mate in ring:
-                self._next[mate] = mate
+                self._links[mate] = 0
         return ring
 
     def _ungroup(self, slot: int) -> None:
@@ -299,11 +299,11 @@ class Groups:
             self._asked = -1
             return True
         if self._passed < PASSED_MAX:
-            used = self._owed[slot]
-            mate = self._next[slot]
+            used, links = self._owed[slot], self._links
+            mate = slot ^ links[slot]
             while not used and mate != slot:
                 used = self._visited[mate]
-                mate = self._next[mate]
+                mate ^= links[mate]
             if used:
                 self._owed[slot] = 0
                 self._asked = slot
@@ -314,10 +314,11 @@ class Groups:
 
     def _on_use(self, slot: int) -> None:
         """Note that a search for a victim has found a use."""
-        mate = self._next[slot]
+        links = self._links
+        mate = slot ^ links[slot]
         while mate != slot:
             self._owed[mate] = 1
-            mate = self._next[mate]
+            mate ^= links[mate]
 
     def stats(self) -> dict[str, int]:
         """Return counters and gauges."""

@@ -10,7 +10,7 @@ import pytest
 from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
 from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES
 from simm.arena.marks.near import COMMIT_NEAR
-from simm.arena.namespaces import FREE_LINES_MIN, line_of
+from simm.arena.namespaces import FREE_LINES_MIN, STALE_ENTRIES, line_of
 from simm.arena.reader import ArenaReader, EpochReader, guard
 from simm.arena.sessions import Session
 from simm.arena.store import Store
@@ -267,6 +267,46 @@ def test_old_values_go_before_others_when_room_is_needed(bench: Bench) -> None:
     for again in range(number - 2):
         assert put_large(bench, EpochHasher(NAME, 6)(f"large {again}"), bench.session)
     assert bench.store.space.evictions == before and all(map(bench.found, left))
+
+
+@pytest.mark.parametrize("size", [100_000, 1 << 20])
+def test_a_grant_of_another_size_drops_few_of_many_old_values(bench: Bench, size: int) -> None:
+    """They lie in all slabs, so that no number of them makes room. It was a turn of the worker that took minutes."""
+    evictions = bench.store.space.evictions
+    while not sum(evictions.values()):
+        put_small(bench, 1)
+    bench.advance(5)
+    stale = bench.store.stale
+    before = stale.dropped
+    assert len(bench.store.sessions.grant(bench.session, size, 1)) == 1, "there is room all the same"
+    assert 0 < stale.dropped - before <= STALE_ENTRIES and stale.due
+    live, dropped = dict(evictions), stale.dropped
+    for _ in range(20):
+        put_small(bench, 5)
+    assert evictions == live and stale.dropped > dropped, "those of its own size go before what can be read"
+
+
+def put_small(bench: Bench, epoch: int) -> None:
+    first = bench.store.table.entries
+    grants = bench.store.sessions.grant(bench.session, 4000, 16)
+    records = [
+        (EpochHasher(NAME, epoch)(f"k{first + at}"), grant, 4000, 0, ENTRY_EPOCH, 0)
+        for at, (grant, *_) in enumerate(grants)
+    ]
+    assert bench.store.commit(bench.session, records) == [Status.OK] * 16
+    bench.store.apply_pending()
+
+
+def test_one_grant_looks_at_one_block_of_slots(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there is nothing old in it: a large table is looked at in the background."""
+    while not sum(bench.store.space.evictions.values()):
+        assert put_large(bench, EpochHasher(NAME, 1)(f"k{bench.store.table.entries}"), bench.session)
+    other = bench.store.sessions.open(1, 1, "other")
+    bench.advance(5, "other")
+    looks: list[int] = []
+    stale_from = bench.store.table.stale_from
+    monkeypatch.setattr(bench.store.table, "stale_from", lambda at, tags: looks.append(at) or (*stale_from(at, tags),))
+    assert bench.store.sessions.grant(other, 1 << 20, 1) and len(looks) <= 1
 
 
 def put_large(bench: Bench, digest: bytes, session: Session) -> bool:

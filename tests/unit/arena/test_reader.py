@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_BITS, Hasher, sets_of
-from simm.arena.layout import ENTRY_BOUND, SLOT_WORDS, Word
-from simm.arena.reader import VECTOR_KEYS, ArenaReader, Unsettled, words_of
+from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, ENTRY_LARGE, SLOT_WORDS, Word
+from simm.arena.reader import EACH_KEYS, VECTOR_KEYS, ArenaReader, Unsettled, guard, words_of
 from simm.arena.store import Store
 from simm.sdk.ops.prefix import stored_length, stored_many
 from simm.table import Table
@@ -55,6 +55,37 @@ def agree(reader: ArenaReader, digests: list[bytes]) -> tuple[list[int], list[bo
         hits, words = reader.contain(digests)
         assert hits.tolist() == singly and words.tolist() == [reader.shard_word(digest) for digest in digests]
     return slots, singly
+
+
+def test_a_key_that_is_overwritten_is_there_at_every_moment(
+    arena: tuple[Store, ArenaReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pack_into`` clears all bytes that it packs, and the kernel may stop the worker then, for a time slice."""
+    store, reader = arena
+    table, digest = store.table, digest_of("k")
+    store.shards[int.from_bytes(digest[:2], "little") & len(store.shards) - 1] = 1
+    assert put(table, digest, reader.data_offset) and reader.contains(digest)
+    seen: list[str] = []
+
+    def stopped(name: str) -> None:
+        pack = getattr(table, name)
+        size = pack.__self__.size
+
+        def packed(buffer: memoryview, at: int, *fields: object) -> None:
+            buffer[at : at + size] = bytes(size)
+            seen.append(name)
+            if len(seen) == 1:
+                assert reader.contains(digest) and reader.contains_many([digest] * EACH_KEYS) == [True] * EACH_KEYS
+                with pytest.raises(Unsettled):
+                    reader.locate(digest)
+            pack(buffer, at, *fields)
+
+        monkeypatch.setattr(table, name, packed)
+
+    stopped("_pack_body")
+    stopped("_pack_value")
+    assert put(table, digest, reader.data_offset + 4096) and put(table, digest_of("l"), reader.data_offset + 8192)
+    assert seen == ["_pack_value", "_pack_body"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -144,6 +175,55 @@ def test_what_is_stored_for_certain(arena: tuple[Store, ArenaReader], seed: int)
     store.header[Word.CLUSTER] = 9
     reader._clusters, reader._cluster = frozenset((8,)), 8
     assert not any(lengths(reader, digests))
+
+
+@pytest.mark.parametrize("count", [1, EACH_KEYS - 1, EACH_KEYS, 500])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_another_namespaces_client_has_stored_is_not_contained(
+    arena: tuple[Store, ArenaReader], monkeypatch: pytest.MonkeyPatch, guarded: bool, count: int
+) -> None:
+    """No get returns it. A stream finds it, which has clients of all namespaces; and others' flags cost no look."""
+    store, reader = arena
+    store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+    reader.namespace = 3
+    if guarded:
+        guard(reader)
+    digests = [digest_of(f"apart {number}") for number in range(count)]
+    kinds = [(0, 3), (0, 4), (ENTRY_BOUND, 3), (ENTRY_BOUND | ENTRY_CRC, 4), (ENTRY_CRC | ENTRY_LARGE, 4), None]
+    kinds = kinds[3:4] if count == 1 else kinds * (count // len(kinds) + 1)
+    for number, (digest, kind) in enumerate(zip(digests, kinds)):
+        if kind is not None:
+            flags, namespace = kind
+            offset = store.geometry.data_offset + 4096 * number
+            assert store.table.publish(digest, offset, 100, 0, 4096, namespace, flags, 1) is not None
+    looked: list[bytes] = []
+    has_own = ArenaReader.has_own
+    monkeypatch.setattr(ArenaReader, "has_own", lambda self, each: looked.append(each) or has_own(self, each))
+    there = [kind is not None and not (kind[0] & ENTRY_BOUND and kind[1] == 4) for kind in kinds[:count]]
+    slots, singly = agree(reader, digests)
+    assert singly == there == [reader.contains_previous(digest) for digest in digests]
+    assert {*looked} == {digest for digest, kind in zip(digests, kinds) if kind and kind[0] & ENTRY_BOUND}
+    used = [slot >= 0 and bool(reader.visited[slot]) for slot in slots]
+    assert used == there, "who may not read it keeps it from no eviction"
+    if not guarded:
+        for epochs in (False, True):
+            monkeypatch.setattr(ArenaReader, "has_epochs", epochs)
+            assert reader.current_many(digests) == [kind is not None for kind in kinds[:count]]
+
+
+def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store, ArenaReader]) -> None:
+    """Unlike what others do: nobody can say whose it is."""
+    store, reader = arena
+    store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
+    reader.namespace = 3
+    plain, bound = digest_of("plain"), digest_of("bound")
+    for digest, flags in ((plain, 0), (bound, ENTRY_BOUND)):
+        assert store.table.publish(digest, store.geometry.data_offset, 100, 0, 4096, 3, flags, 1) is not None
+    assert agree(reader, [plain, bound])[1] == [True, True]
+    for digest in (plain, bound):
+        store.table._words[store.table.lookup(digest) * SLOT_WORDS] |= 1
+    for each in (1, EACH_KEYS):
+        assert reader.contains_many([plain, bound] * each) == [True, False] * each
 
 
 def test_half_a_digest_is_no_digest(arena: tuple[Store, ArenaReader]) -> None:

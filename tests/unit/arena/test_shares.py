@@ -266,3 +266,31 @@ def test_what_is_smaller_is_still_looked_for(store: Store) -> None:
     (session,) = join(store, 1)
     got, all_came = store.sessions.grant_each(session, [(64, 2), (VALUE_BYTES_MAX, 3), (4096, 2), (VALUE_BYTES_MAX, 1)])
     assert not all_came and sorted(chunk for _, _, chunk in got) == [64, 64, 4096, 4096]
+
+
+def test_an_unpin_asks_no_closed_session_for_what_it_has_not(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have thousands of them, and one request thousands of ids. What it has is found all the same."""
+    sessions = store.sessions
+    mine = sessions.open(7, 1, "a")
+    (grant, *_), = sessions.grant(mine, 64, 1)
+    assert store.commit(mine, [(digest_of("k"), grant, 64, 0, 0, 0)]) == [Status.OK]
+    store.apply_pending()
+    ended: list[Session] = []
+    pins: list[int] = []
+    for number in range(50):
+        session = sessions.open(7 if number % 2 else 8, 1, "a")
+        ((*_, pin),) = store.locate(session, [digest_of("k")])
+        session.closed = True
+        ended.append(session)
+        pins.append(pin)
+    asked: list[Session] = []
+    unpin = sessions.unpin
+    monkeypatch.setattr(sessions, "unpin", lambda by, ids: asked.append(by) or unpin(by, ids))
+    unknown = list(range(1 << 60, (1 << 60) + 4000))
+    assert sessions.unpin_for(mine, unknown) == 0 and asked == [mine]
+    asked.clear()
+    assert sessions.unpin_for(mine, [*unknown, *pins[:9]]) == 4, "those of its own process"
+    assert asked == [mine, *ended[1:9:2]]
+    assert [bool(session.pins) for session in ended[:10]] == [True, False] * 4 + [True, True]
+    for session in ended:
+        unpin(session, list(session.pins))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_MASK, Hasher
-from simm.arena.layout import Word
+from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, Word
 from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
 from simm.ipc.arenas import Arenas, Columns
@@ -20,6 +20,8 @@ from tests.support.store_world import new_segment, remove_segment
 digest_of = Hasher("arenas")
 #: Of each arena. They differ, so a wrong place shows.
 SLOTS = (512, 2048, 1024)
+#: Of an entry, whose namespace is the reader's or another one.
+FLAGS = (0, 0, ENTRY_CRC, ENTRY_BOUND, ENTRY_BOUND | ENTRY_CRC)
 
 
 @pytest.fixture
@@ -43,7 +45,8 @@ def fill(store: Store, digests: list[bytes], rng: random.Random) -> None:
     for shard in range(len(store.shards)):
         store.shards[shard] = rng.choice([0, 1, 7, FROZEN - 1, FROZEN, FROZEN | 7, 5])
     for number, digest in enumerate(digests):
-        store.table.publish(digest, store.geometry.data_offset + 4096 * (number % 100), 100, 0, 4096, 0, 0, 1)
+        offset = store.geometry.data_offset + 4096 * (number % 100)
+        store.table.publish(digest, offset, 100, 0, 4096, rng.randrange(2), rng.choice(FLAGS), 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -55,6 +58,8 @@ def test_a_pass_finds_what_searches_of_each_arena_find(arenas: list[tuple[Store,
         fill(store, [digest for digest in digests if rng.random() < 0.6], rng)
     arenas[1][0].header[Word.CLUSTER] = rng.choice([0, 7, 8])  # 8 is another cluster's
     readers = [reader for _, reader in arenas]
+    for reader in readers:
+        reader.namespace = 1
     for count in (1, 3, 40, 500):
         batch = rng.choices(digests, k=count)
         which = np.array([rng.randrange(len(readers)) for _ in batch])
@@ -70,6 +75,9 @@ def test_a_pass_finds_what_searches_of_each_arena_find(arenas: list[tuple[Store,
         for reader in readers:
             reader.visited[:] = bytes(len(reader.visited))
         hits, words = Arenas(readers, which).contain(keys)
+        asked = [(readers[at], digest) for at, digest in zip(which, batch)]
+        foreign = [reader.has_current(digest) and not reader.has_own(digest) for reader, digest in asked]
+        assert not any(hits[foreign]) and (count < 500 or any(foreign))
         assert hits.tolist() == singly
         assert [bytes(reader.visited) for reader in readers] == seen
         assert words.tolist() == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from simm.arena.hashing import shard_of
@@ -52,6 +53,35 @@ def test_what_is_no_group() -> None:
     assert not is_group([digests[0], digests[1], digests[0]])
     other = next(each for each in map(digest_of, "abc") if shard_of(each) != shard_of(digests[0]))
     assert not is_group([digests[0], other])
+
+
+def test_the_first_group_of_a_large_table_touches_few_pages(
+    segment: OwnedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made within a request, and a turn of seconds is what a table of 36 million slots took for it."""
+    world = GroupWorld(segment)
+    player, pair = world.join(), members("p")
+    for digest in pair:
+        world.put(player, digest, 5000)
+    groups = world.store.groups
+    monkeypatch.setattr(groups, "_table", Large(groups._table))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    assert groups.mark_many([pair]) == [Status.OK] and groups.count == 1
+    assert process.memory_info().rss - before < Large.slots, "of five bytes a slot"
+    check_groups(world.store)
+
+
+class Large:
+    """A table that says that it has many slots."""
+
+    slots = 40_000_000
+
+    def __init__(self, table: object) -> None:
+        self._table = table
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._table, name)
 
 
 def test_marking_is_all_or_nothing(segment: OwnedArena) -> None:
