@@ -55,7 +55,7 @@ from .constants import VALUE_BYTES_MAX
 from .errors import Code, SimmError, TransportError, UsageError
 from .host import fork
 from .host.buffers import DEFAULT_COPY_THREADS, Span
-from .sdk.batch import awaitable
+from .sdk.batch import Mistake, awaitable
 from .sdk.calls.closing import AsyncClosing
 from .sdk.calls.kv_asks import Asks
 from .sdk.calls.kv_groups import KvGroups
@@ -368,7 +368,7 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
         No two views of the call may share memory: of two keys whose views do, the later one is refused.
         """
         checked = self._checked(keys, PartedViews.to_get(ranges, wide=True), no_wide, problem_of)
-        return self._many(_get_all, _ranges_codes, len(keys), checked)
+        return self._many(_get_all, self._ranges_codes, len(keys), checked)
 
     prepare_ranges = staticmethod(PartedViews.prepared)
 
@@ -395,7 +395,8 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
 
     def mdelete(self, keys: Sequence[str]) -> list[int]:
         """:meth:`delete` for many keys; return a code for each."""
-        return self._many(_delete_all, _delete_codes, len(keys), self._checked(keys))
+        checked = self._checked(keys)
+        return self._many(lambda client, each, _: client.delete_digests(each), _delete_codes, len(keys), checked)
 
     # -- asyncio ------------------------------------------------------------------------------------
 
@@ -515,6 +516,17 @@ class Store(Asks, KvGroups, Keeps, Prefetches, AsyncClosing):
             self._drop(client, unfit)
         return results
 
+    def _ranges_codes(self, client: Client, digests: list[bytes], _: list[Any], results: list[Any]) -> list[int]:
+        for at, got in enumerate(results):
+            if got <= 0:
+                results[at] = _outage(client, digests[at]) if got == NoValue.UNAVAILABLE else _GET_FAILED
+                if type(got) is WrongSize:
+                    complain("get_ranges: a range ends beyond its value, which has %d bytes", got.length)
+                elif type(got) is Mistake:
+                    self._refuse(1, "%s", got.text)
+                    results[at] = _INVALID
+        return results
+
     def _drop(self, client: Client, unfit: dict[bytes, int]) -> None:
         """Drop values that do not fit their keys' views. Otherwise the keys would exist, and no engine would put them.
 
@@ -574,21 +586,8 @@ def _get_all(client: Client, digests: list[bytes], spans: list[Any]) -> list[Any
     return (client.get_digests if type(spans) is list else client.get_mixed)(digests, spans)
 
 
-def _ranges_codes(client: Client, digests: list[bytes], _: list[Any], results: list[Any]) -> list[int]:
-    for at, got in enumerate(results):
-        if got <= 0:
-            results[at] = _outage(client, digests[at]) if got == NoValue.UNAVAILABLE else _GET_FAILED
-            if type(got) is WrongSize:
-                complain("get_ranges: a range ends beyond its value, which has %d bytes", got.length)
-    return results
-
-
 def _ask_all(client: Client, digests: list[bytes], _: list[Any]) -> list[bool]:
     return client.exists_digests(digests)
-
-
-def _delete_all(client: Client, digests: list[bytes], _: list[Any]) -> list[int]:
-    return client.delete_digests(digests)
 
 
 def _delete_codes(client: Client, digests: list[bytes], _: list[Any], statuses: list[int]) -> list[int]:

@@ -57,6 +57,8 @@ OP_BYTES_MAX: Final = 1 << 20
 _FROZEN: Final = FROZEN
 _SLOT_MASK: Final = SLOT_BYTES - 1
 _unpack: Final = SLOT.unpack_from
+#: Only the stream knows whether such entries are of the client's namespace, and of its epoch.
+_FOR_STREAM: Final = ENTRY_BOUND | ENTRY_EPOCH
 
 #: (remote address, rkey, bytes)
 Piece = tuple[int, int, int]
@@ -257,14 +259,19 @@ class RemoteArena:
         geometry = self.geometry
         if seq & 1 or found != digest or not 0 < length <= chunk or length > VALUE_BYTES_MAX:
             return None
-        if flags & (ENTRY_BOUND | ENTRY_EPOCH | ENTRY_LARGE):
-            return None  # the stream knows whether it is of the client's namespace, and of its epoch; and manifests
+        if flags & (_FOR_STREAM | ENTRY_LARGE):
+            return None
         if offset < geometry.data_offset or offset + length > geometry.data_end:
             return None
         first, second, _word = self.sets(digest)
         base = first if way < WAYS else second
         slot = (base - self._slots_offset) // SLOT_BYTES + way % WAYS
         return CachedEntry(digest, slot, image, offset, length, crc, flags)
+
+    def is_for_stream(self, fetched: Any, at: int, way: int) -> bool:
+        """Return whether only the stream can say if that way's entry counts for this client. Also of one in a write."""
+        flags: int = _unpack(fetched, at + way * SLOT_BYTES)[7]
+        return bool(flags & _FOR_STREAM)
 
 
 class Locations:

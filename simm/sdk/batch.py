@@ -201,6 +201,20 @@ class WrongSize(int):
         return f"<WrongSize {self.length}>"
 
 
+class Mistake(int):
+    """The result for ranges that only their value shows to be a mistake, where the other keys' results count."""
+
+    #: What is wrong.
+    text = ""
+
+    @classmethod
+    def of(cls, text: str) -> Mistake:
+        """Return the result; it is no :class:`NoValue`."""
+        made = cls(-(1 << 39))
+        made.text = text
+        return made
+
+
 #: A hit's length, or why there is no value.
 Result = int | NoValue | WrongSize
 #: The same for a single read, or the bytes themselves if its sink is None.

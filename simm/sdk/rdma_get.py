@@ -299,10 +299,11 @@ class Reading(Transfer):
                 else:
                     self.left.append(position)
             elif self._only_exists:
-                if 0 < words[word_at] < _FROZEN:
+                entry = arena.entry(memory, at, digest, way)
+                if 0 < words[word_at] < _FROZEN and (entry is not None or not arena.is_for_stream(memory, at, way)):
                     self.results[position] = 1
                     self.settled.add(position)
-                    self._exists(group.link, arena.entry(memory, at, digest, way), digest, touches)
+                    self._exists(group.link, entry, digest, touches)
                 else:
                     self.left.append(position)
             else:

@@ -193,7 +193,7 @@ def _near(ask: Any, host: int) -> Any:
     def target(digest: bytes) -> Any:
         if digest == KEY:
             return SimpleNamespace(reader=None)
-        return SimpleNamespace(reader=SimpleNamespace(has_current=lambda name: ask(Call("look", (name,)))))
+        return SimpleNamespace(reader=SimpleNamespace(has_own=lambda name: ask(Call("look", (name,)))))
 
     near._plain = SimpleNamespace(
         read_many=read_many, stored_many=lambda digests: [ask(Call("ask", (digest,))) for digest in digests]

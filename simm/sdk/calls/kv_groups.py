@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ...constants import VALUE_BYTES_MAX
 from ...errors import Code, UsageError
 from ..batch import awaitable
 from ..ops.kv_memory import BlockView, no_source
@@ -56,11 +57,11 @@ class KvGroups(StorePart):
             check_group(keys)
             if len(keys) != len(views):
                 return f"{len(keys)} keys of a group and {len(views)} views"
+            if not taken.isdisjoint(keys):
+                return "a key is in two groups of one call"
+            return next(filter(None, map(_no_member, views)), "")
         except (UsageError, TypeError) as exc:
             return str(exc)
-        if not taken.isdisjoint(keys):
-            return "a key is in two groups of one call"
-        return next(filter(None, map(no_source, views)), "")
 
     def exists_group(self, keys: Sequence[str]) -> bool:
         """Return whether all keys of a group are stored; False also if that cannot be found out."""
@@ -85,3 +86,11 @@ class KvGroups(StorePart):
     mput_groups_async = awaitable(mput_groups)
     exists_group_async = awaitable(exists_group)
     mexists_groups_async = awaitable(mexists_groups)
+
+
+def _no_member(view: BlockView) -> str:
+    """Return why a view cannot be put as a value of a group, or an empty string."""
+    problem = no_source(view)
+    if not problem and len(view) > VALUE_BYTES_MAX:  # the client would refuse all groups, not only the one with it
+        return f"a value of a group has 1 to {VALUE_BYTES_MAX} bytes, unlike {view!r}"
+    return problem

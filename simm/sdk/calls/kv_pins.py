@@ -85,13 +85,27 @@ class PinnedKeys:
             if length is not None:
                 complain("get_ranges: a range ends beyond its value, which has %d bytes", length)
         try:
-            got = pins.read_wants([want for _, want in wants])
+            got = self._read_wants(pins, wants)
         except UsageError as exc:  # released, or the store was closed
             self._refuse(len(keys), "%s", exc)
             return [_INVALID] * len(keys)
         for (place, _), length in zip(wants, got):
             results[place] = _GET_FAILED if length is None else length
         return results
+
+    def _read_wants(self, pins: Pins, wants: list[tuple[int, Want]]) -> list[int | None]:
+        """Do :meth:`Pins.read_wants`, and take out of ``wants`` what is refused. Raises UsageError if all would be."""
+        try:
+            return pins.read_wants([want for _, want in wants])
+        except UsageError:
+            problems = [pins.problem_of(want) for _, want in wants]
+            if not any(problems):
+                raise
+        wants[:] = [each for each, problem in zip(wants, problems) if not problem]
+        got = pins.read_wants([want for _, want in wants])
+        for problem in filter(None, problems):
+            self._refuse(1, "%s", problem)
+        return got
 
     def read(self, ranges: Sequence[tuple[int, int, Sequence[BlockView]]]) -> list[int]:
         """Copy the same ranges of every value, (offset, length, views) each with a view for each key.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...constants import VALUE_BYTES_MAX
-from ..batch import LARGE, Result
+from ...errors import UsageError
+from ..batch import LARGE, Mistake, Result
 
 if TYPE_CHECKING:
     from ...config.client_options import ClientOptions
@@ -83,7 +84,7 @@ class LargeCalls:
         return self._large.put(digests, sources, put_others, VALUE_BYTES_MAX, absent)
 
     def get_mixed(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Result]:
-        """Do ``get_digests`` for ranges of which some only a value in parts can have."""
+        """Do ``get_digests`` for ranges of which some only a value in parts can have. A mistake costs its own key."""
         from ..ops.parts import is_wide  # the client has loaded it
 
         results: list[Any] = [LARGE] * len(digests)
@@ -92,5 +93,10 @@ class LargeCalls:
             got = self.get_digests([digests[at] for at in near], [sinks[at] for at in near])
             for at, result in zip(near, got):
                 results[at] = result
-        self._large.resolve(digests, sinks, results)
+        for at, result in enumerate(results):
+            if result is LARGE:
+                try:
+                    results[at] = self._large.read(digests[at], sinks[at])
+                except UsageError as exc:
+                    results[at] = Mistake.of(str(exc))
         return results

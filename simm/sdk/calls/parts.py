@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...arena.hashing import SHARD_MASK
 from ...errors import DeviceError, UsageError
 from ...wire.status import Status
-from ..batch import LARGE, Answer, LargeValue, Result, WrongSize, awaitable
+from ..batch import LARGE, Answer, LargeValue, Mistake, Result, WrongSize, awaitable
 
 if TYPE_CHECKING:
     from ...arena.hashing import Hasher
@@ -126,6 +126,8 @@ class PartCalls:
         for key, sink, got in zip(keys, sinks, results):
             if type(got) is WrongSize:
                 raise UsageError(sink.ends_beyond(key, got.length))
+            if type(got) is Mistake:
+                raise UsageError(got.text)
         return [got if got > 0 else None for got in results]
 
     def put_gather_many(self, keys: Sequence[str], pieces: Sequence[Iterable[Any]]) -> list[bool]:

@@ -414,9 +414,9 @@ def _chunk_of(got: Answer) -> int:
 
 
 def _has(target: Target | None, near: bytes) -> bool:
-    """Return whether a copy is in its arena."""
+    """Return whether a copy is in its arena, and one that reads believe."""
     reader = target.reader if target is not None else None
-    return reader is not None and reader.has_current(near)
+    return reader is not None and reader.has_own(near)
 
 
 def _shards_of(table: RouteTable, node: str) -> Sequence[int]:

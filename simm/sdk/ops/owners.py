@@ -68,7 +68,7 @@ class Owners:
                 if target is None or self.leaves_out(target, batch):
                     self._leave_out(target, positions, batch)
                 elif left := finish(self._visit(target, positions, batch, local, remote)):
-                    settle(target, left, batch)
+                    self._settle(settle, target, left, batch)
             return
         unsettled: list[tuple[Target, Unresolved]] = []
         unvisited = dict(groups)
@@ -100,7 +100,15 @@ class Owners:
         for target, positions in unvisited.items():
             self._leave_out(target, positions, batch)
         for target, left in unsettled:
+            self._settle(settle, target, left, batch)
+
+    def _settle(self, settle: Settle, target: Target, left: Unresolved, batch: Batch) -> None:
+        """Look elsewhere for the keys that are left; a GPU that fails meanwhile costs these alone."""
+        positions = left.positions()  # before any answer
+        try:
             settle(target, left, batch)
+        except DeviceError as exc:
+            self._failed_for(exc, positions, batch)
 
     def _visit(
         self, target: Target, positions: Sequence[int], batch: Batch, local: Local, remote: Remote

@@ -349,9 +349,7 @@ class Pins:
         with self._in_use():
             for number, ranges in wants:
                 if lengths[number] is not None and is_wide(ranges) and number not in self._parts:
-                    raise UsageError(
-                        f"the ranges of this value have at most {VALUE_BYTES_MAX} bytes together, not {ranges.total}"
-                    )
+                    raise UsageError(_too_wide(ranges))
             # Results are by place: a value may be read twice in one call.
             results: list[int | None] = [None] * len(wants)
             divided = [
@@ -379,6 +377,18 @@ class Pins:
                 self._failed(exc)
                 return [None] * len(wants)
             return results
+
+    def problem_of(self, want: Want) -> str:
+        """Return for what mistake in this want alone :meth:`read_wants` refuses it; empty for none. Reads nothing."""
+        number, ranges = want
+        parts = self._parts.get(number)
+        if parts is None:
+            return _too_wide(ranges) if is_wide(ranges) else ""
+        try:
+            parts.divide(ranges)
+        except UsageError as exc:
+            return str(exc)
+        return ""
 
     def _read_local(self, at: Mapping[ArenaPins, Sequence[tuple[int, Want]]], results: list[int | None]) -> None:
         """Read in arenas."""
@@ -539,6 +549,10 @@ def end_together(holders: Sequence[ArenaPins | RemotePins], deadline_s: float) -
             holder.begin_end(until)
     for holder in holders:
         holder.end()
+
+
+def _too_wide(ranges: Ranges) -> str:
+    return f"the ranges of this value have at most {VALUE_BYTES_MAX} bytes together, not {ranges.total}"
 
 
 def _row(rows: Sequence[Rows], number: int) -> Ranges:

@@ -1,13 +1,18 @@
-"""The thread that makes near copies: how much memory it takes."""
+"""The thread that makes near copies: how much memory it takes, and which copies it takes for one."""
 
 from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from simm.arena.layout import ENTRY_BOUND
+from simm.arena.reader import ArenaReader
+from simm.arena.store import Store
 from simm.sdk.batch import NoValue
-from simm.sdk.near.copies import KEYS_AT_ONCE, PIECE_BYTES, SCRATCH_BYTES, Near
+from simm.sdk.near.copies import KEYS_AT_ONCE, PIECE_BYTES, SCRATCH_BYTES, Near, _has
+from tests.support.store_world import digest_of, new_segment, remove_segment
 
 VALUE_BYTES = 4 << 20
 
@@ -49,3 +54,21 @@ def test_values_longer_than_expected_are_in_memory_one_at_a_time() -> None:
     assert stored == [VALUE_BYTES] * KEYS_AT_ONCE
     assert most < 3 * VALUE_BYTES, "one value, and the next one"
     assert near._piece == VALUE_BYTES, "the next ones are expected to be as long"
+
+
+def test_what_a_bound_client_has_planted_is_no_copy() -> None:
+    """No read believes it, so the value would never be copied."""
+    segment = new_segment(16 << 20, 1024)
+    store = Store.create(segment.mm, slots=1024)
+    store.open()
+    reader = ArenaReader(segment.name)
+    reader.namespace = 3
+    target: Any = SimpleNamespace(reader=reader)
+    for key, flags, namespace in (("own", 0, 3), ("bound", ENTRY_BOUND, 3), ("planted", ENTRY_BOUND, 4)):
+        offset = store.geometry.data_offset
+        assert store.table.publish(digest_of(key), offset, 100, 0, 4096, namespace, flags, 1) is not None
+    assert [_has(target, digest_of(key)) for key in ("own", "bound", "planted", "never")] == [True, True, False, False]
+    assert not _has(None, digest_of("own"))
+    target.reader = reader = None
+    store.release()
+    remove_segment(segment)

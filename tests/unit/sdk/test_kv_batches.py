@@ -1,0 +1,117 @@
+"""Batches of ``simm.kv`` with one mistake, which only the value or the client shows: it costs its own element alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simm.client import Client
+from simm.constants import VALUE_BYTES_MAX
+from simm.errors import Code, UsageError
+from simm.kv import Block, BlockView, Store
+from simm.testing import FakeClient
+from tests.support.kv_values import content, filled
+from tests.support.small_limits import MOST, PART, small_limits
+
+WRONG = int(Code.INVALID_ARGUMENT)
+GROUPS = [[f"page{{{number}}}/k", f"page{{{number}}}/v"] for number in range(4)]
+
+
+def store_of(client: Client) -> Store:
+    store: Any = Store.__new__(Store)
+    store._client, store.rejected, store.unfit = client, 0, 0
+    return store  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def client() -> Iterator[FakeClient]:
+    with FakeClient() as made:
+        yield made
+
+
+@pytest.fixture
+def store(client: FakeClient) -> Store:
+    return store_of(client)
+
+
+def test_a_group_with_a_value_that_must_be_in_parts(store: Store, client: FakeClient) -> None:
+    """The members of a group are stored as they are. All groups of the call were refused."""
+    memory = np.zeros(VALUE_BYTES_MAX + 1, np.uint8)  # which nobody reads
+    wide, widest = BlockView.from_tensor(memory), BlockView.from_tensor(memory[:VALUE_BYTES_MAX])
+    views = [[filled(b"k"), filled(b"v")], [filled(b"k"), wide], [wide, filled(b"v")], [filled(b"k"), widest]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeClient, "put_groups", lambda _, groups, values: [True] * len(groups))
+        assert store.mput_groups(GROUPS, views) == [0, WRONG, WRONG, 0], "the largest that is stored whole"
+        assert store.put_group(GROUPS[1], views[1]) == WRONG
+    assert store.rejected == 3
+    assert store.mput_groups(GROUPS[:3], views[:3]) == [0, WRONG, WRONG]
+    assert store.mexists_groups(GROUPS) == [True, False, False, False]
+    assert asyncio.run(store.mput_groups_async(GROUPS[:2], views[:2])) == [0, WRONG]
+    with pytest.raises(UsageError):  # what refused all of them
+        client.put_groups(GROUPS[:2], [[view._piece for view in each] for each in views[:2]])
+
+
+def test_a_view_in_place_of_a_group_s_views(store: Store) -> None:
+    """It has as many bytes as the group has keys."""
+    assert store.mput_groups(GROUPS[:2], [filled(b"kv"), [filled(b"k"), filled(b"v")]]) == [WRONG, 0]  # type: ignore[list-item]
+
+
+# --- ranges that ask too much of their value --------------------------------------------------------
+
+
+@pytest.fixture
+def parts(client: FakeClient) -> Iterator[FakeClient]:
+    """Values in parts, and ordinary ones."""
+    with small_limits():
+        assert client.put_many(["a", "large", "b"], [b"a" * 100, b"l" * (2 * MOST), b"b" * MOST]) == [True] * 3
+        yield client
+
+
+def too_many(of: int) -> list[tuple[int, int, BlockView]]:
+    """Ranges of more bytes than one call may read of these of a value."""
+    return [(0, of, Block(of).view()) for _ in range(MOST // of + 1)]
+
+
+def test_ranges_that_only_their_value_shows_to_be_too_many(
+    parts: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simm.sdk.large.sections.VALUE_BYTES_MAX", MOST)
+    store = store_of(parts)
+    rooms = [Block(10).view() for _ in range(2)]
+    keys = ["a", "large", "b", "large", "never"]
+    ranges = [[(0, 10, rooms[0])], too_many(PART), too_many(500), [(1990, 10, rooms[1])], too_many(PART)]
+    failed = int(Code.GET_FAILED)
+    assert store.mget_ranges(keys, ranges) == [100, WRONG, WRONG, 2 * MOST, failed]
+    assert [content(room) for room in rooms] == [b"a" * 10, b"l" * 10]
+    assert store.rejected == 2
+    assert store.get_ranges("large", too_many(PART)) == WRONG
+    with pytest.raises(UsageError, match="overlap"):
+        parts.get_ranges_many(["a", "large"], [[(0, 1, bytearray(1))], bytes_of(too_many(PART))])
+    with pytest.raises(UsageError, match="overlap"):
+        parts.get_ranges("large", bytes_of(too_many(PART)))
+    with pytest.raises(UsageError, match="at most"):
+        parts.get_ranges_many(["b"], [bytes_of(too_many(500))])
+
+
+def bytes_of(ranges: list[tuple[int, int, BlockView]]) -> list[tuple[int, int, bytearray]]:
+    return [(offset, length, bytearray(length)) for offset, length, _ in ranges]
+
+
+def test_pinned_values(parts: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simm.sdk.large.sections.VALUE_BYTES_MAX", MOST)
+    store = store_of(parts)
+    rooms = [Block(10).view() for _ in range(2)]
+    with store.mpin(["a", "large", "b"]) as pins:
+        assert pins.lengths == [100, 2 * MOST, MOST]
+        keys = ["a", "large", "b", "large"]
+        ranges = [[(0, 10, rooms[0])], too_many(PART), too_many(500), [(1990, 10, rooms[1])]]
+        assert pins.mget_ranges(keys, ranges) == [100, WRONG, WRONG, 2 * MOST]
+        assert [content(room) for room in rooms] == [b"a" * 10, b"l" * 10]
+        assert store.rejected == 2
+        assert pins.get_ranges("large", too_many(PART)) == WRONG
+        assert pins.get_ranges("large", [(0, 10, rooms[0])]) == 2 * MOST
+    assert pins.mget_ranges(keys, ranges) == [WRONG] * 4, "released"
