@@ -14,6 +14,7 @@ import pytest
 
 from simm.cluster.assignment import DROP_ALL, FENCE
 from simm.cluster.shard_map import ShardMap
+from simm.rpc import reply
 from simm.server import membership as membership_module
 from simm.wire import admin_messages as A
 from simm.wire import epoch_messages as E
@@ -242,6 +243,29 @@ def test_a_manager_that_says_nothing(
         house.until(lambda: manager.of(M.Heartbeat), "the other one")
     finally:
         mute.close()
+
+
+def test_what_nobody_asked_for_is_no_sign_of_life(
+    manager: Manager, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may listen at the address of a manager that is gone, and say anything but what it was asked for."""
+    monkeypatch.setattr(membership_module, "SILENT_S", 0.2)
+    monkeypatch.setattr(membership_module, "SILENT_BEATS", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as taken:
+        house = make_house(listener.getsockname()[:2], manager)
+        listener.setblocking(False)
+        talkers: list[socket.socket] = []
+
+        def joined() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                talkers.append(taken.enter_context(listener.accept()[0]))
+            for talker in talkers:
+                with contextlib.suppress(OSError):
+                    talker.send(reply(M.Pong(1), 1 << 30))
+            return bool(manager.of(M.Heartbeat))
+
+        house.until(joined, "the other one")
+        assert talkers, "it had listened to that one first"
 
 
 def complained(house: House, reason: str) -> bool:
