@@ -6,11 +6,12 @@ import contextlib
 import errno
 import logging
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from ..errors import ConfigError
 from .parsers import Address, TlsOptions
@@ -44,8 +45,11 @@ def server_tls_options(settings: Settings, *, connects: bool) -> TlsOptions | No
 
     Raises ConfigError for half a set: the operator takes for encrypted what would not be.
     """
-    names = ("tls_ca", "tls_cert", "tls_key", "tls_client_ca") if connects else ("tls_cert", "tls_key", "tls_client_ca")
-    found = {name: str(path.absolute()) for name in names if (path := getattr(settings, name)) is not None}
+    files = {
+        "tls_ca": settings.tls_ca if connects else None, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key,
+        "tls_client_ca": settings.tls_client_ca,
+    }  # fmt: skip
+    found = {name: str(path.absolute()) for name, path in files.items() if path is not None}
     if not found:
         return None
     tls = TlsOptions(*(found.get(f"tls_{each}", "") for each in ("ca", "cert", "key", "client_ca")))
@@ -96,11 +100,37 @@ def read_secret(path: Path, name: str, remedy: str = "") -> str:
     try:
         mode = path.stat().st_mode
         text = path.read_text("utf-8-sig")  # a mark of the byte order would hide the `#` of a comment
+    except PermissionError as exc:
+        raise ConfigError(f"cannot read {name}: {_denied(path)}{remedy}") from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read {name}: {exc}{remedy}") from exc
     if stat.S_IMODE(mode) & (stat.S_IRWXO | stat.S_IWGRP):
         raise ConfigError(f"{name} may be read by all users, or written by its group: chmod 600 {path}")
     return text
+
+
+def _denied(path: Path) -> str:
+    """Return why this process may not read a file: whose it is, who this process is, and what to do."""
+    import grp  # only here
+    import pwd
+
+    def name_of(look: Callable[[int], Any], number: int) -> str:
+        with contextlib.suppress(KeyError, OverflowError):
+            return str(look(number)[0])
+        return str(number)
+
+    uid = os.geteuid()
+    user, group = name_of(pwd.getpwuid, uid), name_of(grp.getgrgid, os.getegid())
+    who = f"this process is user {user} (uid {uid}) of group {group}"
+    try:
+        about = path.stat()
+    except OSError:
+        return f"{who}, which may not enter a folder above it"
+    owner = f"{name_of(pwd.getpwuid, about.st_uid)}:{name_of(grp.getgrgid, about.st_gid)}"
+    quoted = shlex.quote(str(path))
+    # A group of another name has other users as well, as a rule.
+    remedy = f"chgrp {group} {quoted} && chmod 640 {quoted}" if group == user else f"chown {user} {quoted}"
+    return f"it is of {owner}, mode {stat.S_IMODE(about.st_mode):04o}, and {who}: {remedy}"
 
 
 def read_tokens(path: Path | None) -> tuple[Token, ...]:

@@ -56,11 +56,12 @@ import mmap
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
 from .. import shm
-from ..arena.layout import Geometry, laid_out
+from ..arena.layout import Geometry, Word, laid_out
 from ..constants import HUGE_PAGE_BYTES, PAGE_BYTES
 from ..errors import SegmentError, TransportError, UsageError
 from ..host import numa
@@ -250,6 +251,10 @@ class OwnedArena:
     def fds(self) -> tuple[int, ...]:
         """The descriptors that a child which uses the arena must keep."""
         return self.meta.fd, self.data.fd, *([self.events.fd] if self.events is not None else [])
+
+    def heartbeat(self) -> int:
+        """Return the worker's heartbeat counter without a map of the arena, 0 if there is none."""
+        return int.from_bytes(os.pread(self.meta.fd, 8, 8 * Word.HEARTBEAT), sys.byteorder)
 
     @property
     def sealed(self) -> bool:

@@ -64,6 +64,11 @@ CORRUPT: Final = 4
 CORRUPT_S: Final = 10.0
 #: A worker or a stream that has answered nothing for so long hangs, or is stopped.
 SILENT_S: Final = 5.0
+#: A worker that recovers an arena hangs if its heartbeat has not moved for so long. On a busy machine it once stood
+#: still for 5 s (`benchmarks/recovery.py`).
+BEATLESS_S: Final = 30.0
+#: So many processes in a row that did not come to serve: the next one will not either.
+FRUITLESS_MAX: Final = 5
 #: A child whose connection is closed has so long to end by itself.
 END_S: Final = 1.0
 #: Added to the supervisor's first oom_score_adj: for itself, for a worker, and for processes that nobody misses.
@@ -343,9 +348,13 @@ class StreamProcess(Supervised):
             self.failures.take(stats)
             self.counted.take(stats["pid"], stats["counted"])
 
+    def is_silent(self) -> bool:
+        """Return True if the process hangs."""
+        return self._clock() - self.last_seen > SILENT_S
+
     def is_cut_off(self) -> bool:
         """Return True if the process hangs, or has not reached its worker for SILENT_S seconds."""
-        return self._clock() - self.last_seen > SILENT_S or self._worker_down_s > SILENT_S
+        return self.is_silent() or self._worker_down_s > SILENT_S
 
 
 class WorkerSlot:
@@ -383,8 +392,11 @@ class WorkerSlot:
         #: Processes that ended with a CorruptionError; and since when none has served.
         self.corruptions = 0
         self.down_at = 0.0
-        #: Number of processes in a row that could not recover the arena.
-        self.unrecovered = 0
+        #: Number of processes in a row that could not recover the arena, and of those that ended before they served.
+        self.unrecovered = self.fruitless = 0
+        #: The last process and heartbeat that :meth:`comes_up` has seen, and when it first did.
+        self._beat = (0, 0)
+        self._beat_at = 0.0
         self.stats: dict[str, Any] = {}
         #: What clients have counted, at this worker and its predecessors.
         self.counted = Continued()
@@ -400,6 +412,7 @@ class WorkerSlot:
         """Count a death of the worker's process with an exit code, at ``now`` seconds."""
         if self.ready or not self.down_at:
             self.down_at = now
+        self.fruitless = 0 if self.ready else self.fruitless + 1
         self.ready = self.current = False
         self.deaths["worker"] += 1
         self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S] + [now]
@@ -408,6 +421,21 @@ class WorkerSlot:
             self.corruptions += 1
         if code != CORRUPT or now - self.down_at > CORRUPT_S:
             self.faults.append(now)
+
+    def comes_up(self, now: float) -> bool:
+        """Return whether a worker that does not serve yet gets on with it, so that no restart of the server would help.
+
+        Its process lives, and the arena's heartbeat has moved since the last call, or within BEATLESS_S: it moves while
+        a worker recovers the arena, which takes a minute and more where values are small and many. A thread beats
+        beside long steps, so a step that hangs is seen after ``threads.BEATS_S_MAX``.
+        """
+        child = self.worker.child
+        if child is None or self.fruitless >= FRUITLESS_MAX:
+            return False
+        beat = child.pid, self.segment.heartbeat()
+        if beat != self._beat:
+            self._beat, self._beat_at = beat, now
+        return now - self._beat_at <= BEATLESS_S
 
     def hopeless(self) -> str:
         """Return why the worker is not restarted any more; an empty text if it is."""

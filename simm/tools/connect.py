@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..config.client_options import ClientOptions
 from ..config.local_token import find, find_sockets
@@ -18,9 +18,14 @@ from ..config.tokens import Token, TokenRole, token_for
 from ..errors import TransportError, UsageError
 from ..net.channel import Refused
 from ..sdk.manager_link import ManagerClient
+from .ctl.unit_folders import with_sockets
 
 if TYPE_CHECKING:
     from ..client import Client
+
+
+#: Origins of a runtime folder that nobody has chosen.
+_NOT_NAMED: Final = ("default", "environment XDG_RUNTIME_DIR")
 
 
 def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
@@ -33,8 +38,15 @@ def command_settings(command: str, arguments: argparse.Namespace) -> Settings:
 
 
 def on_host(settings: Settings) -> Settings:
-    """Return the settings with the runtime folder of the data server at hand: that of ``simm local``, if that runs."""
+    """Return the settings with the runtime folder of the data server at hand.
+
+    It is that of ``simm local``, if that runs. Else, where nobody has named a folder and this user's own has no
+    sockets, it is the one that a unit has (``ctl/unit_folders.py``). Of several the error names all.
+    """
     found = find_sockets(settings.runtime_dir, settings.manager)
+    if found is None and settings.origin("runtime_dir") in _NOT_NAMED and not any(settings.runtime_dir.glob("*.sock")):
+        units = with_sockets(settings.server_uid)
+        found = units[0] if len(units) == 1 else None
     return settings if found is None else replace(settings, runtime_dir=found)
 
 

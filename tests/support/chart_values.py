@@ -312,6 +312,7 @@ CHANGES: Final[Mapping[str, Change]] = {
             f"{_EC}.*",
             "Service/simm-dataserver spec.ports.events*",
             *[f"NetworkPolicy/simm-dataserver spec.ingress.0.ports.{each}.*" for each in (2, 3)],
+            "NetworkPolicy/simm-dataserver spec.ingress.1.ports.1.port=8091",
             "ServiceMonitor/simm-dataserver spec.endpoints.1.*",
         ],
         {"dataserver.settings": {"events": "4M"}, **_WATCHED},
@@ -336,6 +337,7 @@ CHANGES: Final[Mapping[str, Change]] = {
             f"{_EC}.ports.events-http.containerPort=6000",
             "Service/simm-dataserver spec.ports.events-http.port=6000",
             "NetworkPolicy/simm-dataserver spec.ingress.0.ports.3.port=6000",
+            "NetworkPolicy/simm-dataserver spec.ingress.1.ports.1.port=6000",
         ],
         _EVENTS,
     ),
@@ -376,7 +378,22 @@ CHANGES: Final[Mapping[str, Change]] = {
             for each in ("manager", "dataserver")
         ],
     ),
-    "serviceMonitor.enabled": Change(True, ["ServiceMonitor/simm-manager *", "ServiceMonitor/simm-dataserver *"]),
+    "networkPolicy.scrapeFrom": Change(
+        [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        [
+            f"NetworkPolicy/simm-{each} spec.ingress.1.{line}"
+            for each, port in (("manager", 30080), ("dataserver", 30081))
+            for line in ('from.0.ipBlock.cidr="10.0.0.0/8"', f"ports.0.port={port}")
+        ],
+    ),
+    "serviceMonitor.enabled": Change(
+        True,
+        [
+            f"{line.replace('*', f'simm-{each}', 1)}"
+            for each in ("manager", "dataserver")
+            for line in ("ServiceMonitor/* *", "NetworkPolicy/* spec.ingress.1.*")
+        ],
+    ),
     "serviceMonitor.existingSecret": Change(
         "scraper",
         [

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
 #: In the server's working folder: the supervisor closes its connection to the worker when it is there.
 CUT: Final = "cut"
+#: There as well: no recovery ends while it is there.
+SLOW: Final = "slow"
 
 
 def cut() -> None:
@@ -23,6 +27,21 @@ def cut() -> None:
             self.child.peer.abort("a test")
 
     Supervised.send = send_and_cut  # type: ignore[method-assign]
+
+
+def slow() -> None:
+    """A worker recovers its arena, and its heartbeat moves, for as long as ``SLOW`` is there."""
+    from simm.table import Table
+
+    recover = Table.recover
+
+    def recover_slowly(self: Table, beat: Callable[[], None] = lambda: None) -> list[str]:
+        while os.path.exists(SLOW):
+            beat()
+            time.sleep(0.05)
+        return recover(self, beat)
+
+    Table.recover = recover_slowly  # type: ignore[method-assign]
 
 
 def believing() -> None:

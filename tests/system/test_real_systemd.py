@@ -27,6 +27,7 @@ SIMM_LOG_FILE=/var/log/simm/main.log
 """
 #: Shorter than that of the unit, for the test.
 WATCHDOG = "[Service]\nWatchdogSec=3\n"
+CTL = ("/opt/simm/bin/python", "-m", "simm", "ctl", "workers")
 PUT = """
 from simm.client import Client
 with Client("127.0.0.1:30001", namespace="box") as client:
@@ -97,6 +98,10 @@ def test_the_units_live_up_to_what_they_say(box: SystemdBox) -> None:
     assert re.match(r"serving \d+ values in ", box.shows(SERVER, "StatusText"))
     assert box.shows("simm-manager", "StatusText").startswith("epoch ")
     assert box.run("stat", "-c", "%U %a", "/run/simm-main", "/var/log/simm") == "simm 700\nsimm 750"
+    assert "-main/0" in box.run(*CTL, user="simm"), "the folder of the sockets is found"
+    assert "-main/0" in box.run("env", "SIMM_SERVER_UID=simm", *CTL), "also by root"
+    refused = box.run("sh", "-c", '"$@" 2>&1', "sh", *CTL, check=False)
+    assert "/run/simm-main is of uid " in refused and "SIMM_SERVER_UID" in refused
 
     first = box.shows(SERVER, "MainPID")
     box.run("systemctl", "restart", SERVER)

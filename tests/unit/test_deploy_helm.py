@@ -458,6 +458,7 @@ def test_the_notes_name_what_there_is(values: Mapping[str, Any], tmp_path: Path)
     assert (f"node's {variables['SIMM_RUNTIME_DIR']} mounted" in text) == shared
     assert ("SIMM_TLS_NAME=" in text) == ("SIMM_TLS_NAME" in variables)
     assert ("dataserver.warm=false" in text) == (variables["SIMM_WARM"] == "true")
+    assert ("Prometheus is admitted" in text) == ("serviceMonitor.enabled" in values)
     assert set(re.findall(r"\bSIMM_[A-Z_]+", text)) <= {setting.env for setting in SETTINGS.values()}
 
 
@@ -579,6 +580,7 @@ IMPOSSIBLE: Final[list[Mapping[str, Any]]] = [
     {"dataserver.maxUnavailable": 0},
     {"dataserver.terminationGracePeriodSeconds": 1},
     {"networkPolicy.from": {}},
+    {"networkPolicy.scrapeFrom": {}},
 ]
 #: What single values allow and together are wrong -> what helm says.
 TOGETHER: Final = {

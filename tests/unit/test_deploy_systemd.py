@@ -8,17 +8,29 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from simm.config.settings import CLIENT, MANAGER, SERVER, SETTINGS
+from simm.config.settings import CLIENT, MANAGER, SERVER, SETTINGS, load
+from simm.config.startup import read_tokens
+from simm.errors import ConfigError
 from simm.tools import events, index
 from tests.support.child import ROOT
+from tests.support.other_user import GID, UID, needs_root, run_as
 
 FOLDER = ROOT / "deploy" / "systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
 PYTHON = "/opt/simm/bin/python"
+READ_TOKENS = """
+from pathlib import Path
+from simm.config.startup import read_tokens
+try:
+    print(len(read_tokens(Path(sys.argv[1]))))
+except simm.errors.ConfigError as exc:
+    print(exc)
+"""
 
 
 def unit(path: Path) -> configparser.SectionProxy:
@@ -80,6 +92,13 @@ def test_a_restart_keeps_the_values() -> None:
     assert service["RemoveIPC"] == "no" and "DynamicUser" not in service
 
 
+def example(path: Path) -> dict[str, str]:
+    """Return the settings that a unit has as an example, as systemd reads them: all behind = is the value."""
+    lines = re.findall(r"^#   (.*)$", path.read_text(), re.MULTILINE)
+    found = [line.strip().partition("=") for line in lines if re.match(r"[A-Z_]+=", line)]  # no comment, no command
+    return {name: value.strip() for name, _, value in found}
+
+
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_the_settings_exist(path: Path) -> None:
     role = {"simm-manager": MANAGER, "simm-dataserver@": SERVER}.get(path.stem, CLIENT)
@@ -87,6 +106,15 @@ def test_the_settings_exist(path: Path) -> None:
     known |= {"SIMM_EVENTS"} if path.stem == "simm-events" else set()  # of the data servers, as it says
     named = set(re.findall(r"SIMM_[A-Z_]+[A-Z]", path.read_text()))
     assert named and named <= known, named - known
+    shown = {name: value for name, value in example(path).items() if name.startswith("SIMM_")}
+    assert bool(shown) == (path.stem in ("simm-dataserver@", "simm-index"))
+    command_of = {MANAGER: "manager", SERVER: "dataserver", CLIENT: "client"}[role]
+    load(command_of, {}, shown)
+    for name, value in shown.items():
+        assert "#" not in value and not value.startswith(("'", '"')), f"{name}: to systemd this is part of the value"
+    if shown:  # positive control: what it said before
+        with pytest.raises(ConfigError, match="30001  # "):
+            load(command_of, {}, {**shown, "SIMM_MANAGER": f"{shown['SIMM_MANAGER']}  # the manager"})
     command = unit(path)["ExecStart"].split()
     if role == CLIENT:
         assert command[:3] == [PYTHON, "-m", "simm"] and command[3] == path.stem.partition("-")[2]
@@ -127,6 +155,29 @@ def test_the_user_is_made_and_the_folders_are(tmp_path: Path) -> None:
     assert {unit(path)["User"] for path in UNITS} == set(users) == {"simm"}
     assert int(users["simm"][2]) < 1000, "logind removes the /dev/shm files of others"
     assert (tmp_path / "etc" / "simm").stat().st_mode & 0o777 == 0o750
+
+
+@needs_root
+def test_issue_the_units_can_read_the_token_that_the_page_makes() -> None:
+    """The command's file was root's alone. Who is in the units' group reads it, and nobody else."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (command,) = re.findall(r"^.*openssl rand -hex 32 > /etc/simm/token.*$", page, re.MULTILINE)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # others may not enter pytest's
+        os.chmod(folder, 0o755)
+        token = Path(folder, "token")
+        here = command.replace("/etc/simm/token", str(token)).replace("chgrp simm", f"chgrp {GID}")
+        subprocess.run(["bash", "-c", here], check=True)
+        assert len(read_tokens(token)) == 1
+
+        def said(group: int | None) -> str:
+            modules = ["encodings.utf_8_sig", "grp", "pwd", "simm.errors"]
+            return run_as(READ_TOKENS, str(token), group=group, modules=modules)
+
+        assert said(GID) == "1\n"
+        refused = said(None)
+        assert f"it is of root:{GID}, mode 0640, and this process is user {UID} (uid {UID}) of group {UID}" in refused
+        token.chmod(0o600)
+        assert "mode 0600" in said(GID), "what the page said before"
 
 
 def test_cleaners_keep_off() -> None:

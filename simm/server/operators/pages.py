@@ -21,6 +21,8 @@ from ..membership import Membership
 from ..rdma_supervisor import Endpoints
 
 _Kind = Literal["gauge", "counter", "histogram"]
+#: Begins a text of a server that is well, short of what follows.
+_BUT: Final = "ok, but "
 
 
 def _worker(name: str, kind: _Kind, about: str, *labels: str) -> Metric:
@@ -319,23 +321,28 @@ class DataServerPages:
         self._endpoints = endpoints
 
     def healthz(self) -> Page:
-        """Return whether every worker serves, see :func:`healthz`."""
-        slots = self._slots
-        down = [slot.number for slot in slots if not slot.ready]
+        """Return whether every worker serves or comes to, see :func:`healthz`."""
         now = self._loop.clock()
-        silent = [slot.number for slot in slots if slot.ready and now - slot.worker.last_seen > SILENT_S]
-        cut_off = [slot.number for slot in slots if any(stream.is_cut_off() for stream in slot.streams)]
-        unreachable = [slot.stats["unreachable"] for slot in slots if slot.stats.get("unreachable")]
+        serving = [slot for slot in self._slots if slot.ready]
+        waiting = [slot for slot in self._slots if not slot.ready]
+        down = [slot.number for slot in waiting if not slot.comes_up(now)]
+        coming = [slot.number for slot in waiting if slot.number not in down]
+        silent = [slot.number for slot in serving if now - slot.worker.last_seen > SILENT_S]
+        cut_off = [slot.number for slot in serving if any(stream.is_cut_off() for stream in slot.streams)]
+        # A stream does not reach a worker that recovers its arena: that is no fault of the stream's.
+        cut_off += [slot.number for slot in waiting if any(stream.is_silent() for stream in slot.streams)]
+        unreachable = [slot.stats["unreachable"] for slot in serving if slot.stats.get("unreachable")]
         joined, fenced = self._membership.joined, self._member.fenced
-        return healthz(down, silent, joined, fenced, cut_off=cut_off, unreachable=unreachable)
+        return healthz(down, silent, joined, fenced, coming=coming, cut_off=sorted(cut_off), unreachable=unreachable)
 
     def readyz(self) -> Page:
-        """Return whether the server takes part in the cluster: it has said READY, is not fenced and does not stop.
+        """Return whether the server takes part: it has said READY, all workers serve, it is not fenced, does not stop.
 
         It stays ready without a manager, as the data path needs none.
         """
         health = self.healthz()
-        trouble = self._trouble() or ("" if health.status == 200 else health.body.strip())
+        well = health.status == 200 and all(slot.ready for slot in self._slots)
+        trouble = self._trouble() or ("" if well else health.body.strip().removeprefix(_BUT))
         if not trouble and self._member.fenced:
             trouble = "the manager does not know this server: no puts until it does"
         return Page(f"{trouble}\n", status=503) if trouble else Page("ready\n")
@@ -387,8 +394,8 @@ class DataServerPages:
         health = self.healthz()
         if health.status != 200:
             return health.body.partition("\n")[0]
-        if self._member.fenced or not self._membership.joined:
-            return f"serving, {health.body.strip().removeprefix('ok, but ')}"
+        if self._member.fenced or not self._membership.joined or not all(slot.ready for slot in self._slots):
+            return f"serving, {health.body.strip().removeprefix(_BUT)}"
         size = sum(slot.data_bytes for slot in self._slots)
         used = size - sum(slot.stats.get("free_bytes", 0) for slot in self._slots)
         entries = sum(slot.stats.get("entries", 0) for slot in self._slots)
@@ -403,15 +410,19 @@ class DataServerPages:
 
 def healthz(
     down: Sequence[int], silent: Sequence[int], joined: bool, fenced: bool, *,
-    cut_off: Sequence[int] = (), unreachable: Sequence[str] = (),
+    coming: Sequence[int] = (), cut_off: Sequence[int] = (), unreachable: Sequence[str] = (),
 ) -> Page:  # fmt: skip
-    """Return 200 while every worker serves, also without a manager, as the data path needs none.
+    """Return 200 while every worker serves or comes to, also without a manager, as the data path needs none.
 
-    ``down``: workers that are being restarted. ``silent``: workers that hang. ``cut_off``: workers with a stream
-    process that hangs or does not reach them. ``unreachable``: why clients of this host do not find a worker.
+    Where this says otherwise a kubelet ends the server, with all values. So a worker that recovers its arena is well.
+
+    ``down``: workers that do not serve, and will not by themselves. ``silent``: workers that hang. ``coming``: workers
+    that start or recover their arenas. ``cut_off``: workers with a stream process that hangs or does not reach them.
+    ``unreachable``: why clients of this host do not find a worker.
     """
     if down:
-        return Page(f"workers {list(down)} are restarting\n", status=503)
+        why = "they cannot be started, hang, or end again and again"
+        return Page(f"workers {list(down)} do not come up: {why}\n", status=503)
     if silent:
         return Page(f"workers {list(silent)} do not answer: stopped, or hung? kill -9 restarts one\n", status=503)
     if cut_off:
@@ -419,9 +430,11 @@ def healthz(
         return Page(text, status=503)
     if unreachable:
         return Page("".join(f"{why}\n" for why in unreachable), status=503)
+    if coming:
+        return Page(f"{_BUT}workers {list(coming)} are restarting: they recover their arenas\n")
     if fenced:
-        return Page("ok, but the manager does not know us: no puts until it does\n")
-    return Page("ok\n" if joined else "ok, but no manager\n")
+        return Page(f"{_BUT}the manager does not know us: no puts until it does\n")
+    return Page("ok\n" if joined else f"{_BUT}no manager\n")
 
 
 def usage_of(processes: Iterable[tuple[str, Child]]) -> dict[str, tuple[float, int, int]]:

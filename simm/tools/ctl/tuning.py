@@ -18,6 +18,7 @@ from ...net.peer_uid import credentials
 from ...wire.admin_messages import GROW, AskNodeSettings, AskSettings
 from ...wire.messages import StatsReply, Status
 from ..connect import manager_client
+from .unit_folders import elsewhere
 from .workers import ANSWER_S, not_to_be_seen
 
 #: In place of a data server's name: all of them.
@@ -127,9 +128,10 @@ def no_socket(settings: Settings, server: str) -> TransportError:
     if server and (others := admin_sockets(settings, "")):
         names = ", ".join(sorted(others))
         return TransportError(f"there is no data server {server!r} in {settings.runtime_dir}, but {names}")
-    if why := not_to_be_seen(settings.runtime_dir):
-        return TransportError(why)
-    return TransportError(f"{settings.runtime_dir} has no admin socket{of}: name the folder by --runtime-dir")
+    why = not_to_be_seen(settings.runtime_dir) or (
+        f"{settings.runtime_dir} has no admin socket{of}: name the folder by --runtime-dir"
+    )
+    return TransportError(why + elsewhere(settings.runtime_dir, settings.server_uid))
 
 
 def _servers(settings: Settings, server: str, ask: AskSettings) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from ...net.channel import Channel
 from ...net.peer_uid import credentials
 from ...wire import messages as M
 from ...wire.hello import client_hello
+from .unit_folders import elsewhere
 
 #: A worker that takes longer is shown as silent, seconds.
 ANSWER_S: Final = 3.0
@@ -83,13 +84,12 @@ def ask_all(runtime_dir: Path, server: str = "", trusted: Container[int] = ()) -
             others.add(name)
     if not found and others:
         raise UsageError(f"there is no data server {server!r} in {runtime_dir}, but {', '.join(sorted(others))}")
-    if not found and (why := not_to_be_seen(runtime_dir)):
-        raise UsageError(why)
     if not found:
         of = f" of the data server {server!r}" if server else ""
-        raise UsageError(
+        why = not_to_be_seen(runtime_dir) or (
             f"{runtime_dir} has no socket of a worker{of}: name the folder with --runtime-dir, and be its user or root"
         )
+        raise UsageError(why + elsewhere(runtime_dir, trusted))
     return found
 
 

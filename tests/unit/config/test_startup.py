@@ -1,14 +1,18 @@
-"""What a server takes for TLS, and what it refuses as half a set."""
+"""What a server takes for TLS, and what it refuses as half a set; what is said of a secret that cannot be read."""
 
 from __future__ import annotations
 
+import grp
+import os
+import pwd
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from simm.config.parsers import TlsOptions
 from simm.config.settings import load
-from simm.config.startup import server_tls_options
+from simm.config.startup import read_secret, read_tokens, server_tls_options
 from simm.errors import ConfigError
 
 FILES = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem", "tls_client_ca": "clients.pem"}
@@ -40,3 +44,38 @@ def test_whole_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_a_set(command: str, names: tuple[str, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         options(command, *names)
+
+
+def denied(*_: object, **_named: object) -> Any:
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "remedy"),
+    [("simm", "simm", "chgrp simm {0} && chmod 640 {0}"), ("alice", "users", "chown alice {0}")],
+    ids=["a group of its own", "a group of many"],
+)
+def test_issue_who_may_not_read_a_secret_hears_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, group: str, remedy: str
+) -> None:
+    """It said `Permission denied`, and not that the file is root's alone and the unit runs as another user."""
+    path = tmp_path / "a token"
+    path.touch(mode=0o600)
+    monkeypatch.setattr(Path, "read_text", denied)
+    mine = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(os.getegid()).gr_name
+    monkeypatch.setattr(os, "geteuid", lambda: 64030)
+    monkeypatch.setattr(os, "getegid", lambda: 64031)
+    names, groups = pwd.getpwuid, grp.getgrgid
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: (user,) if uid == 64030 else names(uid))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: (group,) if gid == 64031 else groups(gid))
+    with pytest.raises(ConfigError) as refused:
+        read_tokens(path)
+    said = f"it is of {mine[0]}:{mine[1]}, mode 0600, and this process is user {user} (uid 64030) of group {group}"
+    assert str(refused.value) == f"cannot read the token file {path}: {said}: {remedy.format(repr(str(path)))}"
+
+
+def test_who_may_not_enter_a_secrets_folder_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "stat", denied)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # it has no name
+    with pytest.raises(ConfigError, match=r"this process is user \d+ .*may not enter a folder above it; name another"):
+        read_secret(tmp_path / "x", "the login", "; name another")

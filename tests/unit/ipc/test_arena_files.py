@@ -61,6 +61,22 @@ def test_who_may_open_what(shm_dir: Path) -> None:
     assert not os.listdir(shm_dir)
 
 
+@pytest.mark.parametrize("group", [None, os.getegid()], ids=["alone", "group"])
+def test_a_supervisor_sees_the_heartbeat_without_a_map(group: int | None) -> None:
+    arena = OwnedArena.create(name_of("beat"), 8 * MIB, group=group)
+    try:
+        assert arena.heartbeat() == 0, "nobody has written yet"
+        store = Store.create(arena.mm)
+        before = arena.heartbeat()
+        for _ in range(3):
+            store.beat()
+        assert arena.heartbeat() == before + 3 == store.header[Word.HEARTBEAT]
+        store.release()
+    finally:
+        arena.unlink()
+        arena.close()
+
+
 @pytest.mark.parametrize("size", [0, 4096, 16 * MIB])
 def test_sealed_data_keeps_its_size(size: int) -> None:
     data = SealedData("simm-test", 8 * MIB)

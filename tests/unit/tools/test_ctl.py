@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_seen_is_not_one_without_sockets(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("os.listdir", refuse)
-    says = f"this user may not look into {tmp_path}, .*: be its user or root$"
+    says = f"this user may not look into {tmp_path}, .*: be its user or root;"
     with pytest.raises(UsageError, match=says):
         ask_all(tmp_path)
     assert re.search(says, str(no_socket(Settings(runtime_dir=tmp_path), "")))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from simm.config.parsers import Address
-from simm.config.settings import Settings
+from simm.config.settings import Settings, load
 from simm.ipc.counts import BUCKETS, COUNTERS, Word
 from simm.tools.ctl import top
 from simm.tools.ctl.top import Look, grown, spark, view
@@ -68,7 +68,7 @@ def test_it_believes_the_users_that_the_settings_name(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(top, "ask_all", nobody)
     monkeypatch.setattr(top.Sight, "_status", lambda _: {})
-    settings: Any = SimpleNamespace(runtime_dir=tmp_path, manager=(), server_uid=(4711,))
+    settings = load("client", {"runtime_dir": str(tmp_path), "server_uid": "4711"}, {})
     top.Sight(settings, "host").look()
     assert seen == [(tmp_path, "host", (4711,))]
 

@@ -14,7 +14,7 @@ import pytest
 from simm.ipc.counts import Word
 from simm.ipc.tally import Totals
 from simm.net.loop import Loop
-from simm.server.children import Failures, WorkerSlot
+from simm.server.children import BEATLESS_S, FRUITLESS_MAX, Failures, WorkerSlot
 from simm.server.operators.pages import DataServerPages, Row, metrics, usage_of
 
 
@@ -24,11 +24,12 @@ class FakeServer:
     def __init__(self) -> None:
         self.loop = Loop()
         self.trouble = ""
+        self.comes_up = True
         self.worker = SimpleNamespace(last_seen=self.loop.clock())
         self.stats: dict[str, Any] = {"free_bytes": 1 << 29, "entries": 1234}
         self.slot = SimpleNamespace(
             number=0, ready=True, worker=self.worker, streams=[], stats=self.stats, data_bytes=1 << 30,
-            words=lambda: b"",
+            words=lambda: b"", comes_up=lambda _: self.comes_up,
         )  # fmt: skip
         self.member = SimpleNamespace(
             name="a", fenced=False, epoch=3, workers=(0,), owned=lambda _: 16384, moving=lambda *_: []
@@ -70,7 +71,58 @@ def test_the_line_for_a_service_manager(server: FakeServer) -> None:
     server.member.fenced = True
     assert server.pages.status() == "serving, the manager does not know us: no puts until it does"
     server.slot.ready = False
-    assert server.pages.status() == "workers [0] are restarting"
+    assert server.pages.status() == "serving, workers [0] are restarting: they recover their arenas"
+    server.comes_up = False
+    assert server.pages.status().startswith("workers [0] do not come up")
+
+
+def test_issue_a_server_whose_worker_recovers_its_arena_is_well_and_not_ready(server: FakeServer) -> None:
+    """A kubelet ended it after three probes, with all values. A large arena takes minutes."""
+    stream: Any = SimpleNamespace(is_silent=lambda: False, is_cut_off=lambda: True)
+    server.slot.ready, server.slot.streams = False, [stream]
+    server.stats["unreachable"] = "it was, before"
+    health, ready = server.pages.healthz(), server.pages.readyz()
+    assert health.status == 200 and health.body == "ok, but workers [0] are restarting: they recover their arenas\n"
+    assert ready.status == 503 and ready.body == "workers [0] are restarting: they recover their arenas\n"
+    stream.is_silent = lambda: True
+    assert server.pages.healthz().status == 503, "a stream that hangs is its own fault"
+    stream.is_silent, server.comes_up = lambda: False, False
+    assert server.pages.healthz().status == server.pages.readyz().status == 503
+    server.slot.ready = True
+    assert server.pages.healthz().status == 503, "now it must reach its worker"
+
+
+def test_issue_who_recovers_is_told_from_who_hangs() -> None:
+    """By the arena's heartbeat, however seldom somebody looks."""
+    beat, child = [0], SimpleNamespace(pid=7)
+    segment: Any = SimpleNamespace(heartbeat=lambda: beat[0])
+    slot = WorkerSlot(0, 0, segment)
+    worker: Any = SimpleNamespace(child=child)
+    slot.worker = worker
+    now = 1000.0
+    for gap in (0.0, 1.0, 10.0, 10 * BEATLESS_S):
+        now, beat[0] = now + gap, beat[0] + 1
+        assert slot.comes_up(now), "it beats"
+    assert slot.comes_up(now + BEATLESS_S) and not slot.comes_up(now + BEATLESS_S + 1), "it has stopped"
+    child.pid = 8
+    assert slot.comes_up(now + BEATLESS_S + 2), "its successor has only begun"
+    worker.child = None
+    assert not slot.comes_up(now + BEATLESS_S + 2), "there is none"
+
+
+def test_who_ends_again_and_again_before_it_serves_is_not_well() -> None:
+    """Its arena may be at fault: then only a server that starts anew helps. One that serves between is another case."""
+    slot = WorkerSlot(0, 0, SimpleNamespace(heartbeat=lambda: 0))  # type: ignore[arg-type]
+    slot.worker = SimpleNamespace(child=SimpleNamespace(pid=7))  # type: ignore[assignment]
+    for serves in (True, False):
+        for at in range(FRUITLESS_MAX):
+            assert slot.comes_up(1000.0), at
+            slot.ready = serves
+            slot.worker_died(-9, 1000.0)
+    assert not slot.comes_up(1000.0)
+    slot.ready = True
+    slot.worker_died(-9, 1000.0)
+    assert slot.comes_up(1000.0)
 
 
 @pytest.mark.parametrize("bound", [False, True])
