@@ -369,14 +369,14 @@ def _topo(argv: Sequence[str], prog: str) -> int:
     """show NUMA nodes and RDMA ports, and which ones a worker would use"""
     parser = _parser(prog, "Show NUMA nodes and RDMA ports, and which ports a worker on each node would use, and why.")
     parser.add_argument("--rdma-devices", metavar="LIST",
-                        help="only these, as mlx5_0,mlx5_1:2 (default: SICL_NET_DEVICES, else all)")  # fmt: skip
+                        help="only these, as mlx5_0,mlx5_1:2 (default: a data server's here)")  # fmt: skip
     parser.add_argument("--gids", action="store_true", help="show each port's whole GID table")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     from .rdma import ports
     from .tools import topo
 
-    spec, origin = ports.restriction(arguments.rdma_devices, os.environ)
+    spec, origin = topo.restriction(arguments.rdma_devices)
     known = ports.ports()
     named = ports.parse_devices(spec, known) if spec else None
     found = topo.collect(named, limits=topo.ask_devices(known))

@@ -8,8 +8,9 @@ make; their arguments, results and codes are those of Mooncake 0.3.13, as measur
 
 Differences
 -----------
-* **The cluster** is that of SIMM_MANAGER; without it, ``master_server_addr`` is taken for a SiMM manager. Segments,
-  protocols, devices, replicas and SSDs are the data servers' affair: these arguments are accepted and have no effect.
+* **The cluster** is that of SIMM_MANAGER (or SIMM_CLUSTER_MANAGER, or the settings file); without it,
+  ``master_server_addr`` is taken for a SiMM manager. Segments, protocols, devices, replicas and SSDs are the data
+  servers' affair: these arguments are accepted and have no effect.
 * **Keys** lie in SiMM's namespace (SIMM_NAMESPACE) and in Mooncake's tenant. ``remove_all`` reaches no further: it
   makes all that was stored there before unreadable, for all clients, in one put. It returns 0, not a number of objects.
 * **A put of an existing key** returns 0 and stores nothing, as there; ``upsert`` replaces. A value has 1 to 67,088,384
@@ -31,7 +32,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -156,16 +157,17 @@ class MooncakeDistributedStore:
         if "local_hostname" not in named or "master_server_addr" not in named:
             log.error("setup: local_hostname and master_server_addr are needed")
             return INVALID_PARAMS
-        manager = None if os.environ.get("SIMM_MANAGER") else str(named["master_server_addr"])
-        return self._connect(manager, str(named["local_hostname"]), str(named.get("tenant_id") or "default"))
+        address, hostname = str(named["master_server_addr"]), str(named["local_hostname"])
+        return self._connect(address, hostname, str(named.get("tenant_id") or "default"))
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """Connect to the cluster of SIMM_MANAGER: SiMM's clients share memory without a process between."""
-        return self._connect(None if os.environ.get("SIMM_MANAGER") else server_address, "localhost", "default")
+        """Connect as :meth:`setup` does: SiMM's clients share memory without a process between."""
+        return self._connect(server_address, "localhost", "default")
 
-    def _connect(self, manager: str | None, hostname: str, tenant: str) -> int:
+    def _connect(self, address: str, hostname: str, tenant: str) -> int:
+        """Connect to the manager that the settings name, else to ``address``."""
         try:
-            client = Client(manager)
+            client = Client(None if _managers(os.environ) else address)
         except SimmError as exc:
             log.error("setup: %s", exc)
             return INVALID_PARAMS if isinstance(exc, (UsageError, ConfigError)) else FAILED
@@ -540,6 +542,14 @@ def _ranges(
     ])  # fmt: skip
 
 
+def _managers(environment: Mapping[str, str]) -> str:
+    """Return the managers that the settings name, by the environment or a file; empty without. Raises ConfigError."""
+    from ..config.settings import load  # the table of all settings, 10 ms: who only imports this module has none
+
+    settings = load("client", env=environment)
+    return "" if settings.origin("manager") == "default" else ",".join(map(str, settings.manager))
+
+
 #: The positional arguments of ``setup``.
 _SETUP: Final = (
     "local_hostname", "metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices",
@@ -569,7 +579,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SiMM itself too, where it is run out of a checkout.
     paths = [str(PATH), str(PATH.parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    shown = environment.get("SIMM_MANAGER", "the command's master_server_addr")
+    try:
+        shown = _managers(environment) or "the command's master_server_addr"
+    except ConfigError as exc:  # its log will say so when it sets its store up
+        shown = f"unknown, {exc}"
     print(f"simm: mooncake.store is SiMM (manager: {shown}) for: {shlex.join(command)}", file=sys.stderr, flush=True)
     try:
         os.execvpe(command[0], command, environment)

@@ -56,8 +56,10 @@ def _number(path: Path) -> int | None:
     return value if value < 1 << 60 else None
 
 
-def memory_limit_bytes(sys_root: str = "/") -> int | None:
+def memory_limit_bytes(sys_root: str = "/", *, spared: int = 0) -> int | None:
     """Return the bytes that this process's memory cgroups still allow, None if none of them has a limit.
+
+    ``spared``: bytes of shared memory that count as free, as far as a cgroup has them: another one may.
 
     Each cgroup, v1 or v2, allows its limit less its working set: usage without inactive file cache, which the kernel
     drops first. The result is the least over the cgroup and its ancestors. Inside a container the cgroup's own path is
@@ -66,10 +68,11 @@ def memory_limit_bytes(sys_root: str = "/") -> int | None:
     root = Path(sys_root, "sys/fs/cgroup")
     lines = (text_of(Path(sys_root, "proc/self/cgroup")) or "").splitlines()
     left: list[int] = []
-    for base, kind, limit_file, usage_file, field in (
-        (root, "", "memory.max", "memory.current", "inactive_file"),
-        (root / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
+    for base, kind, limit_file, usage_file, field, shared in (
+        (root, "", "memory.max", "memory.current", "inactive_file", "shmem"),
+        (root / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+         "total_shmem"),
+    ):  # fmt: skip
         inside = "/"
         for line in lines:
             number, _, rest = line.partition(":")
@@ -80,12 +83,18 @@ def memory_limit_bytes(sys_root: str = "/") -> int | None:
         for directory in (at, *at.parents):
             limit, usage = _number(directory / limit_file), _number(directory / usage_file)
             if limit is not None:
-                found = re.search(rf"^{field} (\d+)$", text_of(directory / "memory.stat") or "", re.M)
-                working_set = (usage or 0) - (int(found.group(1)) if found else 0)
+                stat = text_of(directory / "memory.stat") or ""
+                working_set = (usage or 0) - _stat_bytes(stat, field) - min(spared, _stat_bytes(stat, shared))
                 left.append(max(0, limit - max(0, working_set)))
             if directory == base:
                 break
     return min(left, default=None)
+
+
+def _stat_bytes(stat: str, field: str) -> int:
+    """Return a field of a cgroup's memory.stat, 0 if it is absent."""
+    found = re.search(rf"^{field} (\d+)$", stat, re.M)
+    return int(found.group(1)) if found else 0
 
 
 def huge_pages_allowed(sys_root: str = "/") -> bool:

@@ -1,8 +1,9 @@
-"""What Linux tells of other processes."""
+"""What Linux tells of processes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 
@@ -15,11 +16,38 @@ def process_start(pid: int) -> int:
     OSError if that cannot be told: no descriptor is left. 0 also if a /proc with hidepid does not tell.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
+        return int(_stat(pid)[19])
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat behind the name, from the third on. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        stat = file.read()
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def thread_count() -> int:
+    """Return the number of this process's threads. Raises OSError."""
+    return int(_stat("self")[17])
+
+
+def start_time() -> float:
+    """Return when this process started, seconds since 1970, the same for life. Raises OSError.
+
+    Not by psutil, which takes the time of the boot from /proc/stat: a unit with ProcSubset=pid has none, and a psutil
+    before 7.1 then makes no Process at all.
+    """
+    return _start_time(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _start_time(_pid: int) -> float:
+    """Do :func:`start_time` once in a process: a clock that is set later would look like a restart."""
+    ticks = int(_stat("self")[19])
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def of_my_cgroup() -> set[int]:

@@ -329,7 +329,7 @@ class Web:
             return None
         if self._users is not None and target != "/metrics" and not client.known:
             try:
-                fault = self._users.fault(client.sock)
+                fault = self._users.fault(client.sock, tokens=bool(self._tokens))
             except HasClosed as exc:
                 fault = str(exc)
             client.known = not fault

@@ -33,18 +33,25 @@ class LocalUsers:
     def __repr__(self) -> str:
         return f"<LocalUsers {sorted({os.geteuid(), 0, *self.named})}>"
 
-    def fault(self, sock: socket.socket) -> str:
-        """Return why a connection is not accepted; empty if it is. Raises HasClosed for one whose peer has gone."""
-        return self._fault(lambda: credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock))
+    def fault(self, sock: socket.socket, *, tokens: bool = False) -> str:
+        """Return why a connection is not accepted; empty if it is. Raises HasClosed for one whose peer has gone.
 
-    def fault_of(self, there: tuple[str, int], here: tuple[str, int]) -> str:
+        ``tokens``: this server has some, and none was shown.
+        """
+        return self._fault(lambda: credentials(sock)[1] if sock.family == socket.AF_UNIX else tcp_uid(sock), tokens)
+
+    def fault_of(self, there: tuple[str, int], here: tuple[str, int], *, tokens: bool = False) -> str:
         """Do :meth:`fault` for a TCP connection between two addresses, whose socket a library has."""
-        return self._fault(lambda: uid_of_peer(there, here))
+        return self._fault(lambda: uid_of_peer(there, here), tokens)
 
-    def _fault(self, find: Callable[[], int]) -> str:
+    def _fault(self, find: Callable[[], int], tokens: bool) -> str:
         taken = ", ".join(f"uid {uid}" for uid in sorted({os.geteuid(), 0, *self.named}))
-        rule = f"a server without --token-file takes connections of {taken} only"
-        remedy = "give both sides a --token-file"
+        if tokens:
+            rule = f"without a token of its --token-file this server takes connections of {taken} only"
+            remedy = "show a token of its --token-file"
+        else:
+            rule = f"a server without --token-file takes connections of {taken} only"
+            remedy = "give both sides a --token-file"
         try:
             uid = find()
         except HasClosed:
@@ -55,7 +62,9 @@ class LocalUsers:
             return ""
         if not is_certain(uid):
             return f"{rule}, and this user has no number in the server's user namespace: {remedy}"
-        return f"{rule}, and this one is of uid {uid}: start it with --allow-uid {uid}, or {remedy}"
+        start = f"start it with --allow-uid {uid}"
+        both = f"{remedy}, or {start}" if tokens else f"{start}, or {remedy}"
+        return f"{rule}, and this one is of uid {uid}: {both}"
 
     def check(self, peer: Peer, on_refused: Callable[[], None] = lambda: None) -> None:
         """Let a new connection be, or have its first request refused and nothing of it decoded."""

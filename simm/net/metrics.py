@@ -10,15 +10,18 @@ of that worker, ``process`` what a process does for a worker.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import platform
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from .. import __version__
 from ..arena.layout import LAYOUT_VERSION
 from ..errors import printable
+from ..host.processes import start_time, thread_count
 from ..wire.messages import PROTOCOL_MAX
 
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,15 +46,36 @@ CERTIFICATE: Final = Metric(
     "simm_tls_certificate_expiry_timestamp_seconds", "gauge",
     "When the certificate ends that new connections by TLS are shown, seconds since 1970.",
 )  # fmt: skip
-_PROCESS: Final = (
-    Metric("process_cpu_seconds_total", "counter", "Processor time of this process, user and system, seconds."),
-    Metric("process_resident_memory_bytes", "gauge", "Memory in use, with the shared memory that was touched."),
-    Metric("process_virtual_memory_bytes", "gauge", "Addresses in use."),
-    Metric("process_start_time_seconds", "gauge", "Start of this process, seconds since 1970."),
-    Metric("process_open_fds", "gauge", "Open file descriptors."),
-    Metric("process_max_fds", "gauge", "File descriptors that this process may open."),
-    Metric("process_threads", "gauge", "Threads."),
-)
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+def _memory_bytes(field: int) -> int:
+    """Return a field of /proc/self/statm in bytes. Raises OSError."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[field]) * resource.getpagesize()
+
+
+#: Not by psutil, whose Process needs /proc/stat up to version 7.0: a unit with ProcSubset=pid does not see that. Each
+#: reads what the system tells of a process to itself, in any sandbox.
+_PROCESS: Final[Mapping[Metric, Callable[[], float]]] = {
+    Metric(
+        "process_cpu_seconds_total", "counter", "Processor time of this process, user and system, seconds."
+    ): _cpu_seconds,
+    Metric(
+        "process_resident_memory_bytes", "gauge", "Memory in use, with the shared memory that was touched."
+    ): lambda: _memory_bytes(1),
+    Metric("process_virtual_memory_bytes", "gauge", "Addresses in use."): lambda: _memory_bytes(0),
+    Metric("process_start_time_seconds", "gauge", "Start of this process, seconds since 1970."): start_time,
+    Metric("process_open_fds", "gauge", "Open file descriptors."): lambda: len(os.listdir("/proc/self/fd")),
+    Metric(
+        "process_max_fds", "gauge", "File descriptors that this process may open."
+    ): lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    Metric("process_threads", "gauge", "Threads."): thread_count,
+}  # fmt: skip
 #: Of every process that has a page: the manager, and a data server's supervisor.
 OF_PROCESSES: Final = (BUILD, CERTIFICATE, *_PROCESS)
 
@@ -97,7 +121,7 @@ class Samples:
         if certificate_ends is not None:
             self.add(CERTIFICATE, certificate_ends)
         self.add(BUILD, 1, __version__, PROTOCOL_MAX, LAYOUT_VERSION, platform.python_version())
-        for metric, value in zip(_PROCESS, _process_values()):
+        for metric, value in _process_values().items():
             self.add(metric, value)
 
     def text(self, *, openmetrics: bool = False) -> str:
@@ -130,23 +154,17 @@ class _Shown(dict[str, str]):
 
 
 def load() -> None:
-    """Load what a page needs, which takes 10 ms: before the first scrape, and in no process without a page."""
+    """Load psutil, by which a data server's page tells of its workers: it takes 10 ms, before the first scrape."""
     import psutil  # noqa: F401
 
 
-def _process_values() -> list[float]:
-    """Return the values of ``_PROCESS``; none if the system does not tell."""
-    import psutil  # see load()
-
-    process = psutil.Process()
-    try:
-        with process.oneshot():
-            times, memory, began = process.cpu_times(), process.memory_info(), process.create_time()
-            files, threads = process.num_fds(), process.num_threads()
-    except (psutil.Error, OSError):
-        return []
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return [times.user + times.system, memory.rss, memory.vms, began, files, most, threads]
+def _process_values() -> dict[Metric, float]:
+    """Return the values of ``_PROCESS``, without those that the system does not tell."""
+    found = {}
+    for metric, read in _PROCESS.items():
+        with contextlib.suppress(OSError):
+            found[metric] = read()
+    return found
 
 
 def _number(value: float) -> str:

@@ -23,21 +23,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from simm import shm
-from simm.arena.layout import State
 from simm.constants import ARENA_BYTES_MIN
-from simm.errors import SegmentError, SimmError
+from simm.errors import SimmError
 from simm.host import memory, numa, pages
-from simm.ipc import segments
 from simm.ipc.segments import metadata_of
-from simm.tools.doctor_arenas import check_value_size, check_workers
+from simm.tools.doctor_arenas import check_value_size, check_workers, held_by_arenas, suspended
 from simm.tools.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
-from simm.tools.doctor_tls import check_tls
+from simm.tools.doctor_tls import check_settings, check_tls
 from simm.tools.findings import Finding, Verdict, check, entries, fail, gib, limit, ok, text, warn
 
 #: Prefix of all names of SiMM's segments.
 SEGMENT_PREFIX = "simm"
 #: Docker's default of 64 MiB is too small for a useful arena.
 SHM_BYTES_MIN = 256 << 20
+#: What /dev/shm should be of the machine's memory, percent.
+SHM_PERCENT = 80
 #: Each client takes a socket and a pidfd, and each TCP stream one more socket.
 OPEN_FILES_MIN = 4096
 #: The initial pid namespace has this fixed inode number (PROC_PID_INIT_INO in the kernel).
@@ -58,31 +58,43 @@ def check_shm_size(sys_root: str) -> Verdict:
         return fail(f"/dev/shm: {error.strerror}", "mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm")
     total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
     installed = memory.meminfo_bytes("MemTotal", sys_root)
+    arenas = held_by_arenas(sys_root).named
     detail = f"/dev/shm: {gib(free)} free of {gib(total)}, memory: {gib(installed) if installed else 'unknown'}"
-    remedy = (
-        "mount -o remount,size=80% /dev/shm (docker: --shm-size=64g; "
+    if arenas:
+        detail = f"{detail}, arenas: {gib(arenas)}"
+    if free + arenas < SHM_BYTES_MIN:
+        return fail(detail, _more_shm(total, installed))
+    if installed and total < installed // 2:
+        return warn(f"{detail}: arenas can take less than half of the memory", _more_shm(total, installed))
+    return ok(detail)
+
+
+def _more_shm(total: int, installed: int | None) -> str:
+    """Return how to get more room in a /dev/shm of so many bytes: never by a size that may be less than it has."""
+    if installed and total >= installed * SHM_PERCENT // 100:
+        return "remove other files from /dev/shm, which is large enough: ls -lS /dev/shm (of SiMM's, see leftovers)"
+    size = f"{SHM_PERCENT}%" if installed else f"SIZE, with a SIZE above {gib(total)},"
+    return (
+        f"mount -o remount,size={size} /dev/shm (docker: a larger --shm-size; "
         "kubernetes: an emptyDir with medium: Memory on /dev/shm)"
     )
-    if free < SHM_BYTES_MIN:
-        return fail(detail, remedy)
-    if installed and total < installed // 2:
-        return warn(f"{detail}: arenas can take less than half of the memory", remedy)
-    return ok(detail)
 
 
 @check("cgroup-memory")
 def check_memory_limit(sys_root: str) -> Verdict:
-    """Check the memory that the cgroup leaves."""
-    left = memory.memory_limit_bytes(sys_root)
-    if left is None:
+    """Check the memory that the cgroup leaves for arenas: that of those which are there counts as left."""
+    unused = memory.memory_limit_bytes(sys_root)
+    if unused is None:
         return ok("no memory cgroup limits this process")
-    detail = f"the memory cgroup leaves {gib(left)}"
+    arenas = held_by_arenas(sys_root)
+    left = memory.memory_limit_bytes(sys_root, spared=arenas.named + arenas.sealed) or unused
+    detail = f"the memory cgroup leaves {gib(left)} to arenas"
     remedy = "raise the container's memory limit (docker: --memory; kubernetes: resources.limits.memory); arenas count"
     if left < SHM_BYTES_MIN:
         return fail(detail, remedy)
     available = memory.meminfo_bytes("MemAvailable", sys_root)
-    if available is not None and left < available // 2:
-        return warn(f"{detail} of {gib(available)} available on the host", remedy)
+    if available is not None and left < (available + left - unused) // 2:
+        return warn(f"{detail} of {gib(available + left - unused)} available on the host", remedy)
     return ok(detail)
 
 
@@ -106,7 +118,7 @@ def check_huge_pages(sys_root: str) -> Verdict:
         return ok("this kernel has no transparent huge pages for shared memory")
     if memory.huge_pages_allowed(sys_root):
         return ok(f"huge pages for shared memory: {switch}")
-    reserved = memory.reserved_bytes(sys_root)
+    reserved = memory.reserved_bytes(sys_root) + held_by_arenas(sys_root).reserved
     if reserved >= ARENA_BYTES_MIN:
         return ok(f"huge pages for shared memory: {switch}; {memory.mib(reserved)} of reserved ones: see --hugetlb")
     return warn(
@@ -152,7 +164,7 @@ def check_leftovers(sys_root: str) -> Verdict:
     Those of a server that stopped with ``--warm`` hold its values for the next start: nobody is advised to remove them.
     """
     found = shm.leftovers(SEGMENT_PREFIX)
-    kept = [each for each in found if _suspended(each)]
+    kept = [each for each in found if suspended(each)]
     dead = [each for each in found if each not in kept]
     first = [f"{shm.SHM_DIR}/{each}" for each in dead if metadata_of(each) == metadata_of(dead[0])]
     waiting = f"{_sum_up(kept, 'arenas')} of servers that stopped with --warm wait for their next start" if kept else ""
@@ -174,13 +186,6 @@ def _sum_up(segments: list[str], what: str) -> str:
             continue  # removed meanwhile
     segments = sorted({metadata_of(each) for each in segments})
     return f"{len(segments)} {what} with {gib(held)} ({', '.join(segments[:4])}{'...' if segments[4:] else ''})"
-
-
-def _suspended(segment: str) -> bool:
-    try:
-        return segments.state_of(metadata_of(segment)) == State.SUSPENDED
-    except SegmentError:
-        return False
 
 
 @check("remove-ipc")
@@ -291,6 +296,7 @@ def check_container(sys_root: str) -> Verdict:
 
 
 CHECKS: tuple[Callable[..., Finding], ...] = (
+    check_settings,
     check_python,
     check_machine,
     check_cpus,

@@ -6,7 +6,9 @@ its first sets are a fair sample. A slot that changes meanwhile is left out.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -14,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import shm
-from ..arena.layout import HEADER_BYTES, SLOT_FIELDS, Geometry, State, Word, slots_for
+from ..arena.layout import HEADER_BYTES, MAGIC, SLOT_FIELDS, Geometry, State, Word, slots_for
 from ..constants import SLOT_BYTES
-from ..errors import SegmentError
+from ..errors import SegmentError, UsageError
 from ..host import numa
-from ..ipc.segments import ArenaName, running
-from ..shm import AttachedSegment
+from ..ipc.segments import ArenaName, is_metadata, metadata_of, running, state_of
+from ..shm import AttachedSegment, data_name
 from .findings import Verdict, check, ok, warn
 
-__all__ = ["check_value_size", "check_workers"]
+__all__ = ["check_value_size", "check_workers", "held_by_arenas", "suspended"]
 
 #: Fewer values of a sample say nothing.
 VALUES_MIN: Final = 1000
@@ -37,6 +39,67 @@ FULL: Final = 0.8
 BUSY_PUTS_S: Final = 50_000
 #: Cores that each further worker wants for itself and for those who use it.
 CORES_A_WORKER: Final = 4
+
+
+class Held(NamedTuple):
+    """Bytes that arenas hold by design: in /dev/shm, in sealed files without a name, in reserved huge pages."""
+
+    named: int = 0
+    sealed: int = 0
+    reserved: int = 0
+
+
+def held_by_arenas(sys_root: str) -> Held:
+    """Return what arenas hold that run or wait for their next start. O(entries of /dev/shm).
+
+    Those of other users count too, which this process may not open: only what it sees to be left by a dead owner does
+    not. Data without a name is known by a header that it may read.
+    """
+    named = sealed = reserved = 0
+    folder = Path(sys_root, "dev/shm")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            arena = ArenaName.parse(entry.name)
+            if arena is None or _is_dead(entry.name):
+                continue
+            with contextlib.suppress(OSError, SegmentError):
+                about = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != arena.uid:
+                    continue
+                named += about.st_blocks * 512
+                if is_metadata(entry.name) and not Path(folder, data_name(entry.name)).exists():
+                    size = max(0, _whole_bytes(entry.name) - about.st_size)
+                    # Members of a group may read the metadata, and reserved pages do not go with one.
+                    if about.st_mode & stat.S_IRGRP:
+                        sealed += size
+                    else:
+                        reserved += size
+    return Held(named, sealed, reserved)
+
+
+def _is_dead(name: str) -> bool:
+    """Return True for a file that is seen to be nobody's, or that no server can have made."""
+    try:
+        return not shm.is_locked(name) and not suspended(name)
+    except SegmentError:
+        return False
+    except UsageError:
+        return True
+
+
+def _whole_bytes(name: str) -> int:
+    """Return the size of an open arena with its data, by its header. Raises SegmentError."""
+    with AttachedSegment.open(name) as segment:
+        head = memoryview(_read(segment, 0, HEADER_BYTES)).cast("Q")
+        return head[Word.SIZE] if head[Word.MAGIC] == MAGIC and head[Word.STATE] == State.OPEN else 0
+
+
+def suspended(segment: str) -> bool:
+    """Return True for a file of an arena that waits for its server's next start."""
+    try:
+        return state_of(metadata_of(segment)) == State.SUSPENDED
+    except SegmentError:
+        return False
 
 
 class Sample(NamedTuple):

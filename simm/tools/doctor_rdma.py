@@ -35,6 +35,7 @@ from ..host import numa
 from ..rdma import ports
 from ..rdma.api import Absence
 from .findings import Verdict, check, entries, gib, limit, ok, text, warn
+from .topo import restriction
 
 #: Drivers of network devices -> the module that adds RDMA to them.
 _RDMA_PARTS: Final = {
@@ -296,13 +297,13 @@ def check_rails(sys_root: str) -> Verdict:
     known = ports.ports(sys_root)
     if not known:
         return ok("no rails without an RDMA device")
-    spec, origin = ports.restriction(None, os.environ)
+    spec, origin = restriction()
     named: Sequence[ports.Port] | None = None
     if spec:
         try:
             named = ports.parse_devices(spec, known)
         except ConfigError as error:
-            return warn(f"{origin}={spec}: {error}", f"correct or unset {origin}; see: simm topo")
+            return warn(f"{spec} of {origin}: {error}", f"correct or unset {origin}; see: simm topo")
     used: dict[str, ports.Port] = {}
     parts = []
     for node in numa.nodes(sys_root):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT_AT: Final = "127.0.0.1:8090"
 _ANSWER_BYTES_MAX: Final = 64 << 20
 _DEADLINE_S: Final = 10.0
+#: What is shown of a refusal: longer than its longest sentence.
+_SAID_BYTES_MAX: Final = 400
 
 
 def _parser(prog: str) -> Parser:
@@ -196,19 +200,49 @@ def _objects(path: str | None, what: str) -> list[dict[str, Any]]:
     return found
 
 
+def _stranger(sock: socket.socket, trusted: Container[int]) -> str:
+    """Return why what has the other end of a loopback connection is not shown a token; empty if it is.
+
+    HTTP carries the token itself, and any user can listen on a port that is free. Only root can lead the connection
+    into another network namespace. Beyond loopback nothing tells whose server it is.
+    """
+    from ..host.users import NOT_TRUSTED, trusts
+    from ..net.peer_uid import NotHere, UnknownUser, is_loopback, tcp_uid
+
+    until = time.monotonic() + _DEADLINE_S
+    while True:
+        try:
+            if not is_loopback(sock):
+                return ""
+            uid = tcp_uid(sock)
+            return "" if trusts(uid, trusted) else f"it is of uid {uid}, {NOT_TRUSTED}"
+        except NotHere:
+            return ""
+        except (UnknownUser, OSError) as exc:
+            if time.monotonic() > until:
+                return f"its user cannot be told ({exc})"
+        time.sleep(0.005)  # until the server accepts the connection, no process has its end
+
+
 def _workers(at: Address, settings: Settings, *, as_json: bool) -> int:
-    token = token_of(settings)
-    headers = {"Authorization": f"Bearer {token}"} if token and not at.loopback else {}
+    # The token of a cluster of this user's, which nobody has named, is not for the index.
+    token = token_of(settings) if settings.token_file is not None or not at.loopback else ""
+    withheld = ""
     try:
         connection = http.client.HTTPConnection(at.host, at.port, timeout=_DEADLINE_S)
         with contextlib.closing(connection):
+            connection.connect()
+            if token and (stranger := _stranger(connection.sock, settings.server_uid)):
+                withheld = f"; the token was not shown to it, as {stranger}"
+            headers = {"Authorization": f"Bearer {token}"} if token and not withheld else {}
             connection.request("GET", "/workers", headers=headers)
             answer = connection.getresponse()
             body = answer.read(_ANSWER_BYTES_MAX)
     except (OSError, http.client.HTTPException) as exc:
         raise TransportError(f"no index answers at {at} ({exc}): start one with `simm index`, or give --at") from exc
     if answer.status != 200:
-        raise SimmError(f"the index at {at} says: {printable(body[:200].decode(errors='replace').strip())}")
+        says = printable(body[:_SAID_BYTES_MAX].decode(errors="replace").strip())
+        raise SimmError(f"the index at {at} says: {says}{withheld}")
     try:
         found = json.loads(body)
         rows = [

@@ -27,8 +27,9 @@ POLL_S: Final = 0.25
 LINE_S: Final = 5.0
 #: The watching ends after this time without a manager, seconds; until then another one may take over.
 SILENCE_S: Final = 60.0
-#: How old the counts of a status may be: a worker tells them once a second, and the manager hears them a second later.
-COUNTS_S: Final = 2.5
+#: How old the counts of a status may be: a worker tells them once a second, the manager hears them a second later, and
+#: gives the same answer for a second.
+COUNTS_S: Final = 3.5
 _RUNNING: Final = ("running", "draining")
 _GONE: Final = ("dead", "left")
 _UNITS: Final = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
@@ -107,7 +108,13 @@ def cluster_lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"led by the manager at {own['leader']}, term {own['term']}")
     if found["rebuilding"]:
         lines.append("the manager has lost its state and is collecting the map from the servers")
-    return [*lines, *filter(None, [moves_text(found)])]
+    return [*lines, *filter(None, [moves_text(found), left_out_text(found)])]
+
+
+def left_out_text(found: Mapping[str, Any]) -> str:
+    """Return a sentence on the data servers that a manager's status only counts, empty if there are none."""
+    count = found.get("nodes_left_out", 0)  # managers of older versions name all
+    return f"{count:,} more data servers are known and not shown, those that are away longest" if count else ""
 
 
 def cluster_table(found: dict[str, Any]) -> str:
@@ -166,6 +173,8 @@ def node_table(found: Mapping[str, Any]) -> str:
     waiting = [node["name"] for node in found["nodes"] if node["draining"] and node["state"] not in _GONE]
     if waiting:
         lines += ["", f"take one back with `simm node resume {waiting[0]}`"]
+    if left_out := left_out_text(found):
+        lines += ["", left_out]
     return "\n".join(lines)
 
 

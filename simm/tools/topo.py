@@ -6,14 +6,33 @@ the command prints the reason. Everything else comes from sysfs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..config.settings import load
+from ..errors import ConfigError
 from ..host import numa
 from ..rdma import ports as rdma_ports
 from ..rdma.api import Absence, Limits
 from ..rdma.ports import Gid, Port
 from .nodes import bytes_text, columns
+
+
+def restriction(option: str | None = None) -> tuple[str, str]:
+    """Return the restriction of the devices that a data server here has, and its origin; two empty strings without one.
+
+    ``option`` precedes the environment and the settings file. A file that cannot be read names none: ``simm doctor``
+    reports it.
+    """
+    if not option:
+        try:
+            settings = load("dataserver")
+        except ConfigError:
+            return rdma_ports.restriction(None, os.environ)
+        if spec := settings.rdma_devices.strip():
+            return spec, settings.origin("rdma_devices").removeprefix("environment ")
+    return rdma_ports.restriction(option, os.environ)
 
 
 def collect(

@@ -130,7 +130,7 @@ class Rpcs:
         there = host.strip("[]"), int(port)
         here = self.address.host if self.address.host != "localhost" else "::1" if ":" in there[0] else "127.0.0.1"
         try:
-            return self._users.fault_of(there, (here, self.address.port))
+            return self._users.fault_of(there, (here, self.address.port), tokens=bool(self._tokens))
         except HasClosed as exc:
             return str(exc)
 

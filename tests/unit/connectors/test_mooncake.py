@@ -372,6 +372,32 @@ def test_setup_takes_mooncakes_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
     store.close()
 
 
+@pytest.mark.parametrize("by", ["SIMM_CLUSTER_MANAGER", "SIMM_CONFIG"])
+def test_issue_the_cluster_is_the_settings_however_they_name_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
+) -> None:
+    """An engine of deploy/kubernetes/engine-pod.yaml went to the address of the Mooncake master."""
+    made: list[Any] = []
+    monkeypatch.setattr(mooncake, "Client", lambda manager: made.append(manager) or FakeClient())
+    monkeypatch.delenv("SIMM_MANAGER", raising=False)
+    path = tmp_path / "simm.json"
+    path.write_text(json.dumps({"client": {"manager": "10.0.0.9:30001"}}))
+    monkeypatch.setenv(by, "10.0.0.9:30001" if by == "SIMM_CLUSTER_MANAGER" else str(path))
+    store = MooncakeDistributedStore()
+    assert store.setup("h", "", 0, 0, "tcp", "", "10.0.0.5:1") == 0 == store.setup_dummy(1, 1, "10.0.0.7:1")
+    assert made == [None, None]
+    store.close()
+    done = run(tmp_path, sys.executable, "-m", "simm.connectors.mooncake", "--", "true", **{by: os.environ[by]})
+    assert done.returncode == 0 and "(manager: 10.0.0.9:30001)" in done.stderr
+
+
+def test_settings_that_cannot_be_read_stop_no_command(tmp_path: Path) -> None:
+    face = (sys.executable, "-m", "simm.connectors.mooncake")
+    done = run(tmp_path, *face, "--", "true", SIMM_DEADLINE_MS="soon")
+    assert done.returncode == 0 and "(manager: unknown, deadline_ms (from environment SIMM_DEADLINE_MS)" in done.stderr
+    assert "(manager: the command's master_server_addr)" in run(tmp_path, *face, "--", "true").stderr
+
+
 def test_setup_of_what_cannot_work_is_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIMM_MANAGER", raising=False)
     assert MooncakeDistributedStore().setup("h", "", 0, 0, "tcp", "", "no address:::") == -600
@@ -410,13 +436,13 @@ print(json.dumps([s.MooncakeDistributedStore.__module__, s.__file__, getattr(eng
 """
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     (folder / "mooncake").mkdir(exist_ok=True)
     (folder / "mooncake" / "__init__.py").write_text("")
     (folder / "mooncake" / "engine.py").write_text("NAME = 'installed'")
     (folder / "mooncake" / "store.py").write_text("class MooncakeDistributedStore: pass")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SIMM_")}
-    environment["PYTHONPATH"] = str(folder)
+    environment |= {"PYTHONPATH": str(folder), **more}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

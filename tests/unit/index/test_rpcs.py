@@ -26,6 +26,8 @@ from simm.index.rpc import rpcs as rpcs_module  # noqa: E402
 from simm.index.rpc.rpcs import METHOD, SERVICE, Rpcs  # noqa: E402
 from simm.index.service import BODY_BYTES_MAX, Service  # noqa: E402
 from simm.index.sources import Registration  # noqa: E402
+from simm.net import local_users  # noqa: E402
+from simm.net.local_users import LocalUsers  # noqa: E402
 from tests.support.indexer_messages import messages  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -46,9 +48,9 @@ def service() -> Service:
 
 
 @contextlib.contextmanager
-def serving(made: Service, tokens: Any = ()) -> Iterator[tuple[Rpcs, Any]]:
+def serving(made: Service, tokens: Any = (), users: LocalUsers | None = None) -> Iterator[tuple[Rpcs, Any]]:
     """Yield a server, and what calls it with a message or bytes."""
-    rpcs = Rpcs(made, Address("127.0.0.1", 0), tokens)
+    rpcs = Rpcs(made, Address("127.0.0.1", 0), tokens, users)
     options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     channel = grpc.insecure_channel(str(rpcs.address), options=options)
     call = channel.unary_unary(
@@ -150,6 +152,14 @@ def test_only_so_many_calls_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             go.set()
         assert all(len(each.result().scores) == 2 for each in running)
         assert scored(call, said), "and others later"
+
+
+def test_issue_a_refusal_by_user_says_that_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_users, "uid_of_peer", lambda *_: 4711)
+    with serving(service(), parse_tokens(f"client c {SECRET}\n", "here"), LocalUsers()) as (_, call):
+        code, text = refused(call, REQUEST())
+    assert code == grpc.StatusCode.UNAUTHENTICATED
+    assert "show a token of its --token-file, or start it with --allow-uid 4711" in text
 
 
 @pytest.mark.parametrize("tokens", [False, True])

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from simm.config.parsers import parse_address
-from simm.net import http
+from simm.net import http, local_users
 from simm.net.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, UNSENT_BYTES_MAX, Page, Route, Web
+from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
 from simm.net.metrics import Metric, Samples
 from tests.support.child import ROOT
@@ -26,7 +27,9 @@ def web() -> Iterator[Callable[..., tuple[Loop, Web, str]]]:
     """A Web on a loop of this thread."""
     opened: list[tuple[Loop, Web]] = []
 
-    def make(tokens: tuple[str, ...] = (), clock: Callable[[], float] = time.monotonic) -> tuple[Loop, Web, str]:
+    def make(
+        tokens: tuple[str, ...] = (), clock: Callable[[], float] = time.monotonic, users: LocalUsers | None = None
+    ) -> tuple[Loop, Web, str]:
         loop = Loop(clock)
         listener = socket.create_server(("127.0.0.1", 0))
         host, port = listener.getsockname()
@@ -43,7 +46,7 @@ def web() -> Iterator[Callable[..., tuple[Loop, Web, str]]]:
         routes: dict[str, Route] = {
             "/": lambda: Page("x" * 2_000_000), "/healthz": lambda: Page("ok"), "/broken": broken, "/metrics": metrics,
         }  # fmt: skip
-        opened.append((loop, Web(loop, listener, routes, old_tokens(*tokens))))
+        opened.append((loop, Web(loop, listener, routes, old_tokens(*tokens), users=users)))
         return loop, opened[-1][1], f"{host}:{port}"
 
     yield make
@@ -196,6 +199,22 @@ def test_what_there_is_after_the_first_scrape_is_not_looked_at_again(
         assert ask(loop, address, b"GET /metrics HTTP/1.1\r\n\r\n")
         loop.run_once(0.0)
     assert steps == ["collect", "freeze"]
+
+
+@pytest.mark.parametrize("tokens", [(), ("the-token-of-this-server",)])
+def test_issue_a_refusal_by_user_says_what_this_server_has(
+    web: Callable[..., tuple[Loop, Web, str]], monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, ...]
+) -> None:
+    """A server with tokens told its callers that it had none."""
+    monkeypatch.setattr(local_users, "tcp_uid", lambda _sock: 4711)
+    loop, _, address = web(tokens, users=LocalUsers())
+    answer = ask(loop, address, b"GET /broken HTTP/1.1\r\nAuthorization: Bearer another\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 403") and b"this one is of uid 4711: " in answer
+    if tokens:
+        assert b": show a token of its --token-file, or start it with --allow-uid 4711" in answer
+        assert b"a server without" not in answer
+    else:
+        assert b"start it with --allow-uid 4711, or give both sides a --token-file" in answer
 
 
 def test_a_server_with_metrics_has_loaded_what_they_need() -> None:

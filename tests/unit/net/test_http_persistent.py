@@ -187,7 +187,7 @@ class _Users:
     def __init__(self) -> None:
         self.says, self.looks = "", 0
 
-    def fault(self, _sock: socket.socket) -> str:
+    def fault(self, _sock: socket.socket, *, tokens: bool) -> str:
         self.looks += 1
         return self.says
 

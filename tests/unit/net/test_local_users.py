@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from simm.net import local_users
+from simm.net import local_users, peer_uid
 from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
 from simm.net.peer import Peer, Service
@@ -72,3 +72,17 @@ def test_others_are_told_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     guarded = Guarded()
     told = meet(guarded, gone=False)
     assert b"uid 4711" in told and guarded.refused == 1 and not guarded.heard and guarded.closed == ["unauthorized"]
+
+
+def test_issue_a_server_with_tokens_asks_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gRPC's server does, whose sockets a library has."""
+    ends = ("127.0.0.1", 1), ("127.0.0.1", 2)
+    monkeypatch.setattr(local_users, "uid_of_peer", lambda *_: 4711)
+    assert "show a token of its --token-file, or start" in LocalUsers().fault_of(*ends, tokens=True)
+    assert "a server without --token-file" in LocalUsers().fault_of(*ends)
+
+    def unknown(*_: object) -> int:
+        raise peer_uid.UnknownUser("no sock_diag")
+
+    monkeypatch.setattr(local_users, "uid_of_peer", unknown)
+    assert LocalUsers().fault_of(*ends, tokens=True).endswith("(no sock_diag): show a token of its --token-file")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from simm.cli import main
 from simm.rdma.api import Absence
 from simm.tools import doctor_rdma
 from simm.tools.doctor_rdma import check_memlock, check_pyverbs, check_rails, check_rdma_access, check_rdma_devices
@@ -124,6 +125,25 @@ def test_rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged(check_rails(str(tmp_path)), "warn", "ports here: mlx5_0:1, mlx5_1:1", "unset SICL_NET_DEVICES")
     monkeypatch.setenv("SICL_NET_DEVICES", "mlx5_0")
     judged(check_rails(str(tmp_path)), "ok", "restricted by SICL_NET_DEVICES")
+
+
+def test_issue_devices_that_the_settings_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data server takes its devices from there; doctor and topo asked the environment alone."""
+    device(tmp_path, "mlx5_0")
+    device(tmp_path, "mlx5_1")
+    file = tmp_path / "simm.json"
+    file.write_text('{"dataserver": {"rdma_devices": "mlx5_1"}, "client": {"rdma_devices": "mlx5_0"}}')
+    monkeypatch.setenv("SIMM_CONFIG", str(file))
+    monkeypatch.setenv("SICL_NET_DEVICES", "mlx5_0")
+    judged(check_rails(str(tmp_path)), "ok", "node 0: mlx5_1:1 (restricted by file", "[dataserver])")
+    assert main(["topo"]) == 2 and "'mlx5_1'" in capsys.readouterr().err, "there is none of that name here"
+    monkeypatch.setenv("SIMM_RDMA_DEVICES", "mlx5_7")
+    judged(check_rails(str(tmp_path)), "warn", "mlx5_7 of SIMM_RDMA_DEVICES", "correct or unset SIMM_RDMA_DEVICES")
+    monkeypatch.setenv("SIMM_RDMA_DEVICES", "mlx5_0")
+    file.write_text("{")  # as the check of settings says
+    judged(check_rails(str(tmp_path)), "ok", "restricted by SIMM_RDMA_DEVICES")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,24 +13,28 @@ from pathlib import Path
 import pytest
 
 from simm.cli import main
+from simm.net import local_users, peer_uid
 from simm.net.http import JSON, Page, Web
+from simm.net.local_users import LocalUsers
 from simm.net.loop import Loop
+from tests.support.tokens import old_tokens
 
 WORKER = {"instance_id": "a", "tenant_id": "default", "dp_rank": 0, "type": "vllm", "blocks": 1234, "stale": False,
           "complete": True, "endpoint": "tcp://h:1"}  # fmt: skip
 
 
-def _workers(body: str, as_json: bool = False) -> int:
+def _workers(body: str, *more: str, tokens: tuple[str, ...] = ()) -> int:
     """Run `simm index workers` against an index that answers so. Return its exit code."""
     loop = Loop()
     listener = socket.create_server(("127.0.0.1", 0))
-    web = Web(loop, listener, {"/workers": lambda: Page(body, JSON)})
+    users = LocalUsers() if tokens else None
+    web = Web(loop, listener, {"/workers": lambda: Page(body, JSON)}, old_tokens(*tokens), users=users)
     loop.call_every(0.02, lambda: None)
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
         at = f"127.0.0.1:{listener.getsockname()[1]}"
-        return main(["index", "workers", "--at", at, *(["--json"] if as_json else [])])
+        return main(["index", "workers", "--at", at, *more])
     finally:
         loop.stop()
         thread.join()
@@ -42,9 +47,60 @@ def test_publishers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[:6] for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["a", "default", "0", "vllm", "1,234", "all"], ["a", "default", "1", "vllm", "1,234", "partly"],
     ]  # fmt: skip
-    assert _workers(json.dumps([{**WORKER, "stale": True}]), as_json=True) == 1
+    assert _workers(json.dumps([{**WORKER, "stale": True}]), "--json") == 1
     assert json.loads(capsys.readouterr().out)[0]["stale"] is True
     assert _workers("[1]") == 1 and "is no index" in capsys.readouterr().err
+
+
+TOKEN = "the-token-of-this-index"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags for an index that takes its user for uid 4711, which may ask by its token only."""
+    monkeypatch.setattr(local_users, "tcp_uid", lambda _sock: 4711)
+    path = tmp_path / "tokens"
+    path.write_text(f"client routers {TOKEN}\n")
+    path.chmod(0o600)
+    return ["--token-file", str(path)]
+
+
+def test_issue_a_token_that_is_named_is_shown_on_loopback_too(
+    guarded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was kept back, and the refusal said that the server had no token file."""
+    assert _workers(json.dumps([WORKER]), *guarded, tokens=(TOKEN,)) == 0 and "1,234" in capsys.readouterr().out
+    assert _workers(json.dumps([WORKER]), tokens=(TOKEN,)) == 1
+    error = capsys.readouterr().err
+    assert "without a token of its --token-file" in error and "this one is of uid 4711" in error
+    assert "show a token of its --token-file, or start it with --allow-uid 4711" in error
+
+
+def test_a_strangers_listener_is_shown_no_token(
+    guarded: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user can listen on a port that is free, and HTTP carries the token itself."""
+    monkeypatch.setattr(peer_uid, "tcp_uid", lambda _sock: 4712)
+    assert _workers(json.dumps([WORKER]), *guarded, tokens=(TOKEN,)) == 1
+    error = capsys.readouterr().err
+    assert "the token was not shown to it, as it is of uid 4712" in error and "SIMM_SERVER_UID" in error
+    assert _workers(json.dumps([WORKER]), *guarded, "--server-uid", "4712", tokens=(TOKEN,)) == 0
+
+
+def test_who_listens_is_known_when_the_connection_is_accepted(
+    guarded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the kernel tells nobody's end: the index is no stranger for that."""
+    looks: list[socket.socket] = []
+
+    def accepted_late(sock: socket.socket) -> int:
+        looks.append(sock)
+        if len(looks) < 3:
+            raise peer_uid.HasClosed
+        return os.geteuid()
+
+    monkeypatch.setattr(peer_uid, "tcp_uid", accepted_late)
+    assert _workers(json.dumps([WORKER]), *guarded, tokens=(TOKEN,)) == 0 and len(looks) == 3
 
 
 @pytest.mark.parametrize(
