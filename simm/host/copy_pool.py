@@ -111,7 +111,8 @@ class CopyPool:
 
         jobs: list[Future[None]] = []
         try:
-            with contextlib.suppress(RuntimeError):  # no further thread, or the pool ends just now: we do it all
+            # No further thread, or the pool ends just now, or no descriptor to load what makes threads: we do it all.
+            with contextlib.suppress(RuntimeError, OSError):
                 for _ in range(min(threads, count) - 1):
                     jobs.append(self._helpers(threads - 1, node).submit(help_out))  # noqa: PERF401
             work()

@@ -147,13 +147,18 @@ class _AnyOf:
         return any(wait.ready() for wait in self._waits)
 
     def descriptor(self) -> int:
-        """Return a descriptor that becomes ready with the first."""
+        """Return a descriptor that becomes ready with the first; -1 while the process has none left for it."""
         if len(self._waits) == 1 and self._waits[0].events == self.events:
             return self._waits[0].descriptor()
         if self._poller is None:
-            self._poller = select.epoll(len(self._waits))
-            for wait in self._waits:
-                self._poller.register(wait.descriptor(), wait.events)
+            try:
+                self._poller = select.epoll(len(self._waits))
+                for wait in self._waits:
+                    self._poller.register(wait.descriptor(), wait.events)
+            except OSError:  # no descriptor, or no memory of the kernel's, is left: who waits asks again
+                self.close()
+                self.receive()  # nothing will tell when it is time for that
+                return -1
         return self._poller.fileno()
 
     def receive(self) -> None:

@@ -11,6 +11,8 @@ What can go wrong in a subscription
 * *The manager is stopped, or packets to it are dropped.* Every exchange has a deadline. The kernel probes an idle link,
   and a PING about every ten seconds finds a process that does not run.
 * *A former leader does not know of its successor.* The thread asks for the map once a minute, which finds it.
+* *The manager has lost its state*, and goes on with older epochs than that of the client's map, which would ignore all
+  its maps. So each request names the epoch that the client has, and the manager goes beyond (``cluster/recovery.py``).
 * *Many operations find the map out of date at once.* Requests for the map are coalesced. The pause between them doubles
   while the answer is the known map; a change is pushed anyway, as the link is subscribed.
 """
@@ -230,6 +232,8 @@ class Subscription:
         on_map: called with each MAP_REPLY, in the thread that received it. It returns whether the map was news. It
             raises RemoteProtocolError for a map that contradicts itself; the link is dropped then.
         on_epochs: called likewise with what comes before a map if namespaces have epochs.
+
+    Raises TransportError if the process has no descriptor left.
     """
 
     def __init__(
@@ -252,6 +256,8 @@ class Subscription:
         #: What an admin wants all clients to trace, and until when, monotonic seconds; None if nobody ever asked.
         self.traces: tuple[T.OrderTrace, float] | None = None
         self._news = False
+        #: The epoch of the last map that was news.
+        self._epoch = 0
         self._asked = False
         #: Why another attempt is pointless, by the last round through the addresses; empty if it may succeed.
         self.refused = ""
@@ -260,7 +266,10 @@ class Subscription:
         #: Whether it was logged that no manager answers.
         self._warned = False
         self._closed = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as exc:
+            raise TransportError(f"cannot follow the manager: {exc.strerror or exc}") from exc
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         fork.in_child(self._after_fork)
@@ -354,7 +363,7 @@ class Subscription:
 
     def _ask(self, channel: Channel) -> None:
         wanted = E.SUBSCRIBE_MAPS | T.SUBSCRIBE_TRACES | (E.SUBSCRIBE_EPOCHS if self._on_epochs is not None else 0)
-        reply = channel.call(M.MapGet(0, wanted))
+        reply = channel.call(M.MapGet(self._epoch, wanted))
         if not isinstance(reply, M.MapReply):
             raise RemoteProtocolError("the manager answered with something that is no shard map")
         self._pushed(reply)
@@ -366,15 +375,19 @@ class Subscription:
             if fault := T.fault_of(msg, TRACE_S_MAX):
                 raise RemoteProtocolError(f"the manager asks for what cannot be: {fault}")
             self.traces = msg, time.monotonic() + msg.seconds
-        elif isinstance(msg, M.MapReply):
-            self._news = self._on_map(msg) or self._news
+        elif isinstance(msg, M.MapReply) and self._on_map(msg):
+            self._news, self._epoch = True, msg.epoch
 
     # -- thread -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread that follows the map."""
+        """Start the thread that follows the map. Raises TransportError if the process has no thread left."""
         self._thread = threading.Thread(target=self._run, name="simm-map", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self._thread = None  # so that close() does what the thread would have done at its end
+            raise TransportError(f"cannot follow the manager: {exc}") from exc
 
     def refresh(self) -> None:
         """Ask for the map soon."""
@@ -392,7 +405,12 @@ class Subscription:
         level = logging.DEBUG  # of the first link: the router logs a line about the cluster
         while not self._closed:
             if self._channel is None:
-                connected = self._connect_any()
+                try:
+                    connected = self._connect_any()
+                except Exception as exc:  # no descriptor for a module that the first link loads, for one
+                    log.debug("connecting to the manager failed", exc_info=True)
+                    self._addresses.skip()
+                    connected, self.down_reason = False, f"{type(exc).__name__}: {exc}"
                 # Who waits for the first round raises what refuses for good.
                 if not connected and (not self.refused or self._tried.is_set()):
                     self._warn_absent()

@@ -125,8 +125,8 @@ class _Connections:
 class Router:
     """The shard map, the targets and the background threads.
 
-    Raises TransportError if no manager answers within ``map_timeout_s``. None: return at once, without a map; the
-    background thread gets it.
+    Raises TransportError if no manager answers within ``map_timeout_s``, and if the process has no descriptor or
+    thread left. None: return at once, without a map; the background thread gets it.
     """
 
     def __init__(
@@ -171,17 +171,20 @@ class Router:
         self.context.refresh = self.subscription.refresh
         subscription = self.subscription
         self.context.manager_connected = lambda: subscription.connected
-        if map_timeout_s is not None:
-            try:
+        try:
+            if map_timeout_s is not None:
                 self.subscription.connect(map_timeout_s)
-            except BaseException:
-                self.subscription.close()
-                raise
-        self.subscription.start()
-        self._thread = threading.Thread(
-            target=_maintain, args=(mine, self._wake, self._connections), name="simm-client", daemon=True
-        )
-        self._thread.start()
+            self.subscription.start()
+            self._thread = threading.Thread(
+                target=_maintain, args=(mine, self._wake, self._connections), name="simm-client", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError as exc:
+                raise TransportError(f"cannot run in the background: {exc}") from exc
+        except BaseException:
+            self.subscription.close()
+            raise
 
     # -- map ----------------------------------------------------------------------------------------
 
@@ -356,13 +359,12 @@ RESTART_S: Final = 0.5
 class Routes:
     """The routes to the owners of digests, across forks, until closed.
 
-    ``connect(map_timeout_s)`` makes a router, or raises TransportError. It never does so for None, which a ``lazy``
-    client passes.
+    ``connect(map_timeout_s)`` makes a router, or raises TransportError. For None, which a ``lazy`` client passes, it
+    waits for no manager.
     """
 
     def __init__(self, connect: Callable[[float | None], Router], *, lazy: bool = False) -> None:
         self._connect = connect
-        self._lazy = lazy
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._warned = False
@@ -381,16 +383,21 @@ class Routes:
             return route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else None
 
     def restart(self) -> list[Target | None]:
-        """Make a router after a fork; return its route, [] while no manager answers. Raises UsageError once closed."""
+        """Make a router after a fork; return its route, [] while there can be none. Raises UsageError once closed.
+
+        It waits for the first round through the managers, half a deadline at most. So managers that do not answer cost
+        a call no more than it may take, and no more those of other threads, which wait for the same.
+        """
         with self._lock:
             if self.closed:
                 raise UsageError("this client is closed")
             if self.router is None and time.monotonic() >= self._retry_at:
                 try:
-                    self.router = self._connect(None if self._lazy else 0.0)
-                    self.route = self.router.route
-                    if self._lazy:
-                        self.router.subscription.await_first_round(self.router.deadline_s)
+                    self.router = router = self._connect(None)
+                    try:
+                        router.subscription.await_first_round(router.deadline_s / 2)
+                    finally:  # not before, as other threads would not wait for the map
+                        self.route = router.route
                 except TransportError as exc:
                     self._retry_at = time.monotonic() + RESTART_S
                     log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", exc)  # once for each outage

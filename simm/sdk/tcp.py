@@ -434,17 +434,36 @@ class TcpPath(Path):
             results += yield from self.statuses(joined, groups)
         return results
 
-    def statuses(self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0) -> Steps[list[int]]:
-        """Send requests made by ``kind`` of some items each; return a Status for each item. ``until`` as in fetch."""
+    def statuses(
+        self, kind: Callable[[Any], Any], items: Sequence[Any], until: float = 0.0, *, twice: set[int] | None = None
+    ) -> Steps[list[int]]:
+        """Send requests made by ``kind`` of some items each; return a Status for each item. ``until`` as in fetch.
+
+        ``twice`` gets the positions of the items whose request was sent again after its connection broke. The server
+        may have carried it out both times, and the Status is of the second.
+        """
         results: list[int] = []
         for start in range(0, len(items), EXCHANGE_KEYS):
             part = list(items[start : start + EXCHANGE_KEYS])
-            answer = yield from self._exchange(partial(self._call, msg=kind(part)), until)
+            sent: list[Channel] = []
+            body = self._call if twice is None else partial(self._call_noted, sent=sent)
+            answer = yield from self._exchange(partial(body, msg=kind(part)), until)
             until = 0.0
             if not isinstance(answer, M.Statuses) or len(answer.statuses) != len(part):
                 raise TransportError(f"the server answered with {type(answer).__name__}")
             results += answer.statuses
+            if twice is not None and len(sent) > 1:
+                twice.update(range(start, start + len(part)))
         return results
+
+    def _call_noted(self, channel: Channel, msg: Any, sent: list[Channel]) -> Steps[Any]:
+        """Do :meth:`_call`, and note the channel in ``sent`` before the request may go out.
+
+        A server that restarted while the connection was idle has closed it, so nothing is sent there.
+        """
+        channel.poll_pushes()
+        sent.append(channel)
+        return (yield from self._call(channel, msg))
 
     def _call(self, channel: Channel, msg: Any) -> Steps[Any]:
         """Send a request and return the decoded reply."""

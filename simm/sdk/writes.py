@@ -154,10 +154,11 @@ class Puts:
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
         """Drop entries, with ``sizes`` only those whose values have these sizes; return a Status for each.
 
-        Every other outcome than OK and NOT_FOUND counts as an outage: the entry may still be there.
+        Every other outcome than OK and NOT_FOUND counts as an outage: the entry may still be there, or this call may
+        have dropped it.
         """
         statuses = [Status.UNAVAILABLE] * len(digests)
-        self._everywhere(digests, statuses, functools.partial(self._delete_at, digests, sizes, statuses))
+        self._everywhere(digests, statuses, functools.partial(self._delete_at, digests, sizes, statuses, set()))
         unknown = len(statuses) - statuses.count(Status.OK) - statuses.count(Status.NOT_FOUND)
         self.counters["outages"] += unknown
         return statuses
@@ -418,16 +419,26 @@ class Puts:
         spend(waited)
 
     def _delete_at(
-        self, digests: Sequence[bytes], sizes: Sequence[int] | None, statuses: list[int], target: Target,
-        positions: Sequence[int], together: bool,
+        self, digests: Sequence[bytes], sizes: Sequence[int] | None, statuses: list[int], twice: set[int],
+        target: Target, positions: Sequence[int], together: bool,
     ) -> Steps[None]:  # fmt: skip
+        """``twice``: positions of keys that a server may have dropped for an earlier request of this call."""
         if not self._is_ready(target, digests, positions, statuses):
             return
         kind: Callable[[Any], Any] = M.Delete if sizes is None else M.DeleteSized
         wanted: list[Any] = [digests[each] if sizes is None else (digests[each], sizes[each]) for each in positions]
         began = time.perf_counter_ns()
         counts = target.session.counts if target.session is not None else self._tallies.tcp
-        answers = yield from self._ask(_parts(kind, wanted), target, together, lambda tcp: tcp.statuses(kind, wanted))
+        again: set[int] = set()
+        answers = yield from self._ask(
+            _parts(kind, wanted), target, together, lambda tcp: tcp.statuses(kind, wanted, twice=again)
+        )
+        twice.update([positions[each] for each in again])
+        if twice:  # that such a key is not there says nothing
+            answers = [
+                Status.UNAVAILABLE if status == Status.NOT_FOUND and position in twice else status
+                for position, status in zip(positions, answers)
+            ]
         for position, status in zip(positions, answers):
             statuses[position] = status
         deleted, absent = answers.count(Status.OK), answers.count(Status.NOT_FOUND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -157,6 +158,18 @@ def test_without_threads_the_caller_does_all(pool: CopyPool, monkeypatch: pytest
     with ThreadPoolExecutor(1) as other:
         other.submit(late[0]).result(WAIT_S)
     assert len(done) == 4
+
+
+def test_without_descriptors_the_caller_does_all(pool: CopyPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy of a process loads the module that makes threads, and reads its file for that."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(pool, "_helpers", fails)
+    done: list[int] = []
+    pool.run(done.append, 4, 3)
+    assert done == [0, 1, 2, 3]
 
 
 def test_copiers_share_threads_which_end_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

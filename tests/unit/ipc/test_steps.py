@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from simm.errors import TransportError
-from simm.ipc.steps import Steps, Wait, finish, first_over
+from simm.ipc.steps import Steps, Wait, finish, first_over, side_by_side
 from simm.net.channel import Channel, ChannelWait
 from simm.rpc import reply
 from simm.wire import messages as M
@@ -159,3 +162,57 @@ def test_room_to_send_is_waited_for_apart_from_replies() -> None:
     assert first_over([wait]) == [wait] and wait.ready()
     channel.close()
     far.close()
+
+
+def works(pipes: list[Pipe]) -> Steps[list[bool]]:
+    """Return work that waits for all of the pipes."""
+
+    def work(pipe: Pipe) -> Steps[bool]:
+        yield pipe
+        return pipe.came
+
+    return side_by_side([work(pipe) for pipe in pipes])
+
+
+@pytest.mark.parametrize("fails", ["epoll_create", "epoll_ctl"])
+def test_without_a_descriptor_for_several_they_are_waited_for_all_the_same(
+    pipes: list[Pipe], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The error went through to the engine, out of a batch for several servers with several connections to each."""
+    tried: list[int] = []
+    closed: list[int] = []
+
+    def register(_fd: int, _events: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def epoll(_size: int) -> Any:
+        tried.append(1)
+        if fails == "epoll_create":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return SimpleNamespace(register=register, close=lambda: closed.append(1))
+
+    monkeypatch.setattr(select, "epoll", epoll)
+    steps = works(pipes[:2])
+    wait = next(steps)
+    sender = threading.Timer(0.2, lambda: pipes[1].far.send(b"x"))
+    sender.start()
+    assert first_over([wait]) == [wait]
+    sender.join()
+    assert 1 < len(tried) == len(closed) + len(tried) * (fails == "epoll_create")
+    assert pipes[0].looks < 5000, "a thread that polled all that time would have looked more often"
+    steps.close()
+
+
+def test_a_descriptor_for_several_is_made_once_there_is_one(
+    pipes: list[Pipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_size: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    steps = works(pipes[:2])
+    wait = next(steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "epoll", none_left)
+        assert wait.descriptor() == wait.descriptor() == -1
+    assert wait.descriptor() == wait.descriptor() >= 0
+    steps.close()

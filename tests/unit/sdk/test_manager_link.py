@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from simm.constants import NO_OWNER, SHARD_COUNT
+from simm.errors import TransportError
 from simm.rpc import Flag, Frame, decode, encode, reply
 from simm.sdk import manager_link
 from simm.sdk.manager_link import Subscription
@@ -75,3 +79,67 @@ def test_a_push_in_one_piece_with_an_answer(monkeypatch: pytest.MonkeyPatch, bes
             subscription.refresh()
             wait_until(lambda: taken() == 2, "the push beside a later answer", HANGS_S)
         assert subscription.connected
+
+
+# --- a process that has nothing left --------------------------------------------------------------
+
+
+def test_without_a_descriptor_there_is_no_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "eventfd", none_left)
+    with pytest.raises(TransportError, match="Too many open files"):
+        Subscription([("127.0.0.1", 1)], WAIT_S, "", lambda _map: True)
+
+
+def test_one_whose_thread_did_not_start_is_closed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor stayed open: the thread was to close it."""
+
+    def none_left(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    manager = PushingManager(M.MapGet)
+    subscription = Subscription([manager.address], WAIT_S, "", lambda _map: True)
+    try:
+        subscription.connect(WAIT_S)
+        channel, wake = subscription._channel, subscription._wake
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(TransportError, match="can't start new thread"):
+                subscription.start()
+        subscription.close()
+        subscription.join(WAIT_S)
+        assert channel is not None and channel.fileno() == -1 and subscription._wake == -1
+        with pytest.raises(OSError):
+            os.fstat(wake)
+    finally:
+        subscription.close()
+        manager.stop()
+
+
+def test_an_error_of_this_process_while_it_connects_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last descriptor is the socket's, and there is none to load a module with. It used to have no map ever after.
+
+    Whoever waits for the first round need not wait for the next one.
+    """
+    real, failed = manager_link.greet, threading.Event()
+
+    def greet(*arguments: Any, **more: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(manager_link, "greet", greet)
+    manager = PushingManager(M.MapGet)
+    subscription = Subscription([manager.address], WAIT_S, "", lambda _map: True)
+    try:
+        subscription.start()
+        subscription.await_first_round(WAIT_S)
+        assert failed.is_set()
+        wait_until(lambda: subscription.connected, "it has tried again", HANGS_S)
+    finally:
+        subscription.close()
+        subscription.join(WAIT_S)
+        manager.stop()

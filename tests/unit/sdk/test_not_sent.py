@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from simm.client import Client
 from simm.ipc import put
 from simm.ipc.commit_ring import HEAD, SLOTS, TAIL
 from simm.ipc.session import WorkerSession
+from simm.sdk import tcp
 from simm.sdk.worker_path import Target
+from simm.server.stream import Stream
 from simm.wire import messages as M
 from simm.wire.messages import Status
 from tests.support.fake_cluster import ALL, FakeCluster
@@ -208,3 +211,93 @@ def test_the_sole_server_changes_while_keys_are_grouped(monkeypatch: pytest.Monk
         digests = [client.digest(key) for key in KEYS]
         for _ in range(2):
             assert None not in dict(client._routes.group(digests))
+
+
+# --- by TCP, whose client sends a request again after an idle connection broke -----------------------------
+
+
+@pytest.fixture
+def by_tcp(cluster: FakeCluster) -> Client:
+    """A client with an idle connection to the first server, which has two of its keys."""
+    client = cluster.client("tcp")
+    assert client.wait_ready(WAIT_S) and client.put_many(["k0", "k1"], [b"v", b"w"]) == [True, True]
+    return client
+
+
+def delete(client: Client, kind: str, keys: list[str]) -> list[int]:
+    digests = [client.digest(key) for key in keys]
+    return client.delete_digests(digests) if kind == "DELETE" else client.delete_sized(digests, [1] * len(keys))
+
+
+@contextlib.contextmanager
+def dies_before_its_answer(
+    monkeypatch: pytest.MonkeyPatch, *, carried_out: bool, then: Callable[[], None] = lambda: None
+) -> Iterator[list[list[int]]]:
+    """The stream ends the next connection on which it gets a mutation; yield what it was to answer to each."""
+    answers: list[list[int]] = []
+    real = Stream._mutate
+
+    def mutate(self: Stream, peer: Any, msg: Any, items: list[Any]) -> list[int]:
+        first = not answers
+        answers.append(real(self, peer, msg, items) if carried_out or not first else [])
+        if first:
+            then()
+            peer.sock.shutdown(socket.SHUT_RDWR)
+        return answers[-1] or [Status.OK] * len(items)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "_mutate", mutate)
+        yield answers
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+@pytest.mark.parametrize("kind", ["DELETE", "DELETE_SIZED"])
+def test_a_delete_that_was_sent_twice_finds_nothing_absent(
+    by_tcp: Client, kind: str, carried_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request had dropped the keys, and the answer to the second said that they had not been stored."""
+    with dies_before_its_answer(monkeypatch, carried_out=carried_out) as answers:
+        got = delete(by_tcp, kind, ["k0", "absent", "k1"])
+    assert len(answers) == 2
+    assert got == ([Status.UNAVAILABLE] * 3 if carried_out else [Status.OK, Status.UNAVAILABLE, Status.OK])
+    assert by_tcp.counters["outages"] == got.count(Status.UNAVAILABLE), "and of no path"
+    assert by_tcp.exists_many(["k0", "k1"]) == [False, False]
+    assert delete(by_tcp, kind, ["k0"]) == [Status.NOT_FOUND], "known again"
+
+
+def test_a_batch_of_several_requests_is_in_doubt_where_one_was_sent_twice(
+    by_tcp: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "EXCHANGE_KEYS", 2)
+    with dies_before_its_answer(monkeypatch, carried_out=True) as answers:
+        got = delete(by_tcp, "DELETE", ["absent", "k0", "gone", "k1", "none"])
+    assert len(answers) == 4
+    assert got == [Status.UNAVAILABLE] * 2 + [Status.NOT_FOUND, Status.OK, Status.NOT_FOUND]
+
+
+def test_it_stays_in_doubt_at_the_next_owner(
+    by_tcp: Client, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server has dropped the key, and has no shard any more when it is asked again."""
+
+    def move() -> None:
+        cluster.own({1: ALL})
+        cluster.instruct()
+        cluster.publish()
+
+    with dies_before_its_answer(monkeypatch, carried_out=True, then=move) as answers:
+        assert delete(by_tcp, "DELETE", ["k0"]) == [Status.UNAVAILABLE]
+    assert answers[:2] == [[Status.OK], [Status.WRONG_OWNER]] and answers[-1] == [Status.NOT_FOUND]
+
+
+@pytest.mark.parametrize("kind", ["DELETE", "DELETE_SIZED"])
+def test_a_delete_after_the_stream_has_restarted_is_sent_once(by_tcp: Client, cluster: FakeCluster, kind: str) -> None:
+    """The connection was closed while it was idle, so what is not there now was not there."""
+    target = by_tcp._routes.target(by_tcp.digest("k0"))
+    assert target is not None and target.tcp is not None
+    (idle,) = target.tcp._idle
+    for peer in list(cluster.nodes[0].stream.loop.peers):
+        peer.sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: idle.has_input(0), "the end has come")
+    assert delete(by_tcp, kind, ["k0", "absent"]) == [Status.OK, Status.NOT_FOUND]
+    assert by_tcp.counters["outages"] == 0

@@ -666,7 +666,9 @@ def test_a_forked_child_without_a_manager_warns_once_for_each_outage(
 ) -> None:
     """Its calls make a router again and again until one is there."""
     monkeypatch.setattr(routing, "RESTART_S", 0.0)
-    made = SimpleNamespace(route=[None])
+    made = SimpleNamespace(
+        route=[None], deadline_s=1.0, subscription=SimpleNamespace(await_first_round=lambda _timeout_s: None)
+    )
     works = True
 
     def connect(_timeout_s: float | None) -> Any:
