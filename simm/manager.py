@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -58,6 +57,7 @@ from .config.settings import Settings, add_arguments, load_command
 from .config.startup import allowed_uids, check_exposure, live_tokens, say, server_tls_options
 from .config.tokens import Token
 from .control import activity, tuning
+from .control.cluster_status import ClusterStatus
 from .control.election import Coordinator, NotLeader, campaign, connect
 from .control.epochs import Advances
 from .control.events import EventLog
@@ -71,7 +71,7 @@ from .control.links import (
     rights_fault,
     secret_fault,
 )  # fmt: skip
-from .control.pages import ManagerPages
+from .control.pages import ManagerPages, Standing
 from .control.state_file import StateFile
 from .control.state_keeper import ETCD_RETRY_S, StateKeeper, stored_cluster
 from .control.waiting import Waiting
@@ -96,9 +96,6 @@ from .wire.messages import Status, status_name
 log = logging.getLogger("simm.manager")
 
 SETTLE_S: Final = 0.02
-#: Time for data servers to connect again: they take 3 s to give up a stopped manager, and as long for another one that
-#: does not answer.
-RETURN_S: Final = 8.0
 PUSHES_PER_TURN: Final = 128
 #: Longest time between two runs of maintenance; a quarter of a heartbeat if that is shorter.
 MAINTAIN_S: Final = 0.25
@@ -147,11 +144,12 @@ class Manager(Service):
         self._to_push: deque[Peer] = deque()
         self._push_frame, self._push_epoch = b"", 0
         self._encoded: Encoded | None = None
-        self._links = ServerLinks()
+        self._links = ServerLinks(lambda: self.cluster.nodes)
         self.advances = Advances(lambda: self.cluster, lease_s)
-        self.activity = activity.Activity()
+        self.activity = activity.Activity(tokens)
         self.events = EventLog(lambda: len(self.cluster.live_workers()))
-        self.pages = ManagerPages(self.status, self._trouble, self.activity, self.events, loop.clock)
+        self.pages = ManagerPages(self.status, self.standing, self._trouble, self.activity, self.events, loop.clock)
+        self._answers = ClusterStatus(loop, lambda: self.cluster, self.own, self.events)
         self.cluster = self._blank()
         if coordinator is None:
             self.lead()
@@ -256,7 +254,7 @@ class Manager(Service):
             self.counts["heartbeats"] += 1
             actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads, state.follows)
             self._reply(peer, number, self.advances.leased(actions) if state.leases else actions)
-            self._look_at_advances()
+            self._look_at_advances(msg.name)
         elif isinstance(msg, E.Advance):
             self._advance(peer, state.gate, number, msg)
         elif isinstance(msg, E.Epochs):
@@ -270,6 +268,7 @@ class Manager(Service):
             actions = self.cluster.leave(now, msg.name, msg.instance, bool(msg.warm))
             if not is_refusal(actions):
                 self._links.unbind(msg.name)
+                self.activity.drop(msg.name)
             self._reply(peer, number, actions)
         elif isinstance(msg, M.Moved):
             self.counts["moves_reported"] += 1
@@ -296,7 +295,7 @@ class Manager(Service):
             self._waiting.add(peer, number)
             self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
-            peer.send_message(M.StatsReply(json.dumps(self.status()).encode()), number)
+            peer.send_message(self._answers.answer(state.gate), number)
         else:
             raise RemoteProtocolError(f"{type(msg).__name__} is not for a manager")
 
@@ -329,8 +328,8 @@ class Manager(Service):
             self._apply(actions)  # leases may have been given later than when this turn of the loop began
             self.advances.wait(peer, number, msg, self.cluster.epoch, self.loop.clock())
 
-    def _look_at_advances(self) -> None:
-        if self.advances and self._leads() and self.advances.maintain(self.loop.now, self.state.stored):
+    def _look_at_advances(self, server: str = "") -> None:
+        if self.advances.awaits(server) and self._leads() and self.advances.maintain(self.loop.now, self.state.stored):
             self.state.changed()
             self.state.save()
 
@@ -393,7 +392,7 @@ class Manager(Service):
                 state.stale = False
                 state.epoch = found.msg.epoch
                 self.counts["maps_sent"] += 1
-                self._send_epochs(peer, state)
+                self.advances.tell(peer)
                 peer.send(found.header(number, flags=Flag.REPLY))
                 peer.send(found.body)  # one for all, also for those that do not read
 
@@ -446,12 +445,8 @@ class Manager(Service):
         state.stale = False
         state.epoch = self._push_epoch
         self.counts["pushes"] += 1
-        self._send_epochs(peer, state)
+        self.advances.tell(peer)
         peer.send(self._push_frame)
-
-    def _send_epochs(self, peer: Peer, state: ConnectionState) -> None:
-        if state.epochs and (frame := self.advances.frame()):
-            peer.send(frame)
 
     # -- storing ---------------------------------------------------------------------------------
 
@@ -468,21 +463,28 @@ class Manager(Service):
     # -- for people ------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return the cluster's status and the manager's own counters."""
-        leading = self._leads()
-        status = self.cluster.status(self.loop.now)
+        """Return the cluster's status, and the manager's own under ``manager``. O(workers)."""
+        own = self.own()
+        return {**self.cluster.status(self.loop.now), "manager": own}
+
+    def own(self) -> dict[str, Any]:
+        """Return the manager's own status and counters. O(1)."""
+        leading, leader, _ = self.standing()
         counters = {
             "protocol_errors": self.loop.protocol_errors, "handler_errors": self.loop.handler_errors, **self.counts,
             "state_writes": self.state.writes, "state_write_failures": self.state.failures,
             "advances": self.advances.confirmed, "advances_unconfirmed": self.advances.unconfirmed,
         }  # fmt: skip
-        status["manager"] = {
+        return {
             "pid": os.getpid(), "version": __version__, "uptime_s": round(self.loop.now - self.started, 1),
             "connections": len(self.loop.peers), "subscribers": len(self._subscribers), "insecure": self.insecure,
             "state_stored": self.state.up_to_date, "trouble": self._trouble(), "leading": leading,
-            "leader": self._leader(), "term": self._term if self.leading else 0, "counters": counters, **counters,
+            "leader": leader, "term": self._term if self.leading else 0, "counters": counters, **counters,
         }  # fmt: skip
-        return status
+
+    def standing(self) -> Standing:
+        """Return whether this manager leads, and who does. O(1)."""
+        return Standing(self._leads(), self._leader(), self.cluster.rebuilding)
 
     def _leader(self) -> str:
         """Return the leader's address; empty without a leader or a coordinator."""
@@ -514,10 +516,7 @@ def run(settings: Settings, notify: Notifier, *, end_with_pid: int = 0) -> int:
         check_exposure(settings.http, tokens, settings.insecure, "--http")
     tls = server_tls(server_tls_options(settings, connects=False))
     raise_file_limit()
-    timing = Timing(
-        settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
-        settings.restart_grace_ms / 1000, settings.moves_at_once, return_s=RETURN_S,
-    )  # fmt: skip
+    timing = tuning.timing_of(settings)
     if settings.coordinator is not None and settings.state_dir is not None:
         drop = " or ".join(settings.origin(name) for name in ("state_dir", "coordinator"))
         raise ConfigError(f"the state is kept in etcd or in a folder, not in both: drop {drop}")

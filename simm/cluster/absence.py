@@ -18,17 +18,26 @@ What can go wrong, and what we chose
 * *The manager was restarted from an older state* than the last it sent, and does not know that other workers have owned
   the shards since. The first server that names a newer map says so (``cluster/recovery.py``).
 * *A node never returns.* After ``FORGET_S`` it is forgotten, and its shards are unowned.
+* *Names come and go* (each pod has its own, or somebody joins by one after the other). All that is known is looked
+  through and stored with each change. Who has said a cold goodbye owns no shard, and nobody finds a value in its
+  arenas. With its name only its preferred shards are lost, and an operator's order to be empty if there is one. So of
+  those without an order far fewer are kept than of the dead, for which a namespace's first advance waits
+  (``cluster/epochs.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
-from .nodes import Node, NodeState, Timing
+from .nodes import WORKERS_MAX, Node, NodeState, Timing
 
 #: Observed seconds after which a dead or left node is forgotten.
 FORGET_S: Final = 86_400.0
+#: Workers remembered in all, those away included; the longest away are forgotten first.
+KNOWN_MAX: Final = 20_000
+#: Of these, workers of nodes that have left with a cold goodbye, and that no operator wants empty: the largest cluster.
+LEFT_MAX: Final = WORKERS_MAX
 
 #: Notes a node's new state and the reason.
 Turn = Callable[[Node, NodeState, str], None]
@@ -68,6 +77,29 @@ def pass_time(nodes: Iterable[Node], observed: float, timing: Timing, turn: Turn
             node.overdue = due = True
             turn(node, NodeState.LEFT, f"is not back after {away:.1f} s")
     return Passed(due, changed, forgotten)
+
+
+def surplus(nodes: Collection[Node]) -> list[Node]:
+    """Return the nodes to forget because too many are known: of those that have left, then of all that are away."""
+    left = [node for node in nodes if node.left and not node.draining]
+    found = _longest_away(left, _workers(left) - LEFT_MAX)
+    names = {node.name for node in found}
+    others = [node for node in nodes if node.released and node.name not in names]
+    return found + _longest_away(others, _workers(nodes) - _workers(found) - KNOWN_MAX)
+
+
+def _workers(nodes: Iterable[Node]) -> int:
+    return sum(len(node.workers) for node in nodes)
+
+
+def _longest_away(nodes: Iterable[Node], excess: int) -> list[Node]:
+    """Return the nodes that are away longest, as many as have ``excess`` workers together."""
+    found: list[Node] = []
+    for node in sorted(nodes, key=lambda node: node.changed) if excess > 0 else ():
+        if excess > 0:
+            found.append(node)
+            excess -= len(node.workers)
+    return found
 
 
 def make_room(nodes: Iterable[Node], workers: int) -> bool:

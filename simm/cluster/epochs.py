@@ -83,6 +83,7 @@ epoch's lower half: a value of 2^32 maps ago would be taken for a new one, if it
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -95,6 +96,8 @@ DRIFT: Final = 0.02
 LATE_S: Final = 0.05
 #: A lease that does not end, as a line has it; as an epoch, one that no map has.
 FOR_EVER: Final = (1 << 64) - 1
+#: A text names so many servers, and counts the others.
+_NAMED: Final = 8
 
 
 class Acknowledging(Protocol):
@@ -109,6 +112,36 @@ class Acknowledging(Protocol):
     @property
     def left(self) -> bool:
         """Whether it has said goodbye. One that was only given up may still serve."""
+
+
+class Acknowledged:
+    """Which maps the servers have acknowledged: one look, for all advances that wait. O(nodes log nodes)."""
+
+    def __init__(self, nodes: Iterable[Acknowledging]) -> None:
+        known = list(nodes)
+        serving = [node for node in known if not node.left]
+        #: No data server has joined.
+        self.empty = not known
+        # Those that are most behind first. One that asks for no EPOCHS acknowledges no map.
+        self._acked = sorted((node.told_epoch if node.follows else -1, node.name) for node in serving)
+        #: The servers of a version without epochs, as a text.
+        deaf = [node.name for node in serving if node.follows is False]
+        self.deaf = _named(deaf, len(deaf))
+
+    def missing(self, epoch: int) -> str:
+        """Return which servers have not acknowledged the map of ``epoch``, as a text. O(log nodes)."""
+        count = bisect_left(self._acked, (epoch, ""))
+        return _named([name for _, name in self._acked[: min(count, _NAMED)]], count)
+
+    def behind(self, epoch: int) -> str | None:
+        """Return a server that must speak before all have acknowledged ``epoch`` or a later map; None if all have."""
+        return self._acked[0][1] if self._acked and self._acked[0][0] < epoch else None
+
+
+def _named(names: list[str], count: int) -> str:
+    """Return some names as a text, which counts the others of ``count``."""
+    shown = sorted(names)[:_NAMED]
+    return ", ".join(shown) + (f" and {count - len(shown)} others" if count > len(shown) else "")
 
 
 class Epoch(NamedTuple):
@@ -197,33 +230,29 @@ class NamespaceEpochs:
         return [NamespaceEpoch(name, known.epoch) for name, known in sorted(self._known.items())]
 
     def awaited(
-        self, name: str, epoch: int, nodes: Iterable[Acknowledging], now: float, since: float, unsure: float,
-        lease_s: float,
-    ) -> str:  # fmt: skip
+        self, name: str, epoch: int, nodes: Acknowledged, now: float, since: float, unsure: float, lease_s: float
+    ) -> str:
         """Return what the advance to ``epoch`` still waits for, in words; empty if nobody can read an old value.
 
         ``epoch``: or a later one, if maps of an earlier life have been found since (``Cluster.first_epoch``).
         ``since``: a time when it had been made. ``unsure``: since when no server has leases that this manager does not
-        know of. ``now`` by the same clock, seconds. ``lease_s`` 0: leases do not end. O(nodes).
+        know of. ``now`` by the same clock, seconds. ``lease_s`` 0: leases do not end. O(log nodes).
         """
         wait_s = lease_s * (1 + DRIFT) + LATE_S if lease_s else 0.0
         known = self._known.get(name)
         if known is None:
             return "the manager has lost it"
-        nodes = list(nodes)
-        if not nodes:
+        if nodes.empty:
             return "no data server has joined this manager"
-        serving = [node for node in nodes if not node.left]
-        missing = sorted(each.name for each in serving if not (each.follows and each.told_epoch >= epoch))
-        deaf = sorted(each.name for each in serving if each.follows is False)
+        missing = nodes.missing(epoch)
         if missing and not known.settled:
-            return f"{', '.join(missing)} must answer before the first advance of a namespace is over"
-        if deaf:
-            return f"{', '.join(deaf)} must be upgraded: of a version without epochs, whose clients look at no lease"
+            return f"{missing} must answer before the first advance of a namespace is over"
+        if nodes.deaf:
+            return f"{nodes.deaf} must be upgraded: of a version without epochs, whose clients look at no lease"
         if missing and not lease_s:
-            return f"{', '.join(missing)} must answer, as there are no leases"
+            return f"{missing} must answer, as there are no leases"
         if missing and now <= since + wait_s:
-            return f"{', '.join(missing)} must answer, or lose its lease"
+            return f"{missing} must answer, or lose its lease"
         if now <= unsure + wait_s:
             return "servers that this manager does not know may have a lease"
         if not known.settled:

@@ -90,11 +90,9 @@ from .placement import NO_SHARDS, Placement, Shards
 from .recovery import Chance, Recovery, nodes_in, offer_fault
 from .shard_map import ShardMap, Tables
 
-#: Workers remembered in all, those away included; the longest away are forgotten first.
-KNOWN_MAX: Final = 20_000
 #: Epochs that may have been sent beyond the newest that is known for certain.
 EPOCHS_RESERVED: Final = 1000
-assert WORKERS_MAX < KNOWN_MAX < NO_OWNER
+assert WORKERS_MAX < absence.KNOWN_MAX < NO_OWNER
 _COLLECTING: Final = "the manager is collecting the map that it lost: try again in some seconds"
 
 
@@ -228,8 +226,8 @@ class Cluster:
         self._advance(now)
         actions: list[Action] = []
         passed = absence.pass_time(self.nodes.values(), self._observed, self.timing, self._turner(actions))
-        for node in passed.forgotten:
-            self._forget(node)
+        if passed.forgotten:
+            self._forget(passed.forgotten)
         if (until := self._recovery.until) is not None and self._observed >= until:
             self._end_rebuild(actions)
         elif passed.due:
@@ -311,7 +309,7 @@ class Cluster:
     def note_epoch(self, now: float, epoch: int, *, server: bool = False) -> list[Action]:
         """Note that a server or client knows this epoch: if all state is lost, servers will bring its map.
 
-        ``server``: a member names it. The epoch rises above it, as shards there may be frozen by it.
+        ``server``: a member names it. The epoch goes beyond it: shards there may be frozen by a map that is lost.
         """
         self._advance(now)
         self._note_epoch(epoch, server=server)
@@ -320,7 +318,7 @@ class Cluster:
             self._recovery.claim(epoch, self.epoch)
             self._heed_clients(actions)
         elif not self.rebuilding and self.epoch < epoch <= self._limit:
-            self._skip_to(epoch)
+            self._skip_to(self._recovery.beyond(epoch))
             self._remap(actions, changed=True)
         return actions
 
@@ -507,7 +505,8 @@ class Cluster:
         """Begin to collect a lost map if this manager knows nothing and a server or client does."""
         until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
         begun = self.rebuilding
-        self._recovery.note_epoch(epoch, until, blank=not self.nodes and self._placement.unowned)
+        if not self.nodes and self._placement.unowned:
+            self._recovery.begin(epoch, self.epoch, until, server=server)
         self.unsure = self._moment if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
         if server:
             self._recovery.saw(epoch, self._limit)
@@ -571,22 +570,17 @@ class Cluster:
             self.epoch += 1
             self._placement.tables.since[begun] = self.epoch
             self.namespaces.renew(self.epoch)
-            self._compact()
+            self._forget(absence.surplus(self.nodes.values()))
             self._reply = None
             if not self.rebuilding:
                 actions[:] = [action for action in actions if not isinstance(action, MapChanged)]
                 actions.append(MapChanged(self.epoch))
 
-    def _compact(self) -> None:
-        """Drop what is not needed any more, and the node that is away longest if there are too many."""
-        if sum(len(node.workers) for node in self.nodes.values()) > KNOWN_MAX:
-            self._forget(min((node for node in self.nodes.values() if node.released), key=lambda node: node.changed))
-        else:
-            self._placement.compact(self.nodes)
-
-    def _forget(self, node: Node) -> None:
-        del self.nodes[node.name]
-        self._compact()
+    def _forget(self, nodes: Iterable[Node]) -> None:
+        """Forget these nodes, and drop what is not needed any more."""
+        for node in nodes:
+            del self.nodes[node.name]
+        self._placement.compact(self.nodes)
 
     def check(self, *, settled: bool = True) -> None:
         """Raise CorruptionError unless every invariant holds. O(shards + workers).

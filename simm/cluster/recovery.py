@@ -12,8 +12,9 @@ What can go wrong, and what we chose
   drops its values of it.
 * *A peer names an epoch that cannot be*, to drive this manager's beyond all that fit a map. Epochs are believed up to
   ``epoch_limit``; by a manager that knows nothing up to ``BLANK_LIMIT``, so that it may lose its state thousands of
-  times. A client's starts a collection. A server whose map is of a higher epoch, because this manager has lost an epoch
-  that peers had driven up, drops its values and joins.
+  times. A client's starts a collection, once: clients come again and again, and would keep a manager waiting for
+  servers that do not come, and all who ask it for a map with it. A server whose map is of a higher epoch, because this
+  manager has lost an epoch that peers had driven up, drops its values and joins.
 * *A worker is frozen by a map that nobody has.* Its server says so by MAP_GET, and the manager goes beyond that epoch:
   only a map that is newer thaws the shard.
 * *Nobody brings the newest map.* All servers were away while it was sent, or those that have it are gone for good, and
@@ -71,6 +72,8 @@ class Recovery:
         #: While it runs: the nodes that have joined, and the newest epoch that any server named.
         self.joins: dict[str, Join] = {}
         self.newest_seen = 0
+        #: One has run, or runs.
+        self._listened = False
         #: Names of the nodes in the adopted map.
         self._by_map: frozenset[str] = frozenset()
         #: A map was adopted: earlier lives of this cluster may have sent maps that no server has brought.
@@ -125,10 +128,15 @@ class Recovery:
 
     # -- collection --------------------------------------------------------------------------------
 
-    def note_epoch(self, epoch: int, until: float, *, blank: bool) -> None:
-        """Note that a server or client has a map. If the manager is ``blank``, collect until ``until``."""
-        if blank and not self.collecting and epoch > 0:
-            self.until = until
+    def begin(self, epoch: int, current: int, until: float, *, server: bool) -> None:
+        """Collect until ``until``, as a server or client has the map of ``epoch`` and this manager knows nothing.
+
+        ``current``: the manager's epoch. The first server with a map gives the others all that time, even if a client
+        was here before it. A client's word counts once: it can come again and again although no server will.
+        """
+        believed = epoch > 0 if server else epoch > current and not self._listened
+        if believed:
+            self.until, self._listened = until, True
             self.base_epoch = self.newest_seen = 0
             self.joins = {}
             self._adopted, self._drawn = False, self._chance(64)

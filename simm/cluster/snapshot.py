@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +28,9 @@ _FORMATS: Final = (1, STATE_FORMAT)
 #: What format 1 called a running node.
 _OLD_RUNNING: Final = "up"
 _NO_LOAD: Final = WorkerLoad(0, 0, 0, 0)
+#: A status has so many of the nodes that are not in the map any more: those that an operator wants empty, then those
+#: that went last. Thousands may be remembered, and all who ask would wait for them.
+GONE_SHOWN: Final = 256
 
 
 class Stored(NamedTuple):
@@ -143,18 +148,23 @@ def _whole(value: Any, limit: int) -> int:
 def report(
     nodes: Mapping[str, Node], indexes: Mapping[Key, int], tables: Tables, observed: float
 ) -> dict[str, Any]:
-    """Return the part of ``Cluster.status`` about nodes and shards, JSON-able. O(shards + workers).
+    """Return the part of ``Cluster.status`` about nodes and shards, JSON-able. O(shards + workers in it + nodes).
 
+    ``states`` counts all nodes. ``nodes`` has those in the map and ``GONE_SHOWN`` others, ``nodes_left_out`` the number
+    of the rest.
     ``eta_s`` of a worker: the bytes that move to it, less those already copied, at the current rate; None if nothing is
     being copied. It assumes that a source's bytes are spread evenly over its shards.
     ``shards_without_owner`` includes shards of overdue owners.
     """
     count = len(indexes)
+    listed = [node for node in nodes.values() if not node.released]
+    gone = [node for node in nodes.values() if node.released]
+    listed += heapq.nlargest(GONE_SHOWN, gone, key=lambda node: (node.draining, node.changed))
     moving = tables.previous != NO_OWNER
     owned = np.bincount(tables.owners[tables.owners != NO_OWNER], minlength=count)
     coming = np.bincount(tables.owners[moving], minlength=count)
     going = np.bincount(tables.previous[moving], minlength=count)
-    loads = {(node.name, info.worker): load for node in nodes.values() for info, load in zip(node.workers, node.loads)}
+    loads = {(node.name, info.worker): load for node in listed for info, load in zip(node.workers, node.loads)}
     used = np.zeros(count)
     for key, load in loads.items():
         if key in indexes:
@@ -163,15 +173,15 @@ def report(
     expected = np.bincount(tables.owners[moving], each[tables.previous[moving]], count)
 
     # An overdue worker that no other could replace stays the owner, but does not answer.
-    overdue = [(name, info.worker) for name, node in nodes.items() if node.overdue for info in node.workers]
+    overdue = [(node.name, info.worker) for node in listed if node.overdue for info in node.workers]
     unserved = int((tables.owners == NO_OWNER).sum())
     unserved += sum(int(owned[indexes[key]]) for key in overdue if key in indexes)
 
     rows: list[dict[str, Any]] = []
     times: list[float] = []
     totals = dict.fromkeys(("moved_bytes", "move_rate"), 0)
-    for name in sorted(nodes):
-        node = nodes[name]
+    for node in sorted(listed, key=lambda node: node.name):
+        name = node.name
         workers: list[dict[str, Any]] = []
         for info in node.workers:
             load = loads.get((name, info.worker), _NO_LOAD)
@@ -213,5 +223,7 @@ def report(
         "shards_moving": int(moving.sum()),
         **totals,
         "eta_s": max(times, default=None),
+        "states": dict(Counter(node.state.value for node in nodes.values())),
         "nodes": rows,
+        "nodes_left_out": len(nodes) - len(rows),
     }

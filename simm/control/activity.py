@@ -2,11 +2,14 @@
 
 A data server reports counters that only grow (``wire/report_messages.py``). The difference of two reports, over the
 time between them, is what happens now. A server whose last report is older than ``STALE_REPORTS`` intervals counts for
-nothing any more; its sums stay until the manager forgets the server. A counter that shrinks began anew: the server was
-restarted, and this report has no rates.
+nothing any more; its sums stay until it leaves, or until others have its shards. A counter that shrinks began anew: the
+server was restarted, and this report has no rates.
 
 Nothing here decides anything. A report is believed only as one server's own word: it may lie about itself, within the
 bounds of :func:`fault`, and only the page shows it.
+
+A reader of the page may be a tenant, if tokens are bound to namespaces. Data servers name to the manager only what such
+a reader may know then, and of the epochs only those of these namespaces are shown.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..cluster.nodes import NODE_WORKERS_MAX, Node
+from ..config.tokens import Token, namespaces_of
 from ..constants import NAMESPACE_BYTES_MAX
 from ..errors import printable
 from ..ipc.counts import BUCKETS
@@ -104,9 +108,13 @@ class _Server:
 
 
 class Activity:
-    """The reports of a cluster's data servers. All times are those of one clock, in seconds."""
+    """The reports of a cluster's data servers. All times are those of one clock, in seconds.
 
-    def __init__(self) -> None:
+    ``tokens``: those of the manager, which may change.
+    """
+
+    def __init__(self, tokens: Sequence[Token] = ()) -> None:
+        self._tokens = tokens
         self._servers: dict[str, _Server] = {}
         self._history: deque[tuple[float | None, ...]] = deque(maxlen=HISTORY)
 
@@ -118,6 +126,10 @@ class Activity:
         """Forget everything: this manager does not lead any more."""
         self._servers.clear()
         self._history.clear()
+
+    def drop(self, name: str) -> None:
+        """Forget a server that has left."""
+        self._servers.pop(name, None)
 
     def take(self, report: Report, now: float) -> str:
         """Take a server's report. Return its :func:`fault`, if it has one, and take nothing of it then."""
@@ -131,9 +143,9 @@ class Activity:
         return ""
 
     def look(self, nodes: Mapping[str, Node], now: float) -> None:
-        """Add a point to the history. Forgets servers that the cluster has forgotten. O(workers)."""
-        for name in [name for name in self._servers if name not in nodes]:
-            del self._servers[name]
+        """Add a point to the history. Forgets servers that are not in the map any more. O(workers)."""
+        for name in [name for name in self._servers if name not in nodes or nodes[name].released]:
+            self.drop(name)
         used = moving = 0
         for node in nodes.values():
             if node.serving:
@@ -214,7 +226,7 @@ class Activity:
                 done = server.by_namespace.get(each.name)
                 if done and server.seconds and self._is_fresh(server, now):
                     row["rates"] = [one + count / server.seconds for one, count in zip(row["rates"], done)]
-        for name in epochs:
+        for name in epochs if not namespaces_of(self._tokens) else ():
             rows.setdefault(name, {"counts": [], "rates": [0.0] * len(COUNTS), "used": 0, "quota": 0})
         found = []
         for name, row in rows.items():

@@ -27,6 +27,13 @@ What can go wrong, and what we chose
   an epoch below the new leader's, which continues from the reserved ones, and is ignored. Writes are excluded:
 * *A deposed leader writes.* Each transaction of :meth:`Coordinator.save` requires that PREFIX/leader was created in its
   term. etcd decides that at the moment of the write, without a clock.
+* *It leads again before its loop has noticed*: the thread has lost one term and won another. What the loop has is the
+  state of the former term, and others may have stored since. So a manager saves only in the term in which it has loaded
+  the state last.
+* *Somebody deletes PREFIX/leader* (``etcdctl del``). The lease goes on, and another manager leads at once. So each
+  renewal also looks whether the key is still that of its term. Until the next one, a third of the lease's time later,
+  two serve. What the former one changes it cannot store, and so does not send; but a server that follows it keeps its
+  lease (``cluster/epochs.py``) so much longer than the new leader knows.
 * *An older state replaces a newer one* of the same leader: a request that was given up arrives after its repetition. So
   each save also requires that PREFIX/state is the one saved or loaded last. After a missing answer the next save first
   looks which one is there.
@@ -200,8 +207,10 @@ class Coordinator:
         self._lock = threading.Lock()
         #: No campaign before this time.
         self._not_before = 0.0
-        #: Revision of PREFIX/state as saved or loaded last, and its term; -1: unknown.
-        self._saved = (-1, 0)
+        #: Revision of PREFIX/state as saved or loaded last; -1: unknown.
+        self._saved = -1
+        #: The term in which the state was loaded last; -1: in none. Only there may it be replaced.
+        self._loaded = -1
         self._saves = 0
         self._wake = threading.Event()
         self._closing = False
@@ -304,10 +313,18 @@ class Coordinator:
         if not ttl_s:
             self._drop("the lease has ended")
             return 0.0
+        if not self._owns_key(held):
+            self._drop("somebody has deleted the leader's key")
+            return 0.0
         if not self._hold(held, self._until(sent, ttl_s)):
             self._drop("the keepalive's answer came too late")
             return 0.0
         return self.ttl_s / 3
+
+    def _owns_key(self, held: _Held) -> bool:
+        """Return True if PREFIX/leader is still the key of this term. Without an answer nothing is extended."""
+        found = self._own_etcd.get(self._key, max(0.0, min(held.until - self._clock(), self.ttl_s / 3)))
+        return found is not None and found.create_revision == held.term
 
     def _until(self, sent: float, ttl_s: float) -> float:
         """Return the time until which a lease holds that was asked for at ``sent``."""
@@ -392,29 +409,32 @@ class Coordinator:
     # -- state -----------------------------------------------------------------------------------
 
     def load(self) -> Any:
-        """Return the state last saved by any leader, or None before the first.
+        """Return the state last saved by any leader, or None before the first. In this term it may be replaced then.
 
         Raises NotLeader, OSError when etcd does not answer, CorruptionError with the remedy.
         """
         term = self._my_term()
+        self._loaded = -1
         try:
             while True:
                 try:
-                    return self._load(term)
+                    state = self._load(term)
+                    self._loaded = term
+                    return state
                 except CorruptionError:
                     # It may have been replaced meanwhile, by a new leader or by a late save of this one.
                     self._my_term(term)
                     head = self._etcd.get(self._state_key, SAVE_S)
-                    if (head.mod_revision if head is not None else 0) == self._saved[0]:
+                    if (head.mod_revision if head is not None else 0) == self._saved:
                         raise
         except EtcdError as exc:
-            self._saved = (-1, term)
+            self._saved = -1
             raise OSError(errno.EIO, str(exc)) from exc
 
     def _load(self, term: int) -> Any:
         until = self._clock() + SAVE_S
         head = self._etcd.get(self._state_key, SAVE_S)
-        self._saved = (head.mod_revision if head is not None else 0, term)
+        self._saved = head.mod_revision if head is not None else 0
         state = None
         if head is not None:
             count, about = _read_head(head, self._way_out())
@@ -432,8 +452,11 @@ class Coordinator:
         return state
 
     def save(self, state: Any) -> None:
-        """Replace the state, durably. Raises NotLeader, and OSError if it may not have been done."""
-        term = self._my_term()
+        """Replace the state, durably. Raises NotLeader, and OSError if it may not have been done.
+
+        NotLeader also for a manager that leads again, but has not loaded what others stored in between.
+        """
+        term = self._my_term(self._loaded)
         body = canonical(state)
         packed = zlib.compress(body, PACK_LEVEL)
         chunks = [packed[at : at + CHUNK_BYTES] for at in range(0, len(packed), CHUNK_BYTES)]
@@ -452,9 +475,9 @@ class Coordinator:
     def _save_once(self, term: int, head: bytes, generation: str, chunks: list[bytes], until: float) -> bool:
         """Return True if it was stored; False if an earlier save without an answer was carried out after all."""
         try:
-            if self._saved[0] < 0 or self._saved[1] != term:
+            if self._saved < 0:
                 found = self._etcd.get(self._state_key, max(0.0, until - self._clock()))
-                self._saved = (found.mod_revision if found is not None else 0, term)
+                self._saved = found.mod_revision if found is not None else 0
             puts = [put(self._chunk_key(generation, number), chunk) for number, chunk in enumerate(chunks)]
             for at in range(0, len(puts), CHUNKS_PER_TXN):
                 group = puts[at : at + CHUNKS_PER_TXN]
@@ -466,14 +489,14 @@ class Coordinator:
                     self._refused(term, done)
                     return False
         except EtcdError as exc:
-            self._saved = (-1, term)
+            self._saved = -1
             raise OSError(errno.EIO, str(exc)) from exc
-        self._saved = (done.revision, term)
+        self._saved = done.revision
         return True
 
     def _write(self, term: int, operations: list[dict[str, Any]], until: float) -> TxnResult:
         """Run a transaction on condition that this term leads and the state is still the known one."""
-        conditions = [created(self._key, term), modified(self._state_key, self._saved[0])]
+        conditions = [created(self._key, term), modified(self._state_key, self._saved)]
         look = [get(self._key), get(self._state_key)]
         return self._etcd.txn(conditions, operations, look, max(0.0, until - self._clock()))
 
@@ -483,12 +506,14 @@ class Coordinator:
         if leader is None or leader.create_revision != term:
             self._drop("the leader's key belongs to another term")
             raise NotLeader(f"{self.where}: the term {term} is over")
-        self._saved = (state.mod_revision if state is not None else 0, term)
+        self._saved = state.mod_revision if state is not None else 0
 
     def _my_term(self, same: int = 0) -> int:
         term = self.term
-        if not term or term != (same or term):
+        if not term:
             raise NotLeader(f"{self.where}: we do not lead")
+        if term != (same or term):
+            raise NotLeader(f"{self.where}: term {term} is another one than that of our state")
         return term
 
     def _chunk_key(self, generation: str, number: int) -> bytes:

@@ -2,19 +2,26 @@
 
 An advance is a change of the map, so it is stored and pushed as any other. Its client waits here, until all servers
 have acknowledged it or their leases have ended. Peers that follow the map get EPOCHS before each map if they have asked
-for it, and if a namespace has epochs: others never meet the message.
+for it, and if a namespace has epochs: others never meet the message. Who is bound to namespaces is told of these alone,
+as a namespace's name is what keeps others from asking for its keys (SECURITY.md).
+
+Any tenant has advances wait, for an hour, and servers send hundreds of heartbeats a second. So all advances that wait
+are judged by one look at the servers. A heartbeat brings about a look only if it is of the server that was most behind:
+until that speaks, no advance is acknowledged by all. What time brings about waits for the next maintenance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
+from ..cluster.epochs import Acknowledged
 from ..cluster.machine import Cluster
 from ..cluster.nodes import Action, Answer
 from ..net.peer import Peer
 from ..rpc import Flag, encode
-from ..wire.epoch_messages import Advance, Advanced, Epochs, LeaseAck
+from ..wire.auth import Gate
+from ..wire.epoch_messages import Advance, Advanced, Epochs, LeaseAck, NamespaceEpoch
 from ..wire.messages import HeartbeatAck, Status
 
 #: Advances that wait at a time, in all.
@@ -43,7 +50,12 @@ class Advances:
         self._cluster = cluster
         self.lease_s = lease_s
         self._waiting: list[_Waiting] = []
-        self._frame: tuple[int, bytes] = (-1, b"")
+        #: The server that must speak before all have acknowledged what waits for them; empty: any may be the one. None:
+        #: nothing waits for a server.
+        self._behind: str | None = ""
+        #: EPOCHS of a map's epoch, by what is in it; None: everything.
+        self._frames: dict[tuple[NamespaceEpoch, ...] | None, bytes] = {}
+        self._frames_of = -1
         #: Advances that were confirmed; that were not, in time.
         self.confirmed = self.unconfirmed = 0
         #: How many may be made, as of a time.
@@ -53,19 +65,29 @@ class Advances:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def frame(self) -> bytes:
-        """Return the EPOCHS push that comes before a map; empty if no namespace has epochs. O(1) until that changes."""
-        cluster = self._cluster()
-        if not cluster.namespaces:
-            return b""
-        if self._frame[0] != cluster.epoch:
-            self._frame = cluster.epoch, encode(self.epochs(), 0, flags=Flag.PUSH)
-        return self._frame[1]
+    def tell(self, peer: Peer) -> None:
+        """Push the EPOCHS that come before a map, if the peer has asked for them and one of its namespaces has epochs.
 
-    def epochs(self) -> Epochs:
-        """Return all epochs, as of the present map."""
+        Peers that may know of the same ones share a frame. O(namespaces) for one that is bound, else O(1).
+        """
+        state, cluster = peer.context, self._cluster()
+        if not (state.epochs and cluster.namespaces):
+            return
+        if self._frames_of != cluster.epoch:
+            self._frames_of = cluster.epoch
+            self._frames.clear()
+        shown = tuple(visible(cluster, state.gate)) if state.gate.bound else None
+        if shown == ():
+            return
+        if shown not in self._frames:
+            self._frames[shown] = encode(self.epochs(shown), 0, flags=Flag.PUSH)
+        peer.send(self._frames[shown])
+
+    def epochs(self, shown: Sequence[NamespaceEpoch] | None = None) -> Epochs:
+        """Return all epochs as of the present map, or those that are shown to somebody."""
         cluster = self._cluster()
-        return Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), cluster.namespaces.table())
+        table = cluster.namespaces.table() if shown is None else list(shown)
+        return Epochs(cluster.epoch, cluster.cluster, round(self.lease_s * 1000), table)
 
     def fault(self, peer: Peer, now: float) -> str:
         """Return why no further advance is made, empty if one may. Ask before the epoch changes. O(waiting)."""
@@ -84,6 +106,11 @@ class Advances:
         self._left -= 1
         wait_s = min(msg.timeout_ms / 1000, WAIT_S_MAX)
         self._waiting.append(_Waiting(peer, number, msg.namespace, epoch, now, now + wait_s))
+        self._behind = ""
+
+    def awaits(self, server: str = "") -> bool:
+        """Return True if :meth:`maintain` is due now that time has passed, or that this server has sent a heartbeat."""
+        return bool(self._waiting) and (not server or self._behind in ("", server))
 
     def asked(self, names: Iterable[str], follows: bool | None) -> None:
         """Note that these servers are about to get a map, with EPOCHS or without."""
@@ -101,17 +128,18 @@ class Advances:
     def maintain(self, now: float, stored: int) -> bool:
         """Answer those that are confirmed, or whose time is up. Return True if something is to be stored.
 
-        ``stored``: the newest epoch that a successor of this manager knows.
+        ``stored``: the newest epoch that a successor of this manager knows. O(nodes log nodes + waiting log nodes).
         """
         if not self._waiting:
             return False
         cluster = self._cluster()
         settled = cluster.namespaces.settled
+        nodes = Acknowledged(cluster.nodes.values())
         left = []
+        self._behind = None
         for each in self._waiting:
             if each.peer.closed:
                 continue
-            nodes = cluster.nodes.values()
             epoch = cluster.first_epoch(each.epoch)
             why = cluster.namespaces.awaited(each.name, epoch, nodes, now, each.since, cluster.unsure, self.lease_s)
             if not why and stored < each.epoch:
@@ -125,10 +153,16 @@ class Advances:
                 each.peer.send_error(each.number, Status.UNAVAILABLE, text)
             else:
                 left.append(each)
+                self._behind = self._behind or nodes.behind(epoch)
         self._waiting = left
         return cluster.namespaces.settled != settled
 
     def forget(self) -> None:
         """Drop all: another manager leads."""
         self._waiting.clear()
-        self._frame = (-1, b"")
+        self._behind, self._frames_of = "", -1
+
+
+def visible(cluster: Cluster, gate: Gate) -> list[NamespaceEpoch]:
+    """Return the epochs of the namespaces that the peer of this gate may use. O(namespaces)."""
+    return [each for each in cluster.namespaces.table() if gate.admits(each.name)]

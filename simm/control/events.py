@@ -33,6 +33,8 @@ class EventLog:
     def __init__(self, workers: Callable[[], int], clock: Callable[[], float] = time.time) -> None:
         self._workers = workers
         self._clock = clock
+        #: Changes of the cluster so far.
+        self.count = 0
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
     def note(self, action: Action) -> bool:
@@ -45,6 +47,7 @@ class EventLog:
             self.add(f"epoch {action.epoch}: {self._workers()} workers")
         else:
             return False
+        self.count += 1
         return True
 
     def add(self, text: str, *, warning: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from typing import Final
 
 from ..cluster.nodes import Action, Answer, refusal
@@ -16,6 +17,9 @@ from ..wire.trace_messages import SUBSCRIBE_TRACES
 
 #: Hosts of listeners that accept on every address.
 WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+
+#: Least number of links at which those of forgotten servers are looked for.
+PRUNE_AT_LEAST: Final = 1024
 
 #: A data server: its name and its instance.
 Server = tuple[str, int]
@@ -52,19 +56,34 @@ class ConnectionState:
 class ServerLinks:
     """The connection of each data server that has joined and is connected. A connection may have several of them.
 
-    A name has one, that of the instance that has joined last: nobody makes this grow by joining and leaving.
+    A name has one, that of the instance that has joined last: nobody makes this grow by joining and leaving. Who joins
+    by name after name and lets each die has twice as many links at most as the cluster knows servers.
+
+    Args:
+        known: returns the names that the cluster knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Callable[[], Container[str]]) -> None:
+        self._known = known
         self._links: dict[str, tuple[Peer, int]] = {}
         self._names: dict[Peer, set[str]] = {}
+        self._prune_at = PRUNE_AT_LEAST
 
     def bind(self, peer: Peer, server: Server) -> None:
         """Take ``peer`` for the server's connection. An earlier one, which the server has lost, no longer counts."""
         name, instance = server
         self.unbind(name)
+        if len(self._links) >= self._prune_at:
+            self._prune()
         self._links[name] = peer, instance
         self._names.setdefault(peer, set()).add(name)
+
+    def _prune(self) -> None:
+        """Forget the servers that the cluster has forgotten. The next time is when there are twice as many."""
+        known = self._known()
+        for name in [name for name in self._links if name not in known]:
+            self.unbind(name)
+        self._prune_at = max(PRUNE_AT_LEAST, 2 * len(self._links))
 
     def speaks_for(self, peer: Peer, server: Server) -> bool:
         """Return True if ``peer`` is the server's connection."""

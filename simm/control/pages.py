@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..cluster.nodes import NodeState
 from ..net.http import JSON, Page, Route
@@ -89,21 +88,33 @@ METRICS: Final = (
 )  # fmt: skip
 
 
+class Standing(NamedTuple):
+    """What load balancers and probes ask: whether a manager leads, who leads, and whether it collects a lost map."""
+
+    leading: bool
+    #: The leader's address; empty without a leader or a coordinator.
+    leader: str
+    rebuilding: bool
+
+
 class ManagerPages:
     """The pages of a manager, for a :class:`~simm.net.http.Web`.
 
     Args:
-        status: the manager's status, with its own counters under ``manager``.
+        status: the manager's status, with its own counters under ``manager``. It takes milliseconds for a large
+            cluster, so no page that needs no token asks for it.
+        standing: O(1).
         trouble: returns what is wrong short of an outage; empty if nothing is.
         activity: what clients do.
         events: what has happened.
     """
 
     def __init__(
-        self, status: Callable[[], dict[str, Any]], trouble: Callable[[], str], activity: Activity, events: EventLog,
-        clock: Callable[[], float],
+        self, status: Callable[[], dict[str, Any]], standing: Callable[[], Standing], trouble: Callable[[], str],
+        activity: Activity, events: EventLog, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._status = status
+        self._standing = standing
         self._trouble = trouble
         self._activity = activity
         self._events = events
@@ -124,24 +135,22 @@ class ManagerPages:
 
     def readyz(self) -> Page:
         """Return 200 where clients and data servers get answers: it leads and has a map, or knows who leads."""
-        status = self._status()
-        own = status["manager"]
-        if own["leading"]:
-            return Page(f"{self._trouble()}\n", status=503) if status["rebuilding"] else Page("ready, leads\n")
-        return Page(f"ready, {self._trouble()}\n") if own["leader"] else Page(f"{self._trouble()}\n", status=503)
+        found = self._standing()
+        if found.leading:
+            return Page(f"{self._trouble()}\n", status=503) if found.rebuilding else Page("ready, leads\n")
+        return Page(f"ready, {self._trouble()}\n") if found.leader else Page(f"{self._trouble()}\n", status=503)
 
     def leader(self) -> Page:
         """Return 200 if this manager leads, else 503: for a load balancer in front of several managers."""
-        own = self._status()["manager"]
-        return Page("leads\n" if own["leading"] else f"{self._trouble()}\n", status=200 if own["leading"] else 503)
+        leading = self._standing().leading
+        return Page("leads\n" if leading else f"{self._trouble()}\n", status=200 if leading else 503)
 
     def line(self) -> str:
         """Return a line for the service manager: whether this manager leads, and the cluster's state."""
         status = self._status()
         if not status["manager"]["leading"]:
             return self._trouble()
-        counts = Counter(node["state"] for node in status["nodes"])
-        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        states = ", ".join(f"{count} {state}" for state, count in sorted(status["states"].items()))
         missing = status["shards_without_owner"]
         parts = (
             f"epoch {status['epoch']}", f"data servers: {states or 'none'}",
@@ -154,9 +163,8 @@ class ManagerPages:
         samples = Samples(METRICS)
         status = self._status()
         own: Mapping[str, Any] = status["manager"]
-        states = [node["state"] for node in status["nodes"]]
         for state in NodeState:
-            samples.add(_NODES, states.count(state.value), state.value)
+            samples.add(_NODES, status["states"].get(state.value, 0), state.value)
         samples.add(_DRAINED, sum(node["drained"] for node in status["nodes"]))
         for values, metrics in ((status, _CLUSTER), (own, _OWN), (own["counters"], _COUNTERS)):
             for key, metric in metrics.items():

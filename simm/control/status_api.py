@@ -46,6 +46,7 @@ def version_1(
         "latency": activity.latency(now),
         "since_start": activity.since_start(),
         "nodes": nodes,
+        "nodes_left_out": status["nodes_left_out"],
         "namespaces": namespaces,
         "namespaces_left_out": namespaces_left,
         "clients": clients,

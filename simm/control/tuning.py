@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from ..cluster.machine import Cluster
 from ..cluster.nodes import Timing
 from ..config.live import LiveSettings, level_now, set_level
+from ..config.settings import Settings
 from ..errors import UsageError, printable
 from ..net.loop import Loop
 from ..net.peer import Peer
@@ -30,8 +31,19 @@ log = logging.getLogger("simm.manager")
 #: A data server that does not answer an order so soon counts as silent, seconds. So many may wait.
 ANSWER_S: Final = 2.0
 ORDERS_MAX: Final = 64
+#: Time for data servers to connect again: they take 3 s to give up a stopped manager, and as long for another one that
+#: does not answer.
+RETURN_S: Final = 8.0
 #: What :meth:`Tuning.on_message` takes.
 HANDLED: Final = AskSettings | AskNodeSettings | SettingsDone | AskTrace
+
+
+def timing_of(settings: Settings) -> Timing:
+    """Return the timing of the cluster that a manager with these settings begins with."""
+    return Timing(
+        settings.heartbeat_ms / 1000, settings.suspect_after, settings.dead_after, settings.grace_ms / 1000,
+        settings.restart_grace_ms / 1000, settings.moves_at_once, return_s=RETURN_S,
+    )  # fmt: skip
 
 
 class Tuned(Protocol):

@@ -178,7 +178,7 @@ class ManagerHost:
         if isinstance(msg, Heartbeat):
             actions = self.cluster.heartbeat(now, msg.name, msg.instance, msg.epoch, msg.loads, state.follows)
             self._reply(link, self.advances.leased(actions) if state.leases else actions, answer)
-            self._look_at_advances()
+            self._look_at_advances(msg.name)
         elif isinstance(msg, Advance):
             self._advance(link, msg, answer)
         elif isinstance(msg, Epochs):
@@ -198,7 +198,7 @@ class ManagerHost:
             self.subscribers.add(link)
             state.asks(msg.subscribe)
             self.advances.asked(filter(None, [self.names.get(link)]), state.follows)
-            self._apply(self.cluster.note_epoch(now, msg.known_epoch))
+            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=link in self.names))
             self.waiting.append((link, answer))
             self._answer_waiting()
         else:
@@ -215,8 +215,8 @@ class ManagerHost:
             self._apply(actions)
             self.advances.wait(caller, 0, msg, self.cluster.epoch, now)
 
-    def _look_at_advances(self) -> None:
-        if self.advances and self.advances.maintain(self._clock(), self.stored):
+    def _look_at_advances(self, server: str = "") -> None:
+        if self.advances.awaits(server) and self.advances.maintain(self._clock(), self.stored):
             self.unsaved = True
             self.save()
 

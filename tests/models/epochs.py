@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from simm.cluster.epochs import Lease, NamespaceEpochs
+from simm.cluster.epochs import Acknowledged, Lease, NamespaceEpochs
 
 NAME: Final = "n"
 TICK_MS: Final = 1000
@@ -201,7 +201,8 @@ class EpochModel:
         if "no_wait" in self.bugs and state.settled:
             nodes = [_Node(epoch, follows)]
         unsure = -9.0 if "no_unsure" in self.bugs else float(state.unsure)
-        return table.awaited(NAME, epoch, nodes, float(state.now), float(since), unsure, float(self.lease))
+        looked = Acknowledged(nodes)
+        return table.awaited(NAME, epoch, looked, float(state.now), float(since), unsure, float(self.lease))
 
     # -- a server ------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 :func:`play` lets a few coordinators campaign, save and load. Meanwhile requests get lost before or after they are
 executed, or are executed much later; the clock and the other managers go on in the middle of a request; managers resign
-and are killed. It raises Broken when a promise of ``simm/control/election.py`` does not hold.
+and are killed, and an operator deletes the leader's key. What a manager saves names the term in which it has loaded the
+state last, as its loop may not know yet that it has lost that term and won another. :func:`play` raises Broken when a
+promise of ``simm/control/election.py`` does not hold.
 """
 
 from __future__ import annotations
@@ -158,13 +160,17 @@ class World:
         self.network = Network(self.store, self.rng, fault)
         self.network.meanwhile = self.meanwhile
         self.coordinators = [self.new(self.network) for _ in range(managers)]
+        #: The term of the state that each has.
+        self.loaded: dict[Coordinator, int] = {}
         self.number = 0
         self.stored = (0, 0)
         self.acknowledged = (0, 0)
         self.terms: set[int] = set()
         #: Terms that have ended.
         self.over: set[int] = set()
-        self.figures = {"saves": 0, "refused": 0, "failed": 0, "loads": 0, "meanwhile": 0}
+        #: Terms whose key was deleted, and until when their managers may not know it.
+        self.undermined: dict[int, float] = {}
+        self.figures = {"saves": 0, "refused": 0, "failed": 0, "loads": 0, "meanwhile": 0, "deleted": 0}
         #: (coordinator, thread) in the middle of a request.
         self.busy: set[tuple[Coordinator, str]] = set()
 
@@ -200,18 +206,31 @@ class World:
                 with contextlib.suppress(EtcdError):
                     coordinator._step()
             elif what < 0.9:
+                # Mostly the loop has noticed that it leads anew.
+                if coordinator.term != self.loaded.get(coordinator) and self.rng.random() < 0.8:
+                    self.load(coordinator)
                 self.save(coordinator)
-            elif what < 0.96:
+            elif what < 0.95:
                 self.load(coordinator)
+            elif what < 0.96:
+                self.delete()
             elif what < 0.98:
                 coordinator.resign(self.rng.uniform(0, 5))
             elif not any(busy is coordinator and name == "campaign" for busy, name in self.busy):
                 self.coordinators[at] = self.new(self.network)  # killed, and started anew
         self.check()
 
+    def delete(self) -> None:
+        """Delete the leader's key, as an operator can. Its manager learns it by its next renewal, or its time ends."""
+        if (found := self.store.keys.pop(b"/model/leader", None)) is not None:
+            self.store.revision += 1
+            self.undermined[found.create_revision] = self.store.now + TTL_S
+            self.figures["deleted"] += 1
+
     def save(self, coordinator: Coordinator) -> None:
         self.number += 1
-        mine = (coordinator.term, self.number)
+        leads = coordinator.term
+        mine = (self.loaded.get(coordinator, 0), self.number)
         try:
             coordinator.save({"saved": mine, "more": self.rng.randbytes(self.rng.randrange(150)).hex()})
         except NotLeader:
@@ -220,30 +239,33 @@ class World:
             self.figures["failed"] += 1
         else:
             self.figures["saves"] += 1
-            if not mine[0]:
+            if not leads:
                 raise Broken("a manager saved that did not lead")
             self.acknowledged = max(self.acknowledged, mine)
 
     def load(self, coordinator: Coordinator) -> None:
-        before = self.acknowledged
+        before, term = self.acknowledged, coordinator.term
         try:
             state = coordinator.load()
         except (NotLeader, OSError):
             return
         self.figures["loads"] += 1
+        self.loaded[coordinator] = term
         loaded = tuple(state["saved"]) if state else (0, 0)
         if loaded < before:
             raise Broken(f"{loaded} was loaded, {before} was acknowledged before")
 
     def check(self) -> None:
         """Check: at most one leader, of the newest term; no term comes back; the stored state never goes back."""
-        leaders = [coordinator.term for coordinator in self.coordinators if coordinator.term]
+        leading = {coordinator.term for coordinator in self.coordinators} - {0}
+        unknowing = {term for term, until in self.undermined.items() if self.store.now < until}
+        leaders = sorted(leading - unknowing)
         if len(leaders) > 1:
             raise Broken(f"at {self.store.now:.2f} s two lead: terms {leaders}")
-        self.terms.update(leaders)
-        self.over.update(self.terms.difference(leaders))
-        if self.over.intersection(leaders) or (leaders and leaders[0] < max(self.terms)):
-            raise Broken(f"term {leaders[0]} is back, after {max(self.terms)}")
+        self.terms.update(leading)
+        self.over.update(self.terms - leading)
+        if self.over & leading or (leaders and leaders[0] < max(self.terms)):
+            raise Broken(f"one of the terms {sorted(leading)} is back, after {max(self.terms)}")
         # A reader that bypasses the network and takes itself for the leader for this moment.
         reader = self.new(Network(self.store, self.rng, 0.0))
         reader._held = reader._held._replace(term=1, until=self.store.now + 1)

@@ -80,6 +80,15 @@ class TestMutations:
         monkeypatch.setattr(coordinator_module, "modified", _no_condition)
         _breaks(100, "is stored after")
 
+    def test_a_leader_that_does_not_look_for_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Coordinator, "_owns_key", lambda _self, _held: True)
+        _breaks(100, "two lead")
+
+    def test_a_manager_that_saves_in_a_later_term_than_it_has_loaded_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        any_term = property(lambda self: self.term, lambda _self, _term: None)
+        monkeypatch.setattr(Coordinator, "_loaded", any_term, raising=False)
+        _breaks(100, "is stored after")
+
 
 @pytest.mark.parametrize("return_s", [0.0, 8.0])
 def test_a_new_leader_gives_servers_time_to_find_it(return_s: float) -> None:

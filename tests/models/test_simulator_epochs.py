@@ -12,7 +12,7 @@ from simm.arena.layout import EPOCH_WORD, LEASE_WORD, NAMESPACE_LINE_BYTES, NAME
 from simm.arena.namespaces import NamespaceTable
 from simm.arena.reader import ArenaReader
 from simm.cluster import recovery
-from simm.cluster.epochs import NamespaceEpochs
+from simm.cluster.epochs import Acknowledged, NamespaceEpochs
 from simm.cluster.machine import EPOCHS_RESERVED
 from simm.sdk.ops.epochs import ClientEpoch
 from simm.sim.faults import DEFAULT
@@ -97,10 +97,11 @@ def test_a_manager_without_state_that_takes_itself_for_the_first_is_found(monkey
     real = NamespaceEpochs.awaited
     done: Any = SimpleNamespace(name="done", told_epoch=1 << 62, follows=True, left=False)
 
-    def trusting(self: NamespaceEpochs, name: str, epoch: int, nodes: Any, now: float, since: float, unsure: float,
-                 lease_s: float) -> str:  # fmt: skip
-        known = list(nodes)
-        return real(self, name, epoch, known or [done], now, since, unsure if known else -1e9, lease_s)
+    def trusting(self: NamespaceEpochs, name: str, epoch: int, nodes: Acknowledged, now: float, since: float,
+                 unsure: float, lease_s: float) -> str:  # fmt: skip
+        if nodes.empty:
+            nodes, unsure = Acknowledged([done]), -1e9
+        return real(self, name, epoch, nodes, now, since, unsure, lease_s)
 
     monkeypatch.setattr(NamespaceEpochs, "awaited", trusting)
     with pytest.raises(SimFailure, match=OLD):
@@ -112,8 +113,8 @@ def test_an_advance_that_does_not_wait_for_leases_is_found(monkeypatch: pytest.M
 
     done: Any = SimpleNamespace(name="done", told_epoch=1 << 62, follows=True, left=False)
 
-    def hasty(self: NamespaceEpochs, name: str, epoch: int, nodes: Any, *rest: Any) -> str:
-        return real(self, name, epoch, [done] if self._known[name].settled else list(nodes), *rest)
+    def hasty(self: NamespaceEpochs, name: str, epoch: int, nodes: Acknowledged, *rest: Any) -> str:
+        return real(self, name, epoch, Acknowledged([done]) if self._known[name].settled else nodes, *rest)
 
     monkeypatch.setattr(NamespaceEpochs, "awaited", hasty)
     found_by_cuts(12, OLD)

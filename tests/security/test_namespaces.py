@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,17 +20,20 @@ from simm.config.tokens import Token, TokenRole
 from simm.errors import TransportError
 from simm.ipc.session import WorkerSession
 from simm.ipc.steps import finish
-from simm.net.channel import Refused
+from simm.net.channel import Channel, Refused, greet
 from simm.sdk.ops.parts import ranges_of
 from simm.sdk.path import ClientContext
 from simm.sdk.tcp import TcpPath
 from simm.server import worker_session
 from simm.server.stream import Stream
+from simm.wire import epoch_messages as E
 from simm.wire import messages as M
+from simm.wire.hello import client_hello
 from simm.wire.keep_messages import Keep
 from simm.wire.messages import Status
 from simm.wire.shard_set import MOVING
 from tests.support.store_world import digest_of
+from tests.support.token_servers import ManagerThread
 from tests.support.worker_thread import WAIT_S, StreamThread, WorkerThread
 
 FREE = Token("a-token-that-is-not-bound", TokenRole.CLIENT, "free")
@@ -282,6 +286,9 @@ def test_what_a_bound_client_plants_is_not_believed(worker: WorkerThread, connec
             [Status.OK], [Status.NOT_FOUND], [Status.NOT_FOUND]
         ], "or a put of what is absent would leave it alone"
         assert not reads_locally(near, "k") and reads_locally(friend, "k")
+        for count in (1, 60):  # or an engine that asks first would never put it
+            assert near.reader.contains_many([digest_of("k")] * count) == [False] * count
+            assert friend.reader.contains_many([digest_of("k")] * count) == [True] * count
         assert near.pin_one(digest_of("k"))[0] == Status.NOT_FOUND and friend.pin_one(digest_of("k"))[0] == Status.OK
         assert put(free, "k", b"right") == Status.OK, "it does not keep the place from those who are not bound"
         assert get(blue, "k") == get(free, "k") == b"right" and reads_locally(near, "k")
@@ -376,3 +383,57 @@ def test_only_a_stream_asks_for_the_ids_of_namespaces(worker: WorkerThread) -> N
             else:
                 with pytest.raises(TransportError):
                     session.exchange(M.Namespace("another"))
+
+
+@pytest.mark.quick
+def test_issue_a_bound_client_learns_no_namespace_of_others_from_the_manager() -> None:
+    """Of one that has advanced. By the name it could ask which keys are stored there."""
+    server = Token("the-token-of-the-servers", TokenRole.SERVER, "nodes")
+    made = ManagerThread((FREE, server, *TEAMS.values()))
+    with contextlib.closing(made), contextlib.ExitStack() as stack:
+        pushed: dict[str, list[list[str]]] = {}
+
+        def connected(token: Token, role: int) -> Channel:
+            told = pushed[token.label] = []
+
+            def on_push(msg: Any) -> None:
+                if isinstance(msg, E.Epochs):
+                    told.append([each.name for each in msg.namespaces])
+
+            channel = stack.enter_context(contextlib.closing(Channel.tcp(*made.address, WAIT_S, on_push)))
+            greet(channel, M.Service.MANAGER, client_hello(role), token.secret)
+            return channel
+
+        channels = {
+            token.label: connected(token, M.Role.SUPERVISOR if token is server else M.Role.CLIENT)
+            for token in (FREE, server, *TEAMS.values())
+        }  # fmt: skip
+        everybody = {"free": ["blue", "red"], "nodes": ["blue", "red"], "team-red": ["red"], "team-blue": ["blue"]}
+
+        def told() -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+            """What each was told before a map, and in the status."""
+            for told in pushed.values():
+                told.clear()
+            for channel in channels.values():
+                channel.call(M.MapGet(0, E.SUBSCRIBE_MAPS | E.SUBSCRIBE_EPOCHS))
+            status = {
+                name: sorted(json.loads(channel.call(M.ClusterStatus(1)).json)["namespace_epochs"])
+                for name, channel in channels.items()
+            }  # fmt: skip
+            return pushed, status
+
+        advance(made, "blue")
+        seen, status = told()
+        assert status == {name: sorted({"blue"} & set(names)) for name, names in everybody.items()}
+        assert {name: each[-1:] for name, each in seen.items()} == {
+            name: [["blue"]] if "blue" in names else [] for name, names in everybody.items()
+        }
+        advance(made, "red")
+        seen, status = told()
+        assert status == everybody and {name: each[-1] for name, each in seen.items()} == everybody
+
+
+def advance(made: ManagerThread, namespace: str) -> None:
+    """Have a namespace advance. No server joins, so nobody waits for the end of it."""
+    with pytest.raises(Refused), contextlib.closing(made.client(FREE, M.Role.CLIENT)) as client:
+        client.call(E.Advance(namespace, 1), E.Advanced)

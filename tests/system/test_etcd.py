@@ -102,6 +102,7 @@ def test_a_state_of_many_chunks_on_etcd(server: EtcdServer) -> None:
     with contextlib.closing(coordinator_on(server, "/large")) as one:
         one.start("one:1")
         term = wait_until(lambda: one.term, "one leads")
+        assert one.load() is None
         for number in (1, 2):
             state["number"] = str(number)
             one.save(state)
@@ -128,6 +129,7 @@ def test_a_damaged_state_is_told_and_never_replaced(server: EtcdServer) -> None:
     with contextlib.closing(coordinator_on(server, "/damaged")) as one:
         one.start("one:1")
         wait_until(lambda: one.term, "one leads")
+        assert one.load() is None
         one.save({"a": 1})
         head = etcd.get(b"/damaged/state")
         assert head is not None
@@ -165,6 +167,7 @@ def test_a_leader_whose_lease_is_gone_steps_down_and_cannot_write(server: EtcdSe
     with contextlib.closing(coordinator_on(server, "/gone", 600)) as one:
         one.start("one:1")
         term = wait_until(lambda: one.term, "one leads")
+        assert one.load() is None
         one.save({"a": 1})
         found = etcd.get(b"/gone/leader")
         assert found is not None and found.create_revision == term
@@ -181,11 +184,28 @@ def test_a_leader_whose_lease_is_gone_steps_down_and_cannot_write(server: EtcdSe
 
 
 @needs_etcd
+def test_a_leader_whose_key_is_deleted_stops_leading(server: EtcdServer) -> None:
+    """Its lease goes on and on, so only a look at the key tells."""
+    with contextlib.closing(coordinator_on(server, "/deleted", 12)) as one, contextlib.closing(
+        coordinator_on(server, "/deleted", 12)
+    ) as two:
+        one.start("one:1")
+        term = wait_until(lambda: one.term, "one leads")
+        two.start("two:1")
+        wait_until(lambda: two.leader, "two sees who leads")
+        server.client().txn([], [delete(b"/deleted/leader")])
+        wait_until(lambda: one.term != term, "one leads no more")
+        wait_until(lambda: one.term or two.term, "one of them leads anew")
+        assert not (one.term and two.term)
+
+
+@needs_etcd
 def test_etcd_silent_and_dead(tmp_path: Path) -> None:
     """The leader's time ends without a word of etcd, and not before; then it stands by, and leads again afterwards."""
     with EtcdServer(tmp_path) as server, contextlib.closing(coordinator_on(server, "/s", 6)) as one:
         one.start("one:1")
         term = wait_until(lambda: one.term, "one leads")
+        assert one.load() is None
         one.save({"a": 1})
         server.pause(True)
         assert one.term == term
@@ -247,6 +267,7 @@ def test_etcd_by_tls(tmp_path: Path) -> None:
         with contextlib.closing(connect(settings)) as one:
             one.start("one:1")
             wait_until(lambda: one.term, f"one leads; {one.trouble}")
+            assert one.load() is None
             one.save({"a": 1})
             assert one.load() == {"a": 1}
         for ca, certificate, why in (

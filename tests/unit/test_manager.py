@@ -21,7 +21,8 @@ from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.tools import nodes
 from simm.wire import messages as M
 from simm.wire.messages import WorkerInfo
-from tests.support.manager_client import joining
+from tests.support.manager_client import instance, joining
+from tests.support.reports import report
 from tests.support.waiting import WAIT_S, wait_until
 
 INFO = WorkerInfo(0, 0, 1, 0, 1 << 30, "", "", "127.0.0.1", 1)
@@ -253,6 +254,23 @@ def test_issue_what_is_confirmed_while_the_disk_fails_is_called_so(
         assert stored.draining() == ["b"] and stored.manager.status()["manager"]["trouble"] == ""
         nodes.request(link, "b", False)
         assert capsys.readouterr().err == "" and stored.draining() == []
+
+
+def test_issue_the_report_of_a_server_that_leaves_is_not_kept(loop: Loop) -> None:
+    """Who joins by name after name, reports and leaves, filled the memory: a report has thousands of numbers."""
+    manager = Manager(loop)
+    talk = Talk(loop, manager)
+    with contextlib.closing(talk.sock):
+        for number, warm in enumerate((0, 1), 1):
+            name = f"s{number}"
+            talk.ask(joining(number, name, [INFO]), 1)
+            assert isinstance(decode(talk.hear()), M.Joined)
+            talk.ask(report(name, instance=instance(number, name)), 2)
+            assert decode(talk.hear()) == M.Done(1) and set(manager.activity._servers) == {name}
+            talk.ask(M.Leave(7, name, warm), 3)
+            assert talk.hear().status == M.Status.UNKNOWN_NODE and manager.activity._servers
+            talk.ask(M.Leave(instance(number, name), name, warm), 4)
+            assert decode(talk.hear()) == M.Done(1) and not manager.activity._servers
 
 
 class Stuck:

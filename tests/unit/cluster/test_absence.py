@@ -10,7 +10,7 @@ import pytest
 from simm.cluster import absence, placement
 from simm.cluster.absence import FORGET_S
 from simm.cluster.machine import EPOCHS_RESERVED, Cluster
-from simm.cluster.nodes import WORKERS_MAX, Timing
+from simm.cluster.nodes import WORKERS_MAX, NodeState, Timing
 from simm.constants import SHARD_COUNT
 from simm.wire.messages import Status
 from tests.support.absence import beat, node_of, sinces
@@ -269,6 +269,75 @@ def test_the_long_dead_are_forgotten_with_their_shards() -> None:
     assert not cluster.nodes
     cluster.join(now, join("a", 1))
     assert cluster.since(0) == cluster.epoch, "nobody knows any more who had them"
+
+
+def test_issue_names_that_come_and_go_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change looked through all of them, and stored them: 145 ms for the 19,000 of a day."""
+    monkeypatch.setattr(absence, "LEFT_MAX", 4)
+    cluster = attentive(1, 0.0, ALL)
+    cluster.join(0.0, join("stays", 1))
+    for name in ("dead", "warm", "drained"):
+        cluster.join(0.0, join(name, 1))
+    cluster.drain(0.0, "drained", True)
+    cluster.leave(0.0, "drained", 1)
+    cluster.leave(0.0, "warm", 1, warm=True)
+    run(cluster, 0.0, 50.0, lambda now: beat(cluster, now, "stays"))
+    assert states(cluster) == {"stays": "running", "dead": "dead", "warm": "left", "drained": "left"}
+    assert all(node.released for name, node in cluster.nodes.items() if name != "stays")
+    kept = set(cluster.nodes)
+    for number in range(1, 21):
+        cluster.join(50.0 + number, join(f"n{number}", 1, GIB, GIB))
+        cluster.leave(50.0 + number, f"n{number}", 1)
+        cluster.check()
+        assert set(cluster.nodes) == kept | {f"n{each}" for each in range(max(1, number - 1), number + 1)}, (
+            "of two workers each; the dead may still be read, and of the drained one an operator has said something"
+        )
+    assert set(owners(cluster)) == {("stays", 0)}
+    cluster.join(80.0, join("n3", 1))
+    assert cluster.nodes["n3"].state.value == "joining"
+    cluster.check()
+
+
+def test_of_too_many_names_those_that_have_left_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absence, "LEFT_MAX", 3)
+    monkeypatch.setattr(absence, "KNOWN_MAX", 8)
+    nodes = [node_of(f"n{number}", 1) for number in range(12)]
+    for at, node in enumerate(nodes[1:], 1):
+        node.changed, node.released = float(at), True
+        node.state, node.cold = (NodeState.LEFT, True) if at > 6 else (NodeState.DEAD, False)
+    assert [node.name for node in absence.surplus(nodes)] == ["n7", "n8", "n1", "n2"]
+    assert not absence.surplus(nodes[:5])
+    nodes[7].draining = nodes[8].draining = True
+    assert [node.name for node in absence.surplus(nodes)] == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_state_with_thousands_who_have_left_is_taken_and_cleaned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older manager has stored it."""
+    cluster = attentive(1, 0.0, ALL)
+    cluster.join(0.0, join("stays", 1))
+    for number in range(3 * absence.LEFT_MAX):
+        node = cluster.nodes[f"n{number}"] = node_of(f"n{number}", 1)
+        node.state, node.released, node.cold = NodeState.LEFT, True, True
+    cluster._placement.set_keys([(info.node, info.worker) for each in cluster.nodes.values() for info in each.workers])
+    again = attentive_again(cluster.to_state(), 0.0, ALL)
+    assert len(again.nodes) == 3 * absence.LEFT_MAX + 1
+    compacted: list[int] = []
+    compact = placement.Placement.compact
+
+    def counted(held: placement.Placement, nodes: Any) -> None:
+        compacted.append(len(nodes))
+        compact(held, nodes)
+
+    monkeypatch.setattr(placement.Placement, "compact", counted)
+    again.join(1.0, join("another", 1))
+    assert len(again.nodes) == absence.LEFT_MAX + 2 and compacted == [absence.LEFT_MAX + 2]
+    again.check()
+    run(again, 1.0, 2.0, lambda now: beat(again, now, "stays"))
+    for node in again.nodes.values():
+        node.changed = -2 * FORGET_S
+    compacted.clear()
+    again.maintain(2.25)
+    assert set(again.nodes) == {"stays", "another"} and compacted == [2], "a day later, too"
 
 
 def test_the_dead_make_room_for_the_living() -> None:

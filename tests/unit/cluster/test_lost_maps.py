@@ -143,6 +143,36 @@ def test_clients_do_not_drive_the_epochs() -> None:
     assert second < cluster.epoch <= second + EPOCHS_AHEAD // 2 + 100, "what was said meanwhile is heeded then, once"
 
 
+def test_clients_make_a_manager_wait_once() -> None:
+    """They come again and again, also where no server ever will. Who has its map from this manager starts nothing."""
+    cluster = attentive(5, 0.0)
+    cluster.note_epoch(0.0, cluster.epoch)
+    assert not cluster.rebuilding
+    cluster.note_epoch(0.0, 40)
+    assert cluster.rebuilding and run(cluster, 0.0, 2.0) == []
+    for epoch in (40, 41, EPOCH_MASK):
+        cluster.note_epoch(2.0, epoch)
+        assert not cluster.rebuilding
+    rejoin(cluster, 2.0, "a", 40)
+    assert cluster.rebuilding, "a server's word counts"
+
+
+def test_a_client_that_is_there_first_does_not_shorten_the_time_for_the_servers() -> None:
+    _, older, newest = veterans()
+    cluster = attentive(5, 0.0, ALL)
+    cluster.note_epoch(0.0, newest.epoch)
+    run(cluster, 0.0, 1.5)
+    rejoin(cluster, 1.5, "a", older.epoch)
+    cluster.offer(1.6, offer(older))
+    run(cluster, 1.6, 3.1)
+    assert cluster.rebuilding, "the second server has as long as without that client"
+    assert rejoin(cluster, 3.1, "d", newest.epoch).wants_map == 1
+    assert answer(cluster.offer(3.2, offer(newest)))[0] == Status.OK
+    run(cluster, 3.2, 4.2)
+    assert not cluster.rebuilding and cluster.epoch > newest.epoch + EPOCHS_AHEAD // 8
+    assert len(cluster.live_workers()) == 4
+
+
 # --- bounds ---------------------------------------------------------------------------------------
 
 

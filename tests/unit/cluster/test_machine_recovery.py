@@ -25,7 +25,7 @@ from simm.wire.messages import (
     Join,
     Status,
 )
-from simm.wire.shard_set import BLANK_LIMIT
+from simm.wire.shard_set import BLANK_LIMIT, EPOCH_MASK, EPOCHS_AHEAD
 from tests.support.dose import dose
 from tests.support.machine import (
     ALL,
@@ -273,6 +273,32 @@ def test_offers_that_cannot_be() -> None:
         assert status == Status.BAD_REQUEST and isinstance(message, Error) and len(actions) == 1
     assert states(cluster) == {"a": "joining"} and cluster.cluster == 5
     assert answer(cluster.offer(0.1, offer(older)))[1] == Done(1)
+
+
+def test_issue_a_manager_goes_beyond_the_maps_that_followed_the_one_by_which_a_shard_is_frozen() -> None:
+    """A life of which nobody knows sent some maps more. None of their epochs may name another map."""
+    cluster, _, newest = veterans()
+    frozen = newest.epoch + EPOCHS_RESERVED
+    lost = range(frozen, frozen + 5)
+    sent = [cluster.epoch]
+    for epoch in lost:
+        cluster.note_epoch(0.1, epoch, server=True)
+        cluster.advance(0.1, "name")
+        sent.append(cluster.epoch)
+    assert not set(sent) & set(lost) and sent == sorted(sent)
+    assert EPOCHS_AHEAD // 8 < sent[1] - frozen <= EPOCHS_AHEAD // 4 + 2
+    cluster.check()
+
+
+def test_a_server_that_names_its_epoch_again_and_again_drives_nothing() -> None:
+    """Only what is above all that this manager has sent counts, and no more than it can have lost."""
+    cluster, _, newest = veterans()
+    assert cluster.note_epoch(0.1, newest.epoch + 7, server=True)
+    driven = cluster.epoch
+    for _ in range(100):
+        for epoch in (1, newest.epoch, newest.epoch + 7, driven - 1, driven, 1 << 43, EPOCH_MASK):
+            assert cluster.note_epoch(0.2, epoch, server=True) == []
+    assert cluster.epoch == driven
 
 
 def test_another_clusters_map_teaches_nothing_but_its_epoch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simm.cluster.epochs import DRIFT, FOR_EVER, LATE_S, Lease, NamespaceEpochs
+from simm.cluster.epochs import DRIFT, FOR_EVER, LATE_S, Acknowledged, Lease, NamespaceEpochs
 from simm.cluster.machine import Cluster
 from simm.cluster.nodes import Answer, Node, NodeState
 from simm.constants import DEFAULT_NAMESPACE
@@ -27,9 +27,10 @@ def waits(*nodes: Node, now: float = 1.0, lease_s: float = LEASE_S, settled: boo
     table = NamespaceEpochs()
     table.advance("n", 3)
     if settled:
-        assert not table.awaited("n", 3, [node("left", NodeState.LEFT, 0, released=True)], 0.0, 0.0, -1e9, LEASE_S)
+        left = Acknowledged([node("left", NodeState.LEFT, 0, released=True)])
+        assert not table.awaited("n", 3, left, 0.0, 0.0, -1e9, LEASE_S)
     table.advance("n", 7)
-    return table.awaited("n", 7, nodes, now, 0.0, -1e9, lease_s)
+    return table.awaited("n", 7, Acknowledged(nodes), now, 0.0, -1e9, lease_s)
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -105,7 +106,7 @@ def test_a_join_acknowledges_nothing_nor_does_a_map_of_an_earlier_life() -> None
     table, nodes = cluster.namespaces, cluster.nodes.values()
 
     def why() -> str:
-        return table.awaited("n", cluster.first_epoch(epoch), nodes, 1.0, 0.0, -1e9, LEASE_S)
+        return table.awaited("n", cluster.first_epoch(epoch), Acknowledged(nodes), 1.0, 0.0, -1e9, LEASE_S)
 
     assert cluster.nodes["a"].acked_epoch > epoch and why().startswith("a")
     cluster.heartbeat(0.1, "a", 1, epoch + 50, (), True)
@@ -179,7 +180,7 @@ def live(cluster: Cluster, start: float, end: float, *names: str) -> None:
 def waits_for(cluster: Cluster, now: float) -> str:
     """Return what an advance that was made just before waits for."""
     epoch = cluster.namespaces.newest
-    nodes = cluster.nodes.values()
+    nodes = Acknowledged(cluster.nodes.values())
     return cluster.namespaces.awaited("n", cluster.first_epoch(epoch), nodes, now, now, cluster.unsure, LEASE_S)
 
 
@@ -236,9 +237,13 @@ def test_no_advance_is_confirmed_before_any_server_is_known() -> None:
     """Servers of a predecessor whose state is lost may be cut off, and have values without an epoch: no lease ends."""
     table = NamespaceEpochs()
     table.advance("n", 7)
-    assert "no data server has joined" in table.awaited("n", 7, [], 1e6, 0.0, -1e9, LEASE_S)
-    assert "first advance" in table.awaited("n", 7, [node("a", NodeState.RUNNING, 6)], 1e6, 0.0, -1e9, LEASE_S)
-    assert not table.awaited("n", 7, [node("a", NodeState.RUNNING, 7)], 1e6, 0.0, -1e9, LEASE_S)
+
+    def why(*nodes: Node) -> str:
+        return table.awaited("n", 7, Acknowledged(nodes), 1e6, 0.0, -1e9, LEASE_S)
+
+    assert "no data server has joined" in why()
+    assert "first advance" in why(node("a", NodeState.RUNNING, 6))
+    assert not why(node("a", NodeState.RUNNING, 7))
 
 
 def test_what_was_advanced_before_a_lost_map_came_advances_again() -> None:
@@ -253,3 +258,21 @@ def test_what_was_advanced_before_a_lost_map_came_advances_again() -> None:
         cluster.maintain(0.5 + step / 4)
     after = dict(cluster.namespaces.table())["n"]
     assert cluster.cluster == old.cluster and after == cluster.epoch > old.epoch > before
+
+
+def test_a_text_names_a_few_servers_and_counts_the_others() -> None:
+    """An advance that waits is asked why it does with each look, in a cluster of any size."""
+    silent = [node(f"s{number:03}", NodeState.RUNNING, 6) for number in range(600)]
+    assert waits(*silent).startswith("s000, s001, s002, s003, s004, s005, s006, s007 and 592 others must answer")
+    assert waits(*silent[:2], node("b", NodeState.RUNNING, 7)).startswith("s000, s001 must answer")
+    for each in silent:
+        each.follows = False
+    assert "and 592 others must be upgraded" in waits(*silent)
+
+
+def test_the_server_that_is_most_behind_must_speak_first() -> None:
+    nodes = [node("a", NodeState.RUNNING, 9), node("b", NodeState.SUSPECT, 7), node("c", NodeState.DEAD, 8)]
+    assert [Acknowledged(nodes).behind(epoch) for epoch in (7, 8, 9, 10)] == [None, "b", "b", "b"]
+    nodes[0].follows = None
+    assert Acknowledged(nodes).behind(1) == "a", "it acknowledges none before it asks for EPOCHS"
+    assert Acknowledged([node("l", NodeState.LEFT, 0, released=True)]).behind(9) is None

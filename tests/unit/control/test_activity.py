@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from simm.cluster.nodes import Node, NodeState
 from simm.control import activity
 from simm.control.activity import Activity, fault
 from simm.ipc.counts import bound_s
@@ -63,6 +64,21 @@ def test_a_server_that_says_nothing_any_more_counts_for_nothing() -> None:
     assert made.server("never", late) == {"report_age_s": None, "clients": None, "rates": None}
     made.look({}, late)
     assert made.since_start()["hits"] == 0, "a server that the cluster has forgotten is forgotten here"
+
+
+def test_servers_that_have_gone_are_forgotten() -> None:
+    """A report has thousands of numbers, and a cluster knows thousands of names."""
+    made = Activity()
+    nodes = {name: Node(name, 1, [], NodeState.RUNNING, 0.0) for name in ("lives", "away", "gone")}
+    for name in (*nodes, "left"):
+        made.take(report(name), 0.0)
+    nodes["away"].state = nodes["gone"].state = NodeState.DEAD
+    nodes["gone"].released = True
+    made.drop("left")
+    made.drop("unknown")
+    assert set(made._servers) == {"lives", "away", "gone"}
+    made.look(nodes, 1.0)
+    assert set(made._servers) == {"lives", "away"}, "others have the shards of the one that is gone"
 
 
 def test_counters_that_shrink_are_no_rate() -> None:

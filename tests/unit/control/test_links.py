@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from simm.control.links import ServerLinks
+from simm.control.links import PRUNE_AT_LEAST, ServerLinks
 from simm.net.peer import Peer
 
 
@@ -20,7 +20,7 @@ def held(value: Any) -> int:
 
 
 def test_the_last_join_of_a_name_counts() -> None:
-    links, one, two = ServerLinks(), peer(), peer()
+    links, one, two = ServerLinks(set), peer(), peer()
     links.bind(one, ("a", 1))
     links.bind(two, ("a", 2))
     assert not links.speaks_for(one, ("a", 1)) and not links.speaks_for(two, ("a", 1))
@@ -29,7 +29,7 @@ def test_the_last_join_of_a_name_counts() -> None:
 
 
 def test_joining_and_leaving_leaves_nothing() -> None:
-    links, one = ServerLinks(), peer()
+    links, one = ServerLinks(set), peer()
     for number in range(100):
         links.bind(one, ("a", number))
         links.bind(one, (f"b{number}", 1))
@@ -37,3 +37,20 @@ def test_joining_and_leaving_leaves_nothing() -> None:
     assert sum(map(held, vars(links).values())) == 3
     links.unbind("a")
     assert sum(map(held, vars(links).values())) == 0 and not links.has_joined(one)
+
+
+def test_names_that_the_cluster_forgets_leave_nothing() -> None:
+    """One connection joins by name after name and lets each die; another's servers live."""
+    living = {f"alive{number}" for number in range(2 * PRUNE_AT_LEAST)}
+    dying: set[str] = set()
+    links, one, two = ServerLinks(lambda: living | dying), peer(), peer()
+    for name in living:
+        links.bind(two, (name, 1))
+    for number in range(10 * PRUNE_AT_LEAST):
+        dying = {f"dead{number - 1}", f"dead{number}"}
+        links.bind(one, (f"dead{number}", 1))
+        assert links.speaks_for(one, (f"dead{number}", 1))
+        assert len(vars(links)["_links"]) <= 2 * len(living | dying)
+    assert links.names(two) == living
+    assert links.names(one) >= dying and len(links.closed(one)) <= 2 * PRUNE_AT_LEAST + 2
+    assert sum(map(held, vars(links).values())) == 2 * len(living) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from simm.cluster.nodes import Answer, MapChanged, NodeChanged, NodeState
+from simm.cluster.nodes import Answer, MapChanged, Node, NodeChanged, NodeState
+from simm.cluster.snapshot import GONE_SHOWN
+from simm.config.tokens import Token, TokenRole
 from simm.control import status_page
 from simm.control.events import EVENTS_MAX, TEXT_MAX, EventLog
 from simm.manager import Manager
@@ -94,6 +97,40 @@ def test_what_it_says_of_a_cluster(manager: Manager) -> None:
     assert any("joining" in event["text"] for event in found["events"])
     manager.activity.forget()
     assert status(manager)["nodes"][0]["rates"] is None, "without reports the heartbeats' numbers remain"
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_issue_a_reader_of_the_page_learns_no_namespace_of_others(bound: bool) -> None:
+    """Each tenant reads it, and a namespace's name keeps others from asking which of its keys are stored."""
+    tokens = [Token("the-token-of-somebody", TokenRole.CLIENT, "free")]
+    if bound:
+        tokens.append(Token("the-token-of-a-team", TokenRole.CLIENT, "team", {"theirs": 1 << 30}))
+    manager = Manager(Loop(lambda: 1000.0), tokens=tokens)
+    with contextlib.closing(manager.loop):
+        with_a_server(manager)  # which names "n" to the manager, as it does if that has a quota
+        for name in ("n", "secret-4711"):
+            manager._apply(manager.cluster.advance(1000.0, name))
+        epochs = dict(manager.cluster.namespaces.table())
+        shown = {each["name"]: each["epoch"] for each in status(manager)["namespaces"]}
+        assert shown == ({"n": epochs["n"]} if bound else epochs)
+
+
+def test_servers_that_went_long_ago_are_a_number(manager: Manager) -> None:
+    with_a_server(manager)
+    for number in range(GONE_SHOWN + 44):
+        name = f"gone-{number}"
+        info = WorkerInfo(0, 0, 1, 5, 1, name, "/w", "h", 4)
+        node = manager.cluster.nodes[name] = Node(name, 5, [info], NodeState.LEFT, float(number))
+        node.released = node.cold = True
+    manager.cluster.nodes["gone-7"].draining = True
+    found = status(manager)
+    names = {node["name"] for node in found["nodes"]}
+    assert len(names) == 1 + GONE_SHOWN and found["nodes_left_out"] == 44
+    assert names >= {"a", "gone-7", f"gone-{GONE_SHOWN + 43}"}, "the last to go, and those with an operator's order"
+    assert "gone-44" not in names
+    metrics = manager.pages.metrics().text()
+    for state, count in (("left", GONE_SHOWN + 44), ("running", 1), ("dead", 0)):
+        assert f'simm_manager_nodes{{state="{state}"}} {count}\n' in metrics
 
 
 def test_many_who_ask_get_one_answer(manager: Manager) -> None:
