@@ -145,7 +145,7 @@ class Space:
         offset = self._allocator.alloc(n)
         if offset >= 0:
             return offset
-        if self.spare is not None:  # what nobody can read goes first, a step at a time: it may lie in slabs of all classes
+        if self.spare is not None:  # what nobody can read goes first, a step: it may lie in slabs of all classes
             if not self.spare():
                 self.spare = None
             if (offset := self._allocator.alloc(n)) >= 0:

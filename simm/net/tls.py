@@ -314,7 +314,7 @@ class ChannelSocket(ssl.SSLSocket):
         return at
 
     def sendmsg(self, buffers: Any, _ancillary: Any = (), flags: int = 0, *_more: Any) -> int:  # type: ignore[override]
-        """Send of the first of the buffers, or of as many small ones as fit a record, together, as :meth:`send` does."""
+        """Send the first of the buffers, or as many small ones as fit a record, together, as :meth:`send` does."""
         first = buffers[0]
         if len(first) >= RECORD_BYTES or len(buffers) == 1:
             return self.send(first, flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,9 @@ def group_for(
     statuses: list[int] = [Status.NOT_FOUND] * len(groups)
     mine = list(range(len(groups)))
     if are_own is not None:
-        own = iter(are_own([digest for digests in groups for digest in digests]))
-        mine = [at for at, digests in enumerate(groups) if all([next(own) for _ in digests])]
+        own = are_own([digest for digests in groups for digest in digests])
+        ends = list(itertools.accumulate(map(len, groups)))
+        mine = [at for at, end in enumerate(ends) if all(own[end - len(groups[at]) : end])]
     if mine:
         for at, status in zip(mine, ask(joined([groups[at] for at in mine]))):
             statuses[at] = status

@@ -68,7 +68,8 @@ def test_all_slots_of_a_request_are_waited_for_together(
         odd = seq_words(worker, reader)[1::2]
         for at in odd:
             words[at - reader._slot_word] |= 1
-        for previous, asked, want in ((False, False, ASK_OWNER), (False, True, Status.BUSY), (True, False, Status.BUSY)):
+        busy = Status.BUSY
+        for previous, asked, want in ((False, False, ASK_OWNER), (False, True, busy), (True, False, busy)):
             naps.clear()
             looked = locate_many(reader, DIGESTS, previous, asked=asked)
             assert [status for status, _, _ in looked] == [Status.OK, want] * (len(DIGESTS) // 2)
@@ -100,16 +101,23 @@ def test_one_that_settles_meanwhile_is_found(
         assert [found and found.slot for _, _, found in looked] == [store.table.lookup(digest) for digest in DIGESTS]
 
 
+def entry_statuses(answer: Any) -> set[int]:
+    return {entry[0] for entry in answer.entries}
+
+
+def all_statuses(answer: Any) -> set[int]:
+    return set(answer.statuses)
+
+
 REQUESTS: list[tuple[Any, Callable[[Any], Any], Any]] = [
-    (M.Fetch([(digest, 8) for digest in MANY]), lambda answer: {entry[0] for entry in answer.entries}, Status.NOT_FOUND),
-    (M.FetchRanges(0, [(digest, 1) for digest in MANY], [(0, 1)] * len(MANY)),
-     lambda answer: {entry[0] for entry in answer.entries}, Status.NOT_FOUND),
-    (M.Pin(0, MANY), lambda answer: {entry[0] for entry in answer.entries}, Status.NOT_FOUND),
-    (M.Exists(MANY), lambda answer: set(answer.statuses), Status.NOT_FOUND),
-    (M.Delete(MANY), lambda answer: set(answer.statuses), Status.NOT_FOUND),
-    (M.DeleteSized([(digest, 1) for digest in MANY]), lambda answer: set(answer.statuses), Status.NOT_FOUND),
-    (Keep(KEEP_SOFT, 1, MANY), lambda answer: set(answer.statuses), Status.NOT_FOUND),
-    (Group([2] * 1000, [ZERO_DIGEST] * 2000), lambda answer: set(answer.statuses), Status.BAD_REQUEST),
+    (M.Fetch([(digest, 8) for digest in MANY]), entry_statuses, Status.NOT_FOUND),
+    (M.FetchRanges(0, [(digest, 1) for digest in MANY], [(0, 1)] * len(MANY)), entry_statuses, Status.NOT_FOUND),
+    (M.Pin(0, MANY), entry_statuses, Status.NOT_FOUND),
+    (M.Exists(MANY), all_statuses, Status.NOT_FOUND),
+    (M.Delete(MANY), all_statuses, Status.NOT_FOUND),
+    (M.DeleteSized([(digest, 1) for digest in MANY]), all_statuses, Status.NOT_FOUND),
+    (Keep(KEEP_SOFT, 1, MANY), all_statuses, Status.NOT_FOUND),
+    (Group([2] * 1000, [ZERO_DIGEST] * 2000), all_statuses, Status.BAD_REQUEST),
 ]  # fmt: skip
 
 
