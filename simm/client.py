@@ -522,6 +522,8 @@ class Client(
                 self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="simm-async")
             # Under the lock, as close() ends the executor. Not by a name: the job holds what its call raises.
             answer = answer_of(self._executor, call, arguments)
+            if not self._executor._threads:  # none can be started, and what is queued would stay for ever
+                self._executor = None
         return await answer
 
     # -- state --------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ assert ENTRY_CRC == 1
 _IN_SLOT: Final = SLOT_BYTES - 1
 _DIGEST_AT: Final = 8
 _FLAGS_AT: Final = FLAGS_WORD * 8 + 6 - _DIGEST_AT
+Own = Callable[[bytes], bool] | None
 assert not SLOT_BYTES & _IN_SLOT and not (HEADER_BYTES + SHARDS_BYTES) & _IN_SLOT
 
 
@@ -410,13 +411,13 @@ class ArenaReader(CallLogs):
         """Return True if a namespace of this arena has epochs, or had."""
         return bool(self._np_more[2][EPOCH_WORD :: NAMESPACE_LINE_BYTES // 8].any())
 
-    def current_many(self, digests: Sequence[bytes]) -> list[bool]:
-        """Do :meth:`contains_many` for a stream, which asks itself whose entries are, without those of old epochs."""
+    def current_many(self, digests: Sequence[bytes], own: Own = None) -> list[bool]:
+        """Do :meth:`contains_many` without entries of old epochs."""
         if not (digests and self.has_epochs):
-            return self.contains_many(digests, 0)
+            return self.contains_many(digests, own)
         # The flags come first: an entry that has gone by the second look-up is not found at all.
         flags = self._np_slots.take((slots := self.candidates(digests)[1]) * SLOT_WORDS + FLAGS_WORD)
-        hits = self.contains_many(digests, 0)
+        hits = self.contains_many(digests, own)
         for at in np.flatnonzero((flags & np.uint64(ENTRY_EPOCH << 48) != 0) | (slots < 0)).tolist():
             hits[at] = hits[at] and self.has_current(digests[at])
         return hits
@@ -523,27 +524,26 @@ class ArenaReader(CallLogs):
             self._np_more[1][found.slots[kept]] = 1
         return kept
 
-    def contains_many(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> list[bool]:
-        """Do :meth:`contains` for a batch. ``odd``: flags of entries that :meth:`has_own` must agree to."""
+    def contains_many(self, digests: Sequence[bytes], own: Own = None) -> list[bool]:
+        """Do :meth:`contains` for a batch. ``own``: asked in place of :meth:`has_own` about bound clients' entries."""
         if len(digests) < EACH_KEYS:
-            return self._contains_each(digests, odd)
-        hits: list[bool] = self.contain(digests, odd)[0].tolist()
+            return self._contains_each(digests, own or self.has_own)
+        hits: list[bool] = self.contain(digests, own)[0].tolist()
         return hits
 
-    def contain(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+    def contain(self, digests: Sequence[bytes], own: Own = None) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         """Do :meth:`contains_many` by column; return with it the words of the digests' shards. O(digests)."""
         keys, slots = self.candidates(digests)
         words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         if not self.of_cluster:
             hits[:] = False
-        # Of a miss they are the last slot's.
-        for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), odd):
-            hits[at] = self.has_own(digests[at])
+        for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), ENTRY_BOUND):
+            hits[at] = (own or self.has_own)(digests[at])
         self._np_more[1][slots.compress(hits)] = 1
         return hits, words
 
-    def _contains_each(self, digests: Sequence[bytes], odd: int) -> list[bool]:
+    def _contains_each(self, digests: Sequence[bytes], own: Callable[[bytes], bool]) -> list[bool]:
         """Do :meth:`contains_many`, a key at a time, without what is the same for all of them."""
         find, base, sets, meta = self._find, self._slots_offset, self._sets, self._meta
         words, visited, shard_word = self.words, self.visited, self._shard_word
@@ -554,7 +554,7 @@ class ArenaReader(CallLogs):
             if at & _IN_SLOT != _DIGEST_AT:
                 at = self._find_slow(digest, at, (low >> SHARD_BITS) % sets, split(digest)[1] % sets)
             if at >= 0 and 0 < words[shard_word + (low & SHARD_MASK)] < FROZEN and (
-                not meta[at + _FLAGS_AT] & odd or self.has_own(digest)
+                not meta[at + _FLAGS_AT] & ENTRY_BOUND or own(digest)
             ):  # fmt: skip
                 slots.append((at - base) >> 6)
                 hits.append(True)
@@ -581,11 +581,11 @@ class EpochReader(ArenaReader):
     def contains(self, digest: bytes, below: int = FROZEN) -> bool:
         return super().contains(digest, below) and self.has_current(digest)
 
-    def _contains_each(self, digests: Sequence[bytes], odd: int) -> list[bool]:
+    def _contains_each(self, digests: Sequence[bytes], own: Callable[[bytes], bool]) -> list[bool]:
         return [self.contains(digest) for digest in digests]
 
-    def contain(self, digests: Sequence[bytes], odd: int = ENTRY_BOUND) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        hits, words = super().contain(digests, odd)
+    def contain(self, digests: Sequence[bytes], own: Own = None) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        hits, words = super().contain(digests, own)
         for at in np.flatnonzero(hits).tolist():
             hits[at] = self.has_current(digests[at])
         return hits, words

@@ -350,6 +350,9 @@ class Peer:
             return
         if self.parse_more:
             return  # what is here comes first, or a peer that sends faster than it is served fills the memory
+        if self.out and self.held_back():  # by the queues of others, as of now
+            self.loop.update(self)
+            return
         try:
             if self.take_fds or self.distrusted:
                 buffer = self.loop.input[: self._read_most(READ_BYTES)]

@@ -49,7 +49,6 @@ from ..net.process import stop_on_signals
 from ..net.tls_peer import ServerTls, accepting
 from ..net.token_watch import watch_tokens
 from ..rpc import Frame, decode, reply
-from ..table import ZERO_DIGEST
 from ..wire import messages as M
 from ..wire.auth import Gate
 from ..wire.group_messages import Group
@@ -60,7 +59,7 @@ from ..wire.ranges import ranges_by_key
 from ..wire.shard_set import EPOCH_MASK, shards_in
 from .requests.groups import group_for
 from .requests.tracing import Traced, serve
-from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, locate_many
+from .stream_get import LEASE_S, Lease, Leased, Leases, Part, Sending, exist, locate_many
 from .stream_put import Receiving
 from .worker_session import WorkerSessionKeeper
 
@@ -198,12 +197,7 @@ class Stream(Service):
         elif isinstance(msg, M.Store):
             self._store(peer, state, frame.request_id, msg)
         elif isinstance(msg, M.Exists):
-            statuses = self._exists(msg.digests)
-            # Also for others: a bound client's entry of their digest is none that they would get, nor leave alone.
-            if state.gate.bound or any(token.namespaces for token in self.tokens):
-                hits = [at for at, status in enumerate(statuses) if status == Status.OK]
-                for at, own in zip(hits, self._are_own(state, [msg.digests[at] for at in hits])):
-                    statuses[at] = Status.OK if own else Status.NOT_FOUND
+            statuses = exist(self.keeper, msg.digests, partial(self._are_own, state), bound=state.gate.bound)
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
         elif isinstance(msg, Keep):
@@ -531,20 +525,6 @@ class Stream(Service):
         state.counted.fetched(state.namespace, statuses, torn, sending.size, state.began, sending.previous)
 
     # -- the rest -----------------------------------------------------------------------------------
-
-    def _exists(self, digests: list[bytes]) -> list[int]:
-        reader = self.keeper.arena()
-        if reader is None:
-            return [Status.UNAVAILABLE] * len(digests)
-        statuses = [
-            Status.OK if hit and digest != ZERO_DIGEST else miss_status(reader.shard_word(digest))
-            for digest, hit in zip(digests, reader.current_many(digests))
-        ]
-        asked = [position for position, status in enumerate(statuses) if status == ASK_OWNER]
-        if asked:
-            for position, status in zip(asked, self.keeper.statuses(M.Exists([digests[at] for at in asked]))):
-                statuses[position] = status
-        return statuses
 
     def _move(self, peer: Peer, request_id: int, msg: M.Freeze | M.List | Marks) -> None:
         """Answer a new owner's mover. This server is the previous owner."""

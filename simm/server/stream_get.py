@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from ..arena.layout import ENTRY_LARGE, PINNED_FLAGS
@@ -247,12 +248,13 @@ def locate_many(
     looked: list[tuple[int, int, Located | None]] = []
     unsettled: list[int] = []
     find, shard_word, visited = reader.locate, reader.shard_word, reader.visited
+    if ZERO_DIGEST in digests:  # which is no key's, but any empty slot's
+        find = partial(_locate_key, reader)
     for digest in digests:
         try:
             found = find(digest)
         except Unsettled:
-            if digest != ZERO_DIGEST:  # which is no key's, but any empty slot's
-                unsettled.append(len(looked))
+            unsettled.append(len(looked))
             found = None
         if found is not None and found.length and (0 < shard_word(digest) < FROZEN):
             visited[found.slot] = 1
@@ -275,6 +277,10 @@ def locate_many(
     return looked
 
 
+def _locate_key(reader: ArenaReader, digest: bytes) -> Located | None:
+    return reader.locate(digest) if digest != ZERO_DIGEST else None
+
+
 def _verdict(
     reader: ArenaReader, digest: bytes, found: Located | None, previous: bool, asked: bool
 ) -> tuple[int, int, Located | None]:
@@ -289,3 +295,35 @@ def _verdict(
         return miss_status(word, asked=asked), 0, None
     reader.touch(found.slot)
     return Status.OK, 0, found
+
+
+def exist(
+    keeper: WorkerSessionKeeper, digests: Sequence[bytes], are_own: Callable[[Sequence[bytes]], list[bool]], *,
+    bound: bool,
+) -> list[int]:  # fmt: skip
+    """Return a Status for each digest. Asks the worker once, about all misses for which that is needed.
+
+    An entry that a client bound to a namespace has stored is none that others would get, nor leave alone: so whose it
+    is counts for all clients, and of all entries for a ``bound`` one.
+    """
+    if (reader := keeper.arena()) is None:
+        return [Status.UNAVAILABLE] * len(digests)
+    doubtful: set[bytes] = set(digests) if bound else set()
+
+    def doubt(digest: bytes) -> bool:
+        doubtful.add(digest)
+        return True
+
+    statuses: list[int] = [
+        Status.OK if hit and digest != ZERO_DIGEST else miss_status(reader.shard_word(digest))
+        for digest, hit in zip(digests, reader.current_many(digests, doubt))
+    ]
+    asked = [at for at, status in enumerate(statuses) if status == ASK_OWNER]
+    if asked:
+        for at, status in zip(asked, keeper.statuses(M.Exists([digests[at] for at in asked]))):
+            statuses[at] = status
+            doubtful.add(digests[at])
+    hits = [at for at, status in enumerate(statuses) if status == Status.OK and digests[at] in doubtful]
+    for at, own in zip(hits, are_own([digests[at] for at in hits])):
+        statuses[at] = Status.OK if own else Status.NOT_FOUND
+    return statuses

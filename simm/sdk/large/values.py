@@ -10,7 +10,8 @@ What can go wrong, and what we chose
   version, and begins again, once. Parts have the version in their digests, so it never takes some of each value.
 * *A part was evicted.* The read is a miss, though the manifest exists: ``exists`` asks for no parts. Whoever reads
   the whole marks all parts as used, so they age together. A put that stores nothing over a stored value asks for the
-  parts, as each read keeps the manifest young: the key would be a miss for good.
+  parts, as each read keeps the manifest young: the key would be a miss for good. Clients whose puts never replace
+  anything drop such a manifest when they read it, as an ordinary put asks for no parts.
 * *A put ends half way.* The parts that it has stored are dropped. If the client dies, nobody reads them, and they are
   evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
   not met it.
@@ -90,6 +91,13 @@ class Large:
         """Return the manifest under a key, None if there is none."""
         return self.manifests([digest])[0]
 
+    def _stored(self, digest: bytes) -> Manifest | bool | None:
+        """Return the manifest under a key; True for an ordinary value, False for none, None if it is not known."""
+        room = bytearray(MANIFEST_BYTES)
+        got = self._read_manifests([digest], [memoryview(room)])[0]
+        found = Manifest.decode(digest, bytes(room)) if got == MANIFEST_BYTES else None
+        return found if found is not None else True if got is LARGE else None if got == UNAVAILABLE else False
+
     def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
         """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
         rooms = [bytearray(MANIFEST_BYTES) for _ in digests]
@@ -134,9 +142,10 @@ class Large:
 
     def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
         self._counters["large"] += 1
-        old = self.manifest(digest)
+        found = self._stored(digest)
+        old = found if isinstance(found, Manifest) else None
         spared = old if old is not None and (self._put_once or (if_absent and old.total == len(source))) else None
-        if spared is not None and self._has_parts(digest, spared):
+        if (self._put_once and found is True) or (spared is not None and self._has_parts(digest, spared)):
             self._counters["present"] += 1
             return Status.OK
         new = self._new_manifest(len(source))
@@ -157,14 +166,17 @@ class Large:
                 self._delete([digest])  # or the new one would not be stored
             status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
         if status == Status.OK and self._put_once:
-            there = self.manifest(digest)
-            # None: it could not be read, or has gone again. Nobody knows that it is not this one.
-            if there is not None and there.version != new.version:
+            there = self._stored(digest)
+            # None or False: it could not be read, or has gone again. Nobody knows that it is not this one.
+            first = there is True or (isinstance(there, Manifest) and there.version != new.version)
+            if first:
                 self.drop(digest, new)
-                if spared is None or there.version != spared.version:
-                    return status  # another client was first, and its value stays
-                self._counters["put_failures"] += 1
-                return Status.UNAVAILABLE
+                if spared is not None and isinstance(there, Manifest) and there.version == spared.version:
+                    self._counters["put_failures"] += 1
+                    return Status.UNAVAILABLE
+                if spared is not None:
+                    self.drop(digest, spared)
+                return status  # another client was first, and its value stays
         if status != Status.OK:
             for some in _grouped(stored, _DELETES):
                 self._delete(some)
@@ -216,7 +228,11 @@ class Large:
             if is_hit(got) or got == UNAVAILABLE:
                 return got
             before, manifest = manifest, self.manifest(digest)
-            if manifest is None or manifest.version == before.version:
+            if manifest is not None and manifest.version == before.version:
+                if self._put_once:  # whose puts store nothing over any entry: the key would be a miss for good
+                    self._delete([digest])
+                return MISS
+            if manifest is None:
                 return MISS
         return MISS
 

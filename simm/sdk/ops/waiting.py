@@ -42,6 +42,8 @@ def _run(todo: _Todo[_T], raises: bool = True) -> _T | None:
         call, arguments, answer = todo.pop()
     except IndexError:
         return None
+    if not answer.set_running_or_notify_cancel():
+        return None
     try:
         result = call(*arguments)
     except BaseException as exc:

@@ -208,7 +208,12 @@ def test_what_another_namespaces_client_has_stored_is_not_contained(
     if not guarded:
         for epochs in (False, True):
             monkeypatch.setattr(ArenaReader, "has_epochs", epochs)
-            assert reader.current_many(digests) == [kind is not None for kind in kinds[:count]]
+            assert reader.current_many(digests) == there
+            asked: list[bytes] = []
+            assert reader.current_many(digests, lambda each: asked.append(each) is None) == [
+                kind is not None for kind in kinds[:count]
+            ], "a stream says whose they are, and is asked about no others"
+            assert {*asked} == {digest for digest, kind in zip(digests, kinds) if kind and kind[0] & ENTRY_BOUND}
 
 
 def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store, ArenaReader]) -> None:

@@ -176,6 +176,25 @@ def test_a_peer_that_sends_faster_than_it_is_served_waits(bench: Bench) -> None:
     assert peer.in_bytes == len(frames) and not bench.service.closed
 
 
+def test_a_peer_that_others_hold_back_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queues of others count, and change without any event of its own."""
+    end, peer = bench.connect()
+    peer.send(bytes(512 << 10))
+    assert peer.out and not peer.held_back() and peer.wants & selectors.EVENT_READ
+    monkeypatch.setattr("simm.net.peer.OUT_TOTAL_BYTES", bench.loop.queued_bytes - 1)
+    frames = encode(M.Ping(1), 1) * 1000
+    for _ in range(20):
+        with contextlib.suppress(BlockingIOError):
+            end.send(frames)
+        bench.turn()
+    assert peer.in_bytes == 0 and not peer.wants & selectors.EVENT_READ
+    while peer.out:
+        end.recv(MIB)
+        bench.turn()
+    bench.turn(40)
+    assert bench.service.frames, "and is read again when it has read its own"
+
+
 def test_a_peer_has_one_share_of_a_turn_however_it_comes_to_it(bench: Bench) -> None:
     """By new input, by a resumption, by an output queue that has become empty: each gave it one more, for good."""
     end, peer = bench.connect()

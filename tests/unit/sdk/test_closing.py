@@ -15,6 +15,7 @@ import pytest
 
 from simm import client as client_module
 from simm import kv
+from simm.client import Client
 from simm.errors import Code, UsageError
 from simm.sdk.ops.waiting import in_executor
 from simm.testing import FakeClient, FakeStore
@@ -236,6 +237,49 @@ def test_a_thread_of_before_may_take_the_call_at_once(fails: bool) -> None:
         with Full() as executor:
             answers = await asyncio.gather(in_executor(executor, call, ("said",)), return_exceptions=True)
             assert calls == ["said"] and str(answers[0]) == "said" and isinstance(answers[0], UsageError) is fails
+
+    asyncio.run(body())
+
+
+def test_a_call_that_another_thread_has_taken_is_not_cancelled_under_it() -> None:
+    """It is delivered when the call no longer uses its buffers, as always."""
+    entered, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def call() -> None:
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        ended.append("call")
+
+    class Full(ThreadPoolExecutor):
+        def submit(self, run: Callable[..., Any], /, *given: Any, **_: Any) -> Future[Any]:
+            super().submit(run, *given)
+            assert entered.wait(WAIT_S)
+            raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        with Full(1) as executor:
+            task = asyncio.ensure_future(in_executor(executor, call, ()))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert ended == ["call"]
+
+    asyncio.run(body())
+
+
+def test_calls_without_a_thread_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        client = FakeClient()
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        for _ in range(3):
+            assert await Client.in_thread(client, client.get, "k") is None  # not by the fake's, which drops it too
+            assert client._executor is None
+        client.close()
 
     asyncio.run(body())
 

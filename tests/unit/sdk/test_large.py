@@ -279,10 +279,60 @@ def test_a_put_that_spares_what_is_stored_mends_what_is_not_whole(
     manifest = client._large.manifest(digest)
     assert manifest is not None
     client._large._delete([manifest.digest(digest, missing)])
-    assert client.get("k") is None and client.exists("k")
+    assert client.exists("k")
     assert client.put("k", OLD) and client.get("k") == OLD
     assert len(store) == whole, "the parts of the value that was not whole are gone"
     assert client.put("k", OLD) and client.stats()["present"] == 2 and len(store) == whole
+
+
+def test_a_small_value_takes_the_place_of_a_rest(small: None) -> None:
+    """A put of an ordinary value asks for no parts, so the read that has missed one drops the manifest."""
+    client = FakeClient(replicas=2)
+    assert client.put("k", OLD)
+    digest = client.digest("k")
+    manifest = client._large.manifest(digest)
+    assert manifest is not None
+    client._large._delete([manifest.digest(digest, 3)])
+    assert client.get("k") is None and not client.exists("k")
+    assert client.put("k", b"short") and client.get("k") == b"short"
+
+
+def test_a_value_in_parts_does_not_take_the_place_of_a_small_one(small: None) -> None:
+    """With ``replicas`` the first value stays. No part of the second is left over, however often it is put."""
+    store = FakeStore()
+    client = FakeClient(store=store, replicas=2)
+    assert client.put("k", b"short")
+    there = len(store)
+    for _ in range(3):
+        assert client.put("k", OLD) and client.get("k") == b"short" and len(store) == there
+    put = client._large._put_manifests
+    assert client.delete("k")
+
+    def late(digests: Sequence[bytes], sources: Sequence[Any]) -> list[int]:
+        assert client.put("k", b"short")
+        return put(digests, sources)
+
+    client._large._put_manifests = late
+    assert client.put("k", OLD) and client.get("k") == b"short" and len(store) == there
+
+
+def test_who_mends_what_another_one_mends_leaves_nothing(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    client, other = FakeClient(store=store, replicas=2), FakeClient(store=store, replicas=2)
+    assert client.put("k", OLD)
+    whole = len(store)
+    large, digest = client._large, client.digest("k")
+    manifest = large.manifest(digest)
+    assert manifest is not None
+    large._delete([manifest.digest(digest, 3)])
+    put = large._put_manifests
+
+    def late(digests: Sequence[bytes], sources: Sequence[Any]) -> list[int]:
+        assert other.put("k", OLD)  # after the manifest of the rest is gone
+        return put(digests, sources)
+
+    monkeypatch.setattr(large, "_put_manifests", late)
+    assert client.put("k", OLD) and client.get("k") == OLD and len(store) == whole
 
 
 @pytest.mark.parametrize("missing", [0, 11])
@@ -312,13 +362,13 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_anothers(
     client = FakeClient(replicas=2)
     large = client._large
     seen: list[bytes] = []
-    read = large.manifests
+    read = large._read_manifests
 
-    def unread(digests: Sequence[bytes]) -> list[Any]:
+    def unread(digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Any]:
         seen.extend(digests)
-        return read(digests) if len(seen) < 2 else [None]
+        return read(digests, sinks) if len(seen) < 2 else [NoValue.UNAVAILABLE]
 
-    monkeypatch.setattr(large, "manifests", unread)
+    monkeypatch.setattr(large, "_read_manifests", unread)
     assert client.put("k", OLD) and len(seen) == 2
     monkeypatch.undo()
     assert client.get("k") == OLD, "the parts of a value that is stored are not dropped"

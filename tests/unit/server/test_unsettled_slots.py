@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simm.arena.layout import SLOT_WORDS
+from simm.arena.layout import ENTRY_BOUND, FLAGS_WORD, SLOT_WORDS
 from simm.arena.reader import ArenaReader
 from simm.cluster.lookup import ASK_OWNER
 from simm.constants import BATCH_KEYS_MAX, KEEP_SOFT
@@ -30,6 +30,7 @@ from tests.support.worker_thread import StreamThread, WorkerThread
 DIGESTS = [digest_of(f"k{number}") for number in range(200)]
 MANY = [ZERO_DIGEST] * BATCH_KEYS_MAX
 Naps = list[float]
+World = tuple[WorkerThread, Channel, ArenaReader, StreamThread]
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
 
 
 @pytest.fixture
-def world() -> Iterator[tuple[WorkerThread, Channel, ArenaReader]]:
+def world() -> Iterator[World]:
     """A worker with values, a client's connection to its stream, and a reader of its arena."""
     with WorkerThread() as worker, StreamThread(worker.path) as stream:
         channel = stream.channel()
@@ -49,7 +50,7 @@ def world() -> Iterator[tuple[WorkerThread, Channel, ArenaReader]]:
         channel.sock.sendall(b"".join(digest[:8] for digest in DIGESTS))
         assert channel.result(channel.wait(number)).statuses == [Status.OK] * len(DIGESTS)
         reader = ArenaReader(worker.segment.name)
-        yield worker, channel, reader
+        yield worker, channel, reader, stream
         channel.close()
 
 
@@ -58,11 +59,9 @@ def seq_words(worker: WorkerThread, reader: ArenaReader) -> list[int]:
     return [reader._slot_word + worker.store.table.lookup(digest) * SLOT_WORDS for digest in DIGESTS]
 
 
-def test_all_slots_of_a_request_are_waited_for_together(
-    world: tuple[WorkerThread, Channel, ArenaReader], naps: Naps
-) -> None:
+def test_all_slots_of_a_request_are_waited_for_together(world: World, naps: Naps) -> None:
     """A worker that died or was stopped in the midst of many leaves them all odd."""
-    worker, _, reader = world
+    worker, _, reader, _ = world
     with worker.frozen() as store:
         words = store.table._words
         odd = seq_words(worker, reader)[1::2]
@@ -78,10 +77,8 @@ def test_all_slots_of_a_request_are_waited_for_together(
             words[at - reader._slot_word] &= ~1 & (1 << 64) - 1
 
 
-def test_one_that_settles_meanwhile_is_found(
-    world: tuple[WorkerThread, Channel, ArenaReader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, _, reader = world
+def test_one_that_settles_meanwhile_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, reader, _ = world
     with worker.frozen() as store:
         words = store.table._words
         odd = [at - reader._slot_word for at in seq_words(worker, reader)]
@@ -109,6 +106,23 @@ def all_statuses(answer: Any) -> set[int]:
     return set(answer.statuses)
 
 
+@pytest.mark.parametrize("count", [1, 20, len(DIGESTS)])
+def test_a_bound_clients_entry_is_not_there_for_others(world: World, count: int) -> None:
+    """Whatever tokens there are now: an arena outlives the token file. get would return none of them."""
+    worker, channel, _, stream = world
+    with worker.frozen() as store:
+        for digest in DIGESTS[::3]:
+            store.table._words[store.table.lookup(digest) * SLOT_WORDS + FLAGS_WORD] |= ENTRY_BOUND << 48
+    stranger = stream.channel(namespace="other")
+    asked = DIGESTS[:count]
+    assert channel.call(M.Exists(asked)).statuses == [Status.OK] * count
+    want = [Status.OK if at % 3 else Status.NOT_FOUND for at in range(count)]
+    assert stranger.call(M.Exists(asked)).statuses == want
+    got = stranger.call(M.Fetch([(digest, 0) for digest in asked]))
+    assert [entry[0] == Status.NOT_FOUND for entry in got.entries] == [status == Status.NOT_FOUND for status in want]
+    stranger.close()
+
+
 REQUESTS: list[tuple[Any, Callable[[Any], Any], Any]] = [
     (M.Fetch([(digest, 8) for digest in MANY]), entry_statuses, Status.NOT_FOUND),
     (M.FetchRanges(0, [(digest, 1) for digest in MANY], [(0, 1)] * len(MANY)), entry_statuses, Status.NOT_FOUND),
@@ -123,10 +137,10 @@ REQUESTS: list[tuple[Any, Callable[[Any], Any], Any]] = [
 
 @pytest.mark.parametrize(("request_", "statuses", "want"), REQUESTS, ids=lambda each: type(each).__name__)
 def test_the_digest_of_empty_slots_is_a_plain_miss(
-    world: tuple[WorkerThread, Channel, ArenaReader], naps: Naps, request_: Any,
+    world: World, naps: Naps, request_: Any,
     statuses: Callable[[Any], set[int]], want: int,
 ) -> None:  # fmt: skip
     """No key has it. Each of these cost two milliseconds of all clients' time, and a frame has thousands."""
-    _, channel, _ = world
+    _, channel, _, _ = world
     assert statuses(channel.call(request_)) == {want}
     assert naps == []
