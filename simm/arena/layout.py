@@ -110,10 +110,12 @@ class Word:
     GROWN: Final = 19
     #: One more than what near copies may take of the data, percent; 0: the worker does not say.
     NEAR_SHARE: Final = 20
+    #: 1 from before the first entry with ENTRY_BOUND on: without it, a batch need not look at its entries' flags.
+    BOUND: Final = 21
 
 
 #: Header words in use.
-HEADER_WORDS: Final = Word.NEAR_SHARE + 1
+HEADER_WORDS: Final = Word.BOUND + 1
 
 
 class State:
@@ -298,8 +300,9 @@ class Geometry(NamedTuple):
 
 def flagged(hits: NDArray[np.bool_], words: NDArray[np.uint64], flags: int) -> list[Any]:
     """Return the positions of hits whose slots have one of these flags. ``words``: each slot's FLAGS_WORD. O(hits)."""
-    marked = words & np.uint64(flags << 48)
-    return np.flatnonzero(hits & (marked != 0)).tolist() if np.count_nonzero(marked) else []
+    if not int(np.bitwise_or.reduce(words)) >> 48 & flags:
+        return []
+    return np.flatnonzero(hits & (words & np.uint64(flags << 48) != 0)).tolist()  # type: ignore[no-any-return]
 
 
 def laid_out(size: int) -> int:

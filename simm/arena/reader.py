@@ -536,10 +536,10 @@ class ArenaReader(CallLogs):
         keys, slots = self.candidates(digests)
         words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
-        if not self.of_cluster:
-            hits[:] = False
-        for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), ENTRY_BOUND):
-            hits[at] = (own or self.has_own)(digests[at])
+        hits &= self.of_cluster
+        if self.words[Word.BOUND]:  # after the entries were found
+            for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), ENTRY_BOUND):
+                hits[at] = (own or self.has_own)(digests[at])
         self._np_more[1][slots.compress(hits)] = 1
         return hits, words
 

@@ -341,6 +341,8 @@ class Store:
                 if quotas is not None and not quotas.admits(namespace, chunk):
                     statuses.append(self._refuse(session, grant, OVER_QUOTA, Status.OVER_QUOTA))
                     continue
+                if flags & ENTRY_BOUND:
+                    self._kept[Word.BOUND] = self.header[Word.BOUND] = 1  # before a reader can find it
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
                     done = publish(digest, offset, length, crc, chunk, namespace, flags, now)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
-from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES
+from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES, Word
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.namespaces import FREE_LINES_MIN, STALE_ENTRIES, line_of
 from simm.arena.reader import ArenaReader, EpochReader, guard
@@ -20,7 +20,7 @@ from simm.constants import DEFAULT_NAMESPACE
 from simm.errors import CapacityError
 from simm.host.processes import boottime_ns
 from simm.ipc.arena_files import OwnedArena
-from simm.wire.messages import ABSENT, NAMESPACE_SHIFT, Status
+from simm.wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from simm.wire.shard_set import EPOCHS_AHEAD
 from tests.support.shards import set_shards
 from tests.support.store_world import ALL_SHARDS, new_segment, owned, remove_segment
@@ -479,3 +479,26 @@ def test_what_a_predecessor_left_means_nothing_in_another_cluster(bench: Bench) 
     bench.succeed()
     set_shards(bench.store, 1, *owned(ALL_SHARDS, 1), cluster=7)
     assert not bench.store.ledger.namespaces.take_epochs({})
+
+
+def test_the_header_tells_whether_a_bound_client_has_stored_an_entry(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then nobody can have found the entry; and for good, as nobody counts them. A successor goes on with it."""
+    store = bench.store
+    assert bench.put(digests(0)[0]) == Status.OK and not store.header[Word.BOUND]
+    publish = store.table.publish
+    seen: list[int] = []
+
+    def noted(*entry: Any) -> Any:
+        seen.append(store.header[Word.BOUND])
+        return publish(*entry)
+
+    monkeypatch.setattr(store.table, "publish", noted)
+    stream = store.sessions.open(1, 1, NAME)
+    stream.relays = True
+    options = (store.ledger.namespaces.number(NAME) + 1) << NAMESPACE_SHIFT | BOUND
+    assert bench.put(digests(0)[1], options, stream) == Status.OK and seen == [1]
+    assert bench.found(digests(0)[1])
+    bench.succeed()
+    assert bench.store.header[Word.BOUND] == 1 == bench.reader.words[Word.BOUND]

@@ -192,6 +192,7 @@ def test_what_another_namespaces_client_has_stored_is_not_contained(
     digests = [digest_of(f"apart {number}") for number in range(count)]
     kinds = [(0, 3), (0, 4), (ENTRY_BOUND, 3), (ENTRY_BOUND | ENTRY_CRC, 4), (ENTRY_CRC | ENTRY_LARGE, 4), None]
     kinds = kinds[3:4] if count == 1 else kinds * (count // len(kinds) + 1)
+    store.header[Word.BOUND] = 1  # as commit() does
     for number, (digest, kind) in enumerate(zip(digests, kinds)):
         if kind is not None:
             flags, namespace = kind
@@ -228,6 +229,7 @@ def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store
     store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
     reader.namespace = 3
     plain, bound = digest_of("plain"), digest_of("bound")
+    store.header[Word.BOUND] = 1
     for digest, flags in ((plain, 0), (bound, ENTRY_BOUND)):
         assert store.table.publish(digest, store.geometry.data_offset, 100, 0, 4096, 3, flags, 1) is not None
     assert agree(reader, [plain, bound])[1] == [True, True]
