@@ -388,9 +388,15 @@ class DataServer:
     # -- what the membership asks for -----------------------------------------------------------------
 
     def infos(self) -> list[M.WorkerInfo] | None:
-        """Return all workers for JOIN, or None while one is not up or has entries to drop."""
-        up = bool(self.slots) and all(slot.ready for slot in self.slots)
-        if not up or (self.member.abandoned and not all(slot.current for slot in self.slots)):
+        """Return all workers for JOIN, or None while one is not up or has entries to drop.
+
+        Once a manager has taken this server in, a worker that recovers its arena is up. If the link broke meanwhile and
+        no JOIN followed, all workers would lose their shards. Clients wait for the one, or miss, as without that.
+        """
+        now, abandoned = self.loop.clock(), self.member.abandoned
+        known = self.membership.joined_at and not abandoned
+        up = [slot.ready or bool(known and slot.stats and slot.comes_up(now)) for slot in self.slots]
+        if not up or not all(up) or (abandoned and not all(slot.current for slot in self.slots)):
             return None
         return [slot.info(self.options, self.instance) for slot in self.slots]
 

@@ -69,6 +69,8 @@ SILENT_S: Final = 5.0
 BEATLESS_S: Final = 30.0
 #: So many processes in a row that did not come to serve: the next one will not either.
 FRUITLESS_MAX: Final = 5
+#: So many looks in a row must find a process silent before it is ended for that.
+SILENT_LOOKS: Final = 10
 #: A child whose connection is closed has so long to end by itself.
 END_S: Final = 1.0
 #: Added to the supervisor's first oom_score_adj: for itself, for a worker, and for processes that nobody misses.
@@ -225,6 +227,8 @@ class Supervised(Service):
         self.started_at = 0.0
         #: When the process last sent a message, or was started.
         self.last_seen = 0.0
+        #: When :meth:`kill_if_silent` last looked and what ``last_seen`` was then; the silence that it has counted.
+        self._looked_at = self._seen_at = self._silent_s = 0.0
 
     def start(self, about: str = "") -> None:
         """Fork a process, and log it with the text ``about``; nothing once it is retired. Raises OSError."""
@@ -283,10 +287,18 @@ class Supervised(Service):
             self.kill()
 
     def kill_if_silent(self, seconds: float) -> None:
-        """Kill a process that has sent nothing for so long: it is stopped, or it hangs."""
-        if self.child is not None and self._clock() - self.last_seen > seconds:
+        """Kill a process that has sent nothing for so long: it is stopped, or it hangs. Call this again and again.
+
+        Time between two looks counts up to a limit. A supervisor that was stopped itself has not looked meanwhile, and
+        blames nobody.
+        """
+        now = self._clock()
+        passed = min(now - max(self._looked_at, self.last_seen), seconds / SILENT_LOOKS)
+        self._silent_s = passed + (self._silent_s if self.last_seen == self._seen_at else 0.0)
+        self._looked_at, self._seen_at = now, self.last_seen
+        if self.child is not None and self._silent_s > seconds:
             log.error("%s (process %d) says nothing: ending it", self.name, self.child.pid)
-            self.last_seen = self._clock()
+            self.last_seen = now
             self.kill()
 
     def kill(self) -> None:

@@ -3,7 +3,8 @@
 The session tries several manager addresses in turn and never blocks the supervisor's loop. Only one manager leads; the
 others answer NOT_LEADER. Losing the manager changes nothing for clients: the server serves on with the map it has.
 
-* *No manager at the start.* After ``join_timeout_s`` without a first JOINED the server ends and says why.
+* *No manager at the start.* After ``join_timeout_s`` without a first JOINED the server ends and says why. Time in which
+  a manager is there and this server's own workers are not up does not count.
 * *Something else listens where the manager is down*, and refuses this server. Only a manager that has proven our token
   is believed at once; another refusal counts as a lost connection.
 * *A manager that accepts and does not answer* (stopped, or cut off behind its kernel). After ``SILENT_BEATS``
@@ -79,7 +80,7 @@ class MembershipDelegate(Protocol):
     """What the membership needs from its data server. ``Membership`` calls nothing else."""
 
     def infos(self) -> list[M.WorkerInfo] | None:
-        """All workers, or None while one of them is not up."""
+        """All workers, or None while one of them is not up. One that recovers is up once there was a JOINED."""
 
     def loads(self) -> list[M.WorkerLoad]:
         """Of all workers, for a heartbeat."""
@@ -256,9 +257,8 @@ class Membership(Service):
             return
         self._connecting = None
         self.loop.unwatch(sock)
-        trouble = "no answer" if late else ""
-        if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            trouble = os.strerror(number)
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        trouble = os.strerror(number) if number else "no answer" if late else ""
         if trouble or self._leaving:
             sock.close()
             if not self._leaving:
@@ -367,8 +367,7 @@ class Membership(Service):
                 self.peer.close(why)
         elif self.peer is not None and not self._greeted:
             # JOIN shows this server's secret, so it waits until it is known who is asked to keep it.
-            fault = self._foreign(self.peer)
-            if fault:
+            if fault := self._foreign(self.peer):
                 self.peer.close(fault)
             else:
                 self._greeted = True
@@ -395,11 +394,12 @@ class Membership(Service):
             return
         infos = self.delegate.infos()
         if infos is None:
+            self._started = self.loop.clock()  # there is a manager
+            self._join_later()  # when a worker serves, at once
             return
-        warm = int(self.warm and self.member.map is None)  # a manager that has died may not have stored the last one
-        epoch = max(self.member.epoch, self.warm_epoch)
-        self.offered = True
-        member = self.member
+        member, self.offered = self.member, True
+        warm = int(self.warm and member.map is None)  # a manager that has died may not have stored the last one
+        epoch = max(member.epoch, self.warm_epoch)
         cluster = member.cluster or self.warm_cluster
         join = M.Join(member.instance, warm, member.name, infos, epoch, cluster, self.secret)
         self.request(join, self._on_joined)
@@ -431,7 +431,8 @@ class Membership(Service):
 
     def _join_again(self) -> None:
         self._join_due = False
-        self.join()
+        if self._on_joined not in self._pending.values():  # none has been sent meanwhile
+            self.join()
 
     def _on_joined(self, msg: Any, status: int) -> None:
         if isinstance(msg, M.Error):
@@ -474,8 +475,7 @@ class Membership(Service):
             return
         if not isinstance(msg, M.Joined) or self.joined:
             return
-        self.joined = True
-        self._waiting = False
+        self.joined, self._waiting = True, False
         self.joined_at = self.loop.clock()
         self._complained.clear()
         self.heartbeat_s = max(0.05, msg.heartbeat_ms / 1000)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
 
+from simm.client import Client
 from tests.support.child import stopped
 from tests.support.fleet import Fleet
 from tests.support.load import FAILED, OUTAGE, PATIENT_S, Clients, load
 from tests.support.measures import measured
 from tests.support.pace import Pace
+from tests.support.patched_children import SLOW
 from tests.support.waiting import wait_until
 from tests.support.watch import Watch
 
@@ -112,3 +116,24 @@ def test_manager_and_its_state_lost(fleet: Fleet) -> None:
         time.sleep(1.0)
         check(fleet, clients)
     watch.assert_right()
+
+
+@pytest.mark.fault("F03", ci="1 kill while a worker recovers", whole="the same")
+def test_issue_a_manager_that_restarts_while_a_worker_recovers(make_fleet: Callable[..., Fleet]) -> None:
+    """Its server could not join before the worker served. It was declared dead, and all its shards went to others."""
+    slowly = ("call=tests.support.patched_children:slow",)
+    fleet = make_fleet(2, memory="32M", heartbeat_ms=500, patches=slowly, manager_arguments=("--dead-after", "10"))
+    server = fleet.servers[0]
+    with Client(fleet.manager.address, deadline_s=PATIENT_S) as client:
+        keys = [(f"k/{number}", b"%d" % number) for number in range(50)]
+        assert all(client.put(key, value) for key, value in keys)
+        shards, before, slow = fleet.shards_of(server), server.worker_pid(), server.folder / SLOW
+        slow.touch()
+        os.kill(before, signal.SIGKILL)
+        fleet.manager.kill()
+        fleet.manager.start()
+        wait_until(lambda: joined(fleet), "the manager hears all servers, while the worker recovers", 6 * BACK_S)
+        assert fleet.settled() and fleet.shards_of(server) == shards, fleet.status()
+        slow.unlink()
+        wait_until(lambda: server.succeeded(before), "the worker serves again")
+        assert [client.get(key) for key, _ in keys] == [value for _, value in keys]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from simm.server.children import HangWatch
+from simm.dataserver import DataServer
+from simm.net.loop import Loop
+from simm.server import migration, rdma_supervisor
+from simm.server.children import Children, HangWatch, Supervised
 
 
 class FakeProcess:
@@ -95,3 +100,74 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody(slot: FakeSlot) -> N
     assert hangs.maintain()
     slot.answer(3600.0)
     assert hangs.maintain() and slot.worker.kills == 0
+
+
+# -- endpoints and movers ------------------------------------------------------------------------------
+
+
+class Looker:
+    """A supervisor that looks at its endpoint, or at its mover, at a time that the test sets."""
+
+    def __init__(self, kind: str) -> None:
+        self.now, self.kills = 1000.0, 0
+        self.loop = Loop(lambda: self.now)
+        self.process = process = Supervised(Children(self.loop, lambda: ()), kind, lambda _: None, ())
+        process.child = SimpleNamespace(pid=1, peer=None, ended=lambda: False)  # type: ignore[assignment]
+        process.kill = self._kill  # type: ignore[method-assign]
+        process.last_seen = self.now
+        self.limit, self.every = migration.SILENT_S, 0.05
+        server: Any = object.__new__(DataServer)
+        nothing = SimpleNamespace(reap=lambda: None, tick=lambda: None)
+        slot = SimpleNamespace(worker=SimpleNamespace(ended=lambda: None), mover=process, streams=[])
+        vars(server).update(children=nothing, endpoints=nothing, growth=nothing, slots=[slot])
+        self._look: Callable[[], None] = server._reap
+        if kind == "endpoint":
+            self.limit, self.every = rdma_supervisor.SILENT_S, rdma_supervisor.POLL_S
+            endpoints: Any = object.__new__(rdma_supervisor.Endpoints)
+            endpoints.by_worker = {0: SimpleNamespace(process=process)}
+            self._look = endpoints._poll
+
+    def _kill(self) -> None:
+        self.kills += 1
+
+    def look(self, seconds: float, *, answers: bool) -> None:
+        """Look again and again for so long; ``answers``: the process answers in between."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += self.every
+            self._look()
+            if answers:
+                self.process.last_seen = self.now
+
+
+@pytest.fixture(params=["endpoint", "mover"])
+def looker(request: pytest.FixtureRequest) -> Iterator[Looker]:
+    made = Looker(request.param)
+    yield made
+    made.process.child = None
+    made.loop.close()
+
+
+def test_who_says_nothing_for_long_is_ended_once(looker: Looker) -> None:
+    looker.look(2 * looker.limit, answers=True)
+    looker.look(0.9 * looker.limit, answers=False)
+    assert looker.kills == 0
+    looker.look(0.2 * looker.limit, answers=False)
+    assert looker.kills == 1
+    looker.look(0.5 * looker.limit, answers=False)
+    assert looker.kills == 1, "its end takes a while"
+
+
+def test_issue_a_supervisor_that_was_stopped_ends_no_endpoint_and_no_mover(looker: Looker) -> None:
+    """It asked nothing meanwhile, and so nothing was said. It ended all endpoints when it went on."""
+    for _ in range(20):
+        looker.look(1.0, answers=True)
+        looker.now += 3600.0
+    assert looker.kills == 0
+
+
+def test_a_process_that_hangs_is_ended_also_if_its_supervisor_seldom_looks(looker: Looker) -> None:
+    for _ in range(20):
+        looker.now += looker.limit
+        looker.look(looker.every, answers=False)
+    assert looker.kills > 0

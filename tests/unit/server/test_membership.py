@@ -344,6 +344,27 @@ def test_gives_up_before_the_first_join_only(make_house: Callable[..., House]) -
     assert "not reachable" in house.gave_up and "--manager" in house.gave_up
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_a_manager_is_missed_from_when_it_was_last_there(
+    manager: Manager, make_house: Callable[..., House], back: bool
+) -> None:
+    """Workers recover their arenas for minutes before the first JOIN. Then the manager's connection closes once."""
+    house = make_house(manager, join_timeout_s=1000.0)
+    house.up = False
+    house.until(lambda: house.membership._greeted, "there is a manager")
+    house.membership._started -= 2000.0
+    house.until(lambda: house.membership._started > house.loop.clock() - 1000.0, "it is still there")
+    if back:
+        manager.hang_up()
+        house.until(lambda: house.membership.peer is None, "the loss")
+        house.up = True
+    else:
+        manager.close()
+        house.membership.join_timeout_s = 0.3
+    house.until(lambda: house.membership.joined or house.gave_up, "an end")
+    assert bool(house.gave_up) is not back
+
+
 def test_a_refusal_of_a_manager_that_has_proven_itself_is_final(
     manager: Manager, make_house: Callable[..., House]
 ) -> None:
