@@ -10,6 +10,7 @@ requests in ``rdma/work_requests.py``, the choice of ports in ``rdma/ports.py``.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import os
@@ -77,7 +78,7 @@ class VerbsQueuePair:
         self.windows: set[VerbsWindow] = set()
         self.open = True
         self._psn = secrets.randbits(24)
-        self._connected = False
+        self._connected = self._stopped = False
         self._why = self._status = ""
         #: Tickets of the last chain posted and the last chain done. Chains complete in order.
         self._ticket = self._done = 0
@@ -316,16 +317,16 @@ class VerbsQueuePair:
             if not self.open:
                 return
             library = self._library
-            try:
-                self._qp.modify(library.QPAttr(qp_state=library.error_state), library.state)
-            except library.Error:
-                pass  # destroying it is the fence; this only shortens it
+            if not self._stopped:
+                with contextlib.suppress(library.Error):  # destroying it is the fence; this only shortens it
+                    self._qp.modify(library.QPAttr(qp_state=library.error_state), library.state)
+            self._stopped = True  # a close that is interrupted below is called again: what is destroyed takes no call
+            self._break("the queue pair is closed", "")
             for window in list(self.windows):
                 window.drop()
             self._stack.close()
-            self.open = False
-            self._break("the queue pair is closed", "")
             self.rail.queue_pairs.discard(self)
+            self.open = False
             SPARES.append(self._rings)
 
     def forget(self) -> None:

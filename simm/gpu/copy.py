@@ -187,7 +187,7 @@ class _Stream:
 
     def finish(self) -> None:
         """Wait until all that was begun here is done, and forget what has not been."""
-        if self._sizes:
+        if self._targets:  # which are longer than the other lists if gather() was interrupted
             self.drop_gathered()
         self.driver.stream_synchronize(self.handle)
         for piece in self._pieces:
@@ -229,7 +229,7 @@ _idle: dict[int, list[_Stream]] = {}
 class InFlightCopies:
     """Copies that are in flight together; for one thread, from the first one to :meth:`wait`."""
 
-    __slots__ = ("_current", "_driver", "_followed", "_gathers", "_last", "_pinned", "_streams")
+    __slots__ = ("_current", "_driver", "_followed", "_gathers", "_last", "_pinned", "_streams", "_unfinished")
 
     def __init__(self, driver: Driver, *, alone: bool = False) -> None:
         """``alone``: there will be one copy, so that nothing is gathered."""
@@ -244,6 +244,8 @@ class InFlightCopies:
         self._pinned: list[Pinned] = []
         #: Device and stream of the caller's of the last copy, and what they were begun on; most copies are alike.
         self._last: tuple[int, int, _Stream] | None = None
+        #: Why it is unknown whether all copies are done. Here, as :meth:`wait` may be interrupted and called again.
+        self._unfinished: str | None = None
 
     def _on(self, device: int) -> None:
         """Make the device's context the current one."""
@@ -304,9 +306,8 @@ class InFlightCopies:
     def wait(self) -> None:
         """Wait until every copy that has begun is done, deferring interruptions, and forget those that have not.
 
-        Raises UnfinishedCopy. Twice is harmless.
+        Raises UnfinishedCopy. Twice is harmless: the second call raises it again.
         """
-        failed: CudaError | None = None
         interrupted: BaseException | None = None
         self._last = None
         while self._streams:
@@ -315,33 +316,34 @@ class InFlightCopies:
                 self._on(device)
                 stream.finish()
             except CudaError as exc:
-                failed = exc  # the stream and its staging memory are left to the process's end
-                fork.keep_forever(stream)
+                self._unfinished = str(exc)
+                fork.keep_forever(stream)  # with its staging memory, to the process's end
                 for pinned in self._pinned:
                     pinned.stuck = True
+                self._streams.pop(device, None)
             except BaseException as exc:
                 interrupted = exc
-                continue
             else:
+                # Before it is given away: if an interruption has this called again, two threads would get the stream.
+                self._streams.pop(device, None)
                 idle = _idle.setdefault(device, [])
                 if len(idle) < IDLE_STREAMS:
                     idle.append(stream)
                 else:
                     stream.close()
-            self._streams.pop(device, None)
         if self._current >= 0:
             self._current = -1
             try:
                 self._driver.pop()
             except CudaError as exc:
-                failed = failed or exc
+                self._unfinished = self._unfinished or str(exc)
         try:
-            if failed is not None:
-                raise UnfinishedCopy(f"a copy to or from a GPU cannot be waited for: {failed}")
+            if self._unfinished is not None:
+                raise UnfinishedCopy(f"a copy to or from a GPU cannot be waited for: {self._unfinished}")
             if interrupted is not None:
                 raise interrupted
         finally:
-            del failed, interrupted  # else exception and frame hold each other, and with them the callers' arena
+            del interrupted  # else exception and frame hold each other, and with them the callers' arena
 
 
 def to_device(copies: Iterable[DeviceCopy]) -> None:

@@ -265,12 +265,13 @@ def make_channel(library: Library, context: Any, stack: Stack) -> tuple[Any, int
                 fd = getattr(made, "fd", None)
                 # Another library in this process may have made one at the same time; then try again.
                 new = {fd} if isinstance(fd, int) else _event_files() - before
+                if len(new) == 1:
+                    number = new.pop()
+                    os.set_blocking(number, False)
+                    return made, number
             except OSError as error:
+                stack.close()  # the channel may have been made
                 raise FabricError(f"cannot tell a completion channel's descriptor: {error}") from error
-            if len(new) == 1:
-                number = new.pop()
-                os.set_blocking(number, False)
-                return made, number
             stack.close()
     raise FabricError("cannot tell a completion channel's descriptor: too many appear at the same time")
 

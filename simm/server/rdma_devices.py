@@ -5,6 +5,9 @@ disappear in use. None of that ends the endpoint. :attr:`Devices.down_reason` ha
 again every REOPEN_S seconds. A device that disappears breaks its queue pairs and thereby its leases. That becomes known
 when no new queue pair can be made. Once the last lease is closed, the endpoint opens all devices again.
 
+A worker may come back with another arena. The endpoint then closes all leases and devices at its next upkeep, and opens
+the devices for the new arena. Until then it makes no grants, as a client would write into the old one.
+
 Memory windows
 --------------
 A client may write a granted chunk through a memory window. The endpoint binds the window to one queue pair and one
@@ -57,6 +60,7 @@ log = logging.getLogger("simm.server.rdma_endpoint")
 
 #: Between two tries to open the devices.
 REOPEN_S: Final = 10.0
+ANOTHER_ARENA: Final = "the worker has another arena"
 
 
 class Devices:
@@ -93,12 +97,18 @@ class Devices:
     @property
     def reason(self) -> str:
         """:attr:`down_reason` as text, with how far the registration is."""
+        registration = self.registration
+        if registration is not None and not self.has(self._keeper.reader):
+            return ANOTHER_ARENA
         if self.down_reason is None:
             return ""
-        registration = self.registration
         if registration is not None and registration.done_bytes < registration.total_bytes:
             return f"registering, {registration.progress}"
         return self.down_reason
+
+    def has(self, arena: ArenaReader | None) -> bool:
+        """Return True if ``arena`` is the one registered. A client can write into the chunks of no other one."""
+        return self.registration is not None and self.registration.arena is arena
 
     def maintain(self, in_use: bool) -> None:
         """Open the devices when it is time; ``in_use`` while leases are open. Call it a few times per second.
@@ -108,6 +118,9 @@ class Devices:
         if self.fabric is None:
             if self._loop.now >= self._open_at:
                 self._open()
+        elif not self.has(self._keeper.reader):
+            self._lost(ANOTHER_ARENA)
+            self._open_at = 0.0  # nothing is wrong with the devices
         elif self.suspect and not in_use:
             self._lost(self.suspect)
 

@@ -241,8 +241,8 @@ class Endpoint(Service):
     def _open_lease(self, peer: Peer, lease: RdmaLease, request_id: int) -> None:
         devices = self.devices
         registration = devices.registration
-        if devices.down_reason is not None or registration is None:
-            peer.send_error(request_id, Status.UNAVAILABLE, devices.reason)
+        if (reason := devices.reason) or registration is None:
+            peer.send_error(request_id, Status.UNAVAILABLE, reason)
             return
         if not lease.opened:
             lease.opened = True
@@ -294,7 +294,7 @@ class Endpoint(Service):
         Raises FabricError: close the lease then.
         """
         session = self.keeper.worker()
-        if session is None:
+        if session is None or not self.devices.has(session.reader):  # the lease ends with the next upkeep
             return False
         enough = True
         old = len(lease.prepared)

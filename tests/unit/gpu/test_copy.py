@@ -400,6 +400,85 @@ def test_an_interruption_waits_for_the_device(fake: FakeCuda, monkeypatch: pytes
     whole.close()
 
 
+class Striking(list[Any]):
+    """A list of which one call is interrupted, by a signal that arrives during it."""
+
+    struck = False
+
+    def append(self, each: Any) -> None:
+        super().append(each)
+        if not self.struck:
+            self.struck = True
+            raise KeyboardInterrupt
+
+
+def test_issue_an_interruption_gives_a_stream_to_one_thread_only(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is given back: two threads with one stream drop each other's copies without a word."""
+    span = span_of(fake, 0, 64, b"v" * 64)
+    idle = copy._idle[0] = Striking()
+    with pytest.raises(KeyboardInterrupt):
+        copy.host_copy(span)
+    assert idle.struck and len(idle) == len({id(each) for each in idle}) == 1
+    assert idle[0].handle in fake._handles
+    assert copy.host_copy(span) == b"v" * 64
+
+    monkeypatch.setattr(copy, "IDLE_STREAMS", 0)
+    close = copy._Stream.close
+    closed: list[int] = []
+
+    def closing(self: copy._Stream) -> None:
+        close(self)
+        closed.append(id(self))
+        if len(closed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy._Stream, "close", closing)
+    with pytest.raises(KeyboardInterrupt):
+        copy.host_copy(span)
+    assert len(closed) == 1 and not idle
+    assert copy.host_copy(span) == b"v" * 64
+    assert not fake.pending() and not fake._contexts()
+
+
+def test_issue_an_interruption_while_copies_are_gathered_leaves_none(fake: FakeCuda) -> None:
+    """Its stream's next user would have another copy's target for its own bytes."""
+    arena, whole = registered(MIB)
+    arena.data[:] = noise(1, MIB)
+    spans = [span_of(fake, 0, 64, b"." * 64) for _ in range(4)]
+    copies = [(span, arena.data_address + 64 * at, 64, whole) for at, span in enumerate(spans)]
+    copy.to_device(copies)
+    (stream,) = copy._idle[0]
+    for span in spans:
+        fake.poke(span.address, b"." * 64)
+    stream._targets = Striking()
+    with pytest.raises(KeyboardInterrupt):
+        copy.to_device(copies[:2])
+    assert copy._idle[0] == [stream] and not stream._targets
+    copy.to_device(copies[2:])
+    assert [fake.peek(span.address, 64) for span in spans[:2]] == [b"." * 64] * 2
+    assert b"".join(fake.peek(span.address, 64) for span in spans[2:]) == arena.data[128:256]
+    whole.close()
+
+
+def test_issue_an_interruption_does_not_hide_an_unfinished_copy(fake: FakeCuda) -> None:
+    """Of two devices, one cannot be waited for, and the signal comes at the other: the chunk must stay."""
+    spans = [span_of(fake, device, 64) for device in (0, 1)]
+    idle = copy._idle[1] = Striking()
+    fake.failing["cuStreamSynchronize"] = [700]
+    data = bytearray(64)
+    with pytest.raises(BaseException, match="ILLEGAL_ADDRESS") as caught:
+        copy.to_device((span, address_of(memoryview(data)), 64, None) for span in spans)
+    assert isinstance(caught.value, UnfinishedCopy)
+    (stream,) = [each for each in fork._KEPT.values() if isinstance(each, copy._Stream)]
+    assert stream.device == 0 and idle.struck and len(idle) == 1
+    del fork._KEPT[id(stream)]
+    cuda.load().push(0)
+    stream.close()  # the fake's is well
+    cuda.load().pop()
+
+
 def test_without_pinned_memory_copies_are_slow_and_right(fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     fake.failing["cuMemHostRegister_v2"] = [2]
     span = span_of(fake, 0, 3 * STAGE_BYTES)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from simm.rdma import work_requests
 from simm.rdma.api import READ, FabricError, Timeout
 from simm.rdma.work_requests import _STATUSES
 from simm.verbs import VerbsQueuePair
-from tests.support.scripted_verbs import Error, ScriptedRail
+from tests.support.scripted_verbs import Closing, CompletionQueue, Error, Queues, ScriptedRail
 
 OPS = [(READ, 4096, 1, 8, 8192, 2)]
 DONE, FLUSHED, RNR = 0, 5, 13
@@ -150,3 +152,71 @@ def test_completions_of_nothing(extra: int, qp: VerbsQueuePair, rail: ScriptedRa
     rail.queue.script.append([DONE] * (1 + extra))
     qp.wait(ticket, soon())
     is_over(qp, rail, "", "completed what nobody had posted")
+
+
+# -- the ends of what was made ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Queues, KeyboardInterrupt()), (CompletionQueue, Error("busy", 16))])
+def test_issue_a_destroyed_queue_pair_takes_no_call(
+    kind: type[Closing], error: BaseException, qp: VerbsQueuePair, rail: ScriptedRail
+) -> None:
+    """Its close is interrupted, or its queue cannot be closed, and the caller closes it again: verbs would crash."""
+    queues: Any = next(each for each in rail.made if type(each) is Queues)
+    failing: Any = next(each for each in rail.made if type(each) is kind)
+    modify, close = queues.modify, failing.close
+    tried: list[BaseException] = []
+
+    def modifying(*attributes: Any) -> None:
+        assert not tried, "ibv_modify_qp of what was destroyed"
+        modify(*attributes)
+
+    def posting(_first: Any) -> None:
+        raise AssertionError("ibv_post_send to what was destroyed")
+
+    def ending() -> None:
+        """End as in pyverbs: the signal comes when the queue pair is destroyed, and a second call does nothing."""
+        tried.append(error)
+        if (len(tried) == 1) is isinstance(error, KeyboardInterrupt):
+            close()
+        if len(tried) == 1:
+            raise error
+
+    queues.modify, qp._post_send, failing.close = modifying, posting, ending
+    with pytest.raises((KeyboardInterrupt, FabricError)):
+        qp.close()
+    for act in (lambda: qp.post(OPS), qp.address, qp.poll):
+        with pytest.raises(FabricError, match="the queue pair is closed"):
+            act()
+    qp.close()
+    assert len(tried) == 2 and not qp.open and qp not in rail.queue_pairs
+
+
+class Nameless(Closing):
+    """The completion channel of a pyverbs that does not say its descriptor."""
+
+
+class Misnamed(Closing):
+    """One whose descriptor is none."""
+
+    fd = -1
+
+
+@pytest.mark.parametrize("kind", [Nameless, Misnamed])
+def test_issue_a_channel_that_cannot_be_used_is_closed(
+    kind: type[Closing], rail: ScriptedRail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt would cost a descriptor, which may be what there are too few of."""
+    looks: list[set[int] | OSError] = [set(), OSError(24, "Too many open files")]
+
+    def files() -> set[int]:
+        found = looks.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(work_requests, "_event_files", files)
+    rail.library.CompChannel = lambda _context: kind(rail)
+    with pytest.raises(FabricError, match="cannot tell a completion channel's descriptor"):
+        rail.queue_pair()
+    assert rail.closed == [kind.__name__]

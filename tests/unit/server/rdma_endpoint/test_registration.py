@@ -201,6 +201,60 @@ def test_the_worker_is_not_there_yet(network: FakeNetwork) -> None:
             worker.start()
 
 
+def replace(worker: WorkerThread, other: WorkerThread) -> None:
+    """Have the worker die, and come back with the other one's arena."""
+    other.die()
+    worker.die()
+    other.path = worker.path
+    other.start()
+
+
+def test_issue_the_worker_comes_back_with_another_arena(
+    worker: WorkerThread, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint lets go of the old one, and registers it at once: no device has failed."""
+    monkeypatch.setattr(devices_module, "REOPEN_S", 3600.0)
+    with WorkerThread() as other, EndpointThread(worker.path, network) as server:
+        mine = RawConnection(server.ready())
+        mine.grant(4096)
+        old = mine.opened.incarnation
+        replace(worker, other)
+        gone(mine)
+        mine.close()
+        server.until(lambda stats: stats["ready"] and not stats["granted_bytes"], "the other arena is registered")
+        assert not any(rail.regions or rail.windows for rail in server.fabrics[0].fakes), "the old one is not pinned"
+        with connection(server) as again:
+            assert again.opened.incarnation == other.store.incarnation != old
+            (grant,) = again.grant(64)
+            again.write(grant, b"n" * 64)
+            assert again.commit((digest_of("n"), grant, 64))[0] == [OK] and stored(other, "n") == b"n" * 64
+        assert len(server.fabrics) == 2, "and stays open"
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_issue_nothing_of_another_arena_is_granted(worker: WorkerThread, network: FakeNetwork, windows: bool) -> None:
+    """Before the endpoint's next upkeep: the client would write into the old arena, and commit what it never wrote."""
+    with WorkerThread() as other, EndpointThread(worker.path, network, windows=windows) as server:
+        devices, keeper = server.ready().endpoint.devices, server.endpoint.keeper
+        upkeep = devices.maintain
+        devices.maintain = lambda in_use: None  # type: ignore[method-assign]
+        mine = RawConnection(server)
+        (grant,) = mine.grant(64)
+        replace(worker, other)
+        wait_until(lambda: server.do(lambda: keeper.worker() and not devices.has(keeper.reader)), "the other one")
+        assert mine.grant(64) == [] and granted(other) == 0
+        assert mine.commit((digest_of("k"), grant, 64), wants=[(64, 1)]) == ([Status.STALE_GRANT], [])
+        assert mine.commit() == ([], []), "none was made ahead"
+        channel = server.channel()
+        assert "another arena" in str(refusal(lambda: channel.call(R.RdmaOpen(0))))
+        devices.maintain = upkeep  # type: ignore[method-assign]
+        gone(mine)
+        mine.close()
+        server.ready()
+        assert channel.call(R.RdmaOpen(0)).incarnation == other.store.incarnation
+        channel.close()
+
+
 def test_too_many_regions_are_refused(worker: WorkerThread, network: FakeNetwork) -> None:
     session = worker.session(ring=False)
     rails = network.fabric(["x"]).rails
