@@ -272,16 +272,22 @@ class Spool:
             if not self._size:  # of a forked child's first file too, which has joined nothing
                 forget_oldest(self.folder, PROCESSES_MAX - 1)
             if self._size >= FILE_BYTES_MAX:
-                self.path.replace(self.folder / (self._name + _OLDER))
+                with contextlib.suppress(FileNotFoundError):  # whoever cleans /tmp has taken it
+                    self.path.replace(self.folder / (self._name + _OLDER))
                 self._size = 0
             part: list[bytes] = []
-            while at < len(lines) and (not part or self._size + len(lines[at]) <= FILE_BYTES_MAX):
+            size = self._size
+            while at < len(lines) and (not part or size + len(lines[at]) <= FILE_BYTES_MAX):
                 part.append(lines[at])
-                self._size += len(lines[at])
+                size += len(lines[at])
                 at += 1
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             with open(fd, "wb") as file:
-                file.write(b"".join(part))
+                try:
+                    file.write(b"".join(part))
+                    file.flush()
+                finally:  # a full disk takes a part of it; and the file may be a new one, if others have removed it
+                    self._size = os.fstat(fd).st_size
             if at < len(lines):
                 self._size = max(self._size, FILE_BYTES_MAX)
 

@@ -30,6 +30,14 @@ in two slots, and one that moved was removed first.
 
 After a death the records before ANEW are of a worker that told what it did not do any more. So (3) begins behind the
 last ANEW before S. An ANEW at S or later, a gap, or a ring that is another one by now: all over again.
+
+An advance
+----------
+A namespace's old entries lie in their slots for a while after it has advanced, and are told as going when they are
+dropped. But NAMESPACE has taken their claims already. A key that was stored again meanwhile has another digest in
+another slot, whose first half is the same, as only its end is the epoch. So a follower forgets what it has claimed of
+the namespace's slots at once. Else it would say of the old digest that it goes, and who knows entries by the first half
+(``simm.index.publish``) would take that for the new one.
 """
 
 from __future__ import annotations
@@ -40,13 +48,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..hashing import SHARD_MASK
-from .listing import Mapped, entries, entries_in
+from .listing import PAGE_SLOTS, Mapped, entries, entries_in
 from .ring import ANEW, CLOSED, LOOKBACK, NAMESPACE, RECORD_FIELDS, REMOVED, SHARD, STORED, RingReader
 
 #: Records of one read, and reads of one step, at most. What came meanwhile has rarely more than one.
 READ_RECORDS: Final = 1 << 16
 STEP_READS: Final = 64
-#: What has happened: to the entry with a digest, of two words; or to a shard or a namespace, whose number is ``size``.
+#: What has happened: to the entry with a digest, of two words, and its namespace; or to a shard or a namespace, whose
+#: number is ``size``.
 CHANGE_FIELDS: Final = np.dtype(
     [("low", "<u8"), ("high", "<u8"), ("size", "u4"), ("namespace", "u2"), ("operation", "u1")]
 )
@@ -57,7 +66,8 @@ class Step(NamedTuple):
 
     Attributes:
         whole: all entries, in place of those that were known; None if what was known is still true.
-        records: what has happened since, in order, as ``CHANGE_FIELDS``.
+        records: what has happened since, in order, as ``CHANGE_FIELDS``. Of a run of single entries, those that went
+            are before those that came.
     """
 
     whole: NDArray[np.void] | None
@@ -114,8 +124,9 @@ class Follower:
     def __init__(self, ring: RingReader, table: Tables) -> None:
         self._ring = ring
         self._table = table
-        #: The digest that is claimed of each slot, as two words; 0 for none.
+        #: The digest that is claimed of each slot, as two words, 0 for none; and the number of its namespace.
         self._low, self._high = np.zeros(table.slots, np.uint64), np.zeros(table.slots, np.uint64)
+        self._namespace = np.zeros(table.slots, np.uint16)
         #: Sequence number of the next record.
         self.at = 0
         self._due = True
@@ -146,7 +157,9 @@ class Follower:
             return Step(None, _NOTHING)
         slots = len(self._low)
         self._low, self._high = np.zeros(slots, np.uint64), np.zeros(slots, np.uint64)  # pages of it are used as needed
+        self._namespace = np.zeros(slots, np.uint16)
         self._low[whole["slot"]], self._high[whole["slot"]] = whole["low"], whole["high"]
+        self._namespace[whole["slot"]] = whole["namespace"]
         return Step(whole, self._changes(np.concatenate(parts)))
 
     def _changes(self, records: NDArray[np.void]) -> NDArray[np.void]:
@@ -164,6 +177,8 @@ class Follower:
             else:
                 made = np.zeros(len(run), CHANGE_FIELDS)
                 made["size"], made["operation"] = run["argument"], run["operation"]
+                if run["operation"][0] == NAMESPACE:
+                    self._advanced(run["argument"])
                 found.append(made)
         return np.concatenate(found)
 
@@ -175,17 +190,31 @@ class Follower:
         slots, told = slots[inside].astype(np.int64), told[inside]
         rows = self._still(self._table.some(slots[told == STORED]))
         low, high = np.zeros(len(slots), np.uint64), np.zeros(len(slots), np.uint64)
+        namespace = np.zeros(len(slots), np.uint16)
         at = np.searchsorted(slots, rows["slot"])
-        low[at], high[at] = rows["low"], rows["high"]
-        before_low, before_high = self._low[slots], self._high[slots]
+        low[at], high[at], namespace[at] = rows["low"], rows["high"], rows["namespace"]
+        before_low, before_high, before_namespace = self._low[slots], self._high[slots], self._namespace[slots]
         went = ((before_low | before_high) != 0) & ((before_low != low) | (before_high != high))
-        self._low[slots], self._high[slots] = low, high
+        self._low[slots], self._high[slots], self._namespace[slots] = low, high, namespace
         gone, come = np.zeros(np.count_nonzero(went), CHANGE_FIELDS), np.zeros(len(rows), CHANGE_FIELDS)
         gone["low"], gone["high"], gone["operation"] = before_low[went], before_high[went], REMOVED
+        gone["namespace"] = before_namespace[went]
         for name in ("low", "high", "size", "namespace"):
             come[name] = rows[name]
         come["operation"] = STORED
         return [gone, come]
+
+    def _advanced(self, numbers: NDArray[np.uint32]) -> None:
+        """Forget what is claimed of the slots of these namespaces. O(slots), by pages, so that copies stay small."""
+        lost = np.zeros(1 << 16, np.bool_)
+        lost[numbers[numbers < len(lost)]] = True  # others may have written any number
+        for start in range(0, len(self._low), PAGE_SLOTS):
+            page = slice(start, start + PAGE_SLOTS)
+            low, high = self._low[page], self._high[page]
+            gone = np.flatnonzero(lost[self._namespace[page]])
+            # Slots of which nothing is claimed have no memory yet, and get none by a store of 0.
+            gone = gone[(low[gone] | high[gone]) != 0]
+            low[gone] = high[gone] = 0
 
     def _still(self, rows: NDArray[np.void]) -> NDArray[np.void]:
         """Return those of these entries of which nobody has told by now that they go."""

@@ -4,8 +4,9 @@ Everything that is published is a change of this table. So after a gap in a ring
 downstream needs to know of it: the table is compared with what the worker has now, and the difference is published.
 
 An entry's name is the first half of its digest, as in the events. Two entries with one name are one here; of honest
-keys no two have one. An entry that two workers have of one namespace, while its shard moves, is published once, and as
-removed when the last one has it no more.
+keys no two have one that are claimed of one namespace at a time: those of its epochs have the same names, but an
+advance takes the older ones first (``arena.events.follow``). An entry that two workers have of one namespace, while its
+shard moves, is published once, and as removed when the last one has it no more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...arena.events.follow import Step
 from ...arena.events.ring import CLOSED, NAMESPACE, REMOVED, SHARD, STORED
 from ...arena.hashing import SHARD_MASK
 from ...constants import SHARD_COUNT
-from ..table import Keys, Slots, Table
+from ..table import Keys, Slots, Table, all_different
 
 _NAMESPACE_SHIFT: Final = np.uint64(32)
 
@@ -107,13 +108,23 @@ class Claims:
         self._store(owner, names, self._info(owner, rows[first]))
 
     def _entries(self, owner: int, run: NDArray[np.void]) -> None:
-        _, back = np.unique(run["low"][::-1], return_index=True)
-        last = run[len(run) - 1 - back]
-        gone = last[last["operation"] == REMOVED]["low"].copy()
-        slots = self._table.find(gone, np.full(len(gone), owner, np.uint32))
-        self._remove(slots[slots >= 0], owner)
-        came = last[last["operation"] == STORED]
+        removed = run["operation"] == REMOVED
+        came, gone = run[~removed], run[removed]
+        if not all_different(run["low"]):
+            _, back = np.unique(came["low"][::-1], return_index=True)
+            came = came[len(came) - 1 - back]
+            gone = gone[~np.isin(gone["low"], came["low"])]
+        self._gone(owner, gone)
         self._store(owner, came["low"].copy(), self._info(owner, came))
+
+    def _gone(self, owner: int, rows: NDArray[np.void]) -> None:
+        """Remove these entries, but those whose names have come since to another namespace: they are still there."""
+        slots = self._table.find(rows["low"].copy(), np.full(len(rows), owner, np.uint32))
+        there = np.flatnonzero(slots >= 0)
+        slots = slots[there]
+        spaces = self._table.columns["info"][slots] >> _NAMESPACE_SHIFT
+        same = spaces == self._info(owner, rows[there]) >> _NAMESPACE_SHIFT
+        self._remove(np.unique(slots[same]), owner)
 
     def _many(self, owner: int, operation: int, numbers: NDArray[np.uint32]) -> None:
         """Remove what shards or namespaces with these numbers had; of CLOSED everything."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +94,48 @@ def test_a_disk_that_refuses_costs_the_spans_and_one_line(folder: Path, caplog: 
         mine.write()
     assert len(mine.recorder) == 0
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"traces cannot be written to {folder}"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_issue_a_folder_that_was_away_is_written_to_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """What was traced while there was none counted as written, and a full file that is gone could not be replaced."""
+    mine = spool.spool_in(folder)
+
+    def trace() -> None:
+        for _ in range(5):
+            mine.recorder.add(operation())
+        mine.write()
+
+    trace()
+    size = mine.path.stat().st_size
+    monkeypatch.setattr(spool, "FILE_BYTES_MAX", size if full else 2 * size)
+    shutil.rmtree(folder)
+    for _ in range(4):
+        trace()
+    spool.open_folder(folder)
+    trace()
+    assert len(spool.collect(folder)[0]) == 10
+
+
+def test_issue_what_a_full_disk_refuses_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as written, so files with hardly a span took the place of the full one before them."""
+    monkeypatch.setattr(spool, "FILE_BYTES_MAX", 1 << 20)
+    mine = spool.spool_in(folder)
+    mine.recorder.add(operation())
+    mine.write()
+    limits, took = resource.getrlimit(resource.RLIMIT_FSIZE), mine.path.stat().st_size
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # a write beyond it fails, as on a full disk, behind what still fits
+        resource.setrlimit(resource.RLIMIT_FSIZE, (took + 100, limits[1]))
+        for _ in range(40):
+            mine.recorder.add(operation())
+            mine.write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert mine.path.stat().st_size == mine._size == took + 100
 
 
 def test_a_folder_that_becomes_unsafe_costs_the_spans_and_one_line(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from simm.arena.events import ring as ring_module
-from simm.arena.events.ring import EventRing
+from simm.arena.events.follow import Follower, MappedTable
+from simm.arena.events.ring import EventRing, RingReader
 from simm.arena.hashing import EpochHasher, Hasher, shard_of
 from simm.arena.reader import ArenaReader
 from simm.arena.shard_words import ShardWords
@@ -25,7 +26,7 @@ from tests.support.dose import dose, dosed
 from tests.support.event_claims import Claims, Watcher, attach_to, digest_in, listed, new_ring
 from tests.support.shards import set_shards
 from tests.support.store_steps import step
-from tests.support.store_world import ALL_SHARDS, World, digest_of, new_segment, owned, remove_segment
+from tests.support.store_world import ALL_SHARDS, World, digest_of, divide, new_segment, owned, remove_segment
 
 MIB = 1 << 20
 #: States of an operation that are all looked at.
@@ -382,13 +383,20 @@ def test_a_spoilt_slot(segment: OwnedArena) -> None:
 # -- epochs -----------------------------------------------------------------------------------------------
 
 
-def test_an_advance_takes_all_claims_of_the_namespace_at_once(segment: OwnedArena) -> None:
+def open_store(segment: OwnedArena) -> tuple[Store, memoryview]:
+    """Return a store that is owner of all shards, and the ring that it tells."""
     memory = new_ring()
+    divide(segment, 512)
     segment.buf[: 1 << 20] = bytes(1 << 20)
     store = Store.create(segment.mm, slots=512)
     attach_to(store, memory)
     set_shards(store, 1, *owned(ALL_SHARDS, 1))
     store.open()
+    return store, memory
+
+
+def test_an_advance_takes_all_claims_of_the_namespace_at_once(segment: OwnedArena) -> None:
+    store, memory = open_store(segment)
     watcher = Watcher(memory, ArenaReader(segment.name))
     session = store.sessions.open(1, 1, "weights")
     other = store.sessions.open(1, 1, "other")
@@ -418,4 +426,60 @@ def test_an_advance_takes_all_claims_of_the_namespace_at_once(segment: OwnedAren
         for key in keys:
             assert put(hasher(key)) == Status.OK
         assert set(tell()) == kept | {hasher(key) for key in keys} == set(listed(watcher.reader))
+    store.release()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_issue_what_is_stored_again_before_old_values_are_dropped_stays_published(
+    segment: OwnedArena, late: bool
+) -> None:
+    """Digests of two epochs have one first half, which is the name of an entry in what is published.
+
+    The removal of the old entry took the new one with it, for good. ``late``: for one who begins after the advance.
+    """
+    published = pytest.importorskip("simm.index.publish.claims", reason="simm-store[index] is not installed")
+    store, memory = open_store(segment)
+    reader = ArenaReader(segment.name)
+    store.sessions.open(1, 1, "the first one")
+    session = store.sessions.open(1, 1, "weights")
+    follower = Follower(RingReader(memory), MappedTable(reader))
+    claims = published.Claims(lambda owner, number: f"n{number}")
+    names: set[int] = set()
+
+    def poll() -> set[int]:
+        store.apply_pending()
+        store.table.tell()
+        step = follower.step()
+        while follower.due or not step.empty:
+            for delta in claims.take(1, step):
+                (names.update if delta.stored else names.difference_update)(delta.names.tolist())
+            step = follower.step()
+        return names
+
+    def there() -> set[int]:
+        return {int.from_bytes(each[:8], "little") for each in listed(reader)}
+
+    def put(epoch: int) -> None:
+        hasher = EpochHasher("weights", epoch) if epoch else Hasher("weights")
+        for number in range(200):
+            digest = hasher(f"key {number}")
+            ((granted, _, _),) = store.sessions.grant(session, 100, 1)
+            assert store.commit(session, [(digest, granted, 100, 0, 0, 0)])[0] == Status.OK
+
+    put(0)
+    for epoch in (6, 7, 8):
+        if not late:
+            assert len(poll()) == 200
+        store.stale.take({"weights": epoch})
+        assert late or not poll()
+        put(epoch)
+        assert poll() == there() and len(names) == 200
+        assert store.stale.due, "the control: old entries lie beside the new ones"
+        while store.stale.step():
+            assert poll() == there()
+        assert poll() == there() and len(names) == 200
+        (whole,) = claims.all()
+        assert set(whole.names.tolist()) == names
+    assert store.delete([EpochHasher("weights", 8)("key 3")]) == [Status.OK]
+    assert poll() == there() and len(names) == 199
     store.release()

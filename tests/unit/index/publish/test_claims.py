@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -42,7 +43,8 @@ def apply(mine: dict[int, int], step: Step) -> None:
         if operation == STORED:
             mine[name] = int(row["namespace"])
         elif operation == REMOVED:
-            mine.pop(name, None)
+            if mine.get(name) == int(row["namespace"]):
+                del mine[name]
         else:
             for each, namespace in list(mine.items()):
                 if operation == CLOSED or number == (each & 16383 if operation == SHARD else namespace):
@@ -65,7 +67,7 @@ def random_step(rng: random.Random) -> Step:
         if what < 0.6:
             records.append(record(STORED, name, 1, namespace))
         elif what < 0.9:
-            records.append(record(REMOVED, name))
+            records.append(record(REMOVED, name, 0, namespace))
         elif what < 0.96:
             records += [record(SHARD, 0, rng.choice([0, 5, 7])) for _ in range(rng.randint(1, 3))]
         elif what < 0.99:
@@ -75,7 +77,9 @@ def random_step(rng: random.Random) -> Step:
     whole = None
     if rng.random() < 0.1:
         whole = {name: rng.randrange(3) for name in rng.sample(NAMES, rng.randrange(len(NAMES)))}
-    return step_of(records, whole)
+    # As a follower has it: of a run of single entries, those that went come first.
+    runs = itertools.groupby(records, key=lambda each: max(REMOVED, each[-1]))
+    return step_of([each for _, run in runs for each in sorted(run, key=lambda each: -each[-1])], whole)
 
 
 @pytest.mark.parametrize("seed", dose(range(20), quick=2))
@@ -133,3 +137,15 @@ def test_numbers_of_namespaces_that_no_entry_has_are_not_kept() -> None:
     assert asked == [7] and claims.entries == 1
     (gone,) = claims.take(1, step_of([record(NAMESPACE, 0, 7)]))
     assert not gone.stored and gone.namespace == "n7" and claims.entries == 0
+
+
+def test_issue_what_came_to_another_namespace_stays_when_the_older_one_goes() -> None:
+    """While there was no room for its name its values were the default's; then it has got its first epoch."""
+    claims = Claims(lambda owner, number: f"n{number}")
+    claims.take(1, step_of([record(STORED, NAMES[0], 1, 0)]))
+    gone, came = claims.take(1, step_of([record(STORED, NAMES[0], 1, 256)]))
+    assert (gone.stored, gone.namespace, came.stored, came.namespace) == (False, "n0", True, "n256")
+    assert claims.take(1, step_of([record(REMOVED, NAMES[0], 0, 0)])) == [] and claims.entries == 1
+    # Both at once, in any order.
+    (gone,) = claims.take(1, step_of([record(REMOVED, NAMES[0], 0, 256), record(REMOVED, NAMES[0], 0, 0)]))
+    assert (gone.stored, gone.namespace, claims.entries) == (False, "n256", 0)
