@@ -75,11 +75,14 @@ def fitting(status: Mapping[str, Any], room: int) -> bytes:
         return whole
     nodes = status["nodes"]
     sizes = [len(_encode(node).encode()) + 1 for node in nodes]
-    # A server that owns shards is away only for a while, or nobody can take them.
+    # A server that owns shards is away only for a while, or nobody can take them. One that is to be empty is asked for.
     worth = [
-        (node["state"] not in _AWAY, any(each["shards"] for each in node["workers"]), -node["in_state_s"])
+        (
+            node["state"] not in _AWAY, node["draining"], any(each["shards"] for each in node["workers"]),
+            -node["in_state_s"],
+        )
         for node in nodes
-    ]
+    ]  # fmt: skip
     excess, left = len(whole) + len(str(len(nodes))) - room, set()
     for place in sorted(range(len(nodes)), key=worth.__getitem__):
         if excess > 0:

@@ -32,8 +32,11 @@ What can go wrong, and what we chose
   the state last.
 * *Somebody deletes PREFIX/leader* (``etcdctl del``). The lease goes on, and another manager leads at once. So each
   renewal also looks whether the key is still that of its term. Until the next one, a third of the lease's time later,
-  two serve. What the former one changes it cannot store, and so does not send; but a server that follows it keeps its
-  lease (``cluster/epochs.py``) so much longer than the new leader knows.
+  two serve: longer only if etcd answers keepalives and no reads, UNSEEN_TTLS leases at most. What the former one
+  changes it cannot store, and so does not send. A server that follows it keeps its lease (``cluster/epochs.py``), so a
+  new leader waits for a lease's time more before it confirms an advance.
+* *etcd is slow.* A look that gets no answer is no reason to stop leading: the keepalive alone extends the lease, and
+  each of the two has its own time.
 * *An older state replaces a newer one* of the same leader: a request that was given up arrives after its repetition. So
   each save also requires that PREFIX/state is the one saved or loaded last. After a missing answer the next save first
   looks which one is there.
@@ -98,6 +101,8 @@ SAVE_S: Final = 2.0
 POLL_S: Final = 1.0
 #: Between a failure and the next try, seconds.
 RETRY_S: Final = 0.25
+#: A leader that has not been able to read its key for so many leases' time leads no more.
+UNSEEN_TTLS: Final = 1
 #: zlib's level. 1,500 workers are 610 KB of JSON, 70 KB packed in 5 ms; level 6 would save a tenth of that.
 PACK_LEVEL: Final = 3
 CHUNK_BYTES: Final = 512 << 10
@@ -204,6 +209,8 @@ class Coordinator:
         self._clock = clock
         #: Replaced as a whole, so that every thread reads a consistent one.
         self._held = _NOT_HELD
+        #: When PREFIX/leader was last seen to be this term's.
+        self._seen_at = 0.0
         self._lock = threading.Lock()
         #: No campaign before this time.
         self._not_before = 0.0
@@ -313,18 +320,25 @@ class Coordinator:
         if not ttl_s:
             self._drop("the lease has ended")
             return 0.0
-        if not self._owns_key(held):
-            self._drop("somebody has deleted the leader's key")
-            return 0.0
         if not self._hold(held, self._until(sent, ttl_s)):
             self._drop("the keepalive's answer came too late")
             return 0.0
-        return self.ttl_s / 3
+        if why := self._no_more(held):
+            self._drop(why)
+            return 0.0
+        return max(0.0, sent + self.ttl_s / 3 - self._clock())
 
-    def _owns_key(self, held: _Held) -> bool:
-        """Return True if PREFIX/leader is still the key of this term. Without an answer nothing is extended."""
-        found = self._own_etcd.get(self._key, max(0.0, min(held.until - self._clock(), self.ttl_s / 3)))
-        return found is not None and found.create_revision == held.term
+    def _no_more(self, held: _Held) -> str:
+        """Return why this term is over although its lease is not; empty if it is not, as far as etcd answers."""
+        try:
+            found = self._own_etcd.get(self._key, self.ttl_s / 2)
+        except EtcdError:
+            if self._clock() - self._seen_at > UNSEEN_TTLS * self.ttl_s:
+                return "nobody can tell whether the leader's key is still its own"
+            raise
+        self._seen_at = self._clock()
+        owned = found is not None and found.create_revision == held.term
+        return "" if owned else "somebody has deleted the leader's key"
 
     def _until(self, sent: float, ttl_s: float) -> float:
         """Return the time until which a lease holds that was asked for at ``sent``."""
@@ -371,7 +385,7 @@ class Coordinator:
         except EtcdError:
             self._revoke(lease)
             raise
-        held = _Held(done.revision, lease, self._until(sent, ttl_s))
+        held, self._seen_at = _Held(done.revision, lease, self._until(sent, ttl_s)), self._clock()
         if not done.succeeded or self._closing or self._clock() >= held.until:
             self._revoke(lease)
             return poll_s

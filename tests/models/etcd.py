@@ -15,7 +15,7 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from simm.control.election import Coordinator, NotLeader
+from simm.control.election import UNSEEN_TTLS, Coordinator, NotLeader
 from simm.control.etcd import EtcdError, KeyValue, TxnResult
 from tests.models.explorer import walk
 
@@ -221,10 +221,13 @@ class World:
         self.check()
 
     def delete(self) -> None:
-        """Delete the leader's key, as an operator can. Its manager learns it by its next renewal, or its time ends."""
+        """Delete the leader's key, as an operator can. Its manager learns it by its next renewal, or its time ends.
+
+        With keepalives that are answered and reads that are not it leads for so many leases more.
+        """
         if (found := self.store.keys.pop(b"/model/leader", None)) is not None:
             self.store.revision += 1
-            self.undermined[found.create_revision] = self.store.now + TTL_S
+            self.undermined[found.create_revision] = self.store.now + (1 + UNSEEN_TTLS) * TTL_S
             self.figures["deleted"] += 1
 
     def save(self, coordinator: Coordinator) -> None:

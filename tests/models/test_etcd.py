@@ -81,7 +81,7 @@ class TestMutations:
         _breaks(100, "is stored after")
 
     def test_a_leader_that_does_not_look_for_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Coordinator, "_owns_key", lambda _self, _held: True)
+        monkeypatch.setattr(Coordinator, "_no_more", lambda _self, _held: "")
         _breaks(100, "two lead")
 
     def test_a_manager_that_saves_in_a_later_term_than_it_has_loaded_in(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,3 +189,66 @@ def test_a_leader_whose_key_cannot_be_looked_at_leads_to_the_end_of_its_time(
 
 def silent(_etcd: ModelEtcd, _key: bytes, _deadline_s: float) -> Any:
     raise EtcdError("no whole answer in time")
+
+
+class Slow:
+    """An etcd on the test's clock that takes its time for each kind of request, and gives none beyond a deadline."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.etcd: Any = ModelEtcd(Network(store, random.Random(1), 0.0))
+        self.takes = {"keepalive": 0.0, "get": 0.0}
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            takes = self.takes.get(name, 0.0)
+            self.store.now += min(takes, arguments[-1])
+            if takes > arguments[-1]:
+                raise EtcdError("no answer in time")
+            return getattr(self.etcd, name)(*arguments)
+
+        return ask
+
+
+def renewed(store: Store, coordinator: Coordinator, seconds: float) -> int:
+    """Let its thread renew for so long, at its pauses. Return how often it was found without its term."""
+    without, until = 0, store.now + seconds
+    while store.now < until:
+        try:
+            pause = coordinator._step()
+        except EtcdError:
+            pause = election.RETRY_S
+        without += not coordinator.term
+        store.now += pause
+        store.expire()
+        without += not coordinator.term
+    return without
+
+
+@pytest.mark.parametrize(("keepalive", "get"), [(0.9, 0.9), (1.1, 1.1), (0.01, 1.8), (1.6, 0.0)])
+def test_a_slow_etcd_deposes_nobody_whom_its_keepalives_keep(keepalive: float, get: float) -> None:
+    """Of a lease of five seconds. The look at the key has its own time, and is no reason to stop."""
+    store = Store()
+    slow = Slow(store)
+    coordinator = Coordinator(lambda: slow, "/simm", ttl_s=5, clock=lambda: store.now)  # type: ignore[arg-type,return-value]
+    while not coordinator.term:
+        coordinator._step()
+    slow.takes.update(keepalive=keepalive, get=get)
+    assert renewed(store, coordinator, 60.0) == 0
+
+
+def test_a_leader_whose_key_nobody_shows_it_leads_for_a_leases_time_more() -> None:
+    store = Store()
+    slow = Slow(store)
+    coordinator = Coordinator(lambda: slow, "/simm", ttl_s=5, clock=lambda: store.now)  # type: ignore[arg-type,return-value]
+    while not coordinator.term:
+        coordinator._step()
+    slow.takes["get"] = 60.0
+    assert renewed(store, coordinator, 2.0) == 0, "a stall of reads alone"
+    slow.takes["get"] = 0.0
+    assert renewed(store, coordinator, 4.0) == 0
+    slow.takes["get"] = 60.0
+    began = store.now
+    while coordinator.term:
+        renewed(store, coordinator, 0.01)
+    assert 5.0 < store.now - began <= 2 * 5.0 + 2.5
