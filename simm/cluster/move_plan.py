@@ -17,9 +17,14 @@ What can go wrong, and what we chose
 **P does not answer FREEZE.** It is retried for ``FREEZE_S``, unless the refusal is one that a retry cannot change
 (:class:`Freeze`). Then N adopts the shards without P's values: readers get misses, and writers wait no longer.
 
-**P stops in the middle of the copy.** It has ``GIVE_UP_S`` from its last progress; then N finishes the group without
-the rest, and P's other groups at their next failure (:class:`ProgressTimeout`). If P dies, the manager's next map says
-so.
+**P stops in the middle of the copy.** It has ``GIVE_UP_S`` from the first failure since its last progress, and
+``TRIES_MIN`` tries. Then N finishes the group without the rest, and P's other groups at their next failure
+(:class:`ProgressTimeout`, :class:`CopyTries`). If P dies, the manager's next map says so.
+
+**N itself waits**, for its share of the rate or for other copies: longer than ``GIVE_UP_S`` where the rate is low. That
+is not P's silence. So it begins with a failure, not with the last progress, and each group counts its own: another
+group's failure may be one that P recovered from while this group waited. Nor is it silence if N waits between two
+failures, which is why one or two of them never suffice.
 
 **N's map is old.** P refuses FREEZE for a shard that it knows by a newer map. The plan adopts nothing and waits for
 that map; it tries again after ``REPLAN_S`` if none comes.
@@ -40,6 +45,7 @@ Cost: O(shards that move) for each plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -52,8 +58,11 @@ from .assignment import Member, Words
 
 #: How long FREEZE is retried.
 FREEZE_S: Final = 2.0
-#: Without progress for so long, what a previous owner still has is given up.
+#: Failing for so long, without progress, a previous owner is given up with what it still has.
 GIVE_UP_S: Final = 10.0
+#: So many tries in a row fail before that. One stream that was replaced can break a connection twice: a lent one, and
+#: the next one while the stream is still starting.
+TRIES_MIN: Final = 3
 #: Shortest and longest pause before a retry; the driver chooses at random.
 RETRY_S: Final = (0.02, 0.2)
 #: Between two plans by the same map.
@@ -101,11 +110,11 @@ class Freeze:
 
 
 class ProgressTimeout:
-    """How long the copies wait for one previous owner that fails."""
+    """What all copies from one previous owner know of it."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self) -> None:
         #: When it last brought a copy on.
-        self.progress_at = now
+        self.progress_at = -math.inf
         #: Its time is up; progress resets that.
         self.given_up = False
 
@@ -114,11 +123,26 @@ class ProgressTimeout:
         self.progress_at = now
         self.given_up = False
 
-    def failed(self, status: int | None, began: float, now: float) -> bool:
-        """Return True if a group is given up after a refusal or no answer (None); its copy began at ``began``."""
-        if status in _FINAL or now > max(began, self.progress_at) + GIVE_UP_S:
-            self.given_up = True
-        return self.given_up
+
+class CopyTries:
+    """The tries of one group's copy, from a previous owner that others copy from too."""
+
+    def __init__(self, timeout: ProgressTimeout) -> None:
+        self._timeout = timeout
+        #: The first failure of this group since the previous owner brought any copy on, and how many there were.
+        self._failing_since = -math.inf
+        self._failures = 0
+
+    def failed(self, status: int | None, now: float) -> bool:
+        """Return True if the group is given up after a refusal or no answer (None)."""
+        timeout = self._timeout
+        if not self._failures or timeout.progress_at >= self._failing_since:
+            self._failing_since, self._failures = now, 0
+        self._failures += 1
+        silent = self._failures >= TRIES_MIN and now > self._failing_since + GIVE_UP_S
+        if silent or status in _FINAL:
+            timeout.given_up = True
+        return timeout.given_up
 
 
 class MovePlan:

@@ -42,7 +42,7 @@ from typing import Final
 from ..arena.hashing import shard_of
 from ..arena.marks.arrivals import Arrivals
 from ..cluster.assignment import Member
-from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan
+from ..cluster.move_plan import REPLAN_S, RETRY_S, CopyTries, Freeze, Job, MovePlan
 from ..cluster.shard_map import ShardMap
 from ..config.live import LiveSettings
 from ..config.logs import reopen_logs
@@ -268,7 +268,7 @@ class Mover:
         page: M.Listed | None = None
         arrivals = Arrivals()
         unmarked = 0  # times in a row that the marks of a page could not be had
-        began = time.monotonic()
+        tries = CopyTries(source.timeout)
         while self.plan.wanted_of(job):
             try:
                 with source.channel() as channel:
@@ -285,7 +285,7 @@ class Mover:
             except TransportError as exc:
                 source.drop_connections()  # the idle ones may be broken too
                 status = exc.status if isinstance(exc, Refused) else None
-                if source.timeout.failed(status, began, time.monotonic()):
+                if tries.failed(status, time.monotonic()):
                     log.warning("%s: %s; the rest of %d shards is given up", source, exc, len(asked))
                     if page is not None:
                         self._add(lost=len(self._missing(page)))

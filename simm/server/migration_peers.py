@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
@@ -229,19 +229,36 @@ class TokenBucket:
 
 
 class ByteBudget:
-    """At most ``most`` bytes of chunks are held at once. A caller that needs more holds them alone."""
+    """At most ``most`` bytes of chunks are held at once. A caller that needs more holds them alone.
+
+    Callers are served in the order in which they came. Smaller ones that pass a large one would leave no room for it as
+    long as they come.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
         self._changed = threading.Condition()
+        #: Whoever waits, the next one first.
+        self._line: deque[object] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of callers that wait."""
+        return len(self._line)
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
         """Wait for room, and keep it inside the block."""
+        line, place = self._line, object()
         with self._changed:
-            self._changed.wait_for(lambda: not self.used or self.used + count <= self.most)
-            self.used += count
+            line.append(place)
+            try:
+                self._changed.wait_for(lambda: line[0] is place and (not self.used or self.used + count <= self.most))
+                self.used += count
+            finally:
+                line.remove(place)  # also when the wait raises: it would hold up all others
+                self._changed.notify_all()  # there may be room for the next one, too
         try:
             yield
         finally:
@@ -279,7 +296,7 @@ class SourceWorker:
         #: The cluster of the map that names the source. A source of another cluster refuses.
         self.cluster = cluster
         self._idle: list[Channel] = []
-        self.timeout = ProgressTimeout(time.monotonic())
+        self.timeout = ProgressTimeout()
 
     def __repr__(self) -> str:
         return f"<SourceWorker {self.info.node}/{self.info.worker} at {self.info.host}:{self.info.port}>"

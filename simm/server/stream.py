@@ -533,7 +533,7 @@ class Stream(Service):
                 shards_in(msg.shards)  # for a malformed bitmap the worker would close this process's session
                 if not 0 < msg.epoch <= EPOCH_MASK:
                     raise UsageError(f"no map has epoch {msg.epoch}")
-                answer = self.keeper.exchange(msg)
+                answer = self.keeper.exchange(msg, peer)  # it does not outlive its mover
             elif isinstance(msg, Marks):
                 answer = self.keeper.lister().marks(msg.digests)
             else:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from ..arena.hashing import shard_of
 from ..arena.marks.arrivals import Arrivals
 from ..arena.marks.groups import MARK_BITS
-from ..cluster.move_plan import REPLAN_S, RETRY_S, Freeze, Job, MovePlan, ProgressTimeout
+from ..cluster.move_plan import REPLAN_S, RETRY_S, CopyTries, Freeze, Job, MovePlan, ProgressTimeout
 from ..constants import DEFAULT_NAMESPACE, SHARD_COUNT
 from ..wire.messages import Status, WorkerInfo
 from ..wire.shard_set import FROZEN
@@ -159,12 +159,12 @@ class Mover:
         key = info.node, info.instance, info.worker
         found = self._timeouts.get(key)
         if found is None:
-            found = self._timeouts[key] = ProgressTimeout(self.net.now)
+            found = self._timeouts[key] = ProgressTimeout()
         return found
 
-    def _gives_up(self, job: Job, began: float) -> Steps:
+    def _gives_up(self, job: Job, tries: CopyTries) -> Steps:
         """An exchange with the previous owner failed: wait and return False, or finish without the rest."""
-        if self._timeout_of(job.source).failed(None, began, self.net.now):
+        if tries.failed(None, self.net.now):
             self.net.say(f"{self.process.name}: what {job.source.node} still has is given up")
             yield from self._finish(self._wanted_of(job))
             return True
@@ -173,7 +173,7 @@ class Mover:
 
     def _copy(self, job: Job) -> Steps:
         """List what the previous owner has of a group, copy what is not here, batch after batch, then FINISH."""
-        began, options = self.net.now, self.server.world.options
+        tries, options = CopyTries(self._timeout_of(job.source)), self.server.world.options
         left: list[bytes] | None = None
         while left is None:
             if not self._wanted_of(job):
@@ -181,7 +181,7 @@ class Mover:
                 return
             source = self._source(job.source)
             left, _ = yield source and Exchange(source.server.stream, _list, (source.arena, frozenset(job.since)))
-            if left is None and (yield from self._gives_up(job, began)):
+            if left is None and (yield from self._gives_up(job, tries)):
                 return
         self._timeout_of(job.source).progress(self.net.now)
         listed = left
@@ -194,7 +194,7 @@ class Mover:
             if source is not None and options.keeps and "no_marks" not in options.plants:
                 marks, _ = yield Exchange(source.server.stream, _marks, (source.arena, following, self.net))
                 if marks is None:
-                    if (yield from self._gives_up(job, began)):
+                    if (yield from self._gives_up(job, tries)):
                         return
                     continue
                 _, done = yield Exchange(self.worker.process, self.worker.carry, (self._plan.epoch, marks))
@@ -203,7 +203,7 @@ class Mover:
             if not left and source is not None and options.groups and "no_groups" not in options.plants:
                 numbers, _ = yield Exchange(source.server.stream, _numbers, (source.arena, listed))
                 if numbers is None:
-                    if (yield from self._gives_up(job, began)):
+                    if (yield from self._gives_up(job, tries)):
                         return
                     continue
                 whole = Arrivals().add(numbers)
@@ -215,7 +215,7 @@ class Mover:
                 return
             values, _ = yield source and Exchange(source.server.stream, _fetch, (source, left[:BATCH_KEYS]))
             if values is None:
-                if (yield from self._gives_up(job, began)):
+                if (yield from self._gives_up(job, tries)):
                     return
                 continue
             allowed = set(self._wanted_of(job))

@@ -22,7 +22,8 @@ starts, freezes, cannot reach the previous owner, adopts, reads a value, commits
 an eviction at any worker that allows it; a read at any worker, and at the worker to which that one sends it.
 
 What must not happen: two workers that accept mutations, and a read that yields a value that was current at no moment of
-the read (older than an answered put, or deleted).
+the read (older than an answered put, or deleted). Nor an owner that is frozen by a map older than the one that made it
+owner: until another map comes, nobody accepts mutations.
 
 The documented exception: a server that is cut off from the manager goes on serving clients that are cut off with it.
 Such a worker (``cut``) has no clients here. It is cut from the moment when the manager takes it for dead until it takes
@@ -41,7 +42,7 @@ import numpy as np
 from simm.arena.shard_words import ShardWords
 from simm.constants import SHARD_COUNT
 from simm.wire.messages import ShardRole, Status, status_name
-from simm.wire.shard_set import FROZEN, MOVING
+from simm.wire.shard_set import EPOCH_MASK, FROZEN, MOVING
 
 #: The one key; its shard is 0.
 DIGEST: Final = bytes(16)
@@ -56,6 +57,7 @@ BUGS: Final = {
     "not_heard": "the manager names a previous owner that has not said that it holds the map that made it owner",
     "keeps_entries": "a shard that comes back after others owned it comes with its old entries",
     "no_mark": "FREEZE leaves no mark on a shard that is not here",
+    "freezes_late": "FREEZE is compared with the word only, not with the map that gave the shard back",
 }
 
 
@@ -71,6 +73,7 @@ SMALLEST: Final[dict[str, dict[str, Any]]] = {
     "not_heard": {"puts": 1},
     "keeps_entries": {"puts": 1},
     "no_mark": {"puts": 1},
+    "freezes_late": {"puts": 0},
 }
 
 #: A map that no worker will take any more.
@@ -156,7 +159,10 @@ class Worker:
                 value = 0
             words.take()
         elif event == "freeze":
+            if "freezes_late" in self.bugs:
+                words.roles = np.zeros(SHARD_COUNT, np.uint8)
             frozen = words.freeze(details[0], [0] if local.word or "no_mark" not in self.bugs else [])
+            words.roles[0] = local.role
             answer = None if frozen is None else bool(frozen)
         elif event == "adopt":
             words.adopt(details[0], [0], [0] if details[1] else [])
@@ -246,11 +252,17 @@ class MoveModel:
         return state._replace(maps=maps, heard=heard)
 
     def fault(self, state: State) -> str:
-        """Return a text if two workers accept mutations, else ""."""
+        """Return a text if two workers accept mutations, or the owner is frozen by an older map, else ""."""
         accepting = [
             at for at, local in enumerate(state.workers) if not state.cut[at] and local.word and self.accepts(local)
         ]
-        return f"workers {accepting} accept mutations at once" if len(accepting) > 1 else ""
+        if len(accepting) > 1:
+            return f"workers {accepting} accept mutations at once"
+        for at, local in enumerate(state.workers):
+            owns = local.role in (ShardRole.OWNER, ShardRole.INCOMING)
+            if owns and local.word >= FROZEN and local.word & EPOCH_MASK < local.since:
+                return f"worker {at} owns the shard since map {local.since}, and is frozen by an older one"
+        return ""
 
     def successors(self, state: State) -> Iterator[tuple[str, State, str]]:
         """Yield (event, canonical state, fault) for everything that can happen next."""

@@ -119,6 +119,7 @@ def search_moves(title: str, model: shard_move.MoveModel) -> Found[shard_move.St
     [
         pytest.param({"epochs": 3}, marks=pytest.mark.full),
         pytest.param({"epochs": 4, "losses": False}, marks=pytest.mark.full),
+        pytest.param({"epochs": 4, "puts": 0}, marks=pytest.mark.full),
         {"epochs": 3, "losses": False},
     ],
 )

@@ -93,6 +93,8 @@ class Naive:
             }
 
     def freeze(self, epoch: int, shards: Iterable[int]) -> list[int] | None:
+        if any(self.parts[shard][0] in (OWNER, INCOMING) and self.parts[shard][1] >= epoch for shard in shards):
+            return None
         here = [shard for shard in shards if self.state[shard][0]]
         for shard in here:
             state, at = self.state[shard]
@@ -244,6 +246,53 @@ def test_an_old_mover_is_refused() -> None:
     assert words.accepts(S) and words.accepts(T)
     assert words.freeze(8, [T]) == [T] and words.freeze(6, [T]) is None
     assert words.freeze(8, [T]) == [T] == words.freeze(9, [T])  # said again, by its successor
+
+
+def came_back(role: int, *, clearing: bool) -> ShardWords:
+    """P, which gave the shard away by map 2, and has it again since map 4; its word is still 0."""
+    words = made()
+    tell(words, 1, s=(OWNER, 1), t=(OWNER, 1))
+    assert words.freeze(2, [S], 1) == [S] and not tell(words, 2, s=(OUTGOING, 2), t=(OWNER, 1))
+    assert words.retire(4, *map_of({S: (role, 4), T: (OWNER, 1)}))
+    if clearing:
+        words.begin_clearing()
+        words.take()
+    assert not words.words[S]
+    return words
+
+
+@pytest.mark.parametrize(("role", "clearing"), [(OWNER, True), (INCOMING, True), (INCOMING, False)])
+def test_issue_a_late_freeze_blocks_no_shard_that_has_come_back(role: int, clearing: bool) -> None:
+    """Nobody could mutate it then: P was its only owner, and frozen by a map that had been superseded."""
+    words = came_back(role, clearing=clearing)
+    assert words.freeze(2, [T, S], 4) is None and words.freeze(3, [S], 4) is None
+    if clearing:
+        words.cleared()
+    assert words.adopt(4, [S], [S]) == 1 and words.accepts(S) and words.accepts(T), "nothing was changed"
+    words.check()
+
+
+@pytest.mark.parametrize(("role", "clearing"), [(OWNER, True), (INCOMING, True), (INCOMING, False)])
+def test_a_freeze_of_a_newer_map_freezes_what_has_come_back(role: int, clearing: bool) -> None:
+    """P has not heard yet that it is released again."""
+    words = came_back(role, clearing=clearing)
+    assert words.freeze(5, [S, T], 4) == [T] and not words.accepts(T)
+    assert words.adopt(4, [S], [S]) == 0
+    if clearing:
+        words.cleared()
+    assert words.words[S] == words.words[T] == FROZEN | 5
+    assert not tell(words, 5, s=(OUTGOING, 5), t=(OUTGOING, 5)) and words.words[S] == FROZEN | 5
+    words.check()
+
+
+def test_a_previous_owner_that_is_a_map_behind_or_ahead_is_frozen() -> None:
+    """A mover's map is newer than the move itself when other shards have moved since."""
+    behind, ahead = made(), made()
+    tell(behind, 4, s=(INCOMING, 4))
+    assert behind.freeze(6, [S], 4) == [] and behind.words[S] == FROZEN | 6
+    tell(ahead, 4, s=(OWNER, 4))
+    tell(ahead, 7, s=(OUTGOING, 5))
+    assert ahead.freeze(6, [S], 7) == [S] and ahead.words[S] == FROZEN | 6
 
 
 def test_no_epoch_freezes_that_no_map_will_exceed() -> None:

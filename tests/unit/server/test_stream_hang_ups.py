@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -23,11 +23,14 @@ from simm.server import stream_put, worker_session
 from simm.server.stream_put import COMMIT_KEYS
 from simm.wire import messages as M
 from simm.wire.messages import Status
+from simm.wire.shard_set import FROZEN, bitmap_of, shards_in
 from tests.support.newer_value import KEY, NEW, OLD, Newer, digest_of, stored
 from tests.support.raw_stores import begin, end, store
 from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worker_thread import StreamThread, WorkerThread, nothing_is_lost
 
+#: A shard that no test stores anything in.
+SHARD: Final = 5
 #: Longer than a test waits for anything.
 FOR_EVER_S = 2 * WAIT_S
 
@@ -163,6 +166,68 @@ def test_mutation_a_wait_that_does_not_look(
             wait_until(lambda: words[0], "the worker is told", 0.5)
     wait_until(lambda: stored(session) == OLD, "it is stored late")
     del kept
+
+
+def noted(session: WorkerSession, monkeypatch: pytest.MonkeyPatch) -> list[M.Freeze]:
+    """The FREEZEs that the worker is sent from now on."""
+    real, sent = session.submit, []
+
+    def submit(msg: Any) -> int:
+        ticket = real(msg)
+        if isinstance(msg, M.Freeze):
+            sent.append(msg)
+        return ticket
+
+    monkeypatch.setattr(session, "submit", submit)
+    return sent
+
+
+def test_issue_a_freeze_is_withdrawn_when_its_mover_hangs_up(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was carried out however late, with nobody there any more who would adopt the shard."""
+    session, gone, sent = session_of(stream), stream.channel(M.Role.MOVER), noted(session_of(stream), monkeypatch)
+    assert session.withdrawals is not None
+    words = session.withdrawals.words
+    with worker.frozen():
+        gone.submit(M.Freeze(2, bitmap_of([SHARD])))
+        wait_until(lambda: sent, "the worker is asked")
+        gone.close()
+        wait_until(lambda: words[0], "the worker is told", WAIT_S / 2)
+    wait_until(lambda: not stream.stream.keeper.is_late() and not any(words), "the stream has its answer")
+    assert worker.store.shards[SHARD] == 1 and stream.stream.keeper.session is session
+
+
+def test_issue_a_freeze_whose_mover_hung_up_while_the_loop_waited_freezes_nothing(
+    worker: WorkerThread, stream: StreamThread
+) -> None:
+    session, gone, go_on, waits = session_of(stream), stream.channel(M.Role.MOVER), threading.Event(), threading.Event()
+
+    def block() -> None:
+        waits.set()
+        go_on.wait(WAIT_S)
+
+    stream.loop.call_later(0.0, block)
+    assert waits.wait(WAIT_S)
+    gone.submit(M.Freeze(2, bitmap_of([SHARD])))
+    gone.close()
+    go_on.set()
+    wait_until(lambda: not stream.loop.peers, "it is closed")
+    session.exchange(M.Exists([KEY]))  # the worker has done all that it was sent before
+    assert worker.store.shards[SHARD] == 1
+
+
+def test_a_mover_that_stays_has_its_shard_frozen(
+    worker: WorkerThread, stream: StreamThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positive control of the two tests above."""
+    stays, sent = stream.channel(M.Role.MOVER), noted(session_of(stream), monkeypatch)
+    with worker.frozen():
+        number = stays.submit(M.Freeze(2, bitmap_of([SHARD])))
+        wait_until(lambda: sent, "the worker is asked")
+    answer = stays.result(stays.wait(number))
+    assert shards_in(answer.shards) == [SHARD] and worker.store.shards[SHARD] == FROZEN | 2
+    stays.close()
 
 
 @pytest.mark.parametrize("size", [10, 60_000])
