@@ -7,8 +7,8 @@ what an engine calls a block -> its key and holder, and (key, holder) -> how oft
 
 Only what can be restored counts. So of a hybrid model only groups with full attention do, and a prompt's block only if
 all of these groups have it; and an event must have the tokens of all its blocks. An event of a parent that is unknown
-waits for it. STORAGE events of engines do not count, as engines tell nobody what their storage evicts; a source can be
-registered with ``storage_removals`` if its engine does.
+waits for it. STORAGE events of engines do not count, as engines tell nobody what their storage evicts, nor do those of
+connectors to stores (see ``Source.tier``); a source can be registered with ``storage_removals`` if its engine does.
 
 Where two ways are possible, the one is taken that forgets: a block that is missed costs time, one that is not there
 costs more.
@@ -24,16 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .events import Event, Removed, Stored, Where
+from .events import Event, Removed, Stored
 from .keys import SEED, chain, key_of
 from .places import Found, Places
 from .prefixes import BITS, MOST
-from .sources import DENSE, MEDIA, STORAGE, U64, UNKNOWN, Expected, Holder, Late, Parked, Registration, Source, Space
+from .sources import DENSE, GPU, U64, Expected, Holder, Ignored, Late, Parked, Registration, Source, Space
 from .table import GROWTH, Owners, Slots, Table, all_different
 
 SOURCES_MAX: Final = 4096
 HOLDERS_MAX: Final = 1024
-MEDIA_MAX: Final = 64
 #: Of each source: blocks that wait for a parent.
 PARKED_MAX: Final = 1 << 16
 #: And bytes of their tokens and of what else they depend on.
@@ -179,7 +178,7 @@ class Blocks:
         lane = source.lanes.get((group, rank))
         if lane is None:
             if len(source.lanes) >= HOLDERS_MAX:
-                raise _Ignored("too many ranks and groups")
+                raise Ignored("too many ranks and groups")
             lane = source.lanes[group, rank] = self._new_id()
         return lane
 
@@ -191,8 +190,10 @@ class Blocks:
                 self._flush()
                 empty = next((name for name, each in source.holders.items() if not each.blocks), None)
                 if empty is None:
-                    raise _Ignored("too many spaces")
+                    raise Ignored("too many spaces")
                 self._forget(source.holders.pop(empty))
+                if len(self._dead) > DEAD_MAX:
+                    self.sweep()
             holder = source.holders[key] = Holder(self._new_id(), source, space, rank, group, node)
             self._holders[holder.id] = holder
             self.spaces.setdefault(space, {})[holder.id] = holder
@@ -237,7 +238,7 @@ class Blocks:
                     self._removed(source, event, mine)
                 else:
                     self.clear(source, event.where.tenant if source.registration.store else None)
-            except _Ignored as why:
+            except Ignored as why:
                 source.ignored[str(why)] += 1
 
     def _again(self, late: Late, source: Source, event: Event, told: int | None) -> bool:
@@ -248,6 +249,7 @@ class Blocks:
         if (
             not isinstance(event, Stored) or late.source is not source or event.block_size != late.like.block_size
             or event.tokens is None or event.extras or source.waiting
+            or (late.tier != GPU and source.registration.type == "vllm")  # see _told
         ):  # fmt: skip
             return False
         of, mine = source.registration.rank, event.where.rank
@@ -278,34 +280,15 @@ class Blocks:
         late.count += count
         return True
 
-    def _tier(self, source: Source, where: Where) -> int:
-        name = (where.medium or "gpu").lower()
-        tier = MEDIA.get(name, UNKNOWN)
-        if tier == UNKNOWN and len(source.media) < MEDIA_MAX:
-            source.media.add(name)
-        if tier == STORAGE and not source.registration.store and not source.registration.storage_removals:
-            raise _Ignored("storage of an engine, which tells no removals")
-        return tier
-
-    def _space(self, source: Source, where: Where, block_size: int | None) -> Space:
-        told = source.registration
-        size = block_size or told.block_size
-        if size is None:
-            raise _Ignored("no block size")
-        return Space(
-            where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
-            size,
-        )  # fmt: skip
-
     def _stored(self, source: Source, event: Stored, rank: int) -> None:
         where = event.where
         if where.kind not in DENSE:
-            raise _Ignored("a group that keeps no whole prefix")
-        tier = self._tier(source, where)
+            raise Ignored("a group that keeps no whole prefix")
+        tier = source.tier(where)
         if source.blocks + len(event.hashes) > BLOCKS_MAX:
-            raise _Ignored("too many blocks")
+            raise Ignored("too many blocks")
         if event.tokens is None and (event.standard or source.registration.store):
-            space = self._space(source, where, event.block_size)
+            space = source.space(where, event.block_size)
             holder = self._holder(source, space, rank, where.group, where.owner or source.registration.node)
             self._hold(source, holder, event.hashes, tier, False)
             return
@@ -315,7 +298,7 @@ class Blocks:
             return
         size = event.block_size or source.registration.block_size
         if size is None or len(event.tokens) != 4 * size * len(event.hashes):
-            raise _Ignored("not the tokens of all blocks")
+            raise Ignored("not the tokens of all blocks")
         todo = [Parked(event, rank, set())]
         while todo:
             parked = todo.pop()
@@ -330,21 +313,25 @@ class Blocks:
         event, rank = parked.event, parked.rank
         key: int | None = None
         if event.parent is None:
-            space = self._space(source, event.where, size)
+            space = source.space(event.where, size)
         else:
             key, holder = self._parent(event.parent, lane)
             if holder is None:
                 self._park(source, parked, lane)
                 return False
             if holder.space.block_size != (event.block_size or size):
-                raise _Ignored("blocks of another size than their parent")
+                raise Ignored("blocks of another size than their parent")
             space = holder.space
         assert event.tokens is not None
         step = event.block_size or size
-        keys = chain(event.tokens, step, parent=key, extras=event.extras, seed=self.seed)
-        node = event.where.owner if source.registration.store else None
-        holder = self._holder(source, space, rank, event.where.group, node or source.registration.node)
-        tier = self._tier(source, event.where)
+        tier = source.tier(event.where)
+        holder = None
+        if tier != GPU and source.registration.type == "vllm" and not event.extras:
+            holder, keys = self._told(event, lane, key, step)
+        if holder is None:
+            keys = chain(event.tokens, step, parent=key, extras=event.extras, seed=self.seed)
+            node = event.where.owner if source.registration.store else None
+            holder = self._holder(source, space, rank, event.where.group, node or source.registration.node)
         names: Sequence[int] = event.hashes
         if parked.gone:
             kept = [at for at, name in enumerate(names) if name not in parked.gone]
@@ -354,6 +341,23 @@ class Blocks:
             copies = source.registration.type == "vllm" and event.parent is not None
             self._collect(Late(source, holder, lane, tier, copies, {}, event, rank), names, keys)
         return True
+
+    def _told(self, event: Stored, lane: int, key: int | None, step: int) -> tuple[Holder | None, list[int]]:
+        """Return the holder and the keys of blocks of which the engine has told more before; no holder if it has not.
+
+        vLLM's names of blocks say all that they depend on. But its offloading leaves salts and images away when it
+        tells of them once more. Believed as they are, they would be those of the tokens alone.
+        """
+        found, keys = None, []
+        assert event.tokens is not None
+        for at, name in enumerate(event.hashes):
+            known, holder = self._parent(name, lane)
+            if known is not None and holder and holder.space.block_size == step and holder.space.agrees(event.where):
+                found, key = holder, known
+            else:
+                key = key_of(event.tokens[4 * step * at : 4 * step * (at + 1)], key, self.seed)
+            keys.append(key)
+        return found, keys
 
     def _parent(self, name: int, lane: int) -> tuple[int | None, Holder | None]:
         """Return the key and the holder of what an engine calls a block; None for an unknown one."""
@@ -412,15 +416,11 @@ class Blocks:
 
     def _removed(self, source: Source, event: Removed, rank: int) -> None:
         where = event.where
-        tier = self._tier(source, where)
+        tier = source.tier(where, removed=True)
         lane = source.lanes.get((where.group, rank))
         names = event.hashes
         if source.waiting and lane is not None:
-            gone = set(names)
-            for (_, of), waiting in source.parked.items():
-                if of == lane:
-                    for each in waiting:
-                        each.gone |= gone.intersection(each.event.hashes)
+            source.unwait(lane, names)
         if lane is not None and len(names) >= _VECTOR and len(set(names)) == len(names):
             self._unhold_many(source, np.array(names, np.uint64), lane, tier)
         elif lane is not None:
@@ -433,11 +433,9 @@ class Blocks:
         """Take blocks away that have no alias: of every space that the event may mean."""
         where = event.where
         for holder in list(source.holders.values()):
-            space = holder.space
             if (
-                where.model in (None, space.model) and where.tenant in (None, space.tenant)
-                and where.lora in (None, space.lora) and where.salt in (None, space.salt)
-                and where.owner in (None, holder.node) and rank == holder.rank and where.group == holder.group
+                holder.space.agrees(where) and where.owner in (None, holder.node)
+                and rank == holder.rank and where.group == holder.group
             ):  # fmt: skip
                 keys = np.unique(np.array(event.hashes, np.uint64))
                 slots = self._held.find(keys, np.full(len(keys), holder.id, np.uint32))
@@ -455,18 +453,21 @@ class Blocks:
                 if slot < 0:
                     slot = table.add_one(name, lane)
                 else:
-                    self._renamed(np.array([slot]), np.array([key], np.uint64))
+                    self._renamed(np.array([slot]), np.array([key], np.uint64), holder)
                 table.columns["key"][slot], table.columns["holder"][slot] = key, holder.id
             return
         slots, new = table.find_or_add(mine, np.full(len(mine), lane, np.uint32))
         if not new.all():
-            self._renamed(slots[~new], whole[~new])
+            self._renamed(slots[~new], whole[~new], holder)
         table.columns["key"][slots], table.columns["holder"][slots] = whole, holder.id
 
-    def _renamed(self, slots: Slots, keys: U64) -> None:
-        """Forget what aliases meant that mean something else from now on."""
+    def _renamed(self, slots: Slots, keys: U64, holder: Holder) -> None:
+        """Forget what aliases meant that mean something else from now on: another block, or one of another space."""
         columns = self._aliases.columns
-        other = slots[columns["key"][slots] != keys]
+        differs = columns["key"][slots] != keys
+        if not holder.source.registration.store:  # of which several hosts can have a block
+            differs |= columns["holder"][slots] != holder.id
+        other = slots[differs]
         if other.size:
             held = self._held.find(columns["key"][other], columns["holder"][other])
             self._drop(np.unique(held[held >= 0]))
@@ -593,7 +594,3 @@ class Blocks:
             ids = [[each.id for each in unit] for unit in units.values()]
             found = self._places.leading(self._held, ids, np.asarray(keys, np.uint64))
             return [pair for unit, parts in zip(units.values(), found) for pair in zip(unit, parts)]
-
-
-class _Ignored(Exception):
-    """Why an event is not counted."""

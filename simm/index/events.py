@@ -245,6 +245,8 @@ def _event(fields: _Map) -> Event:
     if name == "BlockRemoved":
         return Removed(hashes, where)
     size = fields.block_size
+    if size == 0 and not fields.token_ids:
+        size = None  # vLLM's offloading names a block so that it has told of before
     if size is not None and not 0 < size <= BLOCK_TOKENS_MAX:
         raise BadEvent(f"blocks of {size} tokens, 1 to {BLOCK_TOKENS_MAX} are allowed")
     tokens = None

@@ -14,14 +14,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ..errors import UsageError
 from .blocks import SOURCES_MAX, Blocks
 from .events import MESSAGE_BYTES_MAX
 from .libraries import zmq
-from .sources import Registration, Source
+from .sources import LOGGED, Registration, Source
 from .streams import Stream
 
 log = logging.getLogger("simm.index.publishers")
@@ -46,14 +46,19 @@ _SOCKETS: Final = 4
 _FRAMES: Final = 3
 _FRAMES_MAX: Final = 4
 _END: Final = (1 << 64) - 1
-_ENDPOINT: Final = re.compile(r"tcp://[^\s*/@]+:\d{1,5}|ipc:///[^\s\x00]{1,100}")
+#: What ZMQ connects to: a host's name or address, as it checks them, or a socket's path.
+_ENDPOINT: Final = re.compile(
+    r"tcp://(?:[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]):([0-9]{1,5})|ipc:///[!-~]{1,100}"
+)
 _TICK_S: Final = 0.5
 
 
 def check_endpoint(text: str) -> str:
     """Return an address that a publisher can have. Raises UsageError for others."""
-    if len(text) > 256 or not _ENDPOINT.fullmatch(text):
-        raise UsageError(f"{text[:80]!r} is no publisher's address: use tcp://HOST:PORT or ipc:///PATH")
+    found = _ENDPOINT.fullmatch(text) if len(text) <= 256 else None
+    if found is None or (found[1] and not 0 < int(found[1]) < 1 << 16):
+        why = "; $ is left of a variable that nothing has replaced" if "$" in text else ""
+        raise UsageError(f"{text[:80]!r} is no publisher's address: use tcp://HOST:PORT or ipc:///PATH{why}")
     return text
 
 
@@ -98,11 +103,16 @@ class _Link:
     def close(self) -> None:
         """Close all sockets."""
         self.end_replay()
-        for each in (self.sub, self.monitor):
-            self._poller.unregister(each)
-        self.sub.disable_monitor()
-        self.monitor.close(0)
-        self.sub.close(0)
+        with contextlib.suppress(zmq.ZMQError):  # it is closed already
+            self.sub.disable_monitor()
+        for each in (self.monitor, self.sub):
+            self._drop(each)
+
+    def _drop(self, sock: Any) -> None:
+        """Close a socket, whether it is polled or not."""
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(sock)
+        sock.close(0)
 
     def read(self, sock: Any) -> None:
         """Take what has arrived at a socket, up to a turn's share."""
@@ -166,18 +176,28 @@ class _Link:
         if start is None:
             return
         self.end_replay()
-        self.dealer = self._context.socket(zmq.DEALER)
-        self._options(self.dealer)
-        self.dealer.connect(self._replay_at)
-        self.dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
-        self._poller.register(self.dealer, zmq.POLLIN)
+        try:
+            with contextlib.ExitStack() as undo:
+                dealer = self._context.socket(zmq.DEALER)
+                undo.callback(dealer.close, 0)
+                self._options(dealer)
+                dealer.connect(self._replay_at)
+                dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+                self._poller.register(dealer, zmq.POLLIN)
+                undo.pop_all()
+        except (zmq.ZMQError, ValueError) as exc:  # as one that nobody answers: what comes later counts
+            self._ended = time.monotonic()
+            self.stream.replay_failed()
+            if self.stream.counts["failed replays"] in LOGGED:
+                log.warning("cannot ask %r for a replay: %s", self._replay_at, exc)
+            return
+        self.dealer = dealer
         self._began = self._heard = time.monotonic()
 
     def end_replay(self) -> None:
         """Close the socket of a replay, if there is one."""
         if self.dealer is not None:
-            self._poller.unregister(self.dealer)
-            self.dealer.close(0)
+            self._drop(self.dealer)
             self.dealer = None
             self._ended = time.monotonic()
 
@@ -246,6 +266,11 @@ class Publishers:
         link = self._links.get(source)
         return None if link is None else link.stream
 
+    @property
+    def alive(self) -> bool:
+        """False once nobody reads the publishers any more."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread and close all sockets."""
         self._ended = True
@@ -268,7 +293,7 @@ class Publishers:
         stream = Stream(self.index, source, replays=bool(source.registration.replay))
         try:
             self._links[source] = _Link(self._context, stream, self._poller)
-        except zmq.ZMQError as exc:
+        except (zmq.ZMQError, ValueError) as exc:
             log.warning("cannot listen to %r: %s", source.registration.endpoint, exc)
             source.lost = True
 
@@ -297,7 +322,8 @@ class Publishers:
                     self._tick(now)
         finally:
             for link in self._links.values():
-                link.close()
+                with contextlib.suppress(zmq.ZMQError):  # the context closes what is left
+                    link.close()
             self._context.destroy(0)
             self._wake.close()
             self._woken.close()
@@ -305,19 +331,27 @@ class Publishers:
     def _read(self, link: _Link, sock: Any) -> None:
         link.stream.more = True
         try:
-            link.read(sock)
-            self.index.flush()
-        except Exception:
-            # One publisher must not end the others. What is known of it may be wrong now.
-            log.exception("a message of %r", link.stream.source.registration.instance)
-            link.end_replay()
-            link.stream.disconnected()
+            with self._alone(link):
+                link.read(sock)
+                self.index.flush()
         finally:
             link.stream.more = False
 
+    @staticmethod
+    @contextlib.contextmanager
+    def _alone(link: _Link) -> Iterator[None]:
+        """Let what fails with one publisher not end the others. What is known of it may be wrong then."""
+        try:
+            yield
+        except Exception:
+            log.exception("a message of %r", link.stream.source.registration.instance)
+            link.end_replay()
+            link.stream.disconnected()
+
     def _tick(self, now: float) -> None:
         for link in self._links.values():
-            link.tick(now)
+            with self._alone(link):
+                link.tick(now)
         for name, until in list(self._leases.items()):
             if until <= now:
                 log.info("the lease of %r has ended", name)

@@ -117,9 +117,14 @@ class Service:
     def routes(self) -> dict[str, Route]:
         """Pages, by path."""
         return {
-            "/healthz": lambda: Page("ok\n"), "/readyz": lambda: Page("ok\n"), "/metrics": self.metrics,
+            "/healthz": lambda: Page("ok\n"), "/readyz": self._readyz, "/metrics": self.metrics,
             "/workers": lambda: _json(self.workers()), "/dump": lambda: _json(self.dump()),
         }  # fmt: skip
+
+    def _readyz(self) -> Page:
+        if self._publishers is None or self._publishers.alive:
+            return Page("ok\n")
+        return Page("nobody reads the publishers any more: start this process again\n", status=503)
 
     def count(self, path: str) -> None:
         """Count a request that came otherwise."""

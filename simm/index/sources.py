@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .events import Stored
+from .events import Stored, Where
 
 #: Tiers by their numbers. Media that nobody knows are the last one.
 TIERS: Final = ("gpu", "cpu", "disk", "storage", "unknown")
@@ -20,6 +21,11 @@ MEDIA: Final = {
     "gpu": GPU, "cpu": CPU, "cpu_pinned": CPU, "host": CPU, "disk": DISK, "ssd": DISK,
     "storage": STORAGE, "external": STORAGE, "shared": STORAGE,
 }  # fmt: skip
+#: What engines call a medium of which they tell no removals. vLLM's MooncakeStoreConnector and LMCache in an engine's
+#: process say ``cpu``, whatever their store evicts later. Those that tell removals say ``CPU`` or ``CPU_PINNED``.
+_ADDED_TO_ONLY: Final = frozenset(("cpu",))
+#: Names of media that have no tier, of each source.
+MEDIA_MAX: Final = 64
 #: Types of sources; the last two are stores, which name blocks by RFC 1527's hashes.
 ENGINES: Final = ("vllm", "sglang", "lmcache")
 STORES: Final = ("mooncake", "simm")
@@ -39,6 +45,10 @@ EXPECTED_MAX: Final = 256
 U64 = NDArray[np.uint64]
 
 
+class Ignored(Exception):
+    """Why an event is not counted."""
+
+
 class Space(NamedTuple):
     """Where blocks can be equal. Empty texts: none."""
 
@@ -47,6 +57,13 @@ class Space(NamedTuple):
     tenant: str
     salt: str
     block_size: int
+
+    def agrees(self, where: Where) -> bool:
+        """Return True if what an event says of its blocks is so here. It may say less."""
+        return (
+            where.model in (None, self.model) and where.lora in (None, self.lora)
+            and where.tenant in (None, self.tenant) and where.salt in (None, self.salt)
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,6 +185,42 @@ class Source:
     ignored: Counter[str] = field(default_factory=Counter)
     #: Blocks of all holders.
     blocks: int = 0
+
+    def tier(self, where: Where, *, removed: bool = False) -> int:
+        """Return the tier of an event's blocks. Raises Ignored for blocks whose removal nobody tells.
+
+        ``removed``: they are gone, so that this is told after all.
+        """
+        medium, told = where.medium or "gpu", self.registration
+        name = medium.lower()
+        tier = MEDIA.get(name, UNKNOWN)
+        if tier == UNKNOWN and len(self.media) < MEDIA_MAX:
+            self.media.add(name)
+        if not told.store and not told.storage_removals:
+            if tier == STORAGE:
+                raise Ignored("storage of an engine, which tells no removals")
+            if medium in _ADDED_TO_ONLY and not removed:
+                raise Ignored(f"{medium} of a store's connector, which tells no removals")
+        return tier
+
+    def space(self, where: Where, block_size: int | None) -> Space:
+        """Return the space of an event's blocks. Raises Ignored without a block size."""
+        told = self.registration
+        size = block_size or told.block_size
+        if size is None:
+            raise Ignored("no block size")
+        return Space(
+            where.model or told.model, where.lora or told.lora, where.tenant or told.tenant, where.salt or told.salt,
+            size,
+        )  # fmt: skip
+
+    def unwait(self, lane: int, names: Sequence[int]) -> None:
+        """Note that blocks are gone, some of which may still wait."""
+        gone = set(names)
+        for (_, of), waiting in self.parked.items():
+            if of == lane:
+                for each in waiting:
+                    each.gone |= gone.intersection(each.event.hashes)
 
     def unpark(self, parked: Parked) -> None:
         """Count an event that waits no more."""

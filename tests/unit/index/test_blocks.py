@@ -359,6 +359,113 @@ def test_keys_without_tags_are_told_apart_by_their_place() -> None:
     assert asked(index, prompt(2, 9)).matches["A"].blocks == 1
 
 
+SPACES = {
+    "salt": (SPACE._replace(salt="s"), {"extra_keys": [["s"]] + [None] * 29}),
+    "adapter": (SPACE._replace(lora="L"), {"lora_name": "L", "extra_keys": [["L"]] * 30}),
+    "both": (SPACE._replace(lora="L", salt="s"), {"lora_name": "L", "extra_keys": [["L", "s"]] + [["L"]] * 29}),
+}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("count", [1, 3, 30])
+@pytest.mark.parametrize("which", SPACES)
+def test_a_block_that_is_told_again_with_less_stays_where_it_is(which: str, count: int, kind: str) -> None:
+    """vLLM's offloading leaves salts away. Blocks that it told so were all prompts', and for ever a salted one's."""
+    index = Blocks()
+    source = engine(index, type=kind)
+    tokens, names = prompt(count), list(range(1, count + 1))
+    space, more = SPACES[which]
+    spaces = [SPACE, *(each for each, _ in SPACES.values())]
+    more = {**more, "extra_keys": more["extra_keys"][:count]}
+
+    def blocks() -> dict[Space, dict[str, int]]:
+        found = {each: asked(index, tokens, each).matches.get("A") for each in spaces}
+        return {each: {tier: n for tier, n in match.tiers.items() if n} for each, match in found.items() if match}
+
+    apply(index, source, stored(names, tokens, medium="GPU", **more))
+    assert blocks() == {space: {"gpu": count}}
+    apply(index, source, stored(names, tokens, medium="CPU"))
+    if kind == "vllm":
+        assert blocks() == {space: {"gpu": count, "cpu": count}}
+        apply(index, source, removed(names, medium="GPU"))
+        assert blocks() == {space: {"cpu": count}}
+    else:  # whose names need not say what blocks depend on
+        assert blocks() == {SPACE: {"cpu": count}}
+        apply(index, source, removed(names, medium="GPU"))
+    apply(index, source, removed(names, medium="CPU"))
+    assert blocks() == {} and index.entries == source.blocks == 0
+
+
+def test_what_is_told_with_less_is_behind_blocks_that_are_known() -> None:
+    """A chunk of an offloaded prompt, whose last block has gone from the GPU; another one has an image, and no salt."""
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(3)
+    apply(index, source, stored([1, 2], tokens[: 2 * SIZE], medium="GPU", extra_keys=[["s"], [["image", 0]]]))
+    apply(index, source, stored([1, 2, 3], tokens, medium="CPU"), removed([1, 2], medium="GPU"))
+    apply(index, source, stored([4], prompt(1, 4), 3, medium="CPU"))
+    assert asked(index, tokens).matches == {} and index.entries == 4
+    assert asked(index, tokens, SPACE._replace(salt="s")).matches["A"].blocks == 1, "the next one has an image"
+    # One that follows another one, which says the same, is looked at by itself.
+    apply(index, source, stored([5], prompt(1, 5), medium="GPU", extra_keys=[["s"]]))
+    apply(index, source, stored([6], prompt(1, 6), medium="CPU"), stored([5], prompt(1, 5), medium="CPU"))
+    assert asked(index, prompt(1, 6)).matches["A"].blocks == 1 and asked(index, prompt(1, 5)).matches == {}
+    # One that differs in what it tells is another block, and one of another size is none that is known.
+    apply(index, source, stored([1], tokens[:SIZE], medium="CPU", lora_name="L"))
+    assert asked(index, tokens, SPACE._replace(lora="L")).matches["A"].blocks == 1
+    assert asked(index, tokens, SPACE._replace(salt="s")).matches == {}
+
+
+def test_hosts_of_a_store_have_a_block_each() -> None:
+    """The control: a block that is told of another host is there too."""
+    index = Blocks()
+    source = index.register(Registration("master", MODEL, "mooncake", SIZE, pool="main"))
+    tokens = prompt(1)
+    (key,) = request_keys(tokens, SIZE)
+    event = {"event_type": "stored", "seq_hashes": [key], "base_block_idx": 0, "token_ids": tokens, "block_size": SIZE}
+    apply(index, source, *({**event, "backend_id": host} for host in "ab"))
+    assert index.entries == 2 and {"node:a", "node:b"} <= set(asked(index, tokens).matches)
+
+
+def test_blocks_that_offloading_names_without_tokens_are_known() -> None:
+    """vLLM's OffloadingConnector tells blocks so, of size 0. They were refused: gone from the GPU, they were gone."""
+    index = Blocks()
+    source = engine(index)
+    tokens = prompt(2)
+    apply(index, source, stored([1, 2], tokens, medium="GPU", extra_keys=[["s"], None]))
+    for name in (1, 2, 3):
+        placeholder = {**stored([name], [], medium="CPU"), "block_size": 0}
+        assert apply(index, source, placeholder) == []
+    assert apply(index, source, ["BlockStored", [4], None, [], 0, None, "CPU"]) == []
+    assert source.ignored["unknown blocks without tokens"] == 2
+    apply(index, source, removed([1, 2], medium="GPU"))
+    match = asked(index, tokens, SPACE._replace(salt="s")).matches["A"]
+    assert match.blocks == match.tiers["cpu"] == 2 and asked(index, tokens).matches == {}
+    apply(index, source, *(removed([name], medium="CPU") for name in (1, 2, 3)))
+    assert index.entries == 0
+
+
+def test_memory_of_a_store_whose_removals_nobody_tells_is_not_the_engines() -> None:
+    """vLLM's MooncakeStoreConnector and LMCache in its process say ``cpu``, and never that a block is gone."""
+    index = Blocks()
+    tokens = prompt(2)
+    first, second = tokens[:SIZE], tokens[SIZE:]
+    told = {name: engine(index, name, **more) for name, more in (("A", {}), ("B", {"storage_removals": True}))}
+    for source in told.values():
+        apply(index, source, stored([1], first, medium="GPU"), stored([2], second, 1, medium="GPU"))
+        apply(index, source, stored([1], first, medium="cpu"), stored([2], second, 1, medium="cpu"))
+        apply(index, source, stored([3], prompt(1, 3), medium="cpu"), removed([2, 1], medium="GPU"))
+    found = asked(index, tokens).matches
+    assert set(found) == {"B"} and found["B"].tiers["cpu"] == 2
+    source = told["A"]
+    assert source.blocks == 0 and sum(source.ignored.values()) == 3 and not source.media
+    for medium in ("CPU", "CPU_PINNED"):  # of which removals are told, by whatever name
+        apply(index, source, stored([1], first, medium=medium))
+        assert asked(index, first).matches["A"].tiers["cpu"] == 1
+        apply(index, source, removed([1], medium="cpu"))
+        assert source.blocks == 0
+
+
 def test_storage_counts_where_removals_are_told() -> None:
     index = Blocks()
     tokens = prompt(3)

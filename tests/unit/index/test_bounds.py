@@ -119,6 +119,24 @@ def test_children_that_find_their_parent_wait_no_more() -> None:
     assert source.waiting == source.waiting_bytes == 0 and source.blocks == 5
 
 
+def test_holders_that_come_and_go_leave_no_identifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block with another salt each time, stored and removed: 48 bytes were left of each, 60 GB a day."""
+    monkeypatch.setattr(blocks_module, "DEAD_MAX", 64)
+    monkeypatch.setattr(blocks_module, "HOLDERS_MAX", 16)
+    index = Blocks()
+    source = register(index, block_size=1)
+    kept = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    index.apply(source, decode(msgspec.msgpack.encode([0.0, [kept], 0])).events)
+    for number in range(2, 1000):
+        stored = {**kept, "block_hashes": [number], "token_ids": [number], "cache_salt": f"user-{number}"}
+        gone = {"type": "BlockRemoved", "block_hashes": [number]}
+        index.apply(source, decode(msgspec.msgpack.encode([0.0, [stored, gone], 0])).events)
+    assert len(index._dead) <= 65 and len(index._live) <= 256
+    assert source.blocks == 1 and not source.ignored
+    service = Service(index)
+    assert asked(service, "/score", block_size=1, token_ids=[1])[1]["scores"][0]["pod"] == "A", "what is held stays"
+
+
 def asked(service: Service, path: str, **body: Any) -> tuple[int, Any]:
     page = service.posts[path](json.dumps({"model": "m", **body}).encode())
     return page.status, json.loads(page.body)

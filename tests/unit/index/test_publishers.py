@@ -21,6 +21,7 @@ from simm.index.blocks import Blocks  # noqa: E402
 from simm.index.keys import request_keys  # noqa: E402
 from simm.index.publishers import Publishers, check_endpoint  # noqa: E402
 from simm.index.scores import score  # noqa: E402
+from simm.index.service import Service  # noqa: E402
 from simm.index.sources import Registration, Space  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -239,6 +240,82 @@ def test_hostile_frames_and_a_failure_stop_nothing(tmp_path: Path, monkeypatch: 
     engine.close()
 
 
+@pytest.mark.parametrize("replay", ["tcp://$(POD_IP):5558", "tcp://\ud800:5558"], ids=["variable", "surrogate"])
+def test_a_replay_that_cannot_be_asked_for_ends_nobody(
+    tmp_path: Path, replay: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An address that ZMQ refuses ended the only thread that reads publishers, and all of them stood still."""
+    monkeypatch.setattr(publishers_module, "check_endpoint", lambda text: text)  # as one that the check lets through
+    engine = Engine(tmp_path)
+    asking: list[Any] = []
+    real = zmq.Context.socket
+
+    def socket(context: Any, kind: int) -> Any:
+        made = real(context, kind)
+        if kind == zmq.DEALER:
+            asking.append(made)
+        return made
+
+    monkeypatch.setattr(zmq.Context, "socket", socket)
+    with _publishers() as publishers:
+        told = Registration("B", "m", block_size=1, endpoint=engine.endpoint, replay=replay)
+        bad = publishers.register(told)
+        wait_until(lambda: (stream := publishers.stream(bad)) and stream.counts["failed replays"], "giving up")
+        good = _register(publishers, engine, replay=False)
+
+        def told_of() -> bool:
+            engine.tell(stored(1))
+            return _has(publishers, 1) == 1 and bad.blocks == 1 and not bad.stale
+
+        wait_until(told_of, "messages of both", pause_s=0.05)
+        assert publishers.alive and not good.stale
+        wait_until(lambda: asking and all(each.closed for each in list(asking)), "no socket of a question is left")
+        assert publishers.unregister(told.name)
+    assert "cannot ask" in caplog.text
+    engine.close()
+
+
+def test_what_fails_at_a_tick_or_a_socket_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    with _publishers() as publishers:
+        source = _register(publishers, engine)
+        link = lambda: publishers._links.get(source)  # noqa: E731
+        wait_until(lambda: link() is not None and link().dealer is not None, "the question")  # type: ignore[union-attr]
+        done: list[Any] = []
+
+        def unpolled() -> None:
+            """Take the socket of a replay from the poller: what ends the replay must not trip over it."""
+            publishers._poller.unregister(link().dealer)  # type: ignore[union-attr]
+            monkeypatch.setattr(link(), "tick", lambda _: done.append(1 // 0))
+
+        publishers._do(unpolled)
+        wait_until(lambda: (stream := publishers.stream(source)) and stream.counts["disconnects"], "a tick that fails")
+        assert link().dealer is None  # type: ignore[union-attr]
+
+        def told() -> bool:
+            engine.tell(stored(1))
+            engine.answer()
+            return publishers.stream(source).counts["messages"] > 0  # type: ignore[union-attr]
+
+        wait_until(told, "messages after it", pause_s=0.05)
+        assert publishers.alive and not done
+        publishers._do(lambda: publishers._poller.unregister(link().sub))  # type: ignore[union-attr]
+        assert publishers.unregister(source.registration.name)
+        again = _register(publishers, engine, replay=False)
+        wait_until(lambda: publishers.stream(again) is not None, "another registration")
+    engine.close()
+
+
+def test_an_index_whose_thread_has_ended_is_not_ready() -> None:
+    publishers = Publishers(Blocks())
+    ready = Service(publishers.index, publishers).routes["/readyz"]
+    assert ready().status == 200  # type: ignore[union-attr]
+    publishers.close()
+    page = ready()
+    assert page.status == 503 and "start this process again" in page.body  # type: ignore[union-attr]
+    assert Service(Blocks()).routes["/readyz"]().status == 200, "one without publishers"  # type: ignore[union-attr]
+
+
 def test_a_lease_ends(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     with _publishers() as publishers:
@@ -259,7 +336,25 @@ def test_a_thread_that_ends_before_it_is_woken() -> None:
     assert not publishers._thread.is_alive()
 
 
-@pytest.mark.parametrize("text", ["", "tcp://*:1", "tcp://h", "inproc://x", "http://h:1", "ipc://x", "tcp://h:1 " * 99])
+WRONG = [
+    "", "tcp://*:1", "tcp://h", "inproc://x", "http://h:1", "ipc://x", "tcp://h:1 " * 99, "tcp://$(POD_IP):5558",
+    "tcp://${IP}:5558", "tcp://h:0", "tcp://h:65536", "tcp://h:\u0661", "tcp://\ud800:1", "ipc:///\ud800", "tcp://-h:1",
+    "tcp://h\0:1", "tcp://[::1:5558", "tcp://a,b:1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
 def test_an_address_that_is_none(text: str) -> None:
-    with pytest.raises(UsageError, match="no publisher's address"):
+    with pytest.raises(UsageError, match="no publisher's address") as failed:
         check_endpoint(text)
+    assert ("nothing has replaced" in str(failed.value)) == ("$" in text)
+
+
+@pytest.mark.parametrize("text", ["tcp://10.0.0.1:5557", "tcp://pod-0.vllm_x.ns.svc:65535", "tcp://[fe80::1%eth0]:1"])
+def test_an_address_that_zmq_takes(text: str) -> None:
+    assert check_endpoint(text) == text
+    context = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.IPV6, 1)
+    sock.connect(text)
+    context.destroy(0)
