@@ -59,7 +59,8 @@ def _number(path: Path) -> int | None:
 def memory_limit_bytes(sys_root: str = "/", *, spared: int = 0) -> int | None:
     """Return the bytes that this process's memory cgroups still allow, None if none of them has a limit.
 
-    ``spared``: bytes of shared memory that count as free, as far as a cgroup has them: another one may.
+    ``spared``: bytes of shared memory that count as free, as far as a cgroup has shared memory. Whose that is, the
+    kernel does not say: the caller has to know that these bytes are of this process's cgroup.
 
     Each cgroup, v1 or v2, allows its limit less its working set: usage without inactive file cache, which the kernel
     drops first. The result is the least over the cgroup and its ancestors. Inside a container the cgroup's own path is

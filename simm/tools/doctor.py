@@ -58,12 +58,20 @@ def check_shm_size(sys_root: str) -> Verdict:
         return fail(f"/dev/shm: {error.strerror}", "mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm")
     total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
     installed = memory.meminfo_bytes("MemTotal", sys_root)
-    arenas = held_by_arenas(sys_root).named
+    held = held_by_arenas(sys_root)
+    arenas = held.named
     detail = f"/dev/shm: {gib(free)} free of {gib(total)}, memory: {gib(installed) if installed else 'unknown'}"
     if arenas:
         detail = f"{detail}, arenas: {gib(arenas)}"
     if free + arenas < SHM_BYTES_MIN:
         return fail(detail, _more_shm(total, installed))
+    if free + arenas - held.unseen < SHM_BYTES_MIN:
+        whose = ", ".join(f"uid {uid}" for uid in held.uids)
+        return warn(
+            f"{detail}: enough only if the {gib(held.unseen)} in files of {whose}, which this user may not open, are "
+            "arenas of running servers",
+            f"run simm doctor as root, or as {whose}; of other files, see ls -lS /dev/shm",
+        )
     if installed and total < installed // 2:
         return warn(f"{detail}: arenas can take less than half of the memory", _more_shm(total, installed))
     return ok(detail)
@@ -82,7 +90,11 @@ def _more_shm(total: int, installed: int | None) -> str:
 
 @check("cgroup-memory")
 def check_memory_limit(sys_root: str) -> Verdict:
-    """Check the memory that the cgroup leaves for arenas: that of those which are there counts as left."""
+    """Check the memory that the cgroup leaves for arenas: that of those which are there counts as left.
+
+    Shared memory of a cgroup may be anybody's, and arenas in /dev/shm another cgroup's. Only those are known to count
+    here whose owner is in this cgroup, as in one unit or container.
+    """
     unused = memory.memory_limit_bytes(sys_root)
     if unused is None:
         return ok("no memory cgroup limits this process")
@@ -95,6 +107,12 @@ def check_memory_limit(sys_root: str) -> Verdict:
     available = memory.meminfo_bytes("MemAvailable", sys_root)
     if available is not None and left < (available + left - unused) // 2:
         return warn(f"{detail} of {gib(available + left - unused)} available on the host", remedy)
+    known = memory.memory_limit_bytes(sys_root, spared=arenas.here) or unused
+    if known < SHM_BYTES_MIN or (available is not None and known < (available + known - unused) // 2):
+        return warn(
+            f"{detail} only if the shared memory of this cgroup is arenas: without it, {gib(known)}",
+            f"run simm doctor in the data server's unit or container, as its user; for another server, {remedy}",
+        )
     return ok(detail)
 
 

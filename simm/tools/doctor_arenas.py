@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +22,7 @@ from ..arena.layout import HEADER_BYTES, MAGIC, SLOT_FIELDS, Geometry, State, Wo
 from ..constants import SLOT_BYTES
 from ..errors import SegmentError, UsageError
 from ..host import numa
+from ..host.processes import of_my_cgroup
 from ..ipc.segments import ArenaName, is_metadata, metadata_of, running, state_of
 from ..shm import AttachedSegment, data_name
 from .findings import Verdict, check, ok, warn
@@ -39,6 +42,8 @@ FULL: Final = 0.8
 BUSY_PUTS_S: Final = 50_000
 #: Cores that each further worker wants for itself and for those who use it.
 CORES_A_WORKER: Final = 4
+#: An owner's or a writer's lock in /proc/PID/fdinfo; its group is the file's inode. Readers have none.
+_OWNS: Final = re.compile(r"^lock:.* OFDLCK .* WRITE +-?\d+ [0-9a-f]+:[0-9a-f]+:(\d+) [01] ", re.M)
 
 
 class Held(NamedTuple):
@@ -47,6 +52,12 @@ class Held(NamedTuple):
     named: int = 0
     sealed: int = 0
     reserved: int = 0
+    #: The part of ``named`` in files that this process may not open: anybody may give a file such a name.
+    unseen: int = 0
+    #: The owners of these files.
+    uids: tuple[int, ...] = ()
+    #: The part of ``named`` and ``sealed`` whose owner is seen in this process's control group.
+    here: int = 0
 
 
 def held_by_arenas(sys_root: str) -> Held:
@@ -55,36 +66,71 @@ def held_by_arenas(sys_root: str) -> Held:
     Those of other users count too, which this process may not open: only what it sees to be left by a dead owner does
     not. Data without a name is known by a header that it may read.
     """
-    named = sealed = reserved = 0
+    named = sealed = reserved = unseen = 0
+    uids: set[int] = set()
+    by_arena: dict[str, int] = {}
+    inodes: dict[str, int] = {}
     folder = Path(sys_root, "dev/shm")
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             arena = ArenaName.parse(entry.name)
-            if arena is None or _is_dead(entry.name):
+            lives = _lives(entry.name) if arena is not None else False
+            if arena is None or lives is False:
                 continue
             with contextlib.suppress(OSError, SegmentError):
                 about = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(about.st_mode) or about.st_uid != arena.uid:
                     continue
-                named += about.st_blocks * 512
+                taken = about.st_blocks * 512
+                named += taken
+                if lives is None:
+                    unseen += taken
+                    uids.add(arena.uid)
+                    continue
+                name = metadata_of(entry.name)
+                by_arena[name] = by_arena.get(name, 0) + taken
+                if is_metadata(entry.name):
+                    inodes[name] = about.st_ino
                 if is_metadata(entry.name) and not Path(folder, data_name(entry.name)).exists():
                     size = max(0, _whole_bytes(entry.name) - about.st_size)
                     # Members of a group may read the metadata, and reserved pages do not go with one.
                     if about.st_mode & stat.S_IRGRP:
                         sealed += size
+                        by_arena[name] += size
                     else:
                         reserved += size
-    return Held(named, sealed, reserved)
+    here = sum(by_arena[name] for name in _owned_here(inodes))
+    return Held(named, sealed, reserved, unseen, tuple(sorted(uids)), here)
 
 
-def _is_dead(name: str) -> bool:
-    """Return True for a file that is seen to be nobody's, or that no server can have made."""
+def _lives(name: str) -> bool | None:
+    """Return whether a file is a running server's or waits for its next start; None if it cannot be opened."""
     try:
-        return not shm.is_locked(name) and not suspended(name)
+        return shm.is_locked(name) or suspended(name)
     except SegmentError:
-        return False
+        return None
     except UsageError:
-        return True
+        return False
+
+
+def _owned_here(inodes: dict[str, int]) -> Collection[str]:
+    """Return those of these arenas (metadata's name -> inode) that a process of this one's control group owns.
+
+    Pages count for the control group that first touched them, which is their server's. Links are read, and no file is
+    looked up: one on a dead network file system would not return.
+    """
+    found: set[str] = set()
+    with contextlib.suppress(OSError):  # no hierarchy that this process can read
+        for pid in of_my_cgroup() if inodes else ():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                for fd in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        name = os.path.basename(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                        if name in inodes and name not in found:
+                            info = Path(f"/proc/{pid}/fdinfo/{fd}").read_text()
+                            if str(inodes[name]) in _OWNS.findall(info):
+                                found.add(name)
+    return found
 
 
 def _whole_bytes(name: str) -> int:

@@ -1,7 +1,8 @@
 """The checks of ``simm doctor`` on settings and certificates, as manager, data server and client read them here.
 
 Each reads its own: a variable or a table of one does not concern another. Which of them this host is for, nobody says.
-So TLS options that one of them takes are no fault for another, unless they are in that one's own table.
+So TLS options that one of them takes are no failure for another, unless they are in that one's own table. What a
+manager takes and a data server refuses is a warning.
 """
 
 from __future__ import annotations
@@ -79,9 +80,13 @@ def check_tls(sys_root: str) -> Verdict:
         if status == worst:
             details.setdefault(detail, []).append(_ROLES[command])
     shown = "; ".join(f"{detail} ({', '.join(names)})" for detail, names in details.items())
+    remedy = next(remedy for status, _, remedy in verdicts.values() if status == worst)
     if "manager" in found and "dataserver" in refused:
+        # Right for a host of managers alone, so no failure.
         shown += f"; a data server would not start with this: {refused['dataserver']}"
-    return worst, shown + unknown, next(remedy for status, _, remedy in verdicts.values() if status == worst)
+        worst = "warn" if worst == "ok" else worst
+        remedy = "; ".join(each for each in (remedy, "set SIMM_TLS_CA") if each)
+    return worst, shown + unknown, remedy
 
 
 def _options(command: str, settings: Settings) -> TlsOptions | None:

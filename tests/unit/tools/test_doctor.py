@@ -6,6 +6,7 @@ import mmap
 import os
 import platform
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from simm import shm
 from simm.arena.layout import HEADER_BYTES, MAGIC, State, Word
 from simm.host import pages
 from simm.ipc.segments import ArenaName
-from simm.tools import doctor
+from simm.tools import doctor, doctor_arenas
 from simm.tools.doctor import Finding
 from tests.support.left_arenas import name_of
 
@@ -138,8 +139,8 @@ def test_issue_shm_that_arenas_fill_is_well(tmp_path: Path, monkeypatch: pytest.
     judged(doctor.check_shm_size(str(tmp_path)), "ok", "arenas")  # it waits for its server's next start
 
 
-def test_issue_another_users_arenas_are_well_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator is rarely the user ``simm`` of the units, whose files nobody else may open."""
+def test_issue_another_users_files_are_arenas_perhaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else may open files of the user ``simm`` of the units; but any user's garbage of such a name was well."""
     write(tmp_path, "proc/meminfo", f"MemTotal: {100 << 20} kB\n")
     segment = arena(monkeypatch, tmp_path / "dev/shm")
     disk(monkeypatch, 90 * GIB, MIB)
@@ -148,7 +149,12 @@ def test_issue_another_users_arenas_are_well_too(tmp_path: Path, monkeypatch: py
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(shm, "_open", denied)
-    judged(doctor.check_shm_size(str(tmp_path)), "ok", "arenas")
+    found = doctor.check_shm_size(str(tmp_path))
+    judged(found, "warn", "arenas", f"in files of uid {os.geteuid()}, which", "as root")
+    disk(monkeypatch, 90 * GIB, GIB)
+    judged(doctor.check_shm_size(str(tmp_path)), "ok", "arenas")  # there is room without them
+    monkeypatch.setattr(doctor, "SHM_BYTES_MIN", 2 * GIB)
+    judged(doctor.check_shm_size(str(tmp_path)), "fail", "arenas")  # nor is it enough with them
     segment.close()
 
 
@@ -190,6 +196,7 @@ def limited(root: Path, v2: bool, shared: int) -> None:
 @pytest.mark.parametrize("v2", [True, False])
 def test_issue_a_limit_that_arenas_fill_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v2: bool) -> None:
     segment = arena(monkeypatch, tmp_path / "dev/shm")
+    monkeypatch.setattr(doctor_arenas, "of_my_cgroup", lambda: {os.getpid()})  # the owner's
     limited(tmp_path, v2, GIB // 2)
     judged(doctor.check_memory_limit(str(tmp_path)), "ok", "0.01 GiB")
     limited(tmp_path, v2, 0)
@@ -200,9 +207,39 @@ def test_issue_a_limit_that_arenas_fill_is_well(tmp_path: Path, monkeypatch: pyt
     judged(doctor.check_memory_limit(str(tmp_path)), "fail", "--memory")  # control: what it has is not SiMM's
 
 
+def test_issue_shared_memory_of_this_cgroup_may_be_no_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another cgroup's arenas in the same /dev/shm made all shared memory of this one count as left, whose it was."""
+    segment = arena(monkeypatch, tmp_path / "dev/shm")
+    limited(tmp_path, True, GIB // 2)
+    words = "only if the shared memory of this cgroup is arenas"
+    monkeypatch.setattr(doctor_arenas, "of_my_cgroup", set)
+    judged(doctor.check_memory_limit(str(tmp_path)), "warn", words, "in the data server's unit or container")
+    # A client of this cgroup reads the arena, which another one's server owns.
+    with (
+        open(f"{shm.SHM_DIR}/{segment.name}", "rb") as file,
+        subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, pass_fds=(file.fileno(),)) as client,
+    ):  # fmt: skip
+        assert client.stdout is not None and client.stdout.readline()
+        monkeypatch.setattr(doctor_arenas, "of_my_cgroup", lambda: {client.pid})
+        judged(doctor.check_memory_limit(str(tmp_path)), "warn", words)
+        client.communicate(b"\n")
+
+    def unknown() -> set[int]:
+        raise FileNotFoundError("no control group of this process in /sys/fs/cgroup")
+
+    monkeypatch.setattr(doctor_arenas, "of_my_cgroup", unknown)
+    judged(doctor.check_memory_limit(str(tmp_path)), "warn", words)
+    write(tmp_path, "sys/fs/cgroup/memory.current", "0")
+    judged(doctor.check_memory_limit(str(tmp_path)), "ok")  # control: there is room without it
+    segment.unlink()
+    segment.close()
+
+
 def test_issue_an_arena_without_a_name_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a group, and in reserved huge pages, a header alone tells how large it is."""
     write(tmp_path, "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always advise [never]\n")
+    monkeypatch.setattr(doctor_arenas, "of_my_cgroup", lambda: {os.getpid()})
     limited(tmp_path, True, GIB // 2)
     for mode, results in ((0o640, ("ok", "warn")), (0o600, ("fail", "ok"))):
         segment = arena(monkeypatch, tmp_path / "dev/shm", HEADER_BYTES, mode=mode)

@@ -43,7 +43,7 @@ def test_certificates(authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp
     for files, status, words in (
         ({"ca": ca}, "ok", "by TLS"),
         ({"ca": ca, "cert": lasting}, "ok", "is valid until"),
-        ({"cert": folder / "days400.crt", "key": lasting, "client_ca": ca}, "ok", "is valid until"),
+        ({"ca": ca, "cert": folder / "days400.crt", "key": lasting, "client_ca": ca}, "ok", "is valid until"),
         ({"ca": ca, "cert": short}, "warn", "days more"),
         ({"ca": ca, "cert": ended}, "fail", "has expired"),
         ({"ca": other, "cert": lasting}, "warn", "does not accept it"),
@@ -97,10 +97,23 @@ def test_half_a_set_is_a_fault_where_it_is_meant(authority: Authority, written: 
     assert written(client=half).status == "fail" and written(manager=half).status == "ok"
     assert written(manager=half, dataserver=half).status == "fail", "though the manager can use it"
     found = written(**half)
-    assert found.status == "ok" and "a data server would not start with this" in found.detail
+    assert found.status == "warn" and "a data server would not start with this" in found.detail
     assert written(tls_ca=authority.ca).status == "ok" and written(dataserver={"tls_ca": authority.ca}).status == "fail"
     found = written(tls_key="/x")
     assert found.status == "fail" and "goes with --tls-cert" in found.detail and "client" in found.detail
+
+
+@needs_openssl
+def test_issue_what_ends_a_data_server_is_not_well(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text said that a data server would not start, and the status was ok: who reads the status alone saw none."""
+    lasting, short, ended = (authority.issue(f"no_ca{days}", days=days) for days in (400, 3, -1))
+    found = judged(monkeypatch, cert=lasting.with_suffix(".crt"), key=lasting)
+    assert (found.status, found.remedy) == ("warn", "set SIMM_TLS_CA") and "goes with --tls-ca" in found.detail
+    assert judged(monkeypatch, cert=lasting, ca=authority.ca).status == "ok"
+    for cert, status in ((short, "warn"), (ended, "fail")):  # what else is wrong is said too, and no less of a fault
+        found = judged(monkeypatch, cert=cert)
+        assert found.status == status and found.remedy.startswith("put a new certificate"), found
+        assert found.remedy.endswith("; set SIMM_TLS_CA")
 
 
 def test_issue_a_setting_that_cannot_be_read_is_named_and_no_fault_of_tls(monkeypatch: pytest.MonkeyPatch) -> None:
