@@ -291,7 +291,8 @@ class Manager(Service):
             if msg.subscribe & P.SUBSCRIBE_REPORTS and self._links.has_joined(peer):
                 peer.push(P.ReportEvery(int(self.activity.interval_s() * 1000)))
             self.advances.asked(self._links.names(peer), state.follows)
-            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=self._links.has_joined(peer)))
+            joined, supervisor = self._links.has_joined(peer), state.supervisor
+            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=joined, supervisor=supervisor))
             self._waiting.add(peer, number)
             self._answer_waiting()
         elif isinstance(msg, M.ClusterStatus):
@@ -305,7 +306,7 @@ class Manager(Service):
             self.counts["unauthorized"] += proto.status == Status.UNAUTHORIZED
             peer.refuse(number, proto.text, proto.status)
             return
-        state.greeted = True
+        state.greeted, state.supervisor = True, msg.role == M.Role.SUPERVISOR
         peer.admit()
         peer.send_message(M.Welcome(proto, 0, 0, 0, 0, 0, 0, ""), number)
 
@@ -452,9 +453,9 @@ class Manager(Service):
 
     def _load(self) -> Cluster:
         cluster, reserved = stored_cluster(self.state, self.loop.clock(), self.timing)
-        if cluster is None:
-            cluster = self._blank()
-            cluster.unsure = self.loop.clock()  # a predecessor may have left no trace
+        cluster = self._blank() if cluster is None else cluster
+        # A predecessor may have left no trace, and one whose key was deleted leads on: see control/election.py.
+        cluster.unsure = self.loop.clock() + (self._coordinator.ttl_s if self._coordinator is not None else 0)
         self._tuning.traces.take_state(self.state.loaded)
         self._push_epoch = cluster.epoch
         self.state.begin(reserved)

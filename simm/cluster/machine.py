@@ -306,13 +306,14 @@ class Cluster:
         newest = FOR_EVER if self.rebuilding else epoch or self.namespaces.newest
         return max(newest, self._recovery.own_epoch)
 
-    def note_epoch(self, now: float, epoch: int, *, server: bool = False) -> list[Action]:
+    def note_epoch(self, now: float, epoch: int, *, server: bool = False, supervisor: bool = False) -> list[Action]:
         """Note that a server or client knows this epoch: if all state is lost, servers will bring its map.
 
         ``server``: a member names it. The epoch goes beyond it: shards there may be frozen by a map that is lost.
+        ``supervisor``: of who names it, HELLO said so. Before it joins it is believed only that maps may be lost.
         """
         self._advance(now)
-        self._note_epoch(epoch, server=server)
+        self._note_epoch(epoch, server=server, supervisor=supervisor)
         actions: list[Action] = []
         if not server:
             self._recovery.claim(epoch, self.epoch)
@@ -501,12 +502,12 @@ class Cluster:
             self._back(node, actions)
         self._remap(actions, changed=changed, renewed=renewed)
 
-    def _note_epoch(self, epoch: int, *, server: bool) -> None:
+    def _note_epoch(self, epoch: int, *, server: bool, supervisor: bool = False) -> None:
         """Begin to collect a lost map if this manager knows nothing and a server or client does."""
         until = self._observed + self.timing.rebuild_beats * self.timing.heartbeat_s
         begun = self.rebuilding
         if not self.nodes and self._placement.unowned:
-            self._recovery.begin(epoch, self.epoch, until, server=server)
+            self._recovery.begin(epoch, self.epoch, until, server=server, supervisor=supervisor)
         self.unsure = self._moment if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
         if server:
             self._recovery.saw(epoch, self._limit)

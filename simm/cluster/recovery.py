@@ -15,6 +15,13 @@ What can go wrong, and what we chose
   times. A client's starts a collection, once: clients come again and again, and would keep a manager waiting for
   servers that do not come, and all who ask it for a map with it. A server whose map is of a higher epoch, because this
   manager has lost an epoch that peers had driven up, drops its values and joins.
+* *A warm server asks which cluster this is*, before it joins, when a client has been here and the collection is over.
+  With the answer of a manager that knows nothing it would take its own arenas for another cluster's. So who has said
+  in HELLO that it is a data server (with tokens, only who has a data server's or an admin's) starts a collection each
+  time. One that lies could do so for ever; but it cannot prolong one that a data server began. At the end of each one
+  all who wait are answered, and none starts any more once a server has joined. So it makes each who asks wait for
+  ``rebuild_beats``, twice that at most if a client began, and only while there is no server to name. A longer time
+  between two would bring back the wrong answer, and who may say so may join as well, which is worse.
 * *A worker is frozen by a map that nobody has.* Its server says so by MAP_GET, and the manager goes beyond that epoch:
   only a map that is newer thaws the shard.
 * *Nobody brings the newest map.* All servers were away while it was sent, or those that have it are gone for good, and
@@ -74,6 +81,8 @@ class Recovery:
         self.newest_seen = 0
         #: One has run, or runs.
         self._listened = False
+        #: What runs was begun by a client's word.
+        self._for_client = False
         #: Names of the nodes in the adopted map.
         self._by_map: frozenset[str] = frozenset()
         #: A map was adopted: earlier lives of this cluster may have sent maps that no server has brought.
@@ -128,15 +137,21 @@ class Recovery:
 
     # -- collection --------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, current: int, until: float, *, server: bool) -> None:
+    def begin(self, epoch: int, current: int, until: float, *, server: bool, supervisor: bool = False) -> None:
         """Collect until ``until``, as a server or client has the map of ``epoch`` and this manager knows nothing.
 
         ``current``: the manager's epoch. The first server with a map gives the others all that time, even if a client
         was here before it. A client's word counts once: it can come again and again although no server will.
+        ``supervisor``: who asks says that it is a server, and has not joined; it prolongs a client's collection only.
         """
-        believed = epoch > 0 if server else epoch > current and not self._listened
+        if server:
+            believed = epoch > 0
+        elif supervisor:
+            believed = epoch > 0 and (self._for_client or not self.collecting)
+        else:
+            believed = epoch > current and not self._listened
         if believed:
-            self.until, self._listened = until, True
+            self.until, self._listened, self._for_client = until, True, not (server or supervisor)
             self.base_epoch = self.newest_seen = 0
             self.joins = {}
             self._adopted, self._drawn = False, self._chance(64)

@@ -28,12 +28,16 @@ Server = tuple[str, int]
 class ConnectionState:
     """What the manager knows of one connection."""
 
-    __slots__ = ("asked", "epoch", "epochs", "follows", "gate", "greeted", "leases", "orders", "stale", "traces")
+    __slots__ = (
+        "asked", "epoch", "epochs", "follows", "gate", "greeted", "leases", "orders", "stale", "supervisor", "traces",
+    )  # fmt: skip
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         #: It wants EPOCHS before maps; LEASE_ACK; takes ORDER_SETTINGS; ORDER_TRACE.
         self.greeted = self.epochs = self.leases = self.orders = self.traces = False
+        #: It says that it is a data server's, by a token that allows this if there are any.
+        self.supervisor = False
         #: A server that has joined by it was asked for its map, and has sent none since.
         self.asked = False
         #: Epoch of the last map sent.

@@ -156,7 +156,8 @@ class ManagerHost:
             return 0
         self._numbers += 1
         self.links[self._numbers] = (process, process.life, closed)
-        self.states[self._numbers] = ConnectionState(Any)  # type: ignore[arg-type]
+        self.states[self._numbers] = state = ConnectionState(Any)  # type: ignore[arg-type]
+        state.supervisor = not _is_client(process)
         return self._numbers
 
     def closed(self, link: int, name: str = "", instance: int = 0) -> None:
@@ -198,7 +199,8 @@ class ManagerHost:
             self.subscribers.add(link)
             state.asks(msg.subscribe)
             self.advances.asked(filter(None, [self.names.get(link)]), state.follows)
-            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=link in self.names))
+            joined, supervisor = link in self.names, state.supervisor
+            self._apply(self.cluster.note_epoch(now, msg.known_epoch, server=joined, supervisor=supervisor))
             self.waiting.append((link, answer))
             self._answer_waiting()
         else:
@@ -222,7 +224,7 @@ class ManagerHost:
 
     def _count(self, process: Process) -> None:
         self.messages += 1
-        self.client_messages += process.name.startswith("client")
+        self.client_messages += _is_client(process)
 
     def drain(self, name: str, on: bool, done: Any = None) -> None:
         """Start or end a drain for an operator, and call ``done`` when that is on the disk."""
@@ -325,6 +327,10 @@ class ManagerHost:
             texts = sum(44 + len(info.node) + len(info.uds) + len(info.host) for info in reply.workers)
             self.map_bytes = 40 + texts + len(reply.owners) + 4 * len(reply.previous) + len(reply.since)
         return reply
+
+
+def _is_client(process: Process) -> bool:
+    return process.name.startswith("client")
 
 
 def _take_both(process: Process, link: int, epochs: Epochs, answer: Any, reply: MapReply, status: int) -> None:

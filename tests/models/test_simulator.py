@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simm.cluster.nodes import Timing
 from simm.errors import UsageError
 from simm.sim.faults import DEFAULT, FAULTS
+from simm.sim.manager import ManagerHost
 from simm.sim.net import Net, Process
 from simm.sim.oracle import SimFailure
 from simm.sim.worker import Worker
 from simm.sim.world import Options, Report, World, run_scenario, scenario
 from simm.tools import simulate
-from simm.wire.messages import Status
+from simm.wire.messages import MapGet, Status
 from tests.models.explorer import first_failure
 from tests.support.dose import dose, dosed
 
@@ -143,7 +145,7 @@ def test_a_manager_that_uses_epochs_again_is_found(monkeypatch: pytest.MonkeyPat
 
     made = Cluster.__init__
     monkeypatch.setattr(Cluster, "__init__", lambda self, _cluster, *rest: made(self, 1, *rest))
-    monkeypatch.setattr(Cluster, "_note_epoch", lambda self, epoch, *, server: None)
+    monkeypatch.setattr(Cluster, "_note_epoch", lambda self, epoch, **_who: None)
     monkeypatch.setattr(Recovery, "is_unknown", lambda self, epoch, current, limit: False)
     monkeypatch.setattr(Recovery, "beyond", lambda self, epoch: epoch)  # of a server that it takes in
     run = partial(fail, faults=("forget", "join"))
@@ -451,6 +453,26 @@ def test_the_skipped_maps_of_a_large_cluster_say_nothing_new() -> None:
     one, two = exact.run(), skipping.run()
     assert not one.failure and not two.failure
     assert skipped > 0
+
+
+def test_a_manager_without_state_waits_for_each_server_that_asks() -> None:
+    """As the real one does, also if a client has been here before; for a client it waits once."""
+    net = Net(1)
+    manager = ManagerHost(net, Timing(), 0.0)
+    manager.start()
+    heard: list[tuple[str, float]] = []
+
+    def ask(process: Process) -> None:
+        process.start()
+        link = manager.connect(process, lambda: None)
+        manager.request(link, MapGet(40, 0), lambda _reply, _status: heard.append((process.name, round(net.now))))
+
+    client, server = Process(net, "h1", "client0"), Process(net, "h2", "n0")
+    for seconds, process in ((0.0, client), (10.0, server), (20.0, client), (30.0, server)):
+        net.run(seconds)
+        ask(process)
+    net.run(40.0)
+    assert heard == [("client0", 2), ("n0", 12), ("client0", 20), ("n0", 32)]
 
 
 # --- the command ------------------------------------------------------------------------------------------

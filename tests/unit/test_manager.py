@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from simm import manager as manager_module
+from simm.cluster.machine import Cluster
 from simm.control.state_file import StateFile
 from simm.manager import Manager
 from simm.net.loop import Loop
 from simm.rpc import Connection, Encoded, Frame, decode, encode, reply
 from simm.tools import nodes
 from simm.wire import messages as M
+from simm.wire.hello import client_hello
 from simm.wire.messages import WorkerInfo
 from tests.support.manager_client import instance, joining
 from tests.support.reports import report
@@ -128,6 +131,56 @@ def test_silence_is_not_counted_faster_than_time_passes() -> None:
         silent = {node["name"]: node["silent_s"] for node in manager.cluster.status(loop.now)["nodes"]}
         assert manager.cluster._observed <= slow() - began, "observed time runs ahead of the clock"
         assert len(silent) == 20 and max(silent.values()) <= slow() - began
+
+
+@pytest.mark.parametrize("role", [M.Role.SUPERVISOR, M.Role.CLIENT, M.Role.ADMIN])
+def test_issue_a_client_s_word_does_not_answer_a_warm_server(role: int) -> None:
+    """The manager has lost its state. A server that asks which cluster this is, before it joins, hears the right one.
+
+    It was answered at once by the new manager's own if a client had named an epoch. Others still are.
+    """
+    known = Cluster(77, 0.0)
+    known.join(0.0, joining(1, "a", [INFO]))
+    for _ in range(5):
+        known.advance(0.0, "name")
+    newest, now = known.map_reply(), [1000.0]
+    loop = Loop(lambda: now[0])
+    with contextlib.closing(loop), contextlib.ExitStack() as stack:
+        manager = Manager(loop)
+        own = manager.cluster.cluster
+
+        def talk(role: int) -> Talk:
+            made = Talk(loop, manager)
+            stack.enter_context(made.sock)
+            made.ask(client_hello(role), 1)
+            assert isinstance(decode(made.hear()), M.Welcome)
+            return made
+
+        def turns(seconds: float) -> None:
+            for _ in range(round(seconds * 10)):
+                now[0] += 0.1
+                loop.run_once(0.0)
+
+        client, first, asker = talk(M.Role.CLIENT), talk(M.Role.SUPERVISOR), talk(role)
+        client.ask(M.MapGet(newest.epoch, 0), 2)
+        turns(1.0)
+        with pytest.raises(BlockingIOError):
+            client.sock.recv(1)
+        turns(1.6)
+        assert decode(client.hear()).cluster == own != 77
+        asker.ask(M.MapGet(newest.epoch, 0), 2)
+        turns(0.3)
+        waits = not select.select([asker.sock], [], [], 0)[0]
+        assert waits == (role == M.Role.SUPERVISOR)
+        if not waits:
+            assert decode(asker.hear()).cluster == own
+            return
+        first.ask(joining(1, "a", [INFO], epoch=newest.epoch), 2)
+        assert decode(first.hear()).wants_map == 1
+        first.ask(M.MapOffer(*newest), 3)
+        assert decode(first.hear()) == M.Done(1)
+        turns(2.3)
+        assert decode(asker.hear()).cluster == 77
 
 
 class Stored:
@@ -276,6 +329,7 @@ def test_issue_the_report_of_a_server_that_leaves_is_not_kept(loop: Loop) -> Non
 class Stuck:
     """A coordinator that leads and takes no state any more, as etcd that has no room."""
 
+    ttl_s = 5
     term, leader, trouble, where = 1, None, "", "etcd"
     full = False
 

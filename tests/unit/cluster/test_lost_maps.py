@@ -157,6 +157,44 @@ def test_clients_make_a_manager_wait_once() -> None:
     assert cluster.rebuilding, "a server's word counts"
 
 
+@pytest.mark.parametrize("epoch", [1, 7])
+def test_issue_a_warm_server_that_asks_after_a_client_gets_the_cluster_that_was_lost(epoch: int) -> None:
+    """It was told the new manager's own at once, took its arenas for another cluster's and began without values."""
+    _, _, newest = veterans()
+    cluster = attentive(5, 0.0, ALL)
+    cluster.note_epoch(0.1, newest.epoch)
+    run(cluster, 0.1, 2.6)
+    assert not cluster.rebuilding
+    assert cluster.note_epoch(2.7, epoch, supervisor=True) == [] and cluster.rebuilding, "it waits"
+    assert rejoin(cluster, 3.0, "a", newest.epoch).wants_map == 1
+    assert answer(cluster.offer(3.1, offer(newest)))[0] == Status.OK
+    run(cluster, 3.1, 5.2)
+    assert not cluster.rebuilding and cluster.cluster == newest.cluster == 77
+    cluster.check()
+
+
+def test_who_says_that_it_is_a_server_makes_each_asker_wait_for_one_collection() -> None:
+    """It comes as often as it likes: it prolongs none of its own, and a server that joins ends it for good."""
+    cluster = attentive(5, 0.0)
+    assert cluster.note_epoch(0.0, 0, supervisor=True) == [] and not cluster.rebuilding
+    cluster.note_epoch(0.0, 40)
+    run(cluster, 0.0, 1.5)
+    cluster.note_epoch(1.5, 40, supervisor=True)  # as long as without that client
+    for start in (1.5, 3.5, 5.5):
+        cluster.note_epoch(start, 40, supervisor=True)
+        run(cluster, start, start + 1.75, lambda now: cluster.note_epoch(now, 41, supervisor=True))
+        assert cluster.rebuilding
+        cluster.maintain(start + 2.0)
+        assert not cluster.rebuilding, "all who wait are answered"
+    assert cluster.epoch == 1, "its word drives no epoch"
+    cluster.join(7.5, join("a", 1))
+    before = cluster.epoch
+    for epoch in (1, before + 1, EPOCH_MASK):
+        assert cluster.note_epoch(7.6, epoch, supervisor=True) == [] and not cluster.rebuilding
+    assert cluster.epoch == before
+    cluster.check()
+
+
 def test_a_client_that_is_there_first_does_not_shorten_the_time_for_the_servers() -> None:
     _, older, newest = veterans()
     cluster = attentive(5, 0.0, ALL)

@@ -97,6 +97,20 @@ def test_issue_a_leader_of_a_later_term_does_not_store_what_it_knew_in_an_earlie
     assert one.leading and sorted(one.cluster.nodes) == names and one.cluster.epoch > epoch
 
 
+def test_a_new_leader_waits_for_one_whose_key_was_deleted(house: House) -> None:
+    """It gives leases until it has looked, so a server may show old values for so much longer."""
+    one, two = house.managers
+    house.leads(one)
+    assert one.cluster.unsure == house.store.now + TTL_S, "also of one that finds no state"
+    joins(one, "a")
+    house.turn(one)
+    one.state.save()
+    house.store.keys.pop(LEADER)
+    house.leads(two)
+    assert one.leading and one._leads() and two.leading and sorted(two.cluster.nodes) == ["a"]
+    assert two.cluster.unsure == house.store.now + TTL_S
+
+
 @pytest.mark.parametrize("call", ["retry", "last"])
 def test_issue_nor_at_its_next_attempt_nor_at_its_end(house: House, call: str) -> None:
     one, two = house.managers
