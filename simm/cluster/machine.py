@@ -483,7 +483,7 @@ class Cluster:
         else:
             gone = node.state.value if node.linked or node.released else "gone: its connection has closed"
             why, changed = f"replaces an instance that is {gone}" + (", warm" if msg.warm else ""), True
-            self.unsure = self.unsure if node.left else self._moment
+            self.unsure = self.unsure if node.left else max(self.unsure, self._moment)
             renewed = self._placement.replace(node, msg.epoch if msg.warm else 0, fresh=not msg.epoch)
             node.asked, node.follows = False, None
         if before is None or node.instance != msg.instance:
@@ -508,7 +508,8 @@ class Cluster:
         begun = self.rebuilding
         if not self.nodes and self._placement.unowned:
             self._recovery.begin(epoch, self.epoch, until, server=server, supervisor=supervisor)
-        self.unsure = self._moment if self.rebuilding and not begun else self.unsure  # a predecessor has given leases
+        if self.rebuilding and not begun:
+            self.unsure = max(self.unsure, self._moment)  # a predecessor has given leases
         if server:
             self._recovery.saw(epoch, self._limit)
 

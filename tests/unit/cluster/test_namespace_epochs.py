@@ -167,6 +167,10 @@ def test_a_manager_that_has_lost_its_state_does_not_know_all_leases(server: bool
     assert cluster.rebuilding and cluster.unsure == 4.0
     cluster.note_epoch(5.0, 8, server=server)
     assert cluster.unsure == 4.0, "it waits once"
+    cluster = Cluster(1, 2.0)
+    cluster.unsure = 9.0
+    cluster.note_epoch(4.0, 7, server=server)
+    assert cluster.rebuilding and cluster.unsure == 9.0, "nor less long than it had to before"
 
 
 def live(cluster: Cluster, start: float, end: float, *names: str) -> None:
