@@ -307,7 +307,7 @@ class DataServer:
             slot.take_stats(json.loads(msg.json))
             if not slot.ready:
                 slot.ready = True
-                self.membership.join()
+                self.membership.join_once()  # one was sent if this worker recovers, and the link was new
         elif isinstance(msg, M.Done) and request_id == slot.order_id and not slot.order_waits:
             slot.current = True
             if self.member.abandoned:

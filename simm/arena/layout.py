@@ -110,10 +110,13 @@ class Word:
     GROWN: Final = 19
     #: One more than what near copies may take of the data, percent; 0: the worker does not say.
     NEAR_SHARE: Final = 20
-    #: 1 from before the first entry with ENTRY_BOUND on: without it, a batch need not look at its entries' flags.
+    #: Whether there may be entries with ENTRY_BOUND, so that whoever finds a batch must look at its flags: NONE_BOUND,
+    #: or SOME_BOUND from before the first one on. 0, as older builds leave it: the worker does not say.
     BOUND: Final = 21
 
 
+NONE_BOUND: Final = 1
+SOME_BOUND: Final = 2
 #: Header words in use.
 HEADER_WORDS: Final = Word.BOUND + 1
 

@@ -44,6 +44,7 @@ from .layout import (
     LEASE_WORD,
     NAMESPACE_LINE_BYTES,
     NAMESPACES,
+    NONE_BOUND,
     SHARDS_BYTES,
     SLOT_BODY,
     SLOT_WORDS,
@@ -82,7 +83,6 @@ _LENGTH_BITS: Final = np.uint64(0xFFFF_FFFF)
 #: What the word with the flags is below without others than ENTRY_CRC.
 _FLAGS_ABOVE: Final = np.uint64((ENTRY_CRC + 1) << 48)
 _CLUSTER: Final = Word.CLUSTER
-_BOUND: Final = Word.BOUND
 _EVEN: Final = np.uint64(~1 & (1 << 64) - 1)
 #: The bits of a position within a slot, where its digest is, and how far behind that the lower half of its flags.
 _IN_SLOT: Final = SLOT_BYTES - 1
@@ -459,7 +459,7 @@ class ArenaReader(CallLogs):
         words = self.words
         if 0 < words[self._shard_word + (low & SHARD_MASK)] < below and (
             words[_CLUSTER] == self._cluster or self.of_cluster
-        ) and (not words[_BOUND] or not self._meta[at + _FLAGS_AT] & ENTRY_BOUND or self.has_own(digest)):  # fmt: skip
+        ) and (not self._meta[at + _FLAGS_AT] & ENTRY_BOUND or self.has_own(digest)):  # fmt: skip
             self.visited[(at - self._slots_offset) >> 6] = 1
             return True
         return False
@@ -537,7 +537,7 @@ class ArenaReader(CallLogs):
         words = self._np_shards.take(keys[:, 0].view(np.intp) & SHARD_MASK)
         hits = (slots >= 0) & (words - np.uint64(1) < np.uint64(FROZEN - 1))
         hits &= self.of_cluster
-        if self.words[_BOUND]:  # after the entries were found
+        if self.words[Word.BOUND] != NONE_BOUND:  # after the entries were found
             for at in flagged(hits, self._np_slots[FLAGS_WORD:].take(slots * SLOT_WORDS), ENTRY_BOUND):
                 hits[at] = (own or self.has_own)(digests[at])
         self._np_more[1][slots.compress(hits)] = 1

@@ -41,7 +41,19 @@ from ..wire.messages import ABSENT, BOUND, NAMESPACE_SHIFT, Status
 from ..wire.shard_set import EPOCH_MASK, FROZEN
 from .events.ring import NO_STATS
 from .hashing import SHARD_MASK, TAG_AT, shard_of
-from .layout import ENTRY_BOUND, ENTRY_EPOCH, HEADER_BYTES, SHARDS_BYTES, STAMP_BYTES, Geometry, State, Word, publish
+from .layout import (
+    ENTRY_BOUND,
+    ENTRY_EPOCH,
+    HEADER_BYTES,
+    NONE_BOUND,
+    SHARDS_BYTES,
+    SOME_BOUND,
+    STAMP_BYTES,
+    Geometry,
+    State,
+    Word,
+    publish,
+)
 from .ledger import Ledger
 from .lookups.locate import Locator
 from .marks.groups import Groups
@@ -137,6 +149,7 @@ class Store:
         words[Word.GENERATION] = generation
         words[Word.INCARNATION] = incarnation
         words[Word.STATE] = State.STARTING
+        words[Word.BOUND] = NONE_BOUND
         store = cls(mm, geometry, incarnation, policy, vault, shares)
         if vault is not None:
             vault.fill(words, geometry)
@@ -342,7 +355,7 @@ class Store:
                     statuses.append(self._refuse(session, grant, OVER_QUOTA, Status.OVER_QUOTA))
                     continue
                 if flags & ENTRY_BOUND:
-                    self._kept[Word.BOUND] = self.header[Word.BOUND] = 1  # before a reader can find it
+                    self._kept[Word.BOUND] = self.header[Word.BOUND] = SOME_BOUND  # before a reader can find it
                 done = publish(digest, offset, length, crc, chunk, namespace, flags, now)
                 if done is None and digest != ZERO_DIGEST and self._evict_from_sets(digest):
                     done = publish(digest, offset, length, crc, chunk, namespace, flags, now)

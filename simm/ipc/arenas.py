@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena.hashing import SHARD_MASK, find_slots
-from ..arena.layout import ENTRY_BOUND, FLAGS_WORD, SLOT_WORDS, Word, flagged
+from ..arena.layout import ENTRY_BOUND, FLAGS_WORD, NONE_BOUND, SLOT_WORDS, Word, flagged
 from ..arena.reader import ArenaReader
 from ..wire.shard_set import FROZEN
 
@@ -68,7 +68,7 @@ class Arenas:
         own = [reader.of_cluster for reader in self._readers]  # after the entries were found
         if not all(own):
             hits &= np.array(own)[self._which]
-        if any(reader.words[Word.BOUND] for reader in self._readers):
+        if any(reader.words[Word.BOUND] != NONE_BOUND for reader in self._readers):
             # Of a miss it is a word before its arena's slots, of the same mapping.
             for at in flagged(hits, _WORDS.take(self._base + (slots * SLOT_WORDS + FLAGS_WORD)), ENTRY_BOUND):
                 digest = int(keys.low[at]).to_bytes(8, "little") + int(keys.high[at]).to_bytes(8, "little")

@@ -427,9 +427,10 @@ class Membership(Service):
         """Join again in a second. One such attempt is due at any time, however often the connection is lost."""
         if not self._join_due:
             self._join_due = True
-            self.loop.call_later(1.0, self._join_again)
+            self.loop.call_later(1.0, self.join_once)
 
-    def _join_again(self) -> None:
+    def join_once(self) -> None:
+        """Do :meth:`join`, unless the manager has one to answer."""
         self._join_due = False
         if self._on_joined not in self._pending.values():  # none has been sent meanwhile
             self.join()

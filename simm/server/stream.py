@@ -197,7 +197,7 @@ class Stream(Service):
         elif isinstance(msg, M.Store):
             self._store(peer, state, frame.request_id, msg)
         elif isinstance(msg, M.Exists):
-            statuses = exist(self.keeper, msg.digests, partial(self._are_own, state), bound=state.gate.bound)
+            statuses = self._exists(state, msg.digests)
             peer.send_message(M.Statuses(statuses), frame.request_id)
             state.counted.looked(state.namespace, statuses, state.began)
         elif isinstance(msg, Keep):
@@ -425,6 +425,9 @@ class Stream(Service):
             found is not None and not self._is_foreign(state, reader, found) and _current(state, reader, found)
             for _, _, found in locate_many(reader, digests, True)
         ]
+
+    def _exists(self, state: ConnectionState, digests: list[bytes]) -> list[int]:
+        return exist(self.keeper, digests, partial(self._are_own, state), bound=state.gate.bound)
 
     def _mutate(self, peer: Peer, msg: Mutation, items: list[Any]) -> list[int]:
         """Delete or keep the keys of ``items``. What is not of a bound client's namespace is not there for it.

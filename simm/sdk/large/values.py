@@ -10,8 +10,7 @@ What can go wrong, and what we chose
   version, and begins again, once. Parts have the version in their digests, so it never takes some of each value.
 * *A part was evicted.* The read is a miss, though the manifest exists: ``exists`` asks for no parts. Whoever reads
   the whole marks all parts as used, so they age together. A put that stores nothing over a stored value asks for the
-  parts, as each read keeps the manifest young: the key would be a miss for good. Clients whose puts never replace
-  anything drop such a manifest when they read it, as an ordinary put asks for no parts.
+  parts, as each read keeps the manifest young: the key would be a miss for good.
 * *A put ends half way.* The parts that it has stored are dropped. If the client dies, nobody reads them, and they are
   evicted in their turn. So are those of a value that was replaced by an ordinary one, or deleted by a client that has
   not met it.
@@ -228,12 +227,8 @@ class Large:
             if is_hit(got) or got == UNAVAILABLE:
                 return got
             before, manifest = manifest, self.manifest(digest)
-            if manifest is not None and manifest.version == before.version:
-                if self._put_once:  # whose puts store nothing over any entry: the key would be a miss for good
-                    self._delete([digest])
-                return MISS
-            if manifest is None:
-                return MISS
+            if manifest is None or manifest.version == before.version:
+                return MISS  # with two replicas it may be there for all that: a server may not have answered
         return MISS
 
     def _read_ordinary(self, digest: bytes, sink: Sink) -> Answer:

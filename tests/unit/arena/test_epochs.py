@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from simm.arena.hashing import TAG_AT, EpochHasher, Hasher, tag_of
-from simm.arena.layout import ENTRY_BOUND, ENTRY_EPOCH, NAMESPACE_LINE_BYTES, NAMESPACES, Word
+from simm.arena.layout import (
+    ENTRY_BOUND,
+    ENTRY_EPOCH,
+    NAMESPACE_LINE_BYTES,
+    NAMESPACES,
+    NONE_BOUND,
+    SOME_BOUND,
+    Word,
+)
 from simm.arena.marks.near import COMMIT_NEAR
 from simm.arena.namespaces import FREE_LINES_MIN, STALE_ENTRIES, line_of
 from simm.arena.reader import ArenaReader, EpochReader, guard
@@ -486,7 +494,7 @@ def test_the_header_tells_whether_a_bound_client_has_stored_an_entry(
 ) -> None:
     """By then nobody can have found the entry; and for good, as nobody counts them. A successor goes on with it."""
     store = bench.store
-    assert bench.put(digests(0)[0]) == Status.OK and not store.header[Word.BOUND]
+    assert bench.put(digests(0)[0]) == Status.OK and store.header[Word.BOUND] == NONE_BOUND
     publish = store.table.publish
     seen: list[int] = []
 
@@ -498,6 +506,6 @@ def test_the_header_tells_whether_a_bound_client_has_stored_an_entry(
     stream = store.sessions.open(1, 1, NAME)
     stream.relays = True
     options = (store.ledger.namespaces.number(NAME) + 1) << NAMESPACE_SHIFT | BOUND
-    assert bench.put(digests(0)[1], options, stream) == Status.OK and seen == [1]
+    assert bench.put(digests(0)[1], options, stream) == Status.OK and seen == [SOME_BOUND]
     bench.succeed()
-    assert bench.store.header[Word.BOUND] == 1 == bench.reader.words[Word.BOUND]
+    assert bench.store.header[Word.BOUND] == SOME_BOUND == bench.reader.words[Word.BOUND]

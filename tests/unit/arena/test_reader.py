@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_BITS, Hasher, sets_of
-from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, ENTRY_LARGE, SLOT_WORDS, Word
+from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, ENTRY_LARGE, SLOT_WORDS, SOME_BOUND, Word
 from simm.arena.reader import EACH_KEYS, VECTOR_KEYS, ArenaReader, Unsettled, guard, words_of
 from simm.arena.store import Store
 from simm.sdk.ops.prefix import stored_length, stored_many
@@ -180,10 +180,14 @@ def test_what_is_stored_for_certain(arena: tuple[Store, ArenaReader], seed: int)
 
 @pytest.mark.parametrize("count", [1, EACH_KEYS - 1, EACH_KEYS, 500])
 @pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("said", [SOME_BOUND, 0])
 def test_what_another_namespaces_client_has_stored_is_not_contained(
-    arena: tuple[Store, ArenaReader], monkeypatch: pytest.MonkeyPatch, guarded: bool, count: int
+    arena: tuple[Store, ArenaReader], monkeypatch: pytest.MonkeyPatch, guarded: bool, count: int, said: int
 ) -> None:
-    """No get returns it. A stream finds it, which has clients of all namespaces; and others' flags cost no look."""
+    """No get returns it, nor in an arena of an older build, whose header does not say whether there are any.
+
+    A stream finds it, which has clients of all namespaces; and others' flags cost no look.
+    """
     store, reader = arena
     store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
     reader.namespace = 3
@@ -192,7 +196,7 @@ def test_what_another_namespaces_client_has_stored_is_not_contained(
     digests = [digest_of(f"apart {number}") for number in range(count)]
     kinds = [(0, 3), (0, 4), (ENTRY_BOUND, 3), (ENTRY_BOUND | ENTRY_CRC, 4), (ENTRY_CRC | ENTRY_LARGE, 4), None]
     kinds = kinds[3:4] if count == 1 else kinds * (count // len(kinds) + 1)
-    store.header[Word.BOUND] = 1  # as commit() does
+    store.header[Word.BOUND] = said
     for number, (digest, kind) in enumerate(zip(digests, kinds)):
         if kind is not None:
             flags, namespace = kind
@@ -229,7 +233,7 @@ def test_what_a_bound_client_writes_just_now_is_not_contained(arena: tuple[Store
     store.shards[:] = memoryview(b"\1\0\0\0\0\0\0\0" * len(store.shards)).cast("Q")
     reader.namespace = 3
     plain, bound = digest_of("plain"), digest_of("bound")
-    store.header[Word.BOUND] = 1
+    store.header[Word.BOUND] = SOME_BOUND
     for digest, flags in ((plain, 0), (bound, ENTRY_BOUND)):
         assert store.table.publish(digest, store.geometry.data_offset, 100, 0, 4096, 3, flags, 1) is not None
     assert agree(reader, [plain, bound])[1] == [True, True]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simm.arena.hashing import SHARD_MASK, Hasher
-from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, Word
+from simm.arena.layout import ENTRY_BOUND, ENTRY_CRC, SOME_BOUND, Word
 from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
 from simm.ipc.arenas import Arenas, Columns
@@ -44,7 +44,7 @@ def fill(store: Store, digests: list[bytes], rng: random.Random) -> None:
     """Store the digests, in shards of all kinds, so densely that second sets are used and some find no room."""
     for shard in range(len(store.shards)):
         store.shards[shard] = rng.choice([0, 1, 7, FROZEN - 1, FROZEN, FROZEN | 7, 5])
-    store.header[Word.BOUND] = 1
+    store.header[Word.BOUND] = SOME_BOUND
     for number, digest in enumerate(digests):
         offset = store.geometry.data_offset + 4096 * (number % 100)
         store.table.publish(digest, offset, 100, 0, 4096, rng.randrange(2), rng.choice(FLAGS), 1)

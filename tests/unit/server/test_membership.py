@@ -622,7 +622,7 @@ def test_reconnects_of_a_server_that_waits_add_no_joins(manager: Manager, make_h
     house = make_house(manager)
     for number in range(1, 6):
         house.until(lambda n=number: len(manager.of(M.Join)) >= n and house.membership._join_due, "BUSY")  # type: ignore[misc]
-        due = [callback for _, _, callback in house.loop._timers if callback == house.membership._join_again]
+        due = [callback for _, _, callback in house.loop._timers if callback == house.membership.join_once]
         assert len(due) == 1
         manager.hang_up()
         house.until(lambda: house.membership.peer is None, "it is disconnected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,24 @@ def test_a_manager_that_forgot_this_server_hears_of_it_while_a_worker_recovers(
     manager.answers[M.Heartbeat] = (M.HeartbeatAck(3), 0)
     house.until(lambda: house.orders[-1].epoch == 3, "the next map ends the fence")
     assert not house.second.ready and len(manager.of(M.Join)) >= 2
+
+
+def test_a_worker_that_serves_again_does_not_join_twice(manager: Manager, house: Recovering) -> None:
+    """The JOIN of the new link has no answer yet when it says so. Control: without one it joins at once."""
+    house.until(lambda: house.membership.joined, "JOINED")
+    house.die()
+    manager.answers[M.Join], answer = None, manager.answers[M.Join]
+    manager.hang_up()
+    house.until(lambda: len(manager.of(M.Join)) == 2, "JOIN by the new link")
+    said = M.StatsReply(json.dumps({"pid": 8}).encode())
+    vars(house.second).update(take_stats=lambda _stats: None)
+    house.server._on_worker(house.second, said, 0)
+    house.turn()
+    assert house.second.ready and len(manager.of(M.Join)) == 2
+    house.membership._pending.clear()
+    house.second.ready, manager.answers[M.Join] = False, answer
+    house.server._on_worker(house.second, said, 0)
+    house.until(lambda: house.membership.joined and len(manager.of(M.Join)) == 3, "the next one")
 
 
 @pytest.mark.parametrize("why", ["no process", "none that serves"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simm.arena.layout import ENTRY_BOUND, FLAGS_WORD, SLOT_WORDS, Word
+from simm.arena.layout import ENTRY_BOUND, FLAGS_WORD, SLOT_WORDS, SOME_BOUND, Word
 from simm.arena.reader import ArenaReader
 from simm.cluster.lookup import ASK_OWNER
 from simm.constants import BATCH_KEYS_MAX, KEEP_SOFT
@@ -111,7 +111,7 @@ def test_a_bound_clients_entry_is_not_there_for_others(world: World, count: int)
     """Whatever tokens there are now: an arena outlives the token file. get would return none of them."""
     worker, channel, _, stream = world
     with worker.frozen() as store:
-        store.header[Word.BOUND] = 1
+        store.header[Word.BOUND] = SOME_BOUND
         for digest in DIGESTS[::3]:
             store.table._words[store.table.lookup(digest) * SLOT_WORDS + FLAGS_WORD] |= ENTRY_BOUND << 48
     stranger = stream.channel(namespace="other")
