@@ -90,21 +90,17 @@ class Large:
         """Return the manifest under a key, None if there is none."""
         return self.manifests([digest])[0]
 
-    def _stored(self, digest: bytes) -> Manifest | bool | None:
-        """Return the manifest under a key; True for an ordinary value, False for none, None if it is not known."""
+    def _found(self, digest: bytes) -> tuple[Manifest | None, bool]:
+        """Return the manifest under a key, None if there is none; and whether an ordinary value is there instead."""
         room = bytearray(MANIFEST_BYTES)
         got = self._read_manifests([digest], [memoryview(room)])[0]
-        found = Manifest.decode(digest, bytes(room)) if got == MANIFEST_BYTES else None
-        return found if found is not None else True if got is LARGE else None if got == UNAVAILABLE else False
+        return _decoded(digest, room, got), got is LARGE
 
     def manifests(self, digests: Sequence[bytes]) -> list[Manifest | None]:
         """Return the manifest under each key, None where there is none. One exchange with each worker elsewhere."""
         rooms = [bytearray(MANIFEST_BYTES) for _ in digests]
         got = self._read_manifests(digests, [memoryview(room) for room in rooms])
-        return [
-            Manifest.decode(digest, bytes(room)) if length == MANIFEST_BYTES else None
-            for digest, room, length in zip(digests, rooms, got)
-        ]
+        return [_decoded(*each) for each in zip(digests, rooms, got)]
 
     def drop(self, digest: bytes, manifest: Manifest, until: float = 0.0) -> None:
         """Drop the parts of a value that is no longer there, as far as they can be reached, and before ``until``.
@@ -141,10 +137,9 @@ class Large:
 
     def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
         self._counters["large"] += 1
-        found = self._stored(digest)
-        old = found if isinstance(found, Manifest) else None
+        old, ordinary = self._found(digest)
         spared = old if old is not None and (self._put_once or (if_absent and old.total == len(source))) else None
-        if (self._put_once and found is True) or (spared is not None and self._has_parts(digest, spared)):
+        if (self._put_once and ordinary) or (spared is not None and self._has_parts(digest, spared)):
             self._counters["present"] += 1
             return Status.OK
         new = self._new_manifest(len(source))
@@ -165,12 +160,11 @@ class Large:
                 self._delete([digest])  # or the new one would not be stored
             status = self._put_manifests([digest], [memoryview(new.encode(digest))])[0]
         if status == Status.OK and self._put_once:
-            there = self._stored(digest)
-            # None or False: it could not be read, or has gone again. Nobody knows that it is not this one.
-            first = there is True or (isinstance(there, Manifest) and there.version != new.version)
-            if first:
+            there, ordinary = self._found(digest)
+            # Neither: it could not be read, or has gone again. Nobody knows that it is not this one.
+            if ordinary or (there is not None and there.version != new.version):
                 self.drop(digest, new)
-                if spared is not None and isinstance(there, Manifest) and there.version == spared.version:
+                if spared is not None and there is not None and there.version == spared.version:
                     self._counters["put_failures"] += 1
                     return Status.UNAVAILABLE
                 if spared is not None:
@@ -332,6 +326,11 @@ class Large:
             for at in range(manifest.parts)
         )
         return [*digests, *itertools.islice(parts, PARTS_ASKED)]
+
+
+def _decoded(digest: bytes, room: bytearray, got: Any) -> Manifest | None:
+    """Return the manifest that a read of a key has left, None if ``got`` is no manifest's length."""
+    return Manifest.decode(digest, bytes(room)) if got == MANIFEST_BYTES else None
 
 
 def fits_large(length: int, sink: memoryview | Span) -> bool:
