@@ -27,7 +27,6 @@ from tests.support.chart import CHART, HELM, environment, one, paths, pods, refu
 from tests.support.chart_values import CHANGES
 from tests.support.child import ROOT
 from tests.support.manifests import EXPLAINED, unexplained
-from tests.support.monitoring import PROMTOOL, alerts, labels_in, metrics_in
 
 needs_helm = pytest.mark.skipif(HELM is None, reason=chart.MISSING)
 MIB: Final = 1 << 20
@@ -387,49 +386,6 @@ def test_a_pods_shared_memory_is_as_large_as_its_limit() -> None:
     (volume,) = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm"]
     assert volume == {"medium": "Memory", "sizeLimit": "7Gi"}
     assert {"/dev/shm", "/run/simm"} <= {each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
-
-
-# -- monitoring -------------------------------------------------------------------------------------------
-
-
-def selectors_without(expression: str, wanted: Mapping[str, str]) -> set[str]:
-    """Return the metrics of an expression that lack one of the matchers, or have none."""
-    found = {name for name, labels in labels_in(expression) if name and not set(wanted) <= labels}
-    for metric in metrics_in(expression):
-        uses = len(re.findall(rf"\b{metric}\b", re.sub(r'"[^"]*"', "", expression)))
-        right = sum(
-            expression.count(metric + "{" + text) for text in (",".join(f'{k}="{v}"' for k, v in wanted.items()),)
-        )
-        if uses != right:
-            found.add(metric)
-    return found
-
-
-@needs_helm
-def test_the_alerts_are_those_of_the_servers_of_the_release(tmp_path: Path) -> None:
-    documents = rendered(WATCHED, release="west", namespace="team")
-    groups = one(documents, "PrometheusRule")["spec"]["groups"]
-    rules = {rule["alert"]: rule for group in groups for rule in group["rules"]}
-    wanted = {"namespace": "team", "release": "west"}
-    ours = 'namespace="team",release="west"'
-    assert list(rules) == list(alerts())
-    for name, rule in alerts().items():
-        assert selectors_without(rule["expr"], wanted), "positive control: these are of any release"
-        assert selectors_without(rules[name]["expr"], wanted) == set(), name
-        back = rules[name]["expr"].replace("{" + ours + "}", "").replace(ours + ",", "")
-        assert {**rules[name], "expr": back} == rule
-    for component in ("manager", "dataserver"):
-        (endpoint,) = one(documents, "ServiceMonitor", component)["spec"]["endpoints"]
-        added = {each["targetLabel"]: each["replacement"] for each in endpoint["relabelings"]}
-        assert added == {"job": f"simm-{component}", "release": "west"}
-        assert endpoint["port"] == "http" and endpoint["authorization"]["credentials"]["name"] == "west-simm-token"
-    if PROMTOOL is not None:
-        (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
-        subprocess.run([PROMTOOL, "check", "rules", str(tmp_path / "rules.yml")], check=True, capture_output=True)
-
-
-def test_the_chart_has_the_alerts_and_no_copy_of_them() -> None:
-    assert (CHART / "files" / "alerts.yml").resolve() == ROOT / "deploy" / "monitoring" / "alerts.yml"
 
 
 # -- what people read -----------------------------------------------------------------------------------
