@@ -180,16 +180,16 @@ class Cluster:
         node.linked = node.present = True
         node.spared = False
         acked = epoch if epoch <= self._limit else 0
-        progress, node.acked_epoch = acked > node.acked_epoch, max(node.acked_epoch, acked)
+        before, node.acked_epoch = node.acked_epoch, max(node.acked_epoch, acked)
         node.told_epoch, node.follows = acked, node.follows if follows is None else follows
         node.loads = list(loads[: len(node.workers)])
         actions: list[Action] = []
         state = NodeState.DRAINING if node.draining else NodeState.RUNNING
-        if node.state is not state:
+        turned = node.state is not state
+        if turned:
             self._turn(node, state, "heartbeat", actions)
-            progress = True
         due = away and (self._back(node, actions) or self._placement.receives(node))
-        if due or (progress and self.waiting):
+        if due or (turned and self.waiting) or self._placement.awaits(node, before):
             self._remap(actions)
         if self.rebuilding:
             self._recovery.saw(epoch, self._limit)

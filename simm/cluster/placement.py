@@ -69,10 +69,16 @@ class Eligibility(IntEnum):
 
 
 class Rebalanced(NamedTuple):
-    """The shards that changed owner, ascending, and how many still have to move or to find an owner."""
+    """The shards that changed owner, ascending, and what is left to do.
+
+    ``waiting``: how many shards still have to move or to find an owner; ``stuck``: those of them that no worker may
+    have yet. ``lacking``: the workers that are to get some.
+    """
 
     changed: Shards
     waiting: int
+    stuck: int = 0
+    lacking: frozenset[int] = frozenset()
 
 
 def target_counts(weights: Sequence[int], held: Sequence[int], shards: int = SHARD_COUNT) -> list[int]:
@@ -144,8 +150,9 @@ def rebalance(
     if any(quota) and any(spare):
         moves = _move(tables, quota, spare, known, owners == before)
     preferred[preferred == NONE] = owners[preferred == NONE]
-    waiting = sum(surplus) - moves + (len(left) + len(late) if any(weights) else 0)
-    return Rebalanced(np.flatnonzero(owners != before), waiting)
+    stuck = len(left) + len(late) if any(weights) else 0
+    takers = frozenset(index for index, lack in enumerate(shares()[0]) if lack)
+    return Rebalanced(np.flatnonzero(owners != before), sum(surplus) - moves + stuck, stuck, takers)
 
 
 def _assign_unowned(tables: Tables, unowned: Shards, lacking: list[int], acked: list[int]) -> Shards:
@@ -278,14 +285,15 @@ class Placement:
         #: (node name, worker number) of each index, and the opposite.
         self.keys: list[Key] = []
         self.indexes: dict[Key, int] = {}
-        #: Shards that still have to move, or to find an owner.
-        self.waiting = 0
+        #: What the last rebalance has left to do.
+        self._left = Rebalanced(NO_SHARDS, 0)
 
     def set_keys(self, keys: list[Key], tables: Tables | None = None) -> None:
         """Let indexes mean ``keys`` from now on, in ``tables`` if given."""
         self.keys = keys
         self.indexes = {key: index for index, key in enumerate(keys)}
         self.tables = tables or self.tables
+        self._left = self._left._replace(stuck=max(1, self._left.stuck))  # ``lacking`` has old indexes
 
     def take_map(self, offered: ShardMap, since: NDArray[np.uint64]) -> None:
         """Take over a server's map; each owner is the preferred one."""
@@ -298,6 +306,28 @@ class Placement:
         self.set_keys([(info.node, info.worker) for info in offered.workers], tables)
 
     # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Shards that still have to move, or to find an owner."""
+        return self._left.waiting
+
+    def awaits(self, node: Node, before: int) -> bool:
+        """Return True if a step may be due as a node has acknowledged a map. O(shards), by numpy.
+
+        ``before``: what it had acknowledged until then. Only shards that have changed owner since that map can move
+        now: from this node, or to it if it lacks some. In a large cluster every node acknowledges each of the many maps
+        of a move, and a rebalance takes milliseconds.
+        """
+        if not self.waiting or node.acked_epoch <= before:
+            return False
+        since = self.tables.since
+        fresh = (since > np.uint64(before)) & (since <= np.uint64(node.acked_epoch))
+        if self._left.stuck:
+            return bool(fresh.any())
+        owners = self.tables.owners[fresh & (self.tables.previous == NO_OWNER)]
+        mine = self.indexes_of(node)
+        return bool(len(owners)) and (not self._left.lacking.isdisjoint(mine) or bool(np.isin(owners, mine).any()))
 
     @property
     def unowned(self) -> bool:
@@ -380,7 +410,7 @@ class Placement:
         if not assign:
             return bool(lost.any()), NO_SHARDS
         done = rebalance(self.tables, weights, eligibility, limit, acked)
-        self.waiting = done.waiting
+        self._left = done
         return self._release(nodes.values()) or bool(lost.any()), done.changed
 
     def _without_source(self, eligibility: Sequence[Eligibility]) -> NDArray[np.bool_]:

@@ -461,7 +461,7 @@ def test_check_finds_what_does_not_belong() -> None:
         cluster.nodes["a"].state = NodeState.DEAD
 
     def forgotten(cluster: Cluster) -> None:
-        cluster._placement.waiting += 1
+        cluster._placement._left = cluster._placement._left._replace(waiting=1)
 
     def lives(cluster: Cluster) -> None:
         cluster.nodes["a"].released = True
