@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ...arena.hashing import check_namespace
 from ...config.client_options import ClientOptions
 from ...config.logs import hold_standard_descriptors
 from ...config.parsers import node_name, parse_bytes, parse_duration
@@ -44,7 +45,7 @@ _SUBJECTS: Final = {
 }  # fmt: skip
 #: Options that say of what something is shown or done -> what they are without being given.
 _NARROWING: Final[dict[str, Any]] = {
-    "server": "", "of_manager": False, "of": "", "memory": None, "numa": "", "older": None, "larger": None,
+    "server": None, "of_manager": False, "of": None, "memory": None, "numa": "", "older": None, "larger": None,
     "most": None, "dry_run": False, "no_wait": False, "timeout": None,
 }  # fmt: skip
 #: Those that a subject heeds, or one with its first word; the others look at this host's servers, or at one.
@@ -71,9 +72,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     add_arguments(parser, "client")
     parser.add_argument("what", choices=list(_SUBJECTS), metavar="WHAT", help="what to look at, or to do")
     parser.add_argument("words", nargs="*", metavar="WORD", default=[], help="what of it, see above")
-    parser.add_argument("--server", metavar="NAME", default="", help="only this data server's workers")
+    parser.add_argument("--server", metavar="NAME", help="only this data server's workers")
     parser.add_argument("--of-manager", action="store_true", help="settings: those of the manager, by an admin's token")
-    parser.add_argument("--of", metavar="NAME", default="", help="settings, grow: a data server anywhere; '*' is all")
+    parser.add_argument("--of", metavar="NAME", help="settings, grow: a data server anywhere; '*' is all")
     parser.add_argument("--memory", metavar="SIZE", help="grow: the memory to add, as 64G")
     parser.add_argument("--numa", metavar="N", default="", help="grow: the node to take it from")
     parser.add_argument("--older", metavar="TIME", help="evict: only values that were put longer ago, as 1h")
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "simm ctl") -> int:
     if len(arguments.words) > _SUBJECTS[arguments.what]:
         parser.error(f"{arguments.what} takes {_SUBJECTS[arguments.what] or 'no'} words after it")
     _check_heeded(arguments)
+    _check_named(arguments)
     if arguments.most is not None and arguments.most < 1:
         raise UsageError("--most is 1 at least")
     every_s = parse_duration(arguments.watch, "s") if arguments.watch is not None else 0.0
@@ -113,6 +115,17 @@ def _check_heeded(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) != without and name not in heeds:
             said = subject if subject in _HEEDS else arguments.what
             raise UsageError(f"{said} takes no --{name.replace('_', '-')}, so nothing was done; see `simm ctl --help`")
+
+
+def _check_named(arguments: argparse.Namespace) -> None:
+    """Refuse names that are empty or none: an unset variable of a script must not mean all. Raises UsageError."""
+    for name in ("server", "of"):
+        if getattr(arguments, name) == "":
+            raise UsageError(f"--{name} has no name, so nothing was done: name a data server, or omit it for all")
+        setattr(arguments, name, getattr(arguments, name) or "")
+    namespaces = {"keys": arguments.words[1:], "why": arguments.words}.get(arguments.what, [])
+    for word in namespaces:
+        check_namespace(word)
 
 
 def _look(settings: Settings, arguments: argparse.Namespace) -> Shown:
@@ -213,8 +226,8 @@ def _local(what: str, words: Sequence[str], asked: Sequence[Asked], most: int | 
         findings = why.explain(worker_rows(asked), namespace_rows(asked), words[0] if words else "")
         return why.as_json(findings), why.text_of(findings), not any(each.bad for each in findings)
     if what == "keys":
-        order, namespace = [*words, "sample", ""][:2] if len(words) != 1 else (words[0], "")
-        rows = entries.key_rows(asked, order, namespace, most or 20)
+        order = words[0] if words else "sample"
+        rows = entries.key_rows(asked, order, words[1] if len(words) > 1 else None, most or 20)
     elif words:
         raise UsageError(f"{what} takes no {words[0]!r}")
     else:
@@ -232,10 +245,12 @@ def _local(what: str, words: Sequence[str], asked: Sequence[Asked], most: int | 
 
 def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
     namespace = cluster.one_word(arguments.words, "evict NAMESPACE")
+    if namespace != "*":
+        check_namespace(namespace)  # before anything is asked
     asked = ask_all(settings.runtime_dir, arguments.server, settings.server_uid)
     require_one(asked)
     rows = entries.evict(
-        asked, "" if namespace == "*" else namespace,
+        asked, None if namespace == "*" else namespace,
         older_s=parse_duration(arguments.older, "s") if arguments.older is not None else 0.0,
         larger=parse_bytes(arguments.larger) if arguments.larger is not None else 0,
         most=arguments.most or 0, dry=arguments.dry_run,
@@ -245,6 +260,8 @@ def _evict(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _kv(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        raise UsageError("kv takes no --json: it answers as upstream's does")
     return upstream.values(settings, arguments.words)
 
 
@@ -252,6 +269,7 @@ def _flush(settings: Settings, arguments: argparse.Namespace) -> int:
     from ...sdk.ops.epochs import advance
 
     name = cluster.one_word(arguments.words[1:], "namespaces flush")
+    check_namespace(name)  # before anything is asked
     timeout_s = parse_duration(arguments.timeout, "s") if arguments.timeout is not None else 60.0
     manager_client(settings).close()  # the absence of all is said at once: what follows waits for another one to lead
     epoch = advance(ClientOptions.from_settings(settings, token=token_of(settings)), name, timeout_s)

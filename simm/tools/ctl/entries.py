@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arena.hashing import check_namespace
 from ...errors import TransportError, UsageError
 from ...ipc.arena_lister import Lister
 from ...net.channel import Channel
@@ -45,7 +46,7 @@ def pages(lister: Lister) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
         yield rows[used], visited[start:stop][used] != 0
 
 
-def _chosen(lister: Lister, order: str, namespace: str, most: int, rng: np.random.Generator) -> Rows:
+def _chosen(lister: Lister, order: str, namespace: str | None, most: int, rng: np.random.Generator) -> Rows:
     """Return the entries of one arena that :func:`key_rows` may show: ``most`` of them at most."""
     best: Rows | None = None
     ranks = np.zeros(0)
@@ -71,17 +72,17 @@ def _rank(order: str, rows: Rows) -> NDArray[np.float64]:
     return -stored if order == "new" else stored
 
 
-def _of_namespace(lister: Lister, rows: Rows, namespace: str) -> NDArray[np.bool_]:
-    if not namespace:
+def _of_namespace(lister: Lister, rows: Rows, namespace: str | None) -> NDArray[np.bool_]:
+    if namespace is None:
         return np.ones(len(rows), np.bool_)
     names = lister.names(np.unique(rows["namespace"]).tolist())
     return np.isin(rows["namespace"], [number for number, name in names.items() if name == namespace])
 
 
 def key_rows(
-    asked: Sequence[Asked], order: str = "sample", namespace: str = "", most: int = 20
+    asked: Sequence[Asked], order: str = "sample", namespace: str | None = None, most: int = 20
 ) -> list[dict[str, Any]]:
-    """Return rows of values, ``most`` of them. O(slots).
+    """Return rows of values of a namespace (None for all), ``most`` of them. O(slots).
 
     ``order``: ``sample`` by chance; ``hot``: read since the eviction policy last looked at them, those first that have
     stayed longest; ``large``, ``old``, ``new``: those first.
@@ -112,13 +113,18 @@ def key_rows(
 
 
 def evict(
-    asked: Sequence[Asked], namespace: str, *, older_s: float = 0.0, larger: int = 0, most: int = 0, dry: bool = False
-) -> list[dict[str, Any]]:
-    """Delete the values of a namespace ("" for all) that are older and larger than this, the oldest first.
+    asked: Sequence[Asked], namespace: str | None, *, older_s: float = 0.0, larger: int = 0, most: int = 0,
+    dry: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Delete the values of a namespace (None for all) that are older and larger than this, the oldest first.
 
-    ``most``: at most so many of each worker, 0 for all. ``dry``: only count them. Return a row for each worker.
-    O(slots).
+    ``most``: at most so many of each worker, 0 for all. ``dry``: only count them. Return a row for each worker; that of
+    a worker which fails has the reason, and the values that it had deleted by then. O(slots).
+
+    Raises UsageError for what is no namespace's name, also for an empty one: it does not mean all.
     """
+    if namespace is not None:
+        check_namespace(namespace)
     found = []
     for each in asked:
         row: dict[str, Any] = {"worker": each.name, "found": 0, "bytes": 0, "evicted": 0, "reason": each.why}
@@ -137,20 +143,19 @@ def evict(
         row["found"], row["bytes"] = len(rows), int(rows["length"].sum())
         if not dry and len(rows):
             try:
-                row["evicted"] = _delete(each, rows)
+                for count in _delete(each, rows):
+                    row["evicted"] += count
             except TransportError as exc:
                 row["reason"] = str(exc)
     return found
 
 
-def _delete(asked: Asked, rows: Rows) -> int:
-    """Have a worker delete entries, and return how many it has deleted. Raises TransportError."""
+def _delete(asked: Asked, rows: Rows) -> Iterator[int]:
+    """Have a worker delete entries, and yield after each batch how many of it were there. Raises TransportError."""
     digests = np.stack((rows["low"], rows["high"]), axis=1).tobytes()
     entries = [(digests[at * 16 : at * 16 + 16], size) for at, size in enumerate(rows["length"].tolist())]
-    done = 0
     with contextlib.closing(Channel.unix(asked.path, ANSWER_S)) as channel:
         channel.call(client_hello(Role.CLIENT, namespace="default", pid=os.getpid()))
         for start in range(0, len(entries), BATCH):
             statuses = channel.call(M.DeleteSized(entries[start : start + BATCH])).statuses
-            done += statuses.count(Status.OK)
-    return done
+            yield statuses.count(Status.OK)

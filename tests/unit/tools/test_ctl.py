@@ -10,17 +10,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from simm import cli
 from simm.config.settings import Settings
 from simm.errors import TransportError, UsageError
 from simm.ipc.counts import COUNTERS, Word
 from simm.rpc import Connection, reply
-from simm.tools.ctl import command, why
+from simm.tools.ctl import command, entries, why
 from simm.tools.ctl.tables import TABLES, client_rows, kept_text, namespace_rows, rates_text, table, worker_rows
 from simm.tools.ctl.tuning import no_socket
 from simm.tools.ctl.workers import Asked, ask_all
 from simm.wire import messages as M
+from simm.wire.messages import Status
 
 STATS: dict[str, Any] = {
     "pid": 7, "entries": 3, "data_bytes": 1 << 20, "free_bytes": 1 << 19, "granted_bytes": 0, "pins": 0,
@@ -253,6 +256,7 @@ def test_watching_shows_it_again(capsys: pytest.CaptureFixture[str]) -> None:
         (["node", "set", "a", "DEAD", "--server", "b"], "node set takes no --server"),
         (["settings", "set", "poll_us", "1", "--dry-run"], "settings takes no --dry-run"),
         (["kv", "del", "k", "--dry-run"], "kv takes no --dry-run"),
+        (["kv", "exist", "k", "--json"], "kv takes no --json"),
         (["evict", "a", "--of", "far"], "evict takes no --of"),
         (["evict", "a", "--of-manager"], "evict takes no --of-manager"),
         (["grow", "--memory", "8M", "--dry-run"], "grow takes no --dry-run"),
@@ -271,6 +275,78 @@ def test_an_option_that_would_be_ignored_is_refused(
     monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(UsageError, match=says):
         command.main(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["evict", ""], "a namespace has 1 to"), (["evict", "n" * 5000], "a namespace has 1 to"),
+        (["keys", "old", ""], "a namespace has 1 to"), (["why", ""], "a namespace has 1 to"),
+        (["namespaces", "flush", ""], "a namespace has 1 to"), (["evict", "a", "--server", ""], "--server has no name"),
+        (["settings", "set", "poll_us", "1", "--of", ""], "--of has no name"),
+    ],
+)  # fmt: skip
+def test_issue_an_empty_name_is_not_all(
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``simm ctl evict "$UNSET"`` deleted every value of every namespace."""
+    asked: list[Any] = []
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    for name in ("ask_all", "manager_client"):
+        monkeypatch.setattr(command, name, lambda *given: asked.append(given))
+    monkeypatch.setattr(command.tuning, "settings_rows", lambda *given, **_: asked.append(given))
+    assert cli.main(["ctl", *argv]) == 2 and not asked
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("*", None), ("a", "a")])
+def test_all_namespaces_are_a_star(
+    word: str, wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[Any] = []
+    with pytest.raises(UsageError, match="a namespace has 1 to"):
+        entries.evict([asked()], "")
+    monkeypatch.setenv("SIMM_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(command, "ask_all", lambda *_: [asked()])
+    monkeypatch.setattr(command.entries, "evict", lambda _, namespace, **__: named.append(namespace) or [])
+    assert command.main(["evict", word]) == 0 and named == [wanted]
+
+
+@pytest.mark.parametrize("fails", [None, 3])
+def test_what_was_evicted_before_a_failure_counts(fails: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was lost at the third batch was said to have evicted nothing."""
+    columns = [(name, "u8") for name in ("low", "high", "length", "stored", "namespace")]
+    rows = np.ones(1500, np.dtype(columns))
+    batches: list[int] = []
+
+    class Worker:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def call(self, message: Any) -> Any:
+            if isinstance(message, M.DeleteSized):
+                batches.append(len(message.entries))
+                if len(batches) == fails:
+                    raise TransportError("the connection broke")
+                return M.Statuses([Status.OK] * len(message.entries))
+            return None
+
+        def close(self) -> None:
+            pass
+
+    class Readable(Asked):
+        @property
+        def reader(self) -> Any:
+            return self
+
+    monkeypatch.setattr(entries, "Lister", lambda _: None)
+    monkeypatch.setattr(entries, "pages", lambda _: [(rows, None)])
+    monkeypatch.setattr(entries, "_of_namespace", lambda *_: np.ones(len(rows), np.bool_))
+    monkeypatch.setattr(entries.Channel, "unix", Worker)
+    (row,) = entries.evict([Readable("host", 0, "/nowhere", STATS)], "a")
+    assert (row["found"], row["evicted"]) == (1500, 1024 if fails else 1500)
+    assert row["reason"] == ("the connection broke" if fails else "") and batches == [512, 512, 476]
 
 
 def test_a_flush_without_a_manager_says_so_before_it_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
