@@ -52,10 +52,12 @@ def main(argv: Sequence[str], prog: str = "simm trace") -> int:
         "--all", action="store_true", help="start, stop: all clients of the cluster, by an admin's token at the manager"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="for collect: file to write; - is stdout")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--json", action="store_true", help="collect, summary: print the table as JSON")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.files and arguments.action != "summary":
         raise UsageError(f"{arguments.action} takes no file; -o FILE names the one that collect writes")
+    if arguments.json and arguments.action not in ("collect", "summary"):
+        raise UsageError(f"{arguments.action} takes no --json: it is of the table, for collect and summary")
     settings = command_settings("client", arguments)
     folder = folder_of(settings)
     if arguments.all:
@@ -131,7 +133,8 @@ def _collect(folder: Path, arguments: argparse.Namespace) -> int:
             return EXIT_OK
         Path(arguments.output).write_text(text)
         traces = len({event["args"]["trace_id"] for event in events})
-        print(f"{arguments.output}: {len(events):,} spans of {traces:,} traces; open it at ui.perfetto.dev")
+        print(f"{arguments.output}: {len(events):,} spans of {traces:,} traces; open it at ui.perfetto.dev",
+              file=sys.stderr if arguments.json else sys.stdout, flush=True)  # fmt: skip
     return _print_table(events, arguments.json)
 
 

@@ -9,6 +9,9 @@ each file in it must belong to this user (or root); links are not followed. Whoe
 could put a link to any folder in its place, in which files would then be written and removed. So that must be this
 user's or root's too: without settings it is in /tmp, where anybody can make the name first.
 
+What else lies in the folder is not touched: only regular files with these names are counted, read and removed. A folder
+that other users can see into is tightened to 0700 if it has nothing else, and refused if it has.
+
 **Bounds.** A process keeps two files of ``FILE_BYTES_MAX``. A folder keeps the files of ``PROCESSES_MAX`` processes: a
 process that begins removes the oldest beyond that. A thread writes, so a disk that hangs delays no call, and what does
 not fit the memory of the recorder meanwhile is counted and left out. A process that is killed loses a second.
@@ -20,6 +23,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -41,10 +45,16 @@ PROCESSES_MAX: Final = 64
 WRITE_S: Final = 0.5
 _CONTROL_BYTES_MAX: Final = 4096
 _NEWEST, _OLDER = ".spans", ".old"
+#: The names of files with spans, and those of what else is made here.
+_SPANS: Final = re.compile(r"[0-9]+-[0-9a-f]+\.(?:spans|old)", re.ASCII)
+_CONTROL: Final = re.compile(rf"{re.escape(TRACE_CONTROL)}|\.{re.escape(TRACE_CONTROL)}\.[0-9]+", re.ASCII)
 
 
 def open_folder(folder: Path) -> Path:
-    """Make the folder, or check it, and return it. Raises ConfigError if others could write there, or replace it."""
+    """Make the folder, or check it, and return it. Its mode is 0700 then.
+
+    Raises ConfigError if others could write there, or replace it, or if its mode must change and it has other files.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(FileExistsError):
@@ -53,8 +63,24 @@ def open_folder(folder: Path) -> Path:
         raise ConfigError(f"no folder for traces at {folder}: {exc.strerror}; name another by --trace-dir") from exc
     check_folder(folder)
     if folder.lstat().st_mode & 0o077:
+        foreign = _foreign(folder)
+        if foreign:
+            raise ConfigError(
+                f"other users may look into {folder}, and it has files that are no traces, as {foreign}: name an empty "
+                "folder by --trace-dir, or give this one the mode 0700"
+            )
         folder.chmod(0o700)
     return folder
+
+
+def _foreign(folder: Path) -> str:
+    """Return the name of something in the folder that is not of this module, "" if there is nothing."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            ours = _SPANS.fullmatch(entry.name) or _CONTROL.fullmatch(entry.name)
+            if not ours or not entry.is_file(follow_symlinks=False):
+                return entry.name
+    return ""
 
 
 def check_folder(folder: Path) -> bool:
@@ -317,14 +343,24 @@ def spool_in(path: str | Path) -> Spool:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files with spans, the oldest first."""
+    """Return the files with spans, the oldest first. What has another name, or is no regular file, is none."""
+    return _found_in(folder)[0]
+
+
+def _found_in(folder: Path) -> tuple[list[Path], int]:
+    """Return the files with spans, the oldest first, and how much else has such a name: links, pipes, folders."""
     found = []
+    others = 0
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith((_NEWEST, _OLDER)):
+            if _SPANS.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-    return [Path(path) for _, path in sorted(found)]
+                    about = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        found.append((about.st_mtime_ns, entry.path))
+                    else:
+                        others += 1
+    return [Path(path) for _, path in sorted(found)], others
 
 
 def forget_oldest(folder: Path, keep: int = PROCESSES_MAX) -> int:
@@ -341,12 +377,13 @@ def forget_oldest(folder: Path, keep: int = PROCESSES_MAX) -> int:
 def collect(folder: Path, *, only: Callable[[Path], bool] = lambda _: True) -> tuple[list[Event], int, int]:
     """Return the spans of all files, how many lines are none, and how many files are of other users or unreadable.
 
-    Raises ConfigError if the folder is another user's.
+    Links and the like count among the latter. Raises ConfigError if the folder is another user's.
     """
     check_folder(folder)
     events: list[Event] = []
-    bad = refused = 0
-    for path in files_in(folder):
+    files, refused = _found_in(folder)
+    bad = 0
+    for path in files:
         if not only(path):
             continue
         try:

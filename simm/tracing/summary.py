@@ -6,6 +6,7 @@ within a segment of the client, so their shares count the same time again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ class Row(NamedTuple):
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of them lie: one of the values, by nearest rank."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """Return the least value that ``share`` of them do not exceed: one of the values, by nearest rank."""
+    # Slightly below the rank, as rounding must not move an exact rank to its neighbour.
+    rank = math.ceil(share * len(ordered) * (1 - 1e-12))
+    return ordered[max(1, rank) - 1]
 
 
 def summarize(events: Iterable[Event]) -> list[Row]:

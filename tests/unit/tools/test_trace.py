@@ -65,6 +65,12 @@ def test_a_file_for_perfetto_and_the_table(recorded: Path, tmp_path: Path, capsy
     assert {row["operation"]: row["spans"] for row in rows if not row["segment"]} == {"get": 2, "put": 1}
 
 
+def test_json_is_all_that_is_on_stdout(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "collect", "-o", str(tmp_path / "trace.json"), "--json")
+    assert code == 0 and {row["operation"] for row in json.loads(out)} == {"get", "put"}
+    assert "open it at ui.perfetto.dev" in err and (tmp_path / "trace.json").exists()
+
+
 def test_to_stdout(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "collect", "-o", "-")
     assert code == 0 and len(json.loads(out)["traceEvents"]) >= 3
@@ -78,7 +84,10 @@ def test_what_is_no_span_is_left_out_with_a_word(recorded: Path, capsys: pytest.
 
 
 def test_clear(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("notes.old", "brain.spans"):
+        (recorded / name).write_bytes(b"mine")
     assert run(capsys, "clear")[1] == f"removed 1 files of {recorded}\n"
+    assert sorted(path.name for path in recorded.iterdir()) == ["brain.spans", "notes.old"]
     code, _, err = run(capsys, "collect")
     assert code == 1 and "has no spans" in err
 
@@ -89,6 +98,7 @@ def test_clear(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (("summary",), "summary needs a file"), (("summary", "/dev/null"), "is no trace"), (("stop", "x"), "takes no file"),
     (("collect", "--all"), "run it on each"), (("start", "--all", "--ratio", "2"), "0 to 1"),
     (("start", "--all", "--for", "2000h"), "at most 86400 s"),
+    (("clear", "--json"), "clear takes no --json"), (("start", "--all", "--json"), "start takes no --json"),
     (("summary", "/nowhere/x"), "check the name"), (("begin",), "--help"),
 ])  # fmt: skip
 def test_mistakes_get_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str], words: Any, says: str) -> None:

@@ -198,6 +198,10 @@ def test_the_summary_counts_operations_and_their_segments() -> None:
     assert "server place" in table(rows) and table([]).count("\n") == 0
 
 
-@pytest.mark.parametrize(("count", "share", "value"), [(1, 0.99, 0), (100, 0.5, 50), (100, 0.99, 99), (4, 1.0, 3)])
-def test_a_quantile_is_one_of_the_values(count: int, share: float, value: int) -> None:
-    assert quantile(range(count), share) == value
+@pytest.mark.parametrize(("count", "share", "value"), [
+    (1, 0.99, 1), (2, 0.5, 1), (3, 0.5, 2), (100, 0.5, 50), (100, 0.99, 99), (101, 0.99, 100), (4, 1.0, 4), (9, 0.0, 1),
+    (100, 0.07, 7), (100, 0.29, 29),
+])  # fmt: skip
+def test_a_quantile_is_one_of_the_values_by_nearest_rank(count: int, share: float, value: int) -> None:
+    """The p99 of a hundred was the greatest; 0.07 * 100 is a little more than 7."""
+    assert quantile(range(1, count + 1), share) == value

@@ -164,6 +164,36 @@ def test_others_are_shut_out_of_a_folder(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_folder_with_files_of_ours_alone_is_tightened(folder: Path, mode: int) -> None:
+    spool.ask(folder, "1", 0, 60.0)
+    for name in ("12-a0f.spans", "12-a0f.old", f".{TRACE_CONTROL}.12"):
+        (folder / name).write_bytes(b"")
+    folder.chmod(mode)
+    spool.open_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["notes.old", "1-0.spans.gz", "1-0.spans/", "-1-0.old", "1-x.old", "control.json.1"])
+def test_issue_a_folder_with_files_of_others_stays_as_it_is(folder: Path, name: str) -> None:
+    """``--trace-dir ~/shared`` shut others out of it, and files of other programs were removed for their names."""
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    foreign = folder / name
+    foreign.mkdir() if name.endswith("/") else foreign.write_bytes(b"mine")
+    for call in (lambda: spool.open_folder(folder), lambda: spool.ask(folder, "1", 0, 60.0)):
+        with pytest.raises(ConfigError, match=r"files that are no traces, as .*: name an empty folder by --trace-dir"):
+            call()
+    assert folder.stat().st_mode & 0o777 == 0o755 and [path.name for path in folder.iterdir()] == [foreign.name]
+    assert spool.forget_oldest(folder, keep=0) == 0 and foreign.exists()
+    folder.chmod(0o700)  # as its owner may decide
+    spool.open_folder(folder)
+    mine = spool.spool_in(folder)
+    mine.recorder.add(operation())
+    mine.write()
+    assert spool.forget_oldest(folder, keep=0) == 1 and [path.name for path in folder.iterdir()] == [foreign.name]
+
+
 def others_may_write(parent: Path) -> None:
     parent.chmod(0o777)
 
