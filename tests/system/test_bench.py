@@ -21,6 +21,7 @@ from simm.tools.bench import command, floor
 from simm.tools.bench.floor import Area, RawStream, stride_of
 from simm.tools.bench.measure import ROUNDS
 from simm.tools.bench.plan import OPS
+from tests.support.waiting import wait_until
 
 WAIT_S = 300.0
 
@@ -225,6 +226,19 @@ def test_on_a_running_cluster_nothing_of_it_stays(cluster: Any, tmp_path: Path) 
     assert process.returncode == 0, err
     assert f"{cluster.manager} is a cluster in use: up to 1M will be put" in out
     assert "<= 10 us" in out and json.loads(report.read_text())["results"][0]["op"] == "put"
+    assert cluster.worker_stats()["entries"] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_on_a_running_cluster(cluster: Any, number: signal.Signals) -> None:
+    """It came in the middle of a burst, and the values stayed."""
+    before = cluster.worker_stats()["entries"]
+    process = start("put", "--size", "4K", "--duration", "60s", "--working-set", "16M", "--processes", "2",
+                    "--manager", cluster.manager)  # fmt: skip
+    wait_until(lambda: process.poll() is not None or cluster.worker_stats()["entries"] >= before + 4096, "all is there")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 128 + number and err == ""
     assert cluster.worker_stats()["entries"] == before
 
 

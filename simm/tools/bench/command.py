@@ -18,6 +18,7 @@ tables and grants.
 
 put and mput replace values under a rotating set of keys that were stored before. get, mget and view read them. exists
 and mexists ask for keys half of which are stored. A view copies nothing: its GiB/s are bytes made readable per second.
+GiB/s are of values that were moved: keys that are not served count as calls only.
 ``tools/bench/load.py`` says exactly what is timed.
 
 ``--state full`` first fills the arena with values of the size until puts evict steadily. From then on every put is of a
@@ -86,6 +87,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.tools.be
         for line in rows(cell, bars_for(cell, plan.setup), full=plan.state == FULL):
             say(line)
 
+    def warn(line: str) -> None:
+        progress("")
+        print(f"{prog}: {line}", file=sys.stderr, flush=True)
+
     cells: list[Cell] = []
     counters: list[Any] = []
     try:
@@ -105,7 +110,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m simm.tools.be
                     for line in _about(plan, settings, "+".join(load.paths), client["manager"]):
                         say(line)
                 worker = LocalWorker(cluster) if cluster is not None else None
-                cells += Bench(part, load, worker, progress, done).run()
+                cells += Bench(part, load, worker, progress, done, warn).run()
                 counters += [answer["client"] for answer in load.ask("end")]
     finally:
         progress("")

@@ -215,9 +215,9 @@ class LoadThread:
             reads = OPERATIONS[ops[which]].kind == "get"
             sizes = [self.size if reads and there else least for there in present or ()] or [self.size] * batch
             if many:
-                yield which, number, (into[other : other + batch], source[number : number + batch], sizes), None
+                yield which, number, (into[other : other + batch], source[number : number + batch], sizes), present
             else:
-                yield which, number, (into[other], source[number], sizes[0]), None
+                yield which, number, (into[other], source[number], sizes[0]), present
 
     # -- judging ------------------------------------------------------------------------------------
 
@@ -350,6 +350,7 @@ class LoadThread:
     def burst(self, ops: Sequence[str], batch: int, floor: bool, seconds: float, counted: bool) -> dict[str, Any]:
         """Call ``ops`` for ``seconds`` and return their counts. A warm-up (not ``counted``) uses every row.
 
+        ``moved`` are the keys whose values the calls, or the floor's copies in their place, have moved or found.
         ``cpu_ns`` is this thread's processor time in calls, None if it cannot be told. What it does between two calls
         waits for nothing, so that is the time there, unless another process had the processor for longer than that.
         """
@@ -378,8 +379,8 @@ class LoadThread:
                 samples[which].add(end - start)
             if not floor:
                 tally.bad += judge(ops[which], number, arguments, result, present)
-                if present is not None:
-                    tally.absent += present.count(False)
+            if present is not None:
+                tally.absent += present.count(False)
             if end >= until and (end >= limit or (calls >= least and all(each.calls > 1 for each in tallies))):
                 break
         cpu = time.thread_time_ns() - cpu
@@ -389,14 +390,15 @@ class LoadThread:
             start = clock()
             stream.finish()
             tallies[0].busy_ns += clock() - start if stream.kind == "put" else 0
+        moved = [tally.calls * batch - tally.bad - tally.absent for tally in tallies]
         missing = self.read_back() if self.verify and puts else 0
         if puts and self.fresh is None:
             next(tally for op, tally in zip(ops, tallies) if OPERATIONS[op].kind == "put").bad += missing
         return {
             "ops": [
                 {"calls": tally.calls, "keys": tally.calls * batch, "busy_ns": tally.busy_ns, "bad": tally.bad,
-                 "absent": tally.absent}
-                for tally in tallies
+                 "absent": tally.absent, "moved": served}
+                for tally, served in zip(tallies, moved)
             ],
             "cpu_ns": min(busy, cpu - between) if cpu > between else None,
         }  # fmt: skip

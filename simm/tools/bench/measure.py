@@ -6,7 +6,6 @@ alternate. Without ``--mixed`` a group is one operation.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,45 +30,57 @@ _FILLS_MAX: Final = 4
 
 
 class Bench:
-    """A run of a plan. ``progress`` receives the current step, ``done`` each finished cell.
+    """A run of a plan. ``progress`` receives the current step, ``done`` each finished cell, ``warn`` what stays.
 
     ``worker``: that of the command's own cluster, else None.
     """
 
     def __init__(
         self, plan: Plan, load: LoadProcesses, worker: LocalWorker | None, progress: Callable[[str], None],
-        done: Callable[[Cell], None],
+        done: Callable[[Cell], None], warn: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.plan = plan
         self.load = load
         self.worker = worker
         self.progress = progress
         self.done = done
+        self.warn = warn
         self.cells: list[Cell] = []
         self.path = "+".join(load.paths)
 
     def run(self) -> list[Cell]:
-        """Measure and return all cells. Raises SimmError if the cluster fails."""
-        for size in self.plan.sizes:
-            self.progress(f"storing values of {size_text(size)}")
-            rows = self.load.ask("prepare", size=size)[0]["rows"]
-            groups = self.plan.groups(size, rows)
-            try:
-                if groups and self.plan.state == FULL:
-                    self._fill(size)
-                if groups:
-                    self.load.ask("store", again=False)
-                for number, (ops, batch) in enumerate(groups, 1):
-                    mixed = self.plan.mix is not None
-                    cells = [Cell(op, size, batch, self.path, mixed) for op in ops]
-                    self._measure(cells, f"[{size_text(size)}, {number}/{len(groups)}]")
-                    self.cells += cells
-                    for cell in cells:
-                        self.done(cell)
-            finally:
-                with contextlib.suppress(SimmError):
-                    self.load.ask("discard")
+        """Measure and return all cells. Raises SimmError if the cluster fails.
+
+        Whatever ends it, the values are deleted from a cluster that is not this command's own, whose values go with it.
+        The load processes end by that, if they are not done. A second interrupt ends it at once.
+        """
+        try:
+            for size in self.plan.sizes:
+                self._run_size(size)
+        except BaseException:
+            if self.worker is None:
+                self.progress("deleting what was stored")
+                if not self.load.withdraw():
+                    self.warn("a load process did not end in time: values of this run may be left in the cluster")
+            raise
         return self.cells
+
+    def _run_size(self, size: int) -> None:
+        self.progress(f"storing values of {size_text(size)}")
+        rows = self.load.ask("prepare", size=size)[0]["rows"]
+        groups = self.plan.groups(size, rows)
+        if groups and self.plan.state == FULL:
+            self._fill(size)
+        if groups:
+            self.load.ask("store", again=False)
+        for number, (ops, batch) in enumerate(groups, 1):
+            mixed = self.plan.mix is not None
+            cells = [Cell(op, size, batch, self.path, mixed) for op in ops]
+            self._measure(cells, f"[{size_text(size)}, {number}/{len(groups)}]")
+            self.cells += cells
+            for cell in cells:
+                self.done(cell)
+        self.load.ask("discard")
 
     def _fill(self, size: int) -> None:
         """Fill the arena until each put of a new key evicts an old one. Raises SimmError if that never comes."""
@@ -143,7 +154,7 @@ class Bench:
         figures.p10, figures.p50, figures.p99, figures.p999 = percentiles(parts, POINTS)
         figures.us_per_key = figures.p50 / cell.batch
         figures.keys_per_s = statistics.median(counts.rates)
-        figures.gib_per_s = figures.keys_per_s * cell.size / GIB
+        figures.gib_per_s = statistics.median(counts.moved_rates) * cell.size / GIB
         if len(answers) > 1 and not floor:
             for threads, rates in zip(answers, counts.by_process):
                 cell.shares.append(Share(statistics.median(rates), *percentiles(threads, POINTS[:3])))
@@ -198,6 +209,8 @@ class _Counts:
         self.calls = self.keys = 0
         #: Keys a second in each round, of all processes and of each.
         self.rates: list[float] = []
+        #: Values that were moved a second, in each round, of all processes: misses move none.
+        self.moved_rates: list[float] = []
         self.by_process: list[list[float]] = []
 
     def add(self, parts: Sequence[Sequence[dict[str, int]]]) -> None:
@@ -209,8 +222,9 @@ class _Counts:
         for process, rate in zip(self.by_process, rates):
             process.append(rate)
         self.rates.append(sum(rates))
+        self.moved_rates.append(sum(_rate(part, "moved") for threads in parts for part in threads))
 
 
-def _rate(part: dict[str, int]) -> float:
-    """Return the keys a second in calls; 0 without a call."""
-    return part["keys"] * 1e9 / part["busy_ns"] if part["busy_ns"] else 0.0
+def _rate(part: dict[str, int], of: str = "keys") -> float:
+    """Return the keys, or the values moved, a second in calls; 0 without a call."""
+    return part[of] * 1e9 / part["busy_ns"] if part["busy_ns"] else 0.0

@@ -156,7 +156,7 @@ def parser_for(prog: str) -> argparse.ArgumentParser:
         "a NUMA node)",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too; - is stdout")
-    add_arguments(parser, "bench")
+    add_arguments(parser, "bench", without=("trace",))  # --trace names a trace to replay; SIMM_TRACE is that setting
     return parser
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import secrets
+import select
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 from ...config.settings import CLIENT as CLIENT_ROLE
 from ...config.settings import SETTINGS, Settings, format_value
@@ -21,6 +24,9 @@ from .report import FULL
 
 #: What the environment says of TLS is for the cluster that it names, not for one that this command starts.
 _TLS = ("tls_ca", "tls_cert", "tls_key", "tls_name")
+#: For the rest of what load processes were at, and the deletion of their values, seconds.
+WITHDRAW_S: Final = 30.0
+_PIECE: Final = 1 << 16
 
 
 def reach(client: dict[str, Any], settings: Settings, cluster: LocalCluster | None) -> dict[str, dict[str, Any]]:
@@ -101,6 +107,29 @@ class LoadProcesses:
             child.join()
         self._children = []
         self._pipes = []
+
+    def withdraw(self, timeout_s: float = WITHDRAW_S) -> bool:
+        """Let every load process delete its values and end; return whether all did so in time.
+
+        For an error or an interrupt at any moment: an order may be unanswered, an answer half read. So nothing is made
+        of what comes until the pipes' ends. No order can be asked afterwards. An interrupt ends it at once.
+        """
+        until = time.monotonic() + timeout_s
+        poll = select.poll()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send(("discard", {}))
+                pipe.send(("end", {}))
+            poll.register(pipe.fileno(), select.POLLIN)
+        left = len(self._pipes)
+        while left and (rest := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(rest * 1000):
+                with contextlib.suppress(OSError):
+                    if os.read(fd, _PIECE):
+                        continue
+                poll.unregister(fd)
+                left -= 1
+        return not left
 
     def _answers(self) -> Iterator[dict[str, Any]]:
         for pipe in self._pipes:

@@ -192,13 +192,26 @@ def test_a_mix_calls_what_it_was_asked_for(way: dict[str, Any], many: bool) -> N
     for floor in (False, True):
         counts = thread.burst(ops, batch, floor, 0.01, True)["ops"]
         assert all(each["calls"] > 1 and each["bad"] == 0 for each in counts)
-        assert counts[0]["absent"] == 0 and (floor or counts[1]["absent"] + counts[2]["absent"] > 0)
+        assert counts[0]["absent"] == 0 and counts[1]["absent"] + counts[2]["absent"] > 0
     assert thread.wrong == 0, thread.last_error
     calls = list(itertools.islice(thread.supply(ops, batch, False), 600))
     put, get, question = (sum(call[0] == which for call in calls) for which in range(3))
     assert 300 < get < 500 and 50 < put < 150 and 50 < question < 150
     asked = [there for *_, present in calls for there in present or ()]
     assert 0.6 < sum(asked) / len(asked) < 0.9
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.75, 1.0])
+@pytest.mark.parametrize("floor", [False, True])
+def test_misses_move_no_bytes(hits: float, floor: bool) -> None:
+    """They counted as values that were read, for the operation and for its floor."""
+    thread = thread_on(Store(), rows=64, mix=Mix({"put": 1.0, "get": 4.0, "ask": 1.0}, hits))
+    put, get, _ = thread.burst(("mput", "mget", "mexists"), 4, floor, 0.01, True)["ops"]
+    assert put["moved"] == put["keys"] and get["moved"] == get["keys"] - get["absent"]
+    drawn = [there for which, *_, present in itertools.islice(thread.supply(("mput", "mget", "mexists"), 4, floor), 900)
+             if which == 1 for there in present or ()]  # fmt: skip
+    assert abs(sum(drawn) / len(drawn) - hits) < 0.1
+    assert get["moved"] == 0 if hits == 0 else get["moved"] == get["keys"] if hits == 1 else get["moved"] > 0
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -265,7 +278,9 @@ def test_a_miss_is_counted_and_is_no_wrong_value() -> None:
     thread = thread_on(store)
     store.fault = "get misses"
     result = burst(thread, "mget", True)
-    assert result["bad"] == result["keys"] and thread.wrong == 0
+    assert result["bad"] == result["keys"] and thread.wrong == 0 and result["moved"] == 0
+    store.fault = ""
+    assert (served := burst(thread, "mget", True))["moved"] == served["keys"]
 
 
 @pytest.mark.parametrize("size", [36, 100])

@@ -78,7 +78,8 @@ class Processes:
         if not floor and self.arena.cpu is not None:
             self.arena.cpu += 4000 * keys * len(ops)
             self.arena.polled += 3000 * keys * len(ops)
-        counts = [{"calls": 10, "keys": keys, "busy_ns": 2000 * keys, "bad": 0, "absent": 0} for _ in ops]
+        counts = [{"calls": 10, "keys": keys, "busy_ns": 2000 * keys, "bad": 0, "absent": 0, "moved": keys // 4}
+                  for _ in ops]  # fmt: skip
         return {"threads": [{"ops": counts, "cpu_ns": 500 * keys * len(ops)}], "wrong": 0, "error": ""}
 
     def _latencies(self, position: int, floor: bool) -> dict[str, Any]:
@@ -184,6 +185,15 @@ def test_each_process_has_its_share() -> None:
     assert len(cell.shares) == 3 and done == [cell]
     assert all(share.keys_per_s == pytest.approx(500_000) and share.p50 == 2.0 for share in cell.shares)
     assert cell.own.keys_per_s == pytest.approx(1_500_000)
+
+
+def test_bytes_are_of_values_that_moved() -> None:
+    """A miss counted as if its value had been read."""
+    arena = Arena(100)
+    (cell,) = bench_of(plan_of(ops=("get",), batches={"get": (4,)}), Processes(arena), arena)[0].run()
+    for figures in (cell.own, cell.floor):
+        assert figures.keys_per_s == pytest.approx(500_000)
+        assert figures.gib_per_s * measure.GIB == pytest.approx(500_000 / 4 * 65536)
 
 
 def test_the_processor_time_of_a_process() -> None:

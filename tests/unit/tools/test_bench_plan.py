@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from simm.config.client_options import ClientOptions
-from simm.config.settings import load
+from simm.config.settings import SETTINGS, load
 from simm.errors import UsageError
 from simm.tools.bench.plan import OPS, Plan, parser_for, plan_from
 from simm.tools.bench.processes import reach
+from simm.tools.bench.replay import asks_for_replay
 from simm.tools.bench.report import Setup
 from simm.tools.connect import client_arguments
 
@@ -36,6 +37,27 @@ def test_the_plan_as_asked() -> None:
     assert plan_of("--state", "full", "--api", "kv", "--threads", "2").setup == Setup("full", "kv", single=False)
     assert "view" not in plan_of("--api", "kv").ops and "view" not in plan_of("--mixed").ops
     assert plan_of("--manager", "10.0.0.1:5").memory == 0
+
+
+def test_every_flag_of_the_help_can_be_used(tmp_path: Path) -> None:
+    """--trace was in it, and began a replay."""
+    parser = parser_for("simm bench")
+    given = {"--size": "4K", "--batch": "8", "--hits": "50", "--memory": "1G", "--working-set": "1M", "--op": "put",
+             "--ratios": "put=1", "--model": "cores=4", "--threads": "2", "--processes": "2", "--duration": "1s",
+             "--config": str(tmp_path / "none.json"), "--json": "-"}  # fmt: skip
+    seen = set()
+    for action in parser._actions:
+        for flag in action.option_strings:
+            if flag in ("-h", "--help"):
+                continue
+            seen.add(flag)
+            setting = SETTINGS.get(action.dest)
+            value = given.get(flag) or (setting.default if setting is not None else next(iter(action.choices or "?")))
+            words = [flag] if action.nargs == 0 else [f"{flag}={value if value is not None else ''}"]
+            assert not asks_for_replay(words), flag
+            parser.parse_args(words)
+    assert "--trace" not in seen and "--trace-dir" in seen and given.keys() <= seen
+    assert load("bench", {}, {"SIMM_TRACE": "0.5"}).trace == "0.5", "the variable says it"
 
 
 @pytest.mark.parametrize("by_file", [False, True])
