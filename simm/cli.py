@@ -85,7 +85,8 @@ def _put(argv: Sequence[str], prog: str) -> int:
     with _client(settings) as client:
         if not client.put(arguments.key, value):
             _require_reached(client)
-            raise SimmError(f"{arguments.key!r} was not stored: no room for {len(value):,} bytes; see `simm status`")
+            why = client.stats()["last_put_failure"]
+            raise SimmError(f"{arguments.key!r} of {len(value):,} bytes was not stored: {why}; see `simm status`")
     print(f"stored {arguments.key} ({len(value):,} bytes)")
     return EXIT_OK
 
@@ -306,7 +307,7 @@ def _node(argv: Sequence[str], prog: str) -> int:
     parser.add_argument("node", nargs="?", metavar="NAME", help="a data server's --name; for drain and resume")
     parser.add_argument("--no-wait", action="store_true", help="request the drain and return")
     parser.add_argument("--timeout", metavar="TIME", help="stop watching after this time, as 10m")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     if (arguments.node is None) != (arguments.what == "list"):
         parser.error("a NAME goes with drain and resume, and only with them")
@@ -331,13 +332,16 @@ def _node(argv: Sequence[str], prog: str) -> int:
         return EXIT_OK
     with manager_client(settings) as link:
         drain = arguments.what == "drain"
+        out = sys.stderr if arguments.json else sys.stdout
         warning = nodes.room_text(link.status(), arguments.node) if drain else ""
         if warning:
-            print(warning, flush=True)
+            print(warning, file=out, flush=True)
         shards = nodes.request(link, arguments.node, drain)
         if drain and not arguments.no_wait:
-            nodes.wait_drained(link, arguments.node, sys.stdout, timeout_s)
-        else:
+            nodes.wait_drained(link, arguments.node, out, timeout_s)
+        if arguments.json:
+            _print_json({"node": arguments.node, "draining": drain, "shards": shards})
+        elif not drain or arguments.no_wait:
             print(f"{arguments.node}: {'to be drained' if drain else 'takes its share'}, owns {shards:,} shards now")
     return EXIT_OK
 

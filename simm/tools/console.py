@@ -11,8 +11,10 @@ Exit codes
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -52,8 +54,24 @@ def _terminated(signum: int, _frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
+def print_any_text() -> None:
+    """Let stdout and stderr print each character: one that their encoding lacks is escaped, as ``\\u2588``.
+
+    Bytes that are written to their buffers stay as they are, and so does what PYTHONIOENCODING says of such characters.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        # In UTF-8, surrogateescape prints the names of files as they are; other encodings lack more than those.
+        whole = "strict" if codecs.lookup(stream.encoding).name == "utf-8" else "surrogateescape"
+        if stream.errors in ("strict", whole):
+            with contextlib.suppress(ValueError):  # it is closed
+                stream.reconfigure(errors="backslashreplace")
+
+
 def guarded(run: Callable[[], int], prog: str) -> int:
     """Call ``run`` and return an exit code. Prints at most one sentence for an error."""
+    print_any_text()
     try:
         try:
             code = run()

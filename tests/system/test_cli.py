@@ -78,9 +78,11 @@ def healthy(run: Run, *there: str) -> tuple[str, str]:
 
 
 def spawn(argv: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    return subprocess.Popen([sys.executable, "-m", "simm", *argv], env=environment, **streams)
+    streams = {
+        "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)}, **more,
+    }  # fmt: skip
+    return subprocess.Popen([sys.executable, "-m", "simm", *argv], **streams)
 
 
 # --- values -------------------------------------------------------------------------------------------
@@ -274,6 +276,19 @@ def test_status_shows_what_is_stored_and_how_it_is_reached(run: Run, cluster: An
     header, row = out.splitlines()[2:4]
     assert header.split()[:5] == ["SERVER", "STATE", "NUMA", "ADDRESS", "USED"] and row.split()[-1] == "tcp"
     assert "path=tcp was asked for" in out
+
+
+@pytest.mark.parametrize("words", [
+    ["status"], ["node", "list"], ["top", "--count", "1"], ["ctl", "cluster", "status"], ["ctl", "shard", "list"],
+    ["topo"],
+])  # fmt: skip
+def test_looking_has_no_traceback_in_a_terminal_without_utf8(cluster: Any, words: list[str]) -> None:
+    with Client(cluster.manager, namespace="n\u2588") as client:
+        assert client.put("k", b"v") and client.get("k") == b"v"
+        process = spawn([*words, *([] if words == ["topo"] else ["--manager", cluster.manager])],
+                        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})  # fmt: skip
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode in (0, 1) and out.isascii() and out and b"Traceback" not in err, err
 
 
 def test_status_is_unhealthy_with_a_shard_or_a_server_missing() -> None:
