@@ -22,7 +22,7 @@ from ..wire.status import Status
 
 #: Names of a store's calls. ``get`` includes ``get_into`` and reads of pinned values. Each includes its ``_many`` and
 #: asyncio forms.
-OPERATIONS: Final = ("put", "get", "exists", "delete", "view", "pin", "keep")
+OPERATIONS: Final = ("put", "get", "exists", "delete", "view", "pin", "keep", "prefetch")
 
 _Array = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import os
 import pickle
 import subprocess
@@ -21,7 +23,8 @@ import simm.testing.store
 from simm.constants import VALUE_BYTES_MAX
 from simm.errors import ConfigError, UsageError
 from simm.host.buffers import Span
-from simm.testing import FakeClient, FakeStore
+from simm.sdk.batch import DROPPED, HERE
+from simm.testing import FakeClient, FakeStore, paths
 from simm.wire.status import Status
 from tests.support.child import ROOT
 from tests.support.client_values import JOIN_S, MIB, WAIT_S, forked
@@ -217,7 +220,24 @@ def test_each_call_counts_once() -> None:
             "put", "pin", "get", "keep",
         ]  # fmt: skip
         assert [keys for _, keys in seen] == [1, 1, 1, 1, 1, 1, 2, 3, 2, 4, 2, 1, 2, 3, 2, 3]
-        assert {operation for operation, _ in seen} == set(simm.testing.OPERATIONS)
+        assert {operation for operation, _ in seen} | {"prefetch"} == set(simm.testing.OPERATIONS)
+
+
+def test_every_call_of_a_fake_is_an_operation_that_can_be_named() -> None:
+    """Each can be made an outage by its name."""
+    named = {
+        node.args[0].value
+        for node in ast.walk(ast.parse(inspect.getsource(paths)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_serves"
+        and isinstance(node.args[0], ast.Constant)
+    }  # fmt: skip
+    assert named == set(simm.testing.OPERATIONS)
+    store = FakeStore()
+    client = FakeClient(store=store, near_copies=True)
+    for operation in simm.testing.OPERATIONS:
+        store.fail(1, operation=operation)
+    assert client.prefetch_digests([client.digest("k")]) == [DROPPED]
+    assert client.prefetch_digests([client.digest("k")]) == [HERE], "the outage is over"
 
 
 def test_latency_holds_one_call_and_no_other() -> None:
