@@ -38,6 +38,8 @@ TOKEN_BYTES_MAX: Final = 1024
 NAMESPACES_MAX: Final = 64
 NODES_MAX: Final = 1024
 ID_BYTES: Final = 16
+#: The most bytes that a quota or a data server's bound may be. No host has as many, so more is a mistake in the unit.
+BOUND_BYTES_MAX: Final = 1 << 60
 _LABEL: Final = re.compile(r"[A-Za-z0-9._@-]{1,64}", re.ASCII)
 
 
@@ -169,6 +171,13 @@ def _node_or_any(name: str) -> str:
     return name if name == "*" else node_name(name)
 
 
+def _bound_bytes(text: str) -> int:
+    size = parse_bytes(text)
+    if size > BOUND_BYTES_MAX:
+        raise ConfigError(f"{text!r} is more than any data server has: {BOUND_BYTES_MAX >> 40}T is the most")
+    return size
+
+
 def _parse_bounds(
     where: str, words: Sequence[str], most: int, what: str, parse_name: Callable[[str], str], spelling: str
 ) -> Mapping[str, int | None]:
@@ -180,7 +189,7 @@ def _parse_bounds(
         name, equals, size = word.partition("=")
         try:
             name = parse_name(name)
-            quota = parse_bytes(size) if equals else None
+            quota = _bound_bytes(size) if equals else None
         except ConfigError as exc:
             raise ConfigError(f"{where}: {spelling}: {exc}") from None
         if name in found:

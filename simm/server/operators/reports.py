@@ -108,9 +108,9 @@ class Reporter:
                 sums[1] += quota["quota_bytes"]
             count = int(slot.stats.get("clients_in_all", 0))
             everybody += count
-            quarantined = min(int(slot.stats.get("sessions_quarantined", 0)), _U32)
+            quarantined = within(slot.stats.get("sessions_quarantined", 0), _U32)
             workers.append(
-                R.WorkerActivity(slot.number, min(count, _U32), quarantined, sum_of(totals), latencies_of(totals))
+                R.WorkerActivity(slot.number, within(count, _U32), quarantined, sum_of(totals), latencies_of(totals))
             )
             clients += [client_of(slot.number, claimed) for claimed in slot.stats.get("clients", ())]
         shown = set(together.namespaces) if not namespaces_of(self._tokens) else set(quotas)
@@ -122,8 +122,14 @@ class Reporter:
         most = namespaces[: R.NAMESPACES_MAX]
         return R.Report(
             self._member.instance, self._member.name, workers, most, clients, len(namespaces) - len(most),
-            min(everybody - len(clients) if everybody > len(clients) else 0, _U32),
+            within(everybody - len(clients), _U32),
         )  # fmt: skip
+
+
+def within(number: float, most: int) -> int:
+    """Return a number as a field holds it, 0 to ``most``. One that does not fit would end the server: a timer packs it.
+    """
+    return min(max(int(number), 0), most)
 
 
 def counts_of(summary: Mapping[str, Any]) -> list[int]:
@@ -132,7 +138,7 @@ def counts_of(summary: Mapping[str, Any]) -> list[int]:
         **summary, "misses": sum(summary["misses"].values()),
         "exists": summary["exists_found"] + summary["exists_absent"],
     }  # fmt: skip
-    return [min(int(found[name]), _U64) for name in R.COUNTS]
+    return [within(found[name], _U64) for name in R.COUNTS]
 
 
 def sum_of(totals: Totals) -> list[int]:
@@ -146,7 +152,7 @@ def latencies_of(totals: Totals) -> list[int]:
     found: list[int] = []
     for operation in R.OPERATIONS:
         found += totals.latencies.get(operation, [0] * (BUCKETS + 1))[1:]
-    return [min(count, _U64) for count in found]
+    return [within(count, _U64) for count in found]
 
 
 def namespaces_in(
@@ -159,7 +165,7 @@ def namespaces_in(
         before = sums.get(name, [0] * len(R.COUNTS))
         sums[name] = [min(one + other, _U64) for one, other in zip(before, counts_of(counters_summary(words)))]
     made = [
-        R.NamespaceActivity(name, counts, *quotas.get(name, (0, 0)))
+        R.NamespaceActivity(name, counts, *(within(number, _U64) for number in quotas.get(name, (0, 0))))
         for name, counts in sums.items()
     ]
     return sorted(made, key=lambda each: (-sum(each.counts[:3]), each.name))
@@ -168,8 +174,8 @@ def namespaces_in(
 def client_of(worker: int, claimed: Mapping[str, Any]) -> R.ClientActivity:
     """Return a client as its worker knows it."""
     idle_s = claimed["idle_s"]
-    idle_ms = _U32 if idle_s is None else min(int(idle_s * 1000), _U32)
+    idle_ms = _U32 if idle_s is None else within(idle_s * 1000, _U32)
     counts = counts_of(claimed["counts"]) if "counts" in claimed else [0] * len(R.COUNTS)
     return R.ClientActivity(
-        worker, claimed["pid"], program_of(claimed["pid"])[:64], claimed["namespace"], idle_ms, counts
+        worker, within(claimed["pid"], _U32), program_of(claimed["pid"])[:64], claimed["namespace"], idle_ms, counts
     )

@@ -9,6 +9,7 @@ import pytest
 
 from simm.config.startup import read_tokens, server_tokens
 from simm.config.tokens import (
+    BOUND_BYTES_MAX,
     OLD_TOKENS_MAX,
     TOKENS_MAX,
     Token,
@@ -45,6 +46,11 @@ def test_a_whole_file() -> None:
     assert tokens[2].namespaces == {"llama3-70b": 2 << 30, "qwen3": None} and tokens[4].namespaces is None
     assert not any(token.old for token in tokens)
     assert quotas_of(tokens) == {"llama3-70b": 2 << 30, "none": 0}
+
+
+def test_the_largest_bounds() -> None:
+    client, server = parse_tokens(f"client a {SECRET} x=1048576T\nserver b {OTHER} *=1048576T", "f")
+    assert quotas_of([client]) == {"x": BOUND_BYTES_MAX} and dict(server.nodes or {}) == {"*": BOUND_BYTES_MAX}
 
 
 def test_the_least_quota_counts() -> None:
@@ -85,6 +91,9 @@ def test_a_file_of_the_old_kind(text: str) -> None:
         (f"server a {SECRET} gpu * gpu=5", "names the data server 'gpu' twice"),
         (f"admin a {SECRET} ns", "'a' has the role admin"),
         (f"client a {SECRET} ns=much", "NAME or NAME=QUOTA.*'much' is no size"),
+        (f"client a {SECRET} ns=99999999T", "NAME=QUOTA.*'99999999T' is more than any data server has: 1048576T"),
+        (f"client a {SECRET} ns={(1 << 60) + 1}", "is more than any data server has"),
+        (f"server a {SECRET} gpu={'9' * 32}T", "a data server is written.*is more than any data server has"),
         (f"client a {SECRET} =5G", "NAME or NAME=QUOTA"),
         (f"client a {SECRET} {'n' * 65}", "64 bytes"),
         (f"client a {SECRET} ns ns=5", "names the namespace 'ns' twice"),

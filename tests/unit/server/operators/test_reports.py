@@ -118,6 +118,24 @@ def test_a_report_is_bounded(world: World) -> None:
     assert not fault(report) and len(encode(report, 1)) < 16 << 10
 
 
+@pytest.mark.parametrize(("number", "told"), [(1 << 100, (1 << 64) - 1), (-1, 0)])
+def test_no_number_is_too_large_for_its_field(world: World, number: int, told: int) -> None:
+    """A timer packs a report. A number that does not fit its field would end the server."""
+    world.client("n", float(number))
+    (client,) = world.stats["clients"]
+    client["pid"] = number
+    client["counts"] = {**client["counts"], "hits": number}
+    world.stats["clients_in_all"] = world.stats["sessions_quarantined"] = number
+    world.stats["quotas"] = {"mine": {"used_bytes": number, "quota_bytes": number}}
+    world.reporter.ask(1)
+    world.loop.go()
+    (report,) = world.sent
+    assert encode(report, 1) and not fault(report)
+    (namespace,) = [each for each in report.namespaces if each.name == "mine"]
+    assert (namespace.used_bytes, namespace.quota_bytes) == (told, told)
+    assert report.clients[0].counts[0] == told and report.clients[0].pid == told & 0xFFFFFFFF
+
+
 @pytest.mark.parametrize("bound", [True, False])
 def test_tenants_names_are_not_told(bound: bool) -> None:
     """The page is read by tenants. Where tokens are bound to namespaces, only those with a quota have names."""
