@@ -79,10 +79,10 @@ from .etcd import (
     TxnResult,
     created,
     delete,
+    followed_tls,
     get,
     modified,
     put,
-    tls_context,
 )
 from .state_file import FILE_BYTES_MAX as STATE_BYTES_MAX
 from .state_file import canonical
@@ -125,7 +125,7 @@ def connect(settings: Settings) -> Coordinator:
         )
     tls = None
     if url.tls:
-        tls = tls_context(settings.coordinator_ca, settings.coordinator_cert)
+        tls = followed_tls(settings.coordinator_ca, settings.coordinator_cert)
     elif settings.coordinator_ca is not None or settings.coordinator_cert is not None:
         raise ConfigError("--coordinator-ca and --coordinator-cert are for https: write --coordinator etcds://...")
     login = _read_login(settings.coordinator_login)

@@ -35,12 +35,13 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..config.parsers import Address
+from ..config.parsers import Address, TlsOptions
 from ..errors import ConfigError, TransportError, UsageError
+from ..net.tls import Context
 
 #: Largest answer that is read. A key of SiMM has at most a few hundred KiB.
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -119,7 +120,7 @@ class Etcd:
 
     Args:
         endpoints: (host, port) of each member.
-        tls: None for http.
+        tls: returns the context of a new connection, as :func:`followed_tls` makes one. None for http.
         login: (user, password) where etcd's authentication is on. Without TLS only for loopback endpoints.
         deadline_s: for each call that gives none of its own, in seconds.
 
@@ -127,7 +128,7 @@ class Etcd:
     """
 
     def __init__(
-        self, endpoints: Sequence[tuple[str, int]], *, tls: ssl.SSLContext | None = None,
+        self, endpoints: Sequence[tuple[str, int]], *, tls: Callable[[], ssl.SSLContext] | None = None,
         login: tuple[str, str] | None = None, deadline_s: float = 2.0,
     ) -> None:  # fmt: skip
         if not endpoints:
@@ -295,7 +296,7 @@ class Etcd:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._tls is not None:
                     sock.settimeout(_left(until))
-                    sock = self._tls.wrap_socket(sock, server_hostname=endpoint[0])
+                    sock = self._tls().wrap_socket(sock, server_hostname=endpoint[0])
                 return sock
             except OSError as exc:
                 sock.close()
@@ -333,6 +334,15 @@ def tls_context(ca: Path | None = None, certificate: Path | None = None) -> ssl.
     except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot use {certificate if ca is None else ca} for TLS to etcd: {exc}") from exc
     return context
+
+
+def followed_tls(ca: Path | None = None, certificate: Path | None = None) -> Callable[[], ssl.SSLContext]:
+    """Return what returns :func:`tls_context` of the newest files that could be used. Raises ConfigError.
+
+    etcd's certificates are renewed while a manager runs, as its own are.
+    """
+    files = TlsOptions(*(str(path.absolute()) if path is not None else "" for path in (ca, certificate)))
+    return Context(files, lambda _files: tls_context(ca, certificate)).get
 
 
 # --- time-outs ---------------------------------------------------------------------------------

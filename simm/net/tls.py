@@ -17,7 +17,8 @@ What can go wrong
   owner bounds the time and the number: ``net/admission.py``, or ``net/http.py``.
 * *A peer speaks plain text to a port with TLS.* :class:`PlainText` has its first bytes, so that it can be told.
 * *A file is replaced by something that is no certificate, or only half of a pair has been replaced.* The context made
-  before stays in use. The next change of a file is tried again.
+  before stays in use. The next change of a file is tried again; its mode and its owner count.
+* *A file cannot be read at the moment* (no descriptor is left, its server does not answer). Each look tries it again.
 * *Renegotiation* is off. So after the handshake OpenSSL never wants to write in order to read, or the reverse. If it
   does nevertheless, the connection ends.
 """
@@ -85,6 +86,8 @@ class Context:
         self._stamp = _stamp(options)
         self._context = make(options)
         self._ends = _ends(options)
+        #: What the last attempt failed by, so that its repetition is not logged; empty if it did not.
+        self._trouble = ""
 
     def get(self) -> ssl.SSLContext:
         """Return the newest context. Looks at the files once a second at most; keeps the old one if they are bad."""
@@ -93,15 +96,26 @@ class Context:
             self._look_at = now + LOOK_S
             stamp = _stamp(self.options)  # before they are read: a change meanwhile is found the next time
             if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._context = self._make(self.options)
-                except ConfigError as exc:
-                    log.warning("%s: what was read before stays in use", exc)
-                else:
-                    self._ends = _ends(self.options)
-                    log.info("read %s again", ", ".join(self.options.files))
+                self._renew(stamp)
+            else:
+                self._trouble = ""
         return self._context
+
+    def _renew(self, stamp: tuple[object, ...]) -> None:
+        """Make the context anew from files with this stamp."""
+        try:
+            self._context = self._make(self.options)
+        except ConfigError as exc:
+            passing = isinstance(exc.__cause__, OSError) and not isinstance(exc.__cause__, ssl.SSLError)
+            if not passing:
+                self._stamp = stamp  # its next change is tried; what the system failed by may pass without one
+            if not passing or str(exc) != self._trouble:
+                log.warning("%s: what was read before stays in use", exc)
+            self._trouble = str(exc)
+            return
+        self._stamp, self._trouble = stamp, ""
+        self._ends = _ends(self.options)
+        log.info("read %s again", ", ".join(self.options.files))
 
     def ends(self) -> float | None:
         """Return when the newest certificate ends, seconds since 1970; None without one, or one of an odd form."""
@@ -118,7 +132,10 @@ def _stamp(options: TlsOptions) -> tuple[object, ...]:
         except OSError as exc:
             found.append(exc.errno)
         else:
-            found.append((about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
+            # A key that others may read is of no use until its mode is set, which changes ctime only.
+            found.append((
+                about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_mode
+            ))  # fmt: skip
     return tuple(found)
 
 
@@ -382,6 +399,13 @@ class PlainText(OSError):
         self.head = head
 
 
+class SaidNothing(OSError):
+    """The peer closed, or reset, its connection before its first byte, as what only looks whether a port answers."""
+
+    def __init__(self) -> None:
+        super().__init__("the peer closed without a byte")
+
+
 class Handshake:
     """A handshake in progress: its socket, which steps replace by a :class:`LoopSocket`."""
 
@@ -409,7 +433,8 @@ class ServerHandshake(Handshake):
         self._begun = False
 
     def step(self) -> int:
-        """As above. Raises PlainText for a peer that has begun with something else."""
+        """As above. Raises PlainText for a peer that has begun with something else, SaidNothing for one that has not.
+        """
         if not self._begun:
             if not self._hello():
                 return selectors.EVENT_READ
@@ -426,7 +451,11 @@ class ServerHandshake(Handshake):
             head = self.sock.recv(HELLO_BYTES_MAX, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             return False
-        if head and head[0] != _HANDSHAKE:
+        except ConnectionResetError:  # the kernel gives what has arrived first
+            raise SaidNothing from None
+        if not head:
+            raise SaidNothing
+        if head[0] != _HANDSHAKE:
             raise PlainText(head)
         need = _HEADERS_BYTES
         if len(head) >= need:
@@ -440,7 +469,7 @@ class ServerHandshake(Handshake):
         if not whole:
             poller = select.poll()
             poller.register(self.sock, select.POLLRDHUP)
-            if not head or poller.poll(0):  # else the selector would report the end for ever
+            if poller.poll(0):  # else the selector would report the end for ever
                 raise OSError("the peer closed in the middle of the TLS handshake")
         return whole
 

@@ -159,12 +159,16 @@ class TlsPeer(Peer):
 
     def _shake(self, handshake: Handshake) -> None:
         """Go on with the handshake."""
-        from .tls import PlainText
+        from .tls import PlainText, SaidNothing
 
         try:
             wants = handshake.step()
         except PlainText as exc:
             self._refuse(exc.head, str(exc))
+            return
+        except SaidNothing as exc:  # a probe of the port is no mistake of a peer
+            log.debug("closing %s: %s", self.address, exc)
+            self.close(str(exc))
             return
         except OSError as exc:
             self.sock = handshake.sock

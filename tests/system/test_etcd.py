@@ -18,7 +18,7 @@ import pytest
 from simm.config.parsers import parse_coordinator
 from simm.config.settings import Settings
 from simm.control.election import CHUNK_BYTES, Coordinator, NotLeader, connect
-from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
+from simm.control.etcd import Etcd, EtcdError, created, delete, followed_tls, get, modified, put
 from simm.errors import CorruptionError
 from tests.support.etcd_answers import WAIT_S, needs_etcd
 from tests.support.etcd_server import EtcdServer, put_key
@@ -275,6 +275,6 @@ def test_etcd_by_tls(tmp_path: Path) -> None:
             (tmp_path / "ca.pem", None, "(?i)certificate|alert|reset|closed|EOF"),
         ):
             with pytest.raises(EtcdError, match=why):
-                Etcd(url.endpoints, tls=tls_context(ca, certificate), deadline_s=WAIT_S).get(b"k")
+                Etcd(url.endpoints, tls=followed_tls(ca, certificate), deadline_s=WAIT_S).get(b"k")
         with pytest.raises(EtcdError, match=r"(?i)closed|400|malformed|reset|status"):
             Etcd(url.endpoints, deadline_s=WAIT_S).get(b"k")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +19,13 @@ import pytest
 from simm.config.parsers import parse_coordinator
 from simm.config.settings import Settings, load
 from simm.control.election import connect
-from simm.control.etcd import Etcd, EtcdError, created, delete, get, modified, put, tls_context
+from simm.control.etcd import Etcd, EtcdError, created, delete, followed_tls, get, modified, put
 from simm.errors import ConfigError
+from simm.net import tls
+from tests.support.certificates import Authority, needs_openssl
 from tests.support.etcd_answers import HEADER, ONE, WAIT_S, Fake, error, of, page, says
 from tests.support.ports import reserve_port
+from tests.support.waiting import wait_until
 
 # --- a server that does what the test says -----------------------------------------------------
 
@@ -340,7 +346,7 @@ def test_a_login_leaves_this_host_by_tls_only(tmp_path: Path) -> None:
     file.write_text("simm:secret\n")
     file.chmod(0o600)
     login = ("simm", "secret")
-    tls = tls_context()
+    context = followed_tls()
     for hosts in (
         "10.0.0.7", "etcd.example", "[2001:db8::7]", "127.0.0.1,10.0.0.7", "10.0.0.7,localhost", "0.0.0.0",
         "localhost.example",
@@ -352,7 +358,7 @@ def test_a_login_leaves_this_host_by_tls_only(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="etcds://"):
             Etcd(url.endpoints, login=login)
         Etcd(url.endpoints)
-        Etcd(url.endpoints, tls=tls, login=login)
+        Etcd(url.endpoints, tls=context, login=login)
         assert connect(Settings(coordinator=url)).ttl_s == 5
         encrypted = parse_coordinator(f"etcds://{hosts}/x")
         assert connect(Settings(coordinator=encrypted, coordinator_login=file))._etcd._login == login
@@ -360,3 +366,68 @@ def test_a_login_leaves_this_host_by_tls_only(tmp_path: Path) -> None:
         url = parse_coordinator(f"etcd://{hosts}/x")
         assert Etcd(url.endpoints, login=login)._login == login
         assert connect(Settings(coordinator=url, coordinator_login=file))._etcd._login == login
+
+
+class Greeter:
+    """Takes connections by TLS, and keeps the serial numbers of the certificates that its clients show."""
+
+    def __init__(self, certificate: Path, authorities: Path) -> None:
+        self.shown: list[str] = []
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(certificate)
+        self._context.load_verify_locations(authorities)
+        self._context.verify_mode = ssl.CERT_REQUIRED
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint: tuple[str, int] = self._listener.getsockname()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                plain, _ = self._listener.accept()
+            except OSError:
+                return
+            with plain, contextlib.suppress(OSError), self._context.wrap_socket(plain, server_side=True) as peer:
+                self.shown.append(str((peer.getpeercert() or {})["serialNumber"]))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+@needs_openssl
+def test_etcd_is_shown_the_newest_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates end within a manager's life. It also follows the authority that has signed etcd's."""
+    monkeypatch.setattr(tls, "LOOK_S", 0.0)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    both = tmp_path / "both.pem"
+    both.write_text(old.ca.read_text() + new.ca.read_text())
+    own, trusted = tmp_path / "own.pem", tmp_path / "trusted.pem"
+
+    def replace(path: Path, text: str) -> None:
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").chmod(0o600)
+        os.replace(path.with_suffix(".new"), path)
+
+    replace(own, old.issue("first").read_text())
+    replace(trusted, old.ca.read_text())
+    with contextlib.closing(Greeter(new.issue("etcd"), both)) as etcd:
+        host, port = etcd.endpoint
+        url = parse_coordinator(f"etcds://{host}:{port}/x")
+        one = connect(Settings(coordinator=url, coordinator_ca=trusted, coordinator_cert=own))
+        with pytest.raises(EtcdError, match=r"(?i)certificate.verify"):
+            one._etcd.get(b"k", WAIT_S)
+        assert not etcd.shown
+        replace(trusted, new.ca.read_text())
+        for shown in (1, 2):
+            for client in (one._etcd, one._own_etcd):
+                with pytest.raises(EtcdError):  # as it answers nothing
+                    client.get(b"k", WAIT_S)
+            wait_until(lambda count=2 * shown: len(etcd.shown) == count, "both have shown their certificate")
+            replace(own, new.issue("second").read_text())
+        first, again, second, both_threads = etcd.shown
+    assert first == again != second == both_threads
