@@ -91,6 +91,8 @@ class ClientOptions:
         parse_addresses(self.manager, DEFAULT_MANAGER_PORT)
         if (self.tls_key and not self.tls_cert) or (self.tls_cert and not self.tls_ca):
             raise UsageError("tls_key goes with tls_cert, and both with tls_ca, without which there is no TLS")
+        if self.tls_name and not self.tls_ca:
+            raise UsageError("tls_name goes with tls_ca (SIMM_TLS_CA), without which there is no TLS")
         for name in (*_TLS, "trace_dir"):
             if getattr(self, name):  # a program that changes its folder reads them again
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
@@ -131,6 +133,8 @@ class ClientOptions:
             "tcp_streams": settings.tcp_streams, "near_copies": settings.near_copies, "trace": settings.trace,
             "slow_ms": settings.slow_ms, "trace_dir": str(settings.trace_dir or _trace_dir(settings.runtime_dir)),
         }  # fmt: skip
+        if given.get("tls_ca") == "":  # a cluster without TLS, which the settings' name is not for
+            found["tls_name"] = ""
         return cls(**{**found, **given})
 
     @property

@@ -398,6 +398,11 @@ def address(value: Any) -> Address:
     return parse_address(string(value), None)
 
 
+def address_or(default_port: int) -> Callable[[Any], Address]:
+    """Return a parser of an address, which has this port if it names none."""
+    return lambda value: parse_address(string(value), default_port)
+
+
 def coordinator(value: Any) -> CoordinatorUrl:
     """Parse a coordinator, see :func:`parse_coordinator`."""
     return parse_coordinator(string(value))

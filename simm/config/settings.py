@@ -33,7 +33,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ from ..constants import (
 )
 from ..errors import ConfigError
 from . import parsers as q
-from .parsers import Address, CoordinatorUrl, parse_address
+from .parsers import Address, CoordinatorUrl
 
 log = logging.getLogger("simm.config")
 
@@ -82,8 +82,9 @@ class Setting:
     metavar: str
     #: Computes a default and its origin from the environment.
     computed: Callable[[Mapping[str, str]], tuple[Any, str]] | None
-    #: Defaults of some commands, which replace the field's.
+    #: Defaults of some commands, which replace the field's, and so their parsers.
     by_command: Mapping[str, Any]
+    parse_by_command: Mapping[str, Callable[[Any], Any]]
     #: Further names in the environment, which SIMM_<NAME> overrides.
     env_aliases: tuple[str, ...]
     default: Any
@@ -118,11 +119,13 @@ def _setting(
     metavar: str = "",
     computed: Callable[[Mapping[str, str]], tuple[Any, str]] | None = None,
     by_command: Mapping[str, Any] | None = None,
+    parse_by_command: Mapping[str, Callable[[Any], Any]] | None = None,
     env_aliases: tuple[str, ...] = (),
 ) -> Any:
     about = {
         "parse": parse, "help": help, "roles": roles, "metavar": metavar, "computed": computed,
-        "by_command": by_command or {}, "env_aliases": env_aliases, "default": default,
+        "by_command": by_command or {}, "parse_by_command": parse_by_command or {}, "env_aliases": env_aliases,
+        "default": default,
     }
     if computed is not None:
         return dataclasses.field(default_factory=lambda: computed(os.environ)[0], metadata=about)
@@ -143,9 +146,10 @@ class Settings:
         default=(_LOOPBACK_MANAGER,), metavar="HOST:PORT", env_aliases=("SIMM_CLUSTER_MANAGER",),
     )
     listen: Address = _setting(
-        lambda value: parse_address(q.string(value), 0), "address to listen on; port 0 is any free one",
-        MANAGER, SERVER, default=Address("127.0.0.1", 0), metavar="HOST:PORT",
-        by_command={"manager": _LOOPBACK_MANAGER, "local": _LOOPBACK_MANAGER},
+        q.address_or(0), "address to listen on; port 0 is any free one", MANAGER, SERVER,
+        default=Address("127.0.0.1", 0), metavar="HOST:PORT",
+        by_command=dict.fromkeys(("manager", "local"), _LOOPBACK_MANAGER),
+        parse_by_command=dict.fromkeys(("manager", "local"), q.address_or(DEFAULT_MANAGER_PORT)),
     )
     numa: str = _setting(
         q.string, "NUMA nodes that get a worker: 0, or 0,1, or all", SERVER, default="all", metavar="NODES",
@@ -421,8 +425,8 @@ def _roles(command: str) -> tuple[str, ...]:
     return COMMANDS[command]
 
 
-def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the flags of ``command`` and ``--config`` to ``parser``.
+def add_arguments(parser: argparse.ArgumentParser, command: str, without: Container[str] = ()) -> None:
+    """Add the flags of ``command`` and ``--config`` to ``parser``, but for the settings ``without``.
 
     Values stay text, and absent flags leave no attribute. :func:`load` does all parsing, so the error for a bad value
     is the same for every source.
@@ -431,7 +435,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     group = parser.add_argument_group("settings", "each also as SIMM_<NAME> in the environment or in the --config file")
     group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="JSON or TOML file of settings")
     for setting in SETTINGS.values():
-        if not set(setting.roles) & set(roles):
+        if not set(setting.roles) & set(roles) or setting.name in without:
             continue
         if setting.is_switch:
             group.add_argument(
@@ -493,21 +497,22 @@ def load(
         elif name in from_file:
             raw, origin = from_file[name]
         elif setting.computed is not None:
-            values[name], origins[name] = setting.computed(env)
+            # What this command does not use is no reason to end it: the environment may be of another one.
+            values[name], origins[name] = setting.computed({} if roles.isdisjoint(setting.roles) else env)
             continue
         else:
             values[name], origins[name] = setting.by_command.get(command, setting.default), "default"
             continue
-        values[name], origins[name] = _parse(setting, raw, origin), origin
+        values[name], origins[name] = _parse(setting, raw, origin, command), origin
     return Settings(**values, origins=origins)
 
 
-def _parse(setting: Setting, raw: Any, origin: str) -> Any:
+def _parse(setting: Setting, raw: Any, origin: str, command: str) -> Any:
     # Python callers may pass parsed values (Address, Path). Text and plain types are parsed here.
     if not isinstance(raw, (str, int, float, list, type(None))):
         return raw
     try:
-        return setting.parse(raw)
+        return setting.parse_by_command.get(command, setting.parse)(raw)
     except ConfigError as exc:
         raise ConfigError(f"{setting.name} (from {origin}): {exc}") from None
 

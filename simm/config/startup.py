@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Final, overload
 
 from ..errors import ConfigError
 from .parsers import Address, TlsOptions
@@ -19,6 +19,10 @@ from .settings import Settings
 from .tokens import Token, TokenRole, parse_tokens, token_for
 
 log = logging.getLogger("simm.config.startup")
+
+#: A trouble with the token file that lasts is logged once in so many attempts.
+AGAIN: Final = 60
+_KEPT: Final = "the tokens that were read before stay in use: %s"
 
 
 def say(line: str, warn: Callable[[str], object] = log.warning) -> None:
@@ -50,11 +54,11 @@ def server_tls_options(settings: Settings, *, connects: bool) -> TlsOptions | No
         "tls_client_ca": settings.tls_client_ca,
     }  # fmt: skip
     found = {name: str(path.absolute()) for name, path in files.items() if path is not None}
-    if not found:
+    if not found and not (connects and settings.tls_name):
         return None
     tls = TlsOptions(*(found.get(f"tls_{each}", "") for each in ("ca", "cert", "key", "client_ca")))
     if not tls.cert:
-        given = settings.origin(next(iter(found)))
+        given = settings.origin(next(iter(found), "tls_name"))
         raise ConfigError(f"{given} goes with --tls-cert, without which the server would speak plain text")
     if connects and not tls.ca:
         raise ConfigError(
@@ -162,13 +166,16 @@ class TokenFile(Sequence[Token]):
     """The tokens of a server's file, which :meth:`refresh` reads anew when it has changed. Raises ConfigError.
 
     A file that cannot be used changes nothing: the tokens before stay in use. So no mistake in it opens a server, and
-    none closes it.
+    none closes it. One that cannot be read at the moment (no descriptor is left, its file system does not answer) is
+    tried again each time, as a token may have been removed from it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
         self._seen = _signature(self._path)  # before it is read: a change in between is seen later
         self._changing: tuple[int, ...] | None = None
+        #: What it could not be read by, and how often in a row; each trouble is logged once in ``AGAIN`` times.
+        self._trouble, self._failed = "", 0
         self._tokens = server_tokens(self._path)
 
     @overload
@@ -190,22 +197,33 @@ class TokenFile(Sequence[Token]):
         """Read the file if it has changed since, and stood still between two calls. Return True for other tokens."""
         now = _signature(self._path)
         if now == self._seen:
-            self._changing = None
+            self._changing, self._trouble = None, ""
             return False
         if now != self._changing:  # another program may be writing it
             self._changing = now
             return False
-        self._seen, self._changing = now, None
         try:
             tokens = server_tokens(self._path)
         except ConfigError as exc:
-            log.error("the tokens that were read before stay in use: %s", exc)
+            if isinstance(exc.__cause__, OSError):
+                self._not_read(str(exc))
+            else:
+                self._seen, self._changing, self._trouble = now, None, ""
+                log.error(_KEPT, exc)
             return False
+        self._seen, self._changing, self._trouble = now, None, ""
         if tokens == self._tokens:
             return False
         self._tokens = tokens
         log.info("the token file %s has changed: %d tokens", self._path, len(tokens))
         return True
+
+    def _not_read(self, why: str) -> None:
+        """Note that the system failed to read the file, which is to be tried again."""
+        self._failed = self._failed + 1 if why == self._trouble else 0
+        self._trouble = why
+        if self._failed % AGAIN == 0:
+            log.error(_KEPT, why)
 
 
 def _signature(path: Path) -> tuple[int, ...]:

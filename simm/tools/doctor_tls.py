@@ -26,7 +26,7 @@ from .findings import Verdict, check, fail, ok, warn
 SOON_S: Final = 14 * 86_400.0
 #: Command -> what it is called.
 _ROLES: Final[Mapping[str, str]] = {"manager": "manager", "dataserver": "data server", "client": "client"}
-_SETTINGS: Final = ("tls_ca", "tls_cert", "tls_key", "tls_client_ca")
+_SETTINGS: Final = ("tls_ca", "tls_cert", "tls_key", "tls_client_ca", "tls_name")
 
 
 def _read() -> tuple[dict[str, Settings], dict[str, list[str]]]:

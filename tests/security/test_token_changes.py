@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simm.config.startup import TokenFile, live_tokens
+from simm.config.startup import AGAIN, TokenFile, live_tokens
 from simm.config.tokens import TokenRole, parse_tokens, quotas_of
 from simm.errors import ConfigError, TransportError
 from simm.net import token_watch
@@ -69,6 +70,27 @@ def test_a_file_that_is_of_no_use_changes_nothing(
     assert not tokens.refresh() and len(caplog.records) == 1, "once for each change"
     write(SERVER)
     assert not tokens.refresh() and tokens.refresh() and len(tokens) == 1
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE])
+def test_a_token_that_was_removed_while_the_file_could_not_be_read(
+    write: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Nothing changes the file again when the trouble has passed."""
+    tokens = TokenFile(write(SERVER, RED))
+    write(SERVER)
+
+    def failing(*_: object, **_named: object) -> str:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing)
+        for _ in range(AGAIN + 1):
+            assert not tokens.refresh()
+        assert len(caplog.records) == 1 and "stay in use" in caplog.text and len(tokens) == 2
+        assert not tokens.refresh() and len(caplog.records) == 2, "once in so many attempts"
+    assert tokens.refresh() and [token.label for token in tokens] == ["nodes"]
+    assert not tokens.refresh()
 
 
 def test_without_a_file_nobody_is_asked(write: Callable[..., Path]) -> None:

@@ -30,7 +30,6 @@ SOURCES: dict[str, tuple[str, str, Any, Any]] = {
     "token": ("SIMM_TOKEN_FILE", "FILE", TOKEN, ""),
     "replicas": ("SIMM_REPLICAS", "2", 2, 1),
     "tls_ca": ("SIMM_TLS_CA", "/ca.pem", "/ca.pem", ""),
-    "tls_name": ("SIMM_TLS_NAME", "simm", "simm", ""),
     "rdma_devices": ("SIMM_RDMA_DEVICES", "mlx5_0", "mlx5_0", ""),
     "put_if_absent": ("SIMM_PUT_IF_ABSENT", "yes", True, False),
     "trace": ("SIMM_TRACE", "1e-2", "0.01", "off"),
@@ -57,7 +56,7 @@ def source(request: pytest.FixtureRequest, token_file: Path) -> tuple[str, str, 
 
 
 def test_every_option_that_is_a_setting_is_in_the_table() -> None:
-    others = {"ring", "lazy", "tls_cert", "tls_key"}  # the last two: see below
+    others = {"ring", "lazy", "tls_cert", "tls_key", "tls_name"}  # the last three: see below
     assert SOURCES.keys() == {each.name for each in dataclasses.fields(ClientOptions)} - others
 
 
@@ -164,9 +163,26 @@ def test_files_for_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(f"SIMM_TLS_{name.upper()}", f"{name}.pem")
     options = ClientOptions.resolve(tls_name="simm")
     assert options == ClientOptions.from_settings(load("client"), tls_name="simm")
+    monkeypatch.setenv("SIMM_TLS_NAME", "simm")
+    assert options == ClientOptions.resolve() and ClientOptions.resolve(tls_name="").tls_name == ""
     folder = str(tmp_path)
     assert options.tls == TlsOptions(f"{folder}/ca.pem", f"{folder}/cert.pem", f"{folder}/key.pem", name="simm")
     assert ClientOptions.resolve(tls_ca="", tls_cert="", tls_key="").tls is None
-    for given in ({"tls_key": "k"}, {"tls_cert": "c"}, {"tls_ca": "a", "tls_key": "k"}):
+    for given in ({"tls_key": "k"}, {"tls_cert": "c"}, {"tls_ca": "a", "tls_key": "k"}, {"tls_name": "simm"}):
         with pytest.raises(UsageError, match="tls_ca"):
             ClientOptions(**given)
+
+
+def test_a_name_alone_is_no_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sets it believes that connections are encrypted. A program may still say that its cluster has no TLS."""
+    monkeypatch.setenv("SIMM_TLS_NAME", "simm")
+    with pytest.raises(UsageError, match=r"tls_name goes with tls_ca \(SIMM_TLS_CA\)"):
+        ClientOptions.resolve()
+    with pytest.raises(UsageError, match="tls_name goes with tls_ca"):
+        FakeClient()
+    assert ClientOptions.resolve(tls_ca="").tls is None and ClientOptions.resolve(tls_name="").tls is None
+    monkeypatch.setenv("SIMM_TLS_CA", "/ca.pem")
+    assert ClientOptions.resolve().tls == TlsOptions("/ca.pem", name="simm")
+    assert ClientOptions.resolve(tls_ca="").tls is None
+    with pytest.raises(UsageError, match="tls_name goes with tls_ca"):
+        ClientOptions.resolve(tls_ca="", tls_name="simm")

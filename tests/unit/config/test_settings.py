@@ -18,6 +18,7 @@ from simm.config import settings as config_settings
 from simm.config.parsers import Address, parse_address, parse_addresses, parse_bytes, parse_duration
 from simm.config.settings import (
     COMMANDS,
+    SERVER,
     SETTINGS,
     Settings,
     add_arguments,
@@ -201,6 +202,28 @@ def test_pod_name() -> None:
     settings = load("dataserver", {}, {"POD_NAME": "simm-0"})
     assert settings.name == "simm-0" and settings.origin("name") == "environment POD_NAME"
     assert load("dataserver", {"name": "x"}, {"POD_NAME": "simm-0"}).name == "x"
+
+
+@pytest.mark.parametrize("pod", ["ns/pod", "a" * 150])
+def test_a_pod_s_name_that_no_data_server_can_have_stops_data_servers_only(pod: str) -> None:
+    for command, roles in COMMANDS.items():
+        if SERVER in roles:
+            with pytest.raises(ConfigError, match="is no name of a data server"):
+                load(command, {}, {"POD_NAME": pod})
+        else:
+            assert load(command, {}, {"POD_NAME": pod}).origin("name") == "default (host name)"
+
+
+def test_an_address_to_listen_on_without_a_port() -> None:
+    """`--manager HOST` means a manager's usual port, so `simm manager --listen HOST` must listen there."""
+    for command, port in (("manager", 30001), ("local", 30001), ("dataserver", 0)):
+        for written, host in (("10.0.0.5", "10.0.0.5"), ("[::1]", "::1")):
+            assert load(command, {"listen": written}, {}).listen == (host, port)
+            assert load(command, {}, {"SIMM_LISTEN": written}).listen == (host, port)
+            assert load(command, {"listen": f"{written}:0"}, {}).listen == (host, 0)
+            assert load(command, {"listen": f"{written}:7"}, {}).listen == (host, 7)
+        with pytest.raises(ConfigError, match="names no port"):
+            load(command, {"http": "10.0.0.5"}, {})
 
 
 def test_finished_values_pass_as_they_are() -> None:

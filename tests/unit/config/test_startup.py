@@ -28,6 +28,9 @@ def test_whole_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {name: str(tmp_path / file) for name, file in FILES.items()}
     assert options("dataserver") is options("manager") is None
     assert options("manager", "tls_cert") == TlsOptions(cert=here["tls_cert"])
+    named = tmp_path / "simm.json"
+    named.write_text('{"tls_name": "simm"}')
+    assert server_tls_options(load("manager", {}, {}, named), connects=False) is None, "in a common file"
     assert options("dataserver", *FILES, tls_name="simm") == TlsOptions(*here.values(), name="simm")
 
 
@@ -44,6 +47,15 @@ def test_whole_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_a_set(command: str, names: tuple[str, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         options(command, *names)
+
+
+def test_a_name_without_a_certificate() -> None:
+    """It would connect and listen in plain text, and the operator takes it for encrypted."""
+    with pytest.raises(ConfigError, match=r"--tls-name goes with --tls-cert, without which .* plain text"):
+        options("dataserver", tls_name="simm")
+    settings = load("dataserver", {}, {"SIMM_TLS_NAME": "simm"})
+    with pytest.raises(ConfigError, match="environment SIMM_TLS_NAME goes with --tls-cert"):
+        server_tls_options(settings, connects=True)
 
 
 def denied(*_: object, **_named: object) -> Any:

@@ -101,6 +101,9 @@ def test_half_a_set_is_a_fault_where_it_is_meant(authority: Authority, written: 
     assert written(tls_ca=authority.ca).status == "ok" and written(dataserver={"tls_ca": authority.ca}).status == "fail"
     found = written(tls_key="/x")
     assert found.status == "fail" and "goes with --tls-cert" in found.detail and "client" in found.detail
+    named = {"tls_name": "simm"}
+    assert written(**named).status == written(client=named).status == written(dataserver=named).status == "fail"
+    assert written(tls_ca=authority.ca, client=named).status == "ok"
 
 
 @needs_openssl
