@@ -4,6 +4,9 @@ The cluster's process writes it to ``local-HOST-PORT.token`` in the runtime fold
 0600, and holds a lock on the file while it lives. A client of that address without a token of its own takes it from
 there. A file without a lock is of a process that was killed: another server may have the port by now.
 
+Whoever publishes a token first removes what was left. A file that has just been made has no lock yet and looks the
+same. So a file is removed under its lock, and who makes one looks whether it is still there once it is locked.
+
 A comment before the token names the folder with the sockets of the cluster's data server, which is one of its own. So
 ``simm ctl`` and ``simm top`` look there without being told.
 """
@@ -11,9 +14,11 @@ A comment before the token names the folder with the sockets of the cluster's da
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -22,6 +27,9 @@ from .parsers import Address
 
 _BYTES_MAX: Final = 8192
 _FOLDER: Final = "# sockets "
+#: Attempts, where another process is always at the same file at the same moment, and seconds between two.
+_TRIES: Final = 100
+_PAUSE_S: Final = 0.001
 #: Addresses by which a client on this host reaches a listener on all of them.
 _LOOPBACK: Final = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -45,13 +53,10 @@ class PublishedToken:
     def __init__(self, folder: Path, manager: Address, token: str, sockets: Path | None = None) -> None:
         self.path = token_path(folder, manager)
         for left in folder.glob("local-*.token"):  # by processes that were killed
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                if _take(left) is None:
-                    left.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(self.path, flags, 0o600)
+            with contextlib.suppress(OSError):
+                _sweep(left)
+        self._fd = _create(self.path)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
             named = f"{_FOLDER}{sockets}\n" if sockets is not None and "\n" not in str(sockets) else ""
             os.write(self._fd, f"{named}{line_of(token)}".encode())
         except BaseException:
@@ -64,9 +69,52 @@ class PublishedToken:
         if fd < 0:
             return
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
+            if _is_at(fd, self.path):
                 os.unlink(self.path)
         os.close(fd)
+
+
+def _create(path: Path) -> int:
+    """Return a descriptor of a new file, locked. Raises OSError, FileExistsError if there is one."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(_TRIES):
+        fd = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # those who look, or sweep, have it for a moment
+            if _is_at(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was swept before it had its lock
+    raise OSError(errno.EAGAIN, "others remove it again and again", str(path))
+
+
+def _sweep(path: Path) -> None:
+    """Remove a file that no process has locked. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        for _ in range(_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, path):  # else another process has swept it, and may have made the next one
+                    os.unlink(path)
+                return
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # its process lives
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a client looks at it
+            time.sleep(_PAUSE_S)
+    finally:
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return True if a path still names the file of a descriptor."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    return False
 
 
 def find(folder: Path, managers: Iterable[Address]) -> str:
@@ -102,6 +150,7 @@ def _take(path: Path) -> str | None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
-        return os.read(fd, _BYTES_MAX).decode()
+        text = os.read(fd, _BYTES_MAX).decode()
+        return text if _is_at(fd, path) else None  # else the lock was of who swept it
     finally:
         os.close(fd)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from simm.config import local_token
 from simm.config.client_options import ClientOptions
 from simm.config.local_token import PublishedToken, find, find_sockets, token_path
 from simm.config.parsers import Address
 
 TOKEN = "a-token-of-sixteen-bytes-or-more"
 HERE = Address("127.0.0.1", 30001)
+
+
+def killed(folder: Path) -> Path:
+    """Leave the token of a process that was killed."""
+    pid = os.fork()
+    if not pid:
+        PublishedToken(folder, HERE, TOKEN)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return token_path(folder, HERE)
 
 
 def test_it_is_found_while_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +67,85 @@ def test_a_listener_on_all_addresses_is_found_on_loopback(tmp_path: Path) -> Non
 
 def test_a_killed_process_has_published_nothing(tmp_path: Path) -> None:
     """Another server may have the port by now, and a token that it does not know would keep clients from it."""
-    pid = os.fork()
-    if not pid:
-        PublishedToken(tmp_path, HERE, TOKEN)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert token_path(tmp_path, HERE).read_text().endswith(TOKEN + "\n")
+    assert killed(tmp_path).read_text().endswith(TOKEN + "\n")
     assert find(tmp_path, [HERE]) == ""
     made = PublishedToken(tmp_path, Address("127.0.0.1", 30002), TOKEN)  # of any other cluster
     assert [path.name for path in tmp_path.iterdir()] == ["local-127.0.0.1-30002.token"]
     made.close()
+
+
+class Meanwhile:
+    """Does something before a file is locked in this way for the first time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], operation: int) -> None:
+        self._real = fcntl.flock
+        self._operation = operation
+        self._act: Callable[[], object] | None = act
+        monkeypatch.setattr(fcntl, "flock", self._flock)
+
+    def _flock(self, fd: int, operation: int) -> None:
+        act = self._act
+        if operation == self._operation and act is not None:
+            self._act = None
+            act()
+        self._real(fd, operation)
+
+
+def test_a_token_that_is_being_published_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is not locked yet when another cluster of this user starts, and looks like one that was left."""
+    there, made = Address("127.0.0.1", 30002), []
+    Meanwhile(monkeypatch, lambda: made.append(PublishedToken(tmp_path, there, "the-token-of-another")), fcntl.LOCK_EX)
+    made.append(PublishedToken(tmp_path, HERE, TOKEN))
+    assert find(tmp_path, [HERE]) == TOKEN and find(tmp_path, [there]) == "the-token-of-another"
+    for each in made:
+        each.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_that_is_always_swept_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: token_path(tmp_path, HERE).unlink(missing_ok=True))
+    with pytest.raises(OSError, match="again and again"):
+        PublishedToken(tmp_path, HERE, TOKEN)
+
+
+def test_of_two_that_sweep_none_removes_a_live_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has removed what was left, and published its own by the same name, when the second has the lock."""
+    killed(tmp_path)
+    made: list[PublishedToken] = []
+    Meanwhile(
+        monkeypatch, lambda: made.append(PublishedToken(tmp_path, HERE, "the-token-of-the-first")),
+        fcntl.LOCK_EX | fcntl.LOCK_NB,
+    )  # fmt: skip
+    made.append(PublishedToken(tmp_path, Address("127.0.0.1", 30002), TOKEN))
+    assert find(tmp_path, [HERE]) == "the-token-of-the-first"
+    for each in made:
+        each.close()
+
+
+def test_a_client_that_looks_keeps_nothing_from_being_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = os.open(killed(tmp_path), os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        fcntl.flock(looking, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(local_token.time, "sleep", sleep)
+    made = PublishedToken(tmp_path, HERE, "the-token-of-the-next")
+    os.close(looking)
+    assert find(tmp_path, [HERE]) == "the-token-of-the-next" and len(waited) == 1
+    made.close()
+
+
+def test_the_lock_of_who_sweeps_makes_no_token_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client finds a file locked that is removed at the same moment: no server knows that token."""
+    path = killed(tmp_path)
+    sweeping = os.open(path, os.O_RDONLY)
+    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    Meanwhile(monkeypatch, path.unlink, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert find(tmp_path, [HERE]) == ""
+    os.close(sweeping)
 
 
 @pytest.mark.parametrize("what", ["for all", "link", "fifo", "folder", "binary"])
