@@ -77,11 +77,14 @@ def resolve(host: str, deadline_s: float) -> tuple[socket.AddressFamily, str]:
             return name.found
         asked = name.asked
         if asked is None:
-            asked = name.asked = threading.Event()
+            asked = threading.Event()
             try:
+                name.asked = asked
                 threading.Thread(target=_ask, args=(host, name, asked), name="simm-resolver", daemon=True).start()
-            except RuntimeError as exc:  # no thread can be started
-                name.asked = None
+            except BaseException as exc:
+                name.asked = None  # the next caller asks again, also after a Ctrl-C here
+                if not isinstance(exc, RuntimeError):  # that is: no thread can be started
+                    raise
                 if name.found is not None:
                     return name.found
                 raise TransportError(f"there is no address for {host}: {exc}") from exc
@@ -104,13 +107,14 @@ def _ask(host: str, name: _Name, asked: threading.Event) -> None:
         for family, _kind, _protocol, _canonical, address in answers:
             found = (family, str(address[0]))
             break
-    except (OSError, TypeError, ValueError) as exc:  # also a name that cannot be one
-        trouble = getattr(exc, "strerror", None) or str(exc)
+    except Exception as exc:  # also a name that cannot be one, and no memory: whoever waits must hear of it
+        trouble = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
     with _lock:
         name.trouble = trouble
         if found is not None:
             name.found, name.found_at = found, time.monotonic()
-        name.asked = None
+        if name.asked is asked:  # else who started this has given up, and another one asks
+            name.asked = None
     asked.set()
 
 

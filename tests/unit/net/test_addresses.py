@@ -88,6 +88,42 @@ def test_while_it_hangs_the_last_address_is_good(resolver: Resolver, monkeypatch
     assert addresses.resolve("host", WAIT_S) == (FOUR, "127.0.0.1"), "an error is no other address"
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("started", [False, True], ids=["before the thread runs", "while it runs"])
+def test_a_question_that_was_interrupted_is_asked_again(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException], started: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if started:
+            start(thread)
+        raise interrupt
+
+    resolver.answers.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(interrupt):
+            addresses.resolve("host", WAIT_S)
+    assert addresses._names["host"].asked is None
+    with pytest.raises(DeadlineError):
+        addresses.resolve("host", 0.0)
+    wait_until(lambda: resolver.questions == 1 + started, "it is asked again")
+    resolver.answers.set()
+    assert addresses.resolve("host", WAIT_S) == (FOUR, "127.0.0.1")
+
+
+def test_a_resolver_that_fails_in_any_way_is_asked_again(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **_named: object) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", failing)
+        with pytest.raises(TransportError, match="MemoryError"):
+            addresses.resolve("host", WAIT_S)
+    assert addresses.resolve("host", WAIT_S) == (FOUR, "127.0.0.1")
+
+
 def test_names_that_are_none(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TransportError, match="Name or service not known"):
         addresses.resolve("elsewhere", WAIT_S)
