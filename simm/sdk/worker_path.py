@@ -38,7 +38,7 @@ from ..errors import PeerError, RemoteProtocolError, SegmentError, TransportErro
 from ..ipc.session import NotTrusted, WorkerSession
 from ..net.allowance import allowed
 from ..net.channel import Refused
-from ..wire.messages import PathBit, WorkerInfo
+from ..wire.messages import PathBit, Status, WorkerInfo
 from .path import ClientContext, Heartbeat, Path, PathState, arena_closed
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ class Target(Path):
                 uds, options.namespace, options.deadline_s, ring=options.ring, cluster=self.cluster,
                 trusted=options.server_uids,
             )  # fmt: skip
-        except Refused as exc:
-            return None, str(exc), False
+        except Refused as exc:  # room, descriptors and processes come and go
+            return None, str(exc), exc.status in (Status.NO_SPACE, Status.UNAVAILABLE)
         except NotTrusted as exc:
             if not self._warned:
                 self._warned = True

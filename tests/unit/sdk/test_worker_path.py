@@ -21,10 +21,14 @@ from simm.config.client_options import ClientOptions
 from simm.errors import TransportError
 from simm.ipc import session as session_module
 from simm.net.channel import BACKOFF_S, Backoff
+from simm.rpc import reply
 from simm.sdk import worker_path
 from simm.sdk.path import STALE_S, ClientContext
 from simm.sdk.tcp import TcpPath
 from simm.sdk.worker_path import Target
+from simm.server.worker import Worker
+from simm.wire import messages as M
+from simm.wire.messages import Status
 from tests.support.client_values import forked
 from tests.support.cluster_clients import KEYS, WAIT_S, full, published, value_of
 from tests.support.fake_cluster import ALL, FakeCluster
@@ -365,3 +369,34 @@ def test_a_server_of_the_same_name_that_the_map_does_not_name_is_not_read(cluste
     with worker.frozen():
         worker.worker.settings = replace(settings, instance=own)
     wait_until(lambda: client.get("k") and client.stats()["workers"][0]["path"] == "shm", "it is the one of the map")
+
+
+@pytest.mark.parametrize("status", [Status.NO_SPACE, Status.UNAVAILABLE, Status.UNAUTHORIZED])
+def test_a_worker_that_had_no_room_for_a_session_is_tried_again(
+    cluster: FakeCluster, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is a refusal that stays one."""
+    hello = Worker._hello
+    refusals = 0
+
+    def refuse(self: Worker, peer: Any, state: Any, request_id: int, msg: Any) -> bytes:
+        nonlocal refusals
+        if msg.role != M.Role.CLIENT or refusals:
+            return hello(self, peer, state, request_id, msg)
+        refusals += 1
+        return reply(M.Error("not now"), request_id, status)
+
+    monkeypatch.setattr(Worker, "_hello", refuse)
+    clock = [1000.0]
+    options = ClientOptions(namespace="n", deadline_s=WAIT_S, path="shm,tcp")
+    there = Target(cluster.nodes[0].info, ClientContext(options, clock=lambda: clock[0]))
+    try:
+        assert there.ready() and there.path == "tcp" and refusals == 1
+        assert not there.wants_connection(clock[0])
+        clock[0] += worker_path.UPGRADE_S[1]
+        assert there.wants_connection(clock[0]) is (status != Status.UNAUTHORIZED)
+        if status != Status.UNAUTHORIZED:
+            there.connect_soon()
+            wait_until(lambda: there.path == "shm", "it has room by now")
+    finally:
+        there.close()
