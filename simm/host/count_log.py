@@ -50,8 +50,7 @@ class CountLog:
     """The writer's side of the log that begins at a word. ``size``: entries of a bank. Any thread may count in it."""
 
     __slots__ = (
-        "_amount", "_at", "_bank", "_banks", "_calls", "_clear", "_lock", "_order", "_seen", "_sums", "_turn", "_words",
-        "entries", "free",
+        "_at", "_banks", "_begun", "_clear", "_lock", "_order", "_seen", "_words", "entries", "free",
     )  # fmt: skip
 
     def __init__(self, words: memoryview, entries: memoryview, at: int, size: int) -> None:
@@ -63,13 +62,12 @@ class CountLog:
         # An index that is made anew each time would take longer than its store.
         self._order = tuple(range(first, first + size)), tuple(range(first + size, first + 2 * size))
         self._clear = memoryview(bytes(size * 4)).cast("I")
-        self._turn: int = words[at]
-        self._bank = self._turn & 1
-        #: What was counted before this bank was begun.
-        self._calls: int = words[at + 1 + self._bank]
-        self._amount: int = words[at + 3 + self._bank]
-        #: How a bank was filled that has been added up, and what it had.
-        self._seen, self._sums = bytes(size * 4), (0, 0)
+        turn: int = words[at]
+        bank = turn & 1
+        #: The turn of the bank that is filled, and the calls and their amount before it was begun.
+        self._begun: tuple[int, int, int] = turn, words[at + 1 + bank], words[at + 3 + bank]
+        #: How a bank was filled that has been added up, its calls, and their amount.
+        self._seen = bytes(size * 4), 0, 0
         #: A finalizer that counts may run in the middle of :meth:`add`.
         self._lock = threading.RLock()
         #: Entries of the bank that is filled that no call has taken.
@@ -86,17 +84,23 @@ class CountLog:
                 self._next_bank()
 
     def _next_bank(self) -> None:
-        seen = self._banks[self._bank].tobytes()
-        if seen != self._seen:  # values of one length fill it alike each time
+        """Go on in the other bank. An exception between any two lines loses nothing: the next call does it again."""
+        turn, calls, amount = before = self._begun
+        whole = slice(None)
+        seen = self._banks[turn & 1].tobytes()
+        if seen != self._seen[0]:  # values of one length fill it alike each time
             amounts = memoryview(seen).cast("I").tolist()
-            self._seen, self._sums = seen, (len(amounts) - amounts.count(0), sum(amounts))
-        calls, amount = self._sums
-        self._bank = bank = 1 - self._bank
-        self._banks[bank][:] = self._clear
+            self._seen = seen, len(amounts) - amounts.count(0), sum(amounts)
+        turn = turn + 1 & _MASK
+        bank = turn & 1
+        begun = turn, calls + self._seen[1] & _MASK, amount + self._seen[2] & _MASK
         words, at = self._words, self._at
-        words[at + 1 + bank] = self._calls = self._calls + calls & _MASK
-        words[at + 3 + bank] = self._amount = self._amount + amount & _MASK
-        words[at] = self._turn = self._turn + 1 & _MASK
+        if self._begun is not before:  # by a finalizer that has counted; from here on none runs
+            return
+        self._banks[bank][whole] = self._clear
+        _, words[at + 1 + bank], words[at + 3 + bank] = begun
+        words[at] = turn
+        self._begun = begun
         self.free = iter(self._order[bank])
 
 

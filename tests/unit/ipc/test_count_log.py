@@ -106,18 +106,56 @@ def test_a_writer_that_is_killed_between_any_two_stores_has_lost_nothing() -> No
 
 def test_mutation_sums_that_are_stored_after_the_turn_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: CountLog) -> None:
-        bank = 1 - self._bank
-        amounts = [self.entries[at] for at in self._order[self._bank]]
+        turn, calls, amount = self._begun
+        bank = 1 - (turn & 1)
+        amounts = [self.entries[at] for at in self._order[turn & 1]]
         self._banks[bank][:] = self._clear
-        self._words[AT] = self._turn = self._turn + 1
-        self._calls += SIZE - amounts.count(0)
-        self._amount += sum(amounts)
-        self._words[AT + 1 + bank], self._words[AT + 3 + bank] = self._calls, self._amount
-        self._bank, self.free = bank, iter(self._order[bank])
+        self._begun = turn + 1, calls + SIZE - amounts.count(0), amount + sum(amounts)
+        self._words[AT], self._words[AT + 1 + bank], self._words[AT + 3 + bank] = self._begun
+        self.free = iter(self._order[bank])
 
     monkeypatch.setattr(CountLog, "_next_bank", wrong)
     found = [killed_before(store) for store in range(4 * SIZE + 20)]
     assert any(seen != (calls, amount) for calls, amount, seen in found)
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, wherever its thread is."""
+
+
+def test_an_exception_between_any_two_lines_loses_and_adds_nothing() -> None:
+    """Each turn of the banks is interrupted once, a line later each time, and all counts go on after that."""
+    for stop in range(20):
+        words = new_words()
+        log = new_log(words)
+        calls = struck = left = 0
+        again = False
+
+        def look(frame: Any, event: str, _: object) -> Any:
+            nonlocal left, struck
+            if event == "line":
+                if not left:
+                    sys.settrace(None)
+                    struck += 1
+                    raise Interrupted
+                left -= 1
+            return look if frame.f_code is CountLog._next_bank.__code__ else None
+
+        for number in range(5 * SIZE):
+            left = stop
+            before = sys.gettrace()
+            sys.settrace(before if again else look)
+            try:
+                count(log, 3)
+                calls += 1
+                again = False
+            except Interrupted:
+                again = True
+            finally:
+                sys.settrace(before)
+            found = read_log(words, AT, SIZE)
+            assert found == (calls, 3 * calls), (stop, number)
+        assert struck > 3 or stop > 10
 
 
 def test_threads_lose_none_and_a_reader_beside_them_sees_numbers_that_grow() -> None:
