@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 from ..errors import DeadlineError, NotSentError, PeerError, TransportError
-from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least
+from ..net.allowance import ALLOWANCE, LOOK_S, allowed, at_least, tries_within
 from ..net.channel import Refused
 from ..slab import chunk_bytes_for
 from ..wire import messages as M
@@ -57,14 +57,8 @@ class AnswerWait:
 
     def receive(self) -> None:
         """Take in what has arrived at the socket, unless another thread does."""
-        session = self._session
-        if session.lock.acquire(blocking=False):
-            try:
-                session.channel.poll_pushes()
-            except PeerError:
-                pass  # the wait meets it
-            finally:
-                session.lock.release()
+        with suppress(PeerError):  # the wait meets it
+            self._session.take_pushes()
 
     def extend(self, until: float) -> None:
         """Let the exchange last until then, monotonic seconds."""
@@ -84,7 +78,11 @@ def take(session: WorkerSession, ticket: int, items: int = 1) -> Any:
         left = until - time.monotonic()
         if ALLOWANCE.seconds <= 0.0:
             raise DeadlineError("the call's deadline has passed")
-        if session.lock.acquire(False) or (left > 0.0 and session.lock.acquire(timeout=min(left, _LOOK_S))):
+        for got in session.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        if not got and left > 0.0:
+            (got,) = tries_within(session.lock, min(left, _LOOK_S))
+        if got:
             try:
                 if (frame := frames.pop(ticket, None)) is not None:
                     return session.result(ticket, frame)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..arena.reader import ArenaReader
@@ -28,10 +29,15 @@ _UNPIN_MOST: Final = 1000
 class Talk(Protocol):
     """What pins need of a session."""
 
+    lock: Lock
     unpins: deque[int]
     reader: ArenaReader
     channel: Channel
 
+    def acquire(self) -> None: ...
+    def submit_locked(self, msg: Any) -> int: ...
+    def wait_locked(self, ticket: int) -> Any: ...
+    def pin_locked(self, digest: bytes) -> LocatedOne: ...
     def submit(self, msg: Any) -> int: ...
     def exchange(self, msg: Any, items: int = 1) -> Any: ...
     def answer(self, msg: Any, ticket: int, items: int = 1) -> Any: ...
@@ -51,6 +57,28 @@ class RetiredSession(NamedTuple):
 #: The retired sessions of all clients of this process. Appending is atomic, removal is by value.
 RETIRED: Final[list[RetiredSession]] = []
 fork.in_child(RETIRED.clear)
+
+
+def pin_one(session: Talk, digest: bytes) -> LocatedOne:
+    """Do :meth:`~.session.WorkerSession.pin_one` of a session with a ring."""
+    session.acquire()
+    try:
+        unpins, ticket = ended(session.unpins), None
+        try:
+            if unpins:
+                ticket = session.submit_locked(M.Unpin(unpins))
+            found = session.pin_locked(digest)
+            if ticket is not None:
+                session.wait_locked(ticket)
+        except BaseException:
+            session.unpins.extend(unpins)  # see release()
+            if ticket is not None:
+                session.disown(ticket)
+            raise
+    finally:
+        session.lock.release()
+    check(session, (found,))
+    return found
 
 
 def pin_many(session: Talk, digests: Sequence[bytes], how: int) -> list[LocatedOne]:

@@ -10,7 +10,8 @@ The session must never let a copy write into a chunk that is no longer its own. 
   before it reads ``closed``, and ``close`` sets ``closed`` before anything reads ``copying``: one of the two sees the
   other.
 
-``lock`` is the only lock here. A thread holds it for one exchange with the worker, never during a copy of a value.
+``lock`` is the only lock here. A thread holds it for one exchange with the worker, never during a copy of a value. No
+signal leaves it taken (``net/allowance.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..arena.sessions import PREPARED_ANSWER_MAX
 from ..errors import DeadlineError, NotSentError, PeerError, RemoteProtocolError, TransportError
 from ..host.numa import current_cpu
 from ..host.users import NOT_TRUSTED, trusts
-from ..net.allowance import ALLOWANCE, allowed
+from ..net.allowance import ALLOWANCE, allowed, tries_of, tries_within
 from ..net.channel import Channel, weakly
 from ..net.peer_uid import credentials
 from ..rpc import HEADER_BYTES, Frame, encode
@@ -75,6 +76,7 @@ class WorkerSession:
         self.path = path
         self.deadline_s = deadline_s
         self.lock = threading.Lock()
+        self.tries = tries_of(self.lock)
         #: An item for each copy in flight into or out of this session's chunks, and for each view of one. A list:
         #: append and pop are atomic, safe in finalizers, and cheaper than a lock.
         self.copying: list[None] = []
@@ -94,7 +96,6 @@ class WorkerSession:
         self._woken = False
         #: Id of a KICK whose answer has not been waited for, and the tail that it named; 0 for none.
         self._kicked = self._kicked_tail = 0
-        #: Poll the socket before sleeping.
         self._polls_socket = False
         #: When the worker had to be woken last, and how often.
         self._doorbell_at, self.doorbells = 0.0, 0
@@ -211,11 +212,19 @@ class WorkerSession:
         """Take the lock within the deadline. Raises TransportError; ``late`` if the call has no time left."""
         if ALLOWANCE.seconds <= 0.0:
             raise late("the call's deadline has passed")
-        if not self.lock.acquire(False) and not self.lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise late("deadline passed while another thread waited for the worker")
-        if self.channel.broken:
+        for got in self.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        if not got:
+            self.wait_for_lock(late)
+        if self.channel.broken:  # no call may come between the lock and the ``try`` of whoever releases it
             self.lock.release()
             raise TransportError(self.channel.broken)
+
+    def wait_for_lock(self, late: type[DeadlineError] = NotSentError) -> None:
+        """Take the lock, which was not free, within the deadline. Raises ``late``."""
+        (got,) = tries_within(self.lock, allowed(self.deadline_s))
+        if not got:
+            raise late("deadline passed while another thread waited for the worker")
 
     def exchange(self, msg: Any, items: int = 1) -> Any:
         """Make one exchange about ``items`` keys, and return the answer, checked. Raises TransportError, Refused."""
@@ -278,16 +287,19 @@ class WorkerSession:
         """
         self.announce_commit(nbytes)
         ring = self.ring
-        if ring is None or not ring.words[SLEEPING] or not self.lock.acquire(blocking=False):
+        if ring is None or not ring.words[SLEEPING]:
             return
+        for got in self.tries:  # noqa: B007 -- see net/allowance.py
+            break
         try:
-            if not self.channel.broken:
+            if got and not self.channel.broken:
                 self.channel.submit(M.Wake(current_cpu()))
                 self._woken = True
         except TransportError:
             pass  # the commit will meet it
         finally:
-            self.lock.release()
+            if got:
+                self.lock.release()
 
     def brief(self) -> contextlib.AbstractContextManager[None]:
         """Let the worker not poll for this session inside the block, as its batch is one for several workers."""
@@ -302,7 +314,9 @@ class WorkerSession:
         ring = self.ring
         if ring is None or not (always or ring.words[SLEEPING]):
             return True
-        if not self.lock.acquire(blocking=False):
+        for got in self.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        if not got:
             return False
         try:
             if self._kicked and ring.words[HEAD] >= self._kicked_tail:
@@ -426,10 +440,10 @@ class WorkerSession:
 
         The grants of the answer go to the pool. Raises TransportError; NotSentError breaks nothing.
         """
-        lock = self.lock
-        # An acquire with a timeout costs several times as much.
-        if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(self.deadline_s))):
-            raise NotSentError("deadline passed while another thread waited for the worker")
+        for got in self.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        if not got:
+            self.wait_for_lock()
         try:
             channel = self.channel
             if channel.broken:
@@ -439,8 +453,7 @@ class WorkerSession:
                 number = channel.next_id()
                 channel.send_raw(encode_commit_one(digest, grant, length, crc, flags, want, count, number))
                 frame = self._wait_socket(number)
-                answered = committed_one_of(frame)
-                if answered is not None:
+                if (answered := committed_one_of(frame)) is not None:
                     status, granted = answered
                     if granted is not None:
                         self.pool.release(granted)
@@ -451,8 +464,7 @@ class WorkerSession:
                 ticket = ring.post(encode_commit_one(digest, grant, length, crc, flags, want, count))
                 if ticket == ring.done:  # nothing else is in flight
                     self._await(ring)
-                    answered = ring.committed_one(ticket)
-                    if answered is not None:
+                    if (answered := ring.committed_one(ticket)) is not None:
                         ring.done = ticket + 1
                         status, granted = answered
                         if granted is not None:
@@ -467,7 +479,18 @@ class WorkerSession:
             self.pool.add(answer.grants)
             return int(answer.statuses[0])
         finally:
-            lock.release()
+            self.lock.release()
+
+    def take_pushes(self) -> None:
+        """Take in what has come by socket, unless another thread talks to the worker. Raises TransportError."""
+        for got in self.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        try:
+            if got:
+                self.channel.poll_pushes()
+        finally:
+            if got:
+                self.lock.release()
 
     # -- grants ---------------------------------------------------------------------------------
 
@@ -496,28 +519,10 @@ class WorkerSession:
 
     def pin_one(self, digest: bytes) -> LocatedOne:
         """Do :meth:`pin_many` for one value. The same wait is for the release of others."""
-        if self.ring is None:
-            return self.pin_many([digest])[0]
-        self.acquire()
-        try:
-            ended, ticket = pins.ended(self.unpins), None
-            try:
-                if ended:
-                    ticket = self.submit_locked(M.Unpin(ended))
-                found = self._pin_locked(digest)
-                if ticket is not None:
-                    self.wait_locked(ticket)
-            except BaseException:
-                self.unpins.extend(ended)  # see pins.release()
-                if ticket is not None:
-                    self.disown(ticket)
-                raise
-        finally:
-            self.lock.release()
-        pins.check(self, (found,))
-        return found
+        return self.pin_many([digest])[0] if self.ring is None else pins.pin_one(self, digest)
 
-    def _pin_locked(self, digest: bytes) -> LocatedOne:
+    def pin_locked(self, digest: bytes) -> LocatedOne:
+        """Pin a value by ring."""
         ring = self.ring
         assert ring is not None
         while ring.words[TAIL] - ring.done >= SLOTS:
@@ -525,8 +530,7 @@ class WorkerSession:
         ticket = ring.post(encode_pin_one(digest))
         if ticket == ring.done:  # nothing else is in flight
             self._await(ring)
-            found = ring.located_one(ticket)
-            if found is not None:
+            if (found := ring.located_one(ticket)) is not None:
                 ring.done = ticket + 1
                 return found
         answer = self.checked_locked(M.Locate(M.LOCATE_PIN, [digest]), self.wait_locked(ticket))
@@ -555,11 +559,7 @@ class WorkerSession:
 
         Return the bytes recalled since the last call. Raises TransportError.
         """
-        if self.lock.acquire(blocking=False):
-            try:
-                self.channel.poll_pushes()
-            finally:
-                self.lock.release()
+        self.take_pushes()
         recalled = grant_pool.maintain(self)
         self.flush_unpins()
         self.release_retired()
@@ -586,7 +586,7 @@ class WorkerSession:
             try:
                 if (ring := self.ring) is not None:
                     ring.abandon()  # what other threads have posted fails, and must not be carried out later
-                got = self.lock.acquire(timeout=self.deadline_s)
+                (got,) = tries_within(self.lock, allowed(self.deadline_s))
                 self.channel.close()
                 self.pool.clear()
                 if got:

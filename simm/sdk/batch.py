@@ -20,6 +20,7 @@ from ..constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from ..errors import UsageError
 from ..host import fork_copies
 from ..host.buffers import DeviceBuffer, OnDevice, Ranges, Span, address_of, tensor_span, view_of
+from ..wire.status import Status
 
 if TYPE_CHECKING:
     from ..arena.reader import ArenaReader
@@ -300,14 +301,42 @@ class View:
         return cls(memoryview(b""))
 
     @classmethod
-    def pinned(cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int) -> View:
-        """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun."""
+    def of_pin(cls, session: WorkerSession, digest: bytes) -> tuple[View | None, int, int, int, int]:
+        """Pin a value; return a view of it, and what the worker says: status, flags, length, checksum.
+
+        None for the view with any other status than OK. Raises PeerError.
+        """
+        session.begin_copy()  # until the view ends, so that the session's pins are not released before
+        ends = [session.end_copy]
+        view: View | None = None
+        pin = 0
+        try:
+            status, flags, length, crc, offset, pin = session.pin_one(digest)
+            if status == Status.OK:
+                view = cls.pinned(session.reader, session, offset, length, pin, ends)
+            return view, status, flags, length, crc
+        finally:
+            if view is None:
+                if pin:  # interrupted: whatever was made of it may release it once more
+                    session.unpin_later(pin)
+                end_once(ends)
+
+    @classmethod
+    def pinned(
+        cls, reader: ArenaReader, session: WorkerSession, offset: int, length: int, pin: int,
+        ends: list[Callable[[], None]],
+    ) -> View:  # fmt: skip
+        """Return a view of the arena. Its end releases ``pin``, and ends the copy that the caller has begun.
+
+        ``ends``: how that ends, once (:func:`end_once`). If this raises, the caller does it, and so does what was made.
+        """
+        number = next(fork_copies.numbers)
         address = reader.data_address + offset - reader.data_offset
         base = (ctypes.c_ubyte * length).from_address(address)
         held = _Pinned(base, _unpin)  # a weakref.finalize takes 1.5 us more
-        held.session, held.reader, held.pin, held.number = session, reader, pin, next(fork_copies.numbers)
+        held.session, held.reader, held.pin, held.number, held.ends = session, reader, pin, number, ends
         view = cls(memoryview(base).cast("B").toreadonly())
-        fork_copies.lend(held.number, address, length, held, view)  # which also keeps it
+        fork_copies.lend(number, address, length, held, view)  # which also keeps it
         return view
 
     @property
@@ -379,8 +408,9 @@ def answer_of(view: View) -> NoValue:
 class _Pinned(weakref.ref[Any]):
     """What is released when a view's memory has no user left."""
 
-    __slots__ = ("number", "pin", "reader", "session")
+    __slots__ = ("ends", "number", "pin", "reader", "session")
 
+    ends: list[Callable[[], None]]
     session: WorkerSession
     #: Keeps the mapping.
     reader: ArenaReader
@@ -394,4 +424,10 @@ def _unpin(held: weakref.ref[Any]) -> None:
     assert isinstance(held, _Pinned)
     fork_copies.end(held.number)
     held.session.unpin_later(held.pin)
-    held.session.end_copy()
+    end_once(held.ends)
+
+
+def end_once(ends: list[Callable[[], None]]) -> None:
+    """Call what is left in a list, and take it out first: the second time does nothing. Safe in finalizers."""
+    while ends:
+        ends.pop()()

@@ -25,16 +25,7 @@ from ..errors import DeadlineError, DeviceError, PeerError
 from ..host.buffers import RELEASE_BYTES, Copier, Ranges, Span, address_of, fits
 from ..host.company import COMPANY
 from ..host.parts import HOST_TYPES, scatter
-from ..ipc.counts import (
-    ABSENT,
-    GET,
-    GET_MANY,
-    HIT_BYTES,
-    MISSES_MASK,
-    SAMPLE_BATCHES,
-    Word,
-    observe,
-)
+from ..ipc.counts import ABSENT, GET, GET_MANY, HIT_BYTES, MISSES_MASK, SAMPLE_BATCHES, Word, observe
 from ..ipc.get import ShmGet
 from ..ipc.patience import Patience
 from ..ipc.steps import finish
@@ -146,7 +137,11 @@ class Gets(ShmGet):
             return self._timed(target, reader, digest, sink)
         self.counters["fallbacks"] += 1
         reader.counts[Word.PINNED] += 1
-        return self._out_of(self._pinned(target, digest, copied=self.checksum), sink)
+        view = self._pinned(target, digest, copied=self.checksum)
+        if view is None:  # nor is there room for a pin: nobody can say what is stored
+            reader.counts[Word.UNREACHABLE] += 1
+            return MISS
+        return self._out_of(view, sink)
 
     def _timed(self, target: Target, reader: ArenaReader, digest: bytes, sink: Sink) -> Answer:
         """Do :meth:`read`, and note what it takes. Others that come meanwhile are not timed."""
@@ -542,7 +537,7 @@ class Gets(ShmGet):
     def view(self, target: Target | None, digest: bytes) -> View:
         """Return a pinned view, which is false for a miss or an outage, and count the result.
 
-        By TCP, from a previous owner, or of a worker that is down, it is a copy.
+        By TCP, from a previous owner, of a worker that is down, or beyond the share of pins, it is a copy.
         """
         if target is not None and target.fresh:
             with self._routes.patience(time.monotonic()) as patience:
@@ -551,35 +546,29 @@ class Gets(ShmGet):
         return self._view(target, digest)
 
     def _view(self, target: Target | None, digest: bytes) -> View:
-        if target is None or not target.ready() or target.session is None:
-            got = self.read(target, digest, None)
-            return view_of_answer(got)
-        return self._pinned(target, digest)
+        view = None
+        if target is not None and target.ready() and target.session is not None:
+            view = self._pinned(target, digest)
+        return view_of_answer(self.read(target, digest, None)) if view is None else view
 
-    def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View:
-        """Return a view of a pin that the worker gives; see :meth:`view`. ``copied``: of a copy, which is checked.
+    def _pinned(self, target: Target, digest: bytes, *, copied: bool = False) -> View | None:
+        """Return a view of a pin that the worker gives, see :meth:`view`; None, not counted, if it has no room for one.
 
-        Who may write into the arena may do so between a check in place and a copy.
+        ``copied``: of a copy, which is checked. Who may write into the arena may do so between a check and a copy.
         """
         if (session := target.session) is None:
             self._unanswered(late=False)
             return View.miss()
-        view: View | None = None
         try:
-            session.begin_copy()  # until the view ends, so that the session's pins are not released before
-            try:
-                status, flags, length, crc, offset, pin = session.pin_one(digest)
-                if status == Status.OK:
-                    view = View.pinned(session.reader, session, offset, length, pin)
-            finally:
-                if view is None:
-                    session.end_copy()
+            view, status, flags, length, crc = View.of_pin(session, digest)
         except PeerError as exc:
             session.counts[Word.TIMEOUT if isinstance(exc, DeadlineError) else Word.UNREACHABLE] += 1
             self._routes.session_failed(target, session, exc)
             return View.miss()
         counts = session.counts
         if view is None:
+            if status == Status.NO_SPACE:
+                return None
             if 0 < session.reader.shard_word(digest) < PLAIN_BELOW:
                 counts[ABSENT] += 1
                 return View.miss()

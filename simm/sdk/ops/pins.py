@@ -35,7 +35,7 @@ from ...errors import DeviceError, UsageError
 from ...host.buffers import RELEASE_BYTES, SAMPLES_FROM, Copier, DeviceCopy, Ranges, address_of
 from ...host.parts import Copy, scatter
 from ...ipc.steps import Steps
-from ...net.allowance import allowed
+from ...net.allowance import allowed, tries_within
 from ..routing import Routes
 from .parts import Rows, Wanted, check_apart, check_rows_apart, is_wide, rows_of, wide_ranges_of
 
@@ -410,14 +410,16 @@ class Pins:
         self, visits: Sequence[tuple[Any, Steps[None]]], meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         """Make these visits to servers at the same time. One thread does at a time."""
-        if not self._remote_lock.acquire(timeout=max(0.0, allowed(self._deadline_s))):
-            meanwhile()  # another thread waits for a server that does not answer
-            return
+        (got,) = tries_within(self._remote_lock, allowed(self._deadline_s))
         try:
+            if not got:  # another thread waits for a server that does not answer
+                meanwhile()
+                return
             with self._routes.patience() as patience:
                 patience.together(visits, meanwhile)
         finally:
-            self._remote_lock.release()
+            if got:
+                self._remote_lock.release()
 
     def _visit(self, holder: RemotePins, parts: Sequence[tuple[int, Want]], results: list[int | None]) -> Steps[None]:
         for wants in _rounds(parts):

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...errors import NotSentError, RemoteProtocolError, TransportError
-from ...net.allowance import allowed
+from ...errors import RemoteProtocolError, TransportError
 from ...rpc import HEADER_BYTES, OPCODES, encode, parse_header
 from ...tracing.spans import Operation
 from ...wire import messages as M
@@ -170,15 +169,16 @@ class TimedSession(StandIn):
     def _exchange(self, msg: Any, began: int, span: bytes) -> Any:
         """Make one exchange under the session's lock, which is waited for as an untraced commit does."""
         session = self.real
-        lock = session.lock
-        if not lock.acquire(False) and not lock.acquire(timeout=max(0.0, allowed(session.deadline_s))):
-            raise NotSentError("deadline passed while another thread waited for the worker")
+        for got in session.tries:  # noqa: B007 -- see net/allowance.py
+            break
+        if not got:
+            session.wait_for_lock()
         try:
             if session.channel.broken:
                 raise TransportError(session.channel.broken)
             answer = session.wait_locked(session.submit_locked(self._wrapped(msg)))
         finally:
-            lock.release()
+            session.lock.release()
         return self._opened(answer, began, span)
 
     def submit(self, msg: Any) -> int:

@@ -67,10 +67,9 @@ def put(session: WorkerSession, key: str, data: bytes) -> int:
 
 
 def view(session: WorkerSession, key: str) -> View:
-    session.begin_copy()
-    status, _flags, length, _crc, offset, pin = session.pin_one(digest_of(key))
-    assert status == Status.OK
-    return View.pinned(session.reader, session, offset, length, pin)
+    seen, status, *_ = View.of_pin(session, digest_of(key))
+    assert seen is not None and status == Status.OK
+    return seen
 
 
 def fill(session: WorkerSession, size: int) -> set[int]:

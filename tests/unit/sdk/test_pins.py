@@ -14,7 +14,9 @@ from simm.arena.reader import ArenaReader
 from simm.client import Client
 from simm.constants import SHARD_COUNT, VALUE_BYTES_MAX
 from simm.errors import UsageError
-from simm.host import buffers
+from simm.host import buffers, fork_copies
+from simm.ipc.counts import Word
+from simm.ipc.session import WorkerSession
 from simm.net.channel import Channel
 from simm.sdk.ops.pins import WAKE_KEYS, ArenaPins, Pins
 from simm.server.stream import Stream
@@ -55,6 +57,13 @@ def pinned(cluster: FakeCluster, number: int = 0) -> int:
     """Return the number of pins at a node."""
     with cluster.nodes[number].worker.frozen() as store:
         return int(store.stats()["pins"])
+
+
+def session_of(client: Client) -> WorkerSession:
+    """Return the session with the node that has everything."""
+    target = client._routes.target(bytes(16))
+    assert target is not None and target.session is not None
+    return target.session
 
 
 def scarce(cluster: FakeCluster) -> None:
@@ -389,3 +398,64 @@ def test_layers_of_what_is_held_by_its_version_alone(cluster: FakeCluster, path:
             assert 0 < got.count(None) < len(KEYS)
             for row, value, there in zip(rows, VALUES, got):
                 assert there is None or row.tobytes() == value[:length]
+
+
+def test_a_view_beyond_the_share_of_pins_is_a_copy(cluster: FakeCluster) -> None:
+    client = full(cluster, "shm")
+    scarce(cluster)
+    views = [client.view(key) for key in KEYS]
+    assert 0 < pinned(cluster) < len(KEYS)
+    assert [bytes(each) for each in views] == VALUES
+    other = client.view(KEYS[-1])
+    assert bytes(other) == VALUES[-1] and not client.view("no")
+    reader = session_of(client).reader
+    assert reader.counts[Word.ABSENT] == 1, "the one that is not stored"
+    assert reader.counts[Word.UNREACHABLE] == 0
+    for each in [*views, other]:
+        each.close()
+    del views, other
+
+
+def test_a_value_that_keeps_changing_and_finds_no_pin_is_no_absent_one(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = full(cluster, "shm")
+    scarce(cluster)
+    views = [client.view(key) for key in KEYS]
+    reader = session_of(client).reader
+    absent = reader.counts[Word.ABSENT]
+    monkeypatch.setattr(ArenaReader, "confirm", lambda *_: False)
+    assert client.get(KEYS[-1]) is None and not client.view(KEYS[-1])
+    assert reader.counts[Word.ABSENT] == absent and reader.counts[Word.UNREACHABLE] == 2
+    monkeypatch.undo()
+    for each in views:
+        each.close()
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_an_exception_as_a_view_is_made_ends_its_copy_once(
+    cluster: FakeCluster, lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another view of the session keeps its own."""
+    client = full(cluster, "shm")
+    session = session_of(client)
+    other = client.view(KEYS[0])
+    assert len(session.copying) == 1
+    lend = fork_copies.lend
+
+    def interrupted(*arguments: Any) -> None:
+        if lent:
+            lend(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fork_copies, "lend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.view(KEYS[1])
+    monkeypatch.undo()
+    gc.collect()
+    assert len(session.copying) == 1
+    session.flush_unpins()
+    assert pinned(cluster) == 1, "the other one's"
+    other.close()
+    del other
+    assert not session.copying
