@@ -77,6 +77,7 @@ _MUTATIONS: Final = frozenset(
 #: What pidfd_open says of a pid that no process has: EINVAL and ENOENT if a thread has it.
 _NO_PROCESS: Final = frozenset((errno.ESRCH, errno.EINVAL, errno.ENOENT))
 
+_STILL_CLOSING: Final = "descriptors of other users are still being closed"
 _PATHS: Final = M.PathBit.SHM | M.PathBit.TCP | M.PathBit.TRACE
 _LOCATE_BITS: Final = M.LOCATE_PIN | M.LOCATE_PREVIOUS
 
@@ -224,7 +225,7 @@ class Worker(Service):
         peer.context = ConnectionState(pid, uid, -1)
         peer.distrusted = peer.sock.family == socket.AF_UNIX and uid not in (os.geteuid(), 0)
         if peer.distrusted and CLOSER.waiting > WAITING_MAX:
-            peer.close("descriptors of other users are still being closed")
+            peer.close(_STILL_CLOSING)
 
     def adopt_supervisor(self, sock: socket.socket) -> None:
         """Serve the supervisor on a socket pair. The worker ends when it closes."""
@@ -308,6 +309,8 @@ class Worker(Service):
             return reply(M.Pong(msg.cookie), frame.request_id)
         if state.role == -1:  # this user asks something without a session
             peer.admit()
+        if isinstance(msg, M.DataAttach | M.RingAttach) and peer.distrusted and CLOSER.waiting > WAITING_MAX:
+            raise RemoteProtocolError(_STILL_CLOSING)  # one connection may send one after the other
         if isinstance(msg, M.DataAttach):
             self._pass_data(peer, state)
             return reply(M.Done(1), frame.request_id)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from simm.host.threads import CLOSER
+from simm.errors import TransportError
+from simm.host.threads import CLOSER, WAITING_MAX, Closer
 from simm.rpc import encode
 from simm.wire import messages as M
 from tests.support.child import Child
@@ -113,3 +115,40 @@ def test_descriptors_that_take_an_hour_to_close_hold_nobody_up(what: str) -> Non
                 with contextlib.closing(worker.session()) as session:
                     assert session.exchange(M.Exists([bytes(range(16))])).statuses == [M.Status.NOT_FOUND]
         wait_until(lambda: not CLOSER.waiting, "their owner has ended, and they are closed")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("foreign", [True, False], ids=["foreign", "own"])
+def test_one_connection_does_not_use_up_the_descriptors_of_a_worker(
+    foreign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for the data again and again, and none of its sockets is closed. The control is of the worker's user."""
+    go_on = threading.Event()
+
+    class Stuck(Closer):
+        def _run(self) -> None:
+            go_on.wait()
+            super()._run()
+
+    closer = Stuck()
+    monkeypatch.setattr("simm.server.worker.CLOSER", closer)
+    try:
+        with WorkerThread() as worker:
+            channel, welcome = worker.hello()
+            with worker.frozen():
+                worker.worker.peers[welcome.session].distrusted = foreign
+            passed = 0
+            with contextlib.closing(channel), contextlib.suppress(TransportError):
+                for _ in range(2 * WAITING_MAX):
+                    ours, theirs = socket.socketpair()
+                    with ours, theirs:
+                        assert channel.call(M.DataAttach(0), fds=(theirs.fileno(),)) == M.Done(1)
+                        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+                        for fd in fds:
+                            os.close(fd)
+                        passed += len(fds)
+            assert passed == closer.waiting == (WAITING_MAX + 1 if foreign else 2 * WAITING_MAX)
+            go_on.set()
+            wait_until(lambda: not closer.waiting, "they are closed")
+    finally:
+        go_on.set()
