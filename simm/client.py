@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -164,6 +165,8 @@ class Client(
         self._executor: ThreadPoolExecutor | None = None
         self._start_lock = threading.Lock()
         self._closed = False
+        #: close() is under way, or has ended.
+        self._ending = False
         self._owned: Any = None
         self._counters: dict[str, int] = dict.fromkeys(
             ("hits", "misses", "puts", "put_failures", "outages", "retries", "fallbacks", "crc_errors", "moved",
@@ -211,7 +214,7 @@ class Client(
 
         cluster = LocalCluster(memory=memory)
         arguments.setdefault("token", cluster.token)
-        for name in ("tls_ca", "tls_cert", "tls_key"):  # what the environment's cluster wants
+        for name in ("tls_ca", "tls_cert", "tls_key", "tls_name"):  # what the environment's cluster wants
             arguments.setdefault(name, "")
         try:
             client = cls(cluster.manager, **arguments)
@@ -268,7 +271,7 @@ class Client(
         """Return the value as new bytes, or None. ``get_into`` saves the allocation and copies without the GIL."""
         digest = self._digest(key)
         if self._replicas is not None:
-            got = self._replicas.read([digest], [None])[0]
+            got = self._read_large([digest], [None])[0]
         else:
             route = self._routes.route
             owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)
@@ -360,9 +363,13 @@ class Client(
         """:meth:`get` for many keys."""
         digests = self._hasher.many(keys)
         nowhere: list[memoryview | Span | None] = [None] * len(digests)
-        results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, nowhere)
-        if self._counters["large"]:
-            self._large.resolve(digests, nowhere, results)
+        met = self._counters["large"]
+        if met:
+            results = self._read_large(digests, nowhere)
+        else:
+            results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, nowhere)
+            if self._counters["large"]:
+                self._large.resolve(digests, nowhere, results)
         return [got if type(got) is bytes else None for got in results]
 
     def get_into_many(self, keys: Sequence[str], buffers: Sequence[Any]) -> list[int | None]:
@@ -460,6 +467,9 @@ class Client(
 
         A span may state the ``least`` that it takes. A shorter or longer value then gives a :class:`WrongSize`.
         """
+        met = self._counters["large"]
+        if met:
+            return self._read_large(digests, sinks)
         results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, sinks)
         if self._counters["large"]:
             self._large.resolve(digests, sinks, results)
@@ -553,21 +563,27 @@ class Client(
         return self._routes.wait_ready(timeout_s)
 
     def close(self) -> None:
-        """Close all connections, and end a local cluster. Twice is harmless."""
+        """Close all connections, and end a local cluster. Twice is harmless, and ends what was interrupted before."""
         with self._start_lock:
-            if self._closed:
-                return
             self._closed = True
-        if (executor := self._executor) is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
-        self._end_tracing()
-        if self._near is not None:
-            self._near.close()
-        self._pinner.release_all()
-        self._routes.close()
-        self._copier.close()
-        if (owned := self._owned) is not None:
-            owned.close()
+            if self._ending:
+                return  # it has ended, or another thread is at it
+            self._ending = True
+        try:
+            with contextlib.ExitStack() as left:  # from the last to the first
+                if (owned := self._owned) is not None:
+                    left.callback(owned.close)
+                left.callback(self._copier.close)
+                left.callback(self._routes.close)
+                left.callback(self._pinner.release_all)
+                if self._near is not None:
+                    left.callback(self._near.close)
+                left.callback(self._end_tracing)
+                if (executor := self._executor) is not None:
+                    executor.shutdown(wait=True, cancel_futures=True)
+        except BaseException:
+            self._ending = False
+            raise
 
     def _after_fork(self) -> None:
         """Give up what belongs to the parent process."""

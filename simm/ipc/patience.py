@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -42,22 +43,27 @@ class Patience:
 
     :meth:`together` does the work at several servers at the same time, so that the waits for silent ones overlap.
 
+    A call that is made of others has one around them: each of those has its own then, which begins with what the others
+    have left. What it loses is taken off the call's when it ends.
+
     ``began``: when the call began, monotonic seconds. All its time counts then, as is right for one key, and for
     another attempt after WRONG_OWNER, whose server gets a quarter of a deadline at least.
     """
 
     __slots__ = (
-        "_deadline_s", "_least_s", "_left_s", "_outer", "_progress", "_since", "_spent_before", "_target", "_until",
-        "_worked",
+        "__weakref__", "_deadline_s", "_least_s", "_left_s", "_lost_before", "_outer", "_progress", "_since",
+        "_spent_before", "_target", "_until", "_whole_s", "_worked",
     )  # fmt: skip
 
     def __init__(self, deadline_s: float, began: float | None = None) -> None:
+        self._whole_s = deadline_s
         #: Of the call that this one is a part of, if any.
         self._outer = ALLOWANCE.seconds, ALLOWANCE.until
         self._deadline_s = self._left_s = min(deadline_s, max(0.0, ALLOWANCE.seconds))
-        self._least_s = self._deadline_s / 2
+        self._least_s = deadline_s / 2
         self._until = ALLOWANCE.until
         self._spent_before = ALLOWANCE.spent
+        self._lost_before = ALLOWANCE.lost
         self._target: Server | None = None
         self._since = 0.0
         #: When a server of :meth:`together` has answered last.
@@ -68,15 +74,27 @@ class Patience:
             self.count_all(began)
 
     def __enter__(self) -> Patience:
+        ALLOWANCE.own(self)
+        ALLOWANCE.seconds = self._left_s
         return self
 
     def __exit__(self, *_: object) -> None:
-        ALLOWANCE.seconds, ALLOWANCE.until = self._outer
+        seconds, ALLOWANCE.until = self._outer
+        if seconds != math.inf:
+            self._account(time.monotonic())
+            ALLOWANCE.lost += self._deadline_s - self._left_s
+            seconds = max(0.0, seconds - (ALLOWANCE.lost - self._lost_before))
+        ALLOWANCE.seconds = seconds
+        ALLOWANCE.disown(self)
 
     def count_all(self, began: float) -> None:
         """Let the call end within a deadline from ``began``, whatever it does until then."""
-        self._least_s = self._deadline_s / 4
+        self._least_s = self._whole_s / 4
         self._until = min(self._until, began + self._deadline_s)
+
+    def take_off(self, seconds: float) -> None:
+        """Take a wait that was no exchange off the deadline, and off that of the call which this one is a part of."""
+        self._left_s -= seconds
 
     @property
     def last_turn(self) -> float:

@@ -41,6 +41,7 @@ from ..ipc.patience import Patience
 from ..ipc.session import WorkerSession
 from ..ipc.steps import Steps
 from ..ipc.tally import Tallies
+from ..net.allowance import at_most
 from ..wire import messages as M
 from .manager_link import Subscription
 from .path import ClientContext, ClientRdma, PathState
@@ -109,12 +110,21 @@ class _Connections:
         self.draining: list[tuple[float, Target]] = []
 
     def close(self, patience_s: float, *, clean: bool) -> None:
-        """Close every connection. ``patience_s``: for calls of other threads that use the RDMA devices."""
+        """Close every connection, within a deadline, however many workers are stopped.
+
+        ``patience_s``: for calls of other threads that use the RDMA devices.
+        """
+        until = time.monotonic() + self.context.options.deadline_s
+
+        def end(target: Target, clean: bool) -> None:
+            with at_most((until - time.monotonic()) / 2):  # so that something is left for those that answer
+                target.close(clean=clean)
+
         with contextlib.ExitStack() as each:  # the others too if one is interrupted
             for _, target in self.draining:
-                each.callback(target.close, clean=False)
+                each.callback(end, target, False)
             for target in self.targets.values():
-                each.callback(target.close, clean=clean)
+                each.callback(end, target, clean)
         close = self.context.rdma.close
         if not close(patience_s):
             log.warning("RDMA devices stay open until the calls of other threads that are still using them have ended")

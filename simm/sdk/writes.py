@@ -243,7 +243,12 @@ class Puts:
             del asked[position]
         while True:
             todo = [position for position in asked if statuses[position] == Status.WRONG_OWNER]
-            if not todo or not retry.wait([(digests[position], asked[position]) for position in todo]):
+            if not todo:
+                break
+            waits_since = time.monotonic()
+            again = retry.wait([(digests[position], asked[position]) for position in todo])
+            patience.take_off(time.monotonic() - waits_since)
+            if not again:
                 break
             count = len(todo)
             self.counters["redirects"] += count

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...arena.hashing import Hasher
     from ..large.values import Large
     from ..ops.replicas import Replicas
+    from ..routing import Routes
     from ..writes import Puts
 
 _CLASSES: Final = {"soft": KEEP_SOFT, "hard": KEEP_HARD}
@@ -46,6 +47,7 @@ class KeepCalls:
     """A part of :class:`simm.client.Client`."""
 
     _hasher: Hasher
+    _routes: Routes
     _puts: Puts
     _replicas: Replicas | None
     if TYPE_CHECKING:
@@ -71,9 +73,10 @@ class KeepCalls:
 
     def keep_digests(self, digests: Sequence[bytes], how: int, seconds: int) -> list[int]:
         """Do :meth:`keep` for digests, with a class and whole seconds, 0 to end it; return a Status for each."""
-        statuses = (self._replicas or self._puts).keep(digests, how, seconds)
-        if Status.TOO_LARGE in statuses:
-            self._large.keep(digests, statuses, how, seconds)
+        with self._routes.patience():
+            statuses = (self._replicas or self._puts).keep(digests, how, seconds)
+            if Status.TOO_LARGE in statuses:
+                self._large.keep(digests, statuses, how, seconds)
         return statuses
 
     def _keep_stored(self, digests: Sequence[bytes], statuses: list[int], wish: tuple[int, int]) -> list[int]:

@@ -83,12 +83,23 @@ class LargeCalls:
 
         return self._large.put(digests, sources, put_others, VALUE_BYTES_MAX, absent)
 
+    def _read_large(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Any]:
+        """Do ``get_digests`` for values of which some may be in parts, within one deadline."""
+        with self._routes.patience():
+            results = (self._gets.read_many if self._replicas is None else self._replicas.read)(digests, sinks)
+            if self._counters["large"]:
+                self._large.resolve(digests, sinks, results)
+        return results
+
     def get_mixed(self, digests: Sequence[bytes], sinks: Sequence[Any]) -> list[Result]:
         """Do ``get_digests`` for ranges of which some only a value in parts can have. A mistake costs its own key."""
         from ..ops.parts import is_wide  # the client has loaded it
 
+        with self._routes.patience():
+            return self._get_mixed(digests, sinks, [at for at, sink in enumerate(sinks) if not is_wide(sink)])
+
+    def _get_mixed(self, digests: Sequence[bytes], sinks: Sequence[Any], near: Sequence[int]) -> list[Result]:
         results: list[Any] = [LARGE] * len(digests)
-        near = [at for at, sink in enumerate(sinks) if not is_wide(sink)]
         if near:
             got = self.get_digests([digests[at] for at in near], [sinks[at] for at in near])
             for at, result in zip(near, got):

@@ -83,7 +83,7 @@ class PartCalls:
             sink, got = wide.memory, LARGE
         else:
             if self._replicas is not None:
-                got = self._replicas.read([digest], [sink])[0]
+                got = self.get_digests([digest], [sink])[0]
             else:
                 route = self._routes.route
                 owner = route[(digest[0] | digest[1] << 8) & SHARD_MASK] if route else self._routes.target(digest)

@@ -51,17 +51,18 @@ class QuestionCalls:
         pinned values are not evicted. What is beyond this client's share of the memory stays until it is evicted.
         """
         digests = self._hasher.many(keys)
-        pins = self._pinner.pin(keys, digests)
-        if pins.parted:
-            from ..large.pinned import pin_parts  # few clients pin values in parts
+        with self._routes.patience():
+            pins = self._pinner.pin(keys, digests)
+            if pins.parted:
+                from ..large.pinned import pin_parts  # few clients pin values in parts
 
-            parted = len(pins.parted)  # no call while counting
-            self._counters["large"] += parted
-            try:
-                pin_parts(self._large, self._pinner, pins, digests)
-            except BaseException:
-                pins.release()
-                raise
+                parted = len(pins.parted)  # no call while counting
+                self._counters["large"] += parted
+                try:
+                    pin_parts(self._large, self._pinner, pins, digests)
+                except BaseException:
+                    pins.release()
+                    raise
         pins.in_thread = self.in_thread
         return pins
 
@@ -74,9 +75,10 @@ class QuestionCalls:
     def load_ms_digests(self, digests: Sequence[bytes]) -> float:
         """Do :meth:`load_ms` for digests."""
         self._routes.check_open()
-        if self._counters["large"]:
-            digests = self._large.with_parts(digests)
-        return self._load_times.ms(digests)
+        if not self._counters["large"]:
+            return self._load_times.ms(digests)
+        with self._routes.patience():
+            return self._load_times.ms(self._large.with_parts(digests))
 
     def advance(self, namespace: str | None = None, *, timeout_s: float = 60.0) -> int:
         """Make all that was stored in a namespace before unreadable on every host; return its new epoch. O(1) but for

@@ -16,6 +16,8 @@ What can go wrong, and what we chose
   not met it.
 * *It is to be kept.* Manifest and parts are, all or none: what was kept before one of them could not be is given up.
   So is what was kept of a value that was replaced meanwhile. A put in parts ends the keeping of what it replaces.
+* *Servers do not answer.* All exchanges of a call have one deadline, however many values and parts it has. What there
+  is no time for is not begun. What is to be undone then has half a deadline more.
 * *A manifest is forged, or damaged.* Its numbers are bounded, and nothing is allocated before bytes are there for it.
   Of its parts only those of exactly the right size count. A forged one may name thousands of parts, and a thousand of
   them in one call would take minutes to drop: so a call drops parts for as long as its deadline. What is left is
@@ -24,6 +26,7 @@ What can go wrong, and what we chose
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +35,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ...constants import KEEP_PARTS, KEEP_SOFT, VALUE_BYTES_MAX
 from ...errors import DeviceError, UsageError
 from ...host.buffers import Ranges, Span, fits
+from ...ipc.patience import Patience
+from ...net.allowance import ALLOWANCE, at_least
 from ...wire.status import Status
 from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Sink, View, WrongSize, is_hit, misfit
 from ..ops.parts import is_wide
@@ -84,6 +89,15 @@ class Large:
         self._read_manifests: _Read = manifest_gets.read_many if manifest_replicas is None else manifest_replicas.read
         self._put_manifests: _Put = (manifest_replicas or manifest_puts).put
 
+    @contextlib.contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Give what is undone half a deadline, also if the call has none left. It counts for what comes after."""
+        left_s = self._deadline_s / 2
+        lost = ALLOWANCE.lost
+        with at_least(left_s), Patience(left_s):
+            yield
+        ALLOWANCE.seconds = max(0.0, ALLOWANCE.seconds - (ALLOWANCE.lost - lost))
+
     # -- manifests ----------------------------------------------------------------------------------
 
     def manifest(self, digest: bytes) -> Manifest | None:
@@ -127,12 +141,13 @@ class Large:
         last = {digest: position for position, digest in enumerate(digests)}
         statuses: dict[bytes, int] = {}
         others = [position for position in last.values() if len(sources[position]) <= most]
-        if others:
-            names = [digests[position] for position in others]
-            statuses.update(zip(names, put_others(names, [sources[position] for position in others])))
-        for digest, position in last.items():
-            if digest not in statuses:
-                statuses[digest] = self._put(digest, sources[position], if_absent)
+        with Patience(self._deadline_s):
+            if others:
+                names = [digests[position] for position in others]
+                statuses.update(zip(names, put_others(names, [sources[position] for position in others])))
+            for digest, position in last.items():
+                if digest not in statuses:
+                    statuses[digest] = self._put(digest, sources[position], if_absent)
         return [statuses[digest] for digest in digests]
 
     def _put(self, digest: bytes, source: memoryview | Span, if_absent: bool) -> int:
@@ -171,8 +186,9 @@ class Large:
                     self.drop(digest, spared)
                 return status  # another client was first, and its value stays
         if status != Status.OK:
-            for some in _grouped(stored, _DELETES):
-                self._delete(some)
+            with self._undoing():
+                for some in _grouped(stored, _DELETES):
+                    self._delete(some)
         elif old is not None and old.version != new.version:
             self.drop(digest, old)
         return status
@@ -195,9 +211,10 @@ class Large:
 
     def resolve(self, digests: Sequence[bytes], sinks: Sequence[Sink], results: list[Any]) -> None:
         """Read what the results of other reads call large."""
-        for position, got in enumerate(results):
-            if got is LARGE:
-                results[position] = self.read(digests[position], sinks[position])
+        with Patience(self._deadline_s):
+            for position, got in enumerate(results):
+                if got is LARGE:
+                    results[position] = self.read(digests[position], sinks[position])
 
     def read(self, digest: bytes, sink: Sink) -> Answer:
         """Read a value that is stored in parts; return its length, the bytes if ``sink`` is None, or why there is none.
@@ -205,7 +222,8 @@ class Large:
         Raises UsageError for ranges of which one part's would be too many bytes.
         """
         try:
-            return self._read(digest, sink)
+            with Patience(self._deadline_s):
+                return self._read(digest, sink)
         except DeviceError as exc:
             return self._gets.device_failed(exc)
 
@@ -263,6 +281,10 @@ class Large:
 
         With ``sizes`` only values of these sizes.
         """
+        with Patience(self._deadline_s):
+            return self._drop_values(digests, sizes)
+
+    def _drop_values(self, digests: Sequence[bytes], sizes: Sequence[int] | None) -> list[int]:
         found = self.manifests(digests)
         if sizes is None:
             statuses = self._delete(digests)
@@ -287,10 +309,11 @@ class Large:
 
     def keep(self, digests: Sequence[bytes], statuses: list[int], how: int, seconds: int) -> None:
         """Keep, with all of their parts, the values that the servers have called TOO_LARGE. Fill in their statuses."""
-        for at, status in enumerate(statuses):
-            if status == Status.TOO_LARGE:
-                self._counters["large"] += 1
-                statuses[at] = self._keep_whole(digests[at], how, seconds)
+        with Patience(self._deadline_s):
+            for at, status in enumerate(statuses):
+                if status == Status.TOO_LARGE:
+                    self._counters["large"] += 1
+                    statuses[at] = self._keep_whole(digests[at], how, seconds)
 
     def _keep_whole(self, digest: bytes, how: int, seconds: int) -> int:
         """Keep a value and its parts, 0 seconds to end that. OK: all are kept; else none, and why one of them is not.
@@ -310,7 +333,9 @@ class Large:
             same = there is not None and there.version == manifest.version
             if same and status == Status.OK:
                 return status
-            self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
+            if any(answer != Status.UNAVAILABLE for answer in answers):
+                with self._undoing():
+                    self._keep(names, KEEP_SOFT | KEEP_PARTS, 0)
             if same:
                 return status
             manifest = there

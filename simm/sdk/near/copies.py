@@ -256,7 +256,17 @@ class Near:
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        scratch = memoryview(bytearray(SCRATCH_BYTES))
+        try:
+            self._serve(memoryview(bytearray(SCRATCH_BYTES)))
+        except BaseException as exc:  # no memory, as a rule
+            with self._lock:  # a later key starts another thread, and what waits now is not copied
+                self._thread = None
+                dropped = len(self._promotion.take(len(self._promotion)))
+            self.counters["near_dropped"] += dropped
+            log.warning("near copies: %d values are not copied: %r", dropped, exc)
+
+    def _serve(self, scratch: memoryview) -> None:
+        """Make copies until nothing is left to be done."""
         while True:
             with self._lock:
                 if not len(self._promotion):
@@ -400,8 +410,9 @@ class NearPuts(Puts):
 
     def delete(self, digests: Sequence[bytes], sizes: Sequence[int] | None = None) -> list[int]:
         """Drop entries as :meth:`Puts.delete`, and then their copies. A copy that is not reached is no outage."""
-        statuses = super().delete(digests, sizes)
-        self._delete_near(digests, sizes)
+        with self._routes.patience():  # one for both
+            statuses = super().delete(digests, sizes)
+            self._delete_near(digests, sizes)
         return statuses
 
     def _delete_near(self, digests: Sequence[bytes], sizes: Sequence[int] | None) -> None:

@@ -180,12 +180,13 @@ class Shares:
     def __call__(self, digests: Sequence[bytes]) -> list[Share]:
         """Return a share for each worker that has some of the values."""
         shares: dict[Target, list[int]] = {}
-        if self.replicas is None:
-            self._find(digests, shares)
-        else:
-            for left, copies, _ in self.replicas.rounds(digests):
-                found = self._find(copies, shares)
-                left[:] = [position for position, size in zip(left, found) if not size]
+        with self._routes.patience():
+            if self.replicas is None:
+                self._find(digests, shares)
+            else:
+                for left, copies, _ in self.replicas.rounds(digests):
+                    found = self._find(copies, shares)
+                    left[:] = [position for position, size in zip(left, found) if not size]
         sizes = [size for each in shares.values() for size in each if size > 0]
         mean = sum(sizes) // len(sizes) if sizes else 0
         return [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -26,6 +27,7 @@ from ...ipc.arenas import Arenas, Columns
 from ...ipc.counts import EXISTS_MANY, FOUND, HIT_BYTES, NOT_FOUND, Word, observe
 from ...ipc.steps import Steps, finish
 from ...ipc.tally import Tallies
+from ...net.allowance import ALLOWANCE
 from ..batch import LARGE, MISS, UNAVAILABLE, Answer, Batch, NoValue, is_hit
 from ..routing import Routes
 from ..worker_path import Target
@@ -56,7 +58,8 @@ class Owners:
     def read(self, batch: Batch, local: Local, remote: Remote, settle: Settle) -> None:
         """Read all keys of a batch, and fill in its results."""
         groups = self._routes.group(batch.digests)
-        if batch.patience is None and _may_wait(groups):
+        # A part of a call has one of its own in any case, so that the call notes what it loses.
+        if batch.patience is None and (_may_wait(groups) or ALLOWANCE.seconds != math.inf):
             with self._routes.patience() as batch.patience:
                 self._read(groups, batch, local, remote, settle)
         else:

@@ -140,7 +140,8 @@ class Prefixes:
                 return self._check(keys, group, found) if exact else self._check_last(keys, group, found)
             except NotHere:
                 pass
-        return self._ask(self._digest.many(keys[: pages * group]), group)
+        with self._routes.patience():
+            return self._ask(self._digest.many(keys[: pages * group]), group)
 
     # -- by the arenas of this process ------------------------------------------------------------------
 

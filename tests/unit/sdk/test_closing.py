@@ -307,3 +307,39 @@ def test_a_failed_call_leaves_no_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         gc.enable()
     client.close()
+
+
+@pytest.mark.parametrize("step", ["executor", "tracing", "pinner", "routes", "copier"])
+def test_a_close_that_is_interrupted_closes_the_rest_and_a_second_one_ends_it(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    asyncio.run(Client.in_thread(client, client.get, "k"))  # not by the fake's, which has no threads
+    assert client._executor is not None
+    done: list[str] = []
+    steps = {
+        "executor": (client._executor, "shutdown"), "tracing": (client, "_end_tracing"),
+        "pinner": (client._pinner, "release_all"), "routes": (client._routes, "close"),
+        "copier": (client._copier, "close"),
+    }  # fmt: skip
+    for name, (owner, method) in steps.items():
+        real = getattr(owner, method)
+
+        def noted(*_: Any, name: str = name, real: Any = real, **arguments: Any) -> None:
+            if name == step and step not in done:
+                done.append(step)
+                raise KeyboardInterrupt
+            real(**arguments)
+            done.append(name)
+
+        monkeypatch.setattr(owner, method, noted)
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    assert done == list(steps)
+    done[:] = [step]
+    client.close()
+    assert done[1:] == list(steps), "what was interrupted, too"
+    client.close()
+    assert len(done) == 1 + len(steps), "it has ended"
+    with pytest.raises(UsageError, match="closed"):
+        client.get("k")

@@ -10,15 +10,26 @@ from typing import Any
 
 import pytest
 
+from simm.arena.hashing import Hasher, shard_of
 from simm.cluster.lookup import Unresolved
 from simm.config.client_options import ClientOptions
 from simm.errors import TransportError
 from simm.ipc.grant_pool import GrantPool, RoomWait, obtain
 from simm.ipc.patience import Patience
+from simm.ipc.pins import RETIRED
+from simm.ipc.session import WorkerSession
 from simm.ipc.steps import Steps
 from simm.net.allowance import ALLOWANCE, allowed, at_most
-from simm.sdk.batch import MISS, UNAVAILABLE, Batch
+from simm.sdk.batch import LARGE, MISS, UNAVAILABLE, Batch
+from simm.sdk.large.manifest import MANIFEST_BYTES, Manifest
+from simm.sdk.large.pinned import pin_parts
+from simm.sdk.large.values import Large
+from simm.sdk.near.copies import NearPuts
+from simm.sdk.ops.load_time import LoadTimes, Shares, Speeds
+from simm.sdk.ops.prefix import Prefixes
+from simm.sdk.ops.replicas import Replicas
 from simm.sdk.reads import Gets
+from simm.sdk.routing import _Connections
 from simm.sdk.writes import Puts
 from simm.wire.messages import Status
 
@@ -362,3 +373,283 @@ def test_what_a_server_that_failed_has_cost_is_taken_off(clock: Clock, path: str
         clock.now += 0.6 * DEADLINE_S
         before.path = path
         assert patience.has_time_for(after) is (path == "shm")
+
+
+# --- calls that are made of others ------------------------------------------------------------------------
+
+
+class SpreadRoutes(Routes):
+    """Routes to servers that each have some of the keys."""
+
+    def __init__(self, clock: Clock, servers: Sequence[Server]) -> None:
+        super().__init__(clock, servers)
+        self.router.context, self.router.sole = SimpleNamespace(epoch=None), servers[0]
+
+    def group(self, digests: Sequence[bytes], among: Sequence[int] | None = None) -> Any:
+        groups: dict[Server, list[int]] = {}
+        for at in range(len(digests)) if among is None else among:
+            groups.setdefault(self.target(digests[at]), []).append(at)
+        return list(groups.items())
+
+    def target(self, digest: bytes) -> Any:
+        return self.servers[shard_of(digest) % len(self.servers)]
+
+    def table(self) -> Any:
+        return SimpleNamespace(owner=lambda shard: self.servers[shard % len(self.servers)])
+
+    def call_tcp(self, _target: Any, _tcp: Any, call: Steps[Any]) -> Steps[Any]:
+        return (yield from call)
+
+
+class Asked(Server):
+    """A server that is also asked for sizes."""
+
+    @property
+    def tcp(self) -> Asked:
+        return self
+
+    @property
+    def info(self) -> Any:
+        return SimpleNamespace(node=str(id(self)))
+
+    def sizes(self, digests: Sequence[bytes]) -> Steps[list[int]]:
+        return [8] * len(digests) if (yield from self.exchange()) else []
+
+
+class ManyCalls:
+    """Calls for several keys, each of which makes an exchange with several servers."""
+
+    VALUES, PARTS, PART = 4, 40, 10
+
+    def __init__(self, clock: Clock, servers: Sequence[Server], rng: random.Random) -> None:
+        self.routes = routes = SpreadRoutes(clock, servers)
+        counters = dict.fromkeys((*COUNTERS, "large", "present"), 0)
+        any_routes: Any = routes
+        nothing: Any = None
+        self.gets = gets = Gets(any_routes, nothing, False, counters)
+        gets._remote = SimpleNamespace(read=self._read, exist=self._exist)  # type: ignore[assignment]
+        self.puts = puts = Puts(any_routes, nothing, nothing, ClientOptions(deadline_s=DEADLINE_S), counters)
+        puts._put_at = self._put_at  # type: ignore[method-assign]
+        puts._delete_at = self._delete_at  # type: ignore[method-assign]
+        puts._keep_at = self._keep_at  # type: ignore[method-assign]
+        self.digests = [rng.randbytes(16) for _ in range(self.VALUES)]
+        self.manifests = {each: Manifest.new(self.PARTS * self.PART, self.PART) for each in self.digests}
+        manifests: Any = SimpleNamespace(read_many=self._read_manifests, put=lambda names, _: [Status.OK] * len(names))
+        self.large = Large(
+            gets, puts, None, manifests, manifests, None, counters, put_once=False, deadline_s=DEADLINE_S
+        )  # fmt: skip
+        self.replicas = Replicas(any_routes, gets, puts, counters, random.Random(1))
+        self.shares = Shares(any_routes, counters, self.replicas)
+        self.counters = counters
+
+    def _read_manifests(self, names: Sequence[bytes], rooms: Sequence[memoryview]) -> list[int]:
+        for name, room in zip(names, rooms):
+            room[:] = self.manifests[name].encode(name)
+        return [MANIFEST_BYTES] * len(names)
+
+    def _read(self, target: Any, positions: Sequence[int], batch: Any) -> Steps[Unresolved]:
+        there = yield from target.exchange()
+        for at in positions:
+            batch.results[at] = len(batch.sinks[at]) if there else UNAVAILABLE
+        return Unresolved()
+
+    def _exist(self, target: Any, positions: Sequence[int], batch: Any) -> Steps[Unresolved]:
+        there = yield from target.exchange()
+        for at in positions:
+            batch.results[at] = int(there)
+        return Unresolved()
+
+    def _mutate(self, target: Any, positions: Sequence[int], statuses: list[int]) -> Steps[None]:
+        done = yield from target.exchange()
+        for at in positions:
+            statuses[at] = Status.OK if done else Status.UNAVAILABLE
+
+    def _put_at(self, batch: Any, target: Any, positions: Sequence[int], _together: bool) -> Steps[None]:
+        return self._mutate(target, positions, batch.statuses)
+
+    def _delete_at(
+        self, _digests: Any, _sizes: Any, statuses: list[int], _twice: Any, target: Any, positions: Sequence[int],
+        _together: bool,
+    ) -> Steps[None]:  # fmt: skip
+        return self._mutate(target, positions, statuses)
+
+    def _keep_at(
+        self, _digests: Any, _how: int, _seconds: int, statuses: list[int], target: Any, positions: Sequence[int],
+        _together: bool,
+    ) -> Steps[None]:  # fmt: skip
+        return self._mutate(target, positions, statuses)
+
+    def large_get(self) -> None:
+        results: list[Any] = [LARGE] * self.VALUES
+        rooms = [memoryview(bytearray(self.PARTS * self.PART)) for _ in self.digests]
+        self.large.resolve(self.digests, rooms, results)
+        assert LARGE not in results
+
+    def large_put(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("simm.sdk.large.manifest.PART_BYTES", self.PART)
+            value = memoryview(bytes(self.PARTS * self.PART))
+            self.large.put(self.digests, [value] * self.VALUES, lambda *_: [], self.PART)
+
+    def large_delete(self) -> None:
+        self.large.delete(self.digests)
+
+    def large_keep(self) -> None:
+        statuses: list[int] = [Status.TOO_LARGE] * self.VALUES
+        self.large.keep(self.digests, statuses, 1, 60)
+        assert Status.TOO_LARGE not in statuses
+
+    def large_pin(self) -> None:
+        """Of each value all parts are looked for, and one is not there."""
+        pins: Any = SimpleNamespace(parted=set(range(self.VALUES)), keys=["k"] * self.VALUES)
+
+        def pin(_keys: Any, names: Sequence[bytes]) -> Any:
+            self.gets.stored_many(names)
+            return SimpleNamespace(lengths=[], release=lambda: None)
+
+        pinner: Any = SimpleNamespace(pin=pin)
+        with self.routes.patience():
+            pin_parts(self.large, pinner, pins, self.digests)
+
+    def prefix(self) -> None:
+        routes: Any = self.routes
+        prefixes = Prefixes(routes, Hasher("n"), Speeds(), self.counters, self.gets.stored_many, self.shares)
+        prefixes.find([f"k{number}" for number in range(20)], 1, True)
+
+    def load_ms(self) -> None:
+        LoadTimes(Speeds(), self.shares).ms([Hasher("n")(f"k{number}") for number in range(20)])
+
+
+CALLS = ["large_get", "large_put", "large_delete", "large_keep", "large_pin", "prefix", "load_ms"]
+#: What is stored or kept in part is undone, which has half a deadline of its own.
+MOST = {"large_put": 1.5 * DEADLINE_S, "large_keep": 1.5 * DEADLINE_S}
+
+
+def most_lost(clock: Clock, call: str, times: int) -> float:
+    """Return the most time that a call has lost with servers of which some fail, over many sets of servers."""
+    rng = random.Random(2)
+    most = 0.0
+    for _ in range(times):
+        servers = [
+            Asked(clock, 0.0, rng.choice((0.001, 0.001, math.inf)), fresh=rng.random() < 0.2)
+            for _ in range(rng.randint(1, 30))
+        ]
+        calls = ManyCalls(clock, servers, rng)
+        began = clock.now
+        getattr(calls, call)()
+        most = max(most, lost(servers, clock.now - began))
+        least = min((given for server in servers for given in server.given), default=DEADLINE_S)
+        assert least >= DEADLINE_S / (4 if call in MOST else 2) - 1e-9, "a healthy server would count as dead"
+    return most
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_made_of_others_loses_one_deadline(clock: Clock, call: str) -> None:
+    most = most_lost(clock, call, 150)
+    assert 0.99 * DEADLINE_S < most <= MOST.get(call, DEADLINE_S) + 1e-9
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_control_with_a_deadline_for_each_of_its_parts_it_is_more(
+    clock: Clock, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "__enter__", lambda self: self)
+    assert most_lost(clock, call, 150) > MOST.get(call, DEADLINE_S) + 0.4 * DEADLINE_S
+
+
+def test_waits_for_a_moving_shard_are_a_part_of_the_calls_deadline(clock: Clock) -> None:
+    server = Server(clock, 0.0, 0.001, fresh=False)
+    began = clock.now
+    with Patience(DEADLINE_S):
+        for _ in range(5):
+            assert put(clock, [server], lambda _: True) != [Status.OK]
+    assert clock.now - began <= DEADLINE_S + 0.1
+
+
+def test_what_a_part_of_a_call_has_lost_the_next_one_has_not(clock: Clock) -> None:
+    with Patience(DEADLINE_S):
+        with Patience(DEADLINE_S) as first:
+            assert first.has_time_for(Server(clock, 0.3, 0.0))
+        assert abs(ALLOWANCE.seconds - 0.7) < 1e-9
+        with Patience(DEADLINE_S) as second:
+            silent = Server(clock, 0.0, math.inf, fresh=False)
+            assert second.has_time_for(silent) and list(silent.exchange())
+            assert silent.given[0] <= 0.7 + 1e-9
+        assert ALLOWANCE.seconds == 0.0, "the last server counts as well"
+        with Patience(DEADLINE_S) as third:
+            assert not third.has_time_for(Server(clock, 0.0, 0.0, fresh=False))
+
+
+def test_a_delete_and_that_of_the_near_copies_have_one_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner is silent, and so is the server of the copies."""
+
+    def lose() -> None:
+        server = Server(clock, 0.0, math.inf, fresh=False)
+        with Patience(DEADLINE_S) as patience:
+            if patience.has_time_for(server):
+                server.wait(server.answer_s)
+
+    def delete(_self: Puts, digests: Sequence[bytes], _sizes: Any = None) -> list[int]:
+        lose()
+        return [Status.UNAVAILABLE] * len(digests)
+
+    monkeypatch.setattr(Puts, "delete", delete)
+    puts: Any = NearPuts.__new__(NearPuts)
+    puts._routes = SimpleNamespace(patience=lambda: Patience(DEADLINE_S))
+    reached: list[bool] = []
+
+    def delete_near(*_: Any) -> None:
+        reached.append(True)
+        lose()
+
+    puts.near = SimpleNamespace(delete=delete_near)
+    began = clock.now
+    assert puts.delete([bytes(16)]) == [Status.UNAVAILABLE] and reached
+    assert clock.now - began <= DEADLINE_S + 1e-9
+
+
+def test_a_client_whose_workers_are_stopped_closes_within_one_deadline(clock: Clock) -> None:
+    """Those that answer have time left, whatever their place."""
+    took: dict[str, float] = {}
+
+    class Closing:
+        def __init__(self, name: str, needs_s: float) -> None:
+            self.name, self.needs_s = name, needs_s
+
+        def close(self, *, clean: bool) -> None:
+            took[self.name] = min(self.needs_s, allowed(DEADLINE_S)) if clean else 0.0
+            clock.now += took[self.name]
+
+    options = SimpleNamespace(deadline_s=DEADLINE_S)
+    context: Any = SimpleNamespace(options=options, rdma=SimpleNamespace(close=lambda _: True))
+    made = _Connections(context)
+    stopped: list[Any] = [Closing(f"stopped {number}", math.inf) for number in range(6)]
+    healthy: Any = Closing("healthy", 0.001)
+    targets = [*stopped[:3], healthy, *stopped[3:]]
+    made.targets = {(each.name, 0, 1): each for each in targets}
+    began = clock.now
+    made.close(0.0, clean=True)
+    assert clock.now - began <= DEADLINE_S and len(took) == 7
+    assert took["healthy"] == 0.001
+    assert allowed(math.inf) == math.inf
+
+
+def test_a_session_is_closed_within_what_its_call_has_left() -> None:
+    """Another thread has it."""
+    waits: list[float] = []
+    session: Any = WorkerSession.__new__(WorkerSession)
+
+    def acquire(blocking: bool, timeout: float = -1.0) -> bool:
+        waits.append(timeout)
+        return False
+
+    session.lock, session.closed, session.ring, session.deadline_s = SimpleNamespace(acquire=acquire), False, None, 60.0
+    session.channel = SimpleNamespace(broken="gone", close=lambda: None)
+    session.pool, session.copying, session.unpins = GrantPool[Any](), [], []
+    session.welcome, session.session = SimpleNamespace(segment="none"), 1
+    with at_most(0.0):
+        session.close()
+    assert waits == [0.0]
+    RETIRED[:] = [old for old in RETIRED if old.segment != "none"]

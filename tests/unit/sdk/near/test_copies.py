@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from simm.arena.layout import ENTRY_BOUND
 from simm.arena.reader import ArenaReader
 from simm.arena.store import Store
 from simm.sdk.batch import NoValue
+from simm.sdk.near import copies
 from simm.sdk.near.copies import KEYS_AT_ONCE, PIECE_BYTES, SCRATCH_BYTES, Near, _has
 from tests.support.store_world import digest_of, new_segment, remove_segment
+from tests.support.waiting import wait_until
 
 VALUE_BYTES = 4 << 20
 
@@ -72,3 +77,27 @@ def test_what_a_bound_client_has_planted_is_no_copy() -> None:
     target.reader = reader = None
     store.release()
     remove_segment(segment)
+
+
+def test_without_memory_no_copy_is_made_and_a_later_key_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    near: Any = Near.__new__(Near)
+    near.counters, near._piece, near._deadline_s = dict.fromkeys(("near_copies", "near_dropped"), 0), PIECE_BYTES, 1.0
+    near._begin()
+    made: list[bytes] = []
+    near._copy = lambda digests, _scratch: made.extend(digests) or len(digests)
+    monkeypatch.setattr(copies, "SCRATCH_BYTES", sys.maxsize)  # more than there is
+    keys = [number.to_bytes(16, "little") for number in range(3)]
+    for turn in (1, 2):
+        with near._lock:
+            for key in keys:
+                assert near._promotion.add(key)
+            near._wake()
+        wait_until(lambda: near._thread is None, "the thread has ended")
+        assert near.counters == {"near_copies": 0, "near_dropped": 3 * turn} and not len(near._promotion)
+    monkeypatch.undo()
+    with near._lock:
+        assert near._promotion.add(keys[0])
+        near._wake()
+    wait_until(lambda: made == keys[:1], "it is copied")
+    near.close()
+    assert near.counters["near_copies"] == 1
