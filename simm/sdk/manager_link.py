@@ -107,7 +107,7 @@ class ManagerClient:
 
     Args:
         addresses: (host, port) of each manager, tried in turn.
-        deadline_s: bound of each connect and of each exchange, seconds.
+        deadline_s: bound of each connect, with its HELLO, and of each exchange, seconds.
         token: what the manager's --token-file holds, if it has one.
         tls: options of TLS, None to connect without. Raises ConfigError if they are of no use.
         trusted: users besides this process's own and root whose manager on this host is believed without a token.
@@ -153,9 +153,12 @@ class ManagerClient:
         return self._channel
 
     def _connect(self, host: str, port: int) -> Channel:
+        until = time.monotonic() + self.deadline_s
         channel = Channel.tcp(host, port, self.deadline_s, tls=self.tls)
         try:
+            channel.bound(until)
             greet(channel, M.Service.MANAGER, client_hello(self.role), self.token, trusted=self._trusted)
+            channel.bound()
         except TransportError:
             channel.close()
             raise

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from ..errors import PeerError, TransportError
 from ..net.channel import Refused
-from ..sdk.ops.epochs import confirmed
+from ..sdk.ops.epochs import GRACE_S, confirmed, request
 from ..wire.epoch_messages import Advance, Advanced
 from ..wire.messages import Status
 from .client import NAMESPACE, Client, Steps
@@ -46,8 +46,9 @@ def advance(client: Client, timeout_s: float) -> Steps:
     """Advance the namespace; return its epoch, 0 if that is not confirmed."""
 
     def code(ask: Ask) -> int:
-        def call(msg: Advance, deadline_s: float) -> int:
-            answer = ask(lambda: _call(client, msg, deadline_s))
+        def call(until: float) -> int:
+            left = until - clock()
+            answer = ask(lambda: _call(client, request(NAMESPACE, left), max(0.001, left) + GRACE_S))
             if answer is None:
                 raise TransportError("no manager answers")
             message, status = answer

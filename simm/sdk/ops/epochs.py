@@ -10,6 +10,7 @@ Readers of arenas that are mapped must first be told to look at epochs where the
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 import weakref
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from ...arena.hashing import EpochHasher, Hasher, check_namespace
 from ...arena.reader import guard
 from ...config.client_options import DEADLINE_S_MAX
-from ...errors import PeerError, TransportError, UsageError
-from ...net.channel import Refused
+from ...errors import DeadlineError, PeerError, TransportError, UsageError
+from ...net.channel import Channel, Refused
 from ...wire import epoch_messages as E
 from ...wire.messages import Role, Status
 from ..manager_link import ManagerClient
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 #: Between two attempts to reach a manager that leads, seconds; how much later than the manager the client gives up.
 RETRY_S: Final = 0.2
 GRACE_S: Final = 2.0
+#: What a manager has at most to take a connection, and to answer HELLO, seconds: another one may lead.
+CONNECT_S: Final = 3.0
 #: Refusals that another attempt may not meet.
 _PASSING: Final = frozenset((Status.BUSY, Status.NOT_LEADER, Status.UNAVAILABLE))
 
@@ -125,24 +128,23 @@ class ClientEpoch:
 def advance(options: ClientOptions, namespace: str, timeout_s: float) -> int:
     """Have the manager advance a namespace. Return the epoch. Raises TransportError if it is not over in time."""
 
-    def call(msg: E.Advance, deadline_s: float) -> int:
-        with _Caller(options.managers, deadline_s=deadline_s, token=options.token, tls=options.tls,
-                     trusted=options.server_uids) as manager:  # fmt: skip
-            return manager.call(msg, E.Advanced).epoch
+    def call(until: float) -> int:
+        with _Caller(options.managers, token=options.token, tls=options.tls, trusted=options.server_uids) as manager:
+            return manager.advance(namespace, until)
 
     return confirmed(call, namespace, timeout_s)
 
 
 def confirmed(
-    call: Callable[[E.Advance, float], int], namespace: str, timeout_s: float,
+    call: Callable[[float], int], namespace: str, timeout_s: float,
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
 ) -> int:  # fmt: skip
-    """Do :func:`advance`. ``call``: sends a request to the manager, and returns the epoch in the answer."""
+    """Do :func:`advance`. ``call``: sends a request to the manager, which it reaches before a time by ``clock``, and
+    returns the epoch in the answer."""
     until = clock() + timeout_s
     while True:
-        left = max(0.001, until - clock())
         try:
-            return call(E.Advance(namespace, round(left * 1000)), left + GRACE_S)
+            return call(until)
         except Refused as exc:
             if exc.status == Status.BAD_REQUEST:
                 raise UsageError(str(exc)) from None
@@ -154,8 +156,29 @@ def confirmed(
         sleep(RETRY_S)
 
 
+def request(namespace: str, left_s: float) -> E.Advance:
+    """Return what is sent to a manager when so many seconds are left."""
+    return E.Advance(namespace, max(1, round(left_s * 1000)))
+
+
 class _Caller(ManagerClient):
     role = Role.CLIENT
+    #: When it turns to no further manager, monotonic seconds.
+    _until = math.inf
+
+    def advance(self, namespace: str, until: float) -> int:
+        """Have the manager that leads advance a namespace by ``until``, monotonic seconds; return the epoch."""
+        self._until = until
+        self.connect()  # first: what that takes, the manager does not have
+        return self.call(request(namespace, until - time.monotonic()), E.Advanced).epoch
+
+    def _connect(self, host: str, port: int) -> Channel:
+        self.deadline_s = min(CONNECT_S, self._until - time.monotonic())
+        if self.deadline_s <= 0:
+            raise DeadlineError("there was no time left for this one")
+        channel = super()._connect(host, port)
+        channel.deadline_s = max(0.0, self._until - time.monotonic()) + GRACE_S  # of ADVANCE
+        return channel
 
 
 class SharedEpochs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import math
 import os
 import socket
 import threading
@@ -12,12 +14,16 @@ from typing import Any
 
 import pytest
 
+from simm.config.client_options import ClientOptions
 from simm.constants import NO_OWNER, SHARD_COUNT
-from simm.errors import TransportError
+from simm.errors import DeadlineError, TransportError
+from simm.net.channel import Channel
 from simm.rpc import Flag, Frame, decode, encode, reply
 from simm.sdk import manager_link
 from simm.sdk.manager_link import Subscription
+from simm.sdk.ops import epochs
 from simm.wire import messages as M
+from simm.wire.epoch_messages import Advanced
 from simm.wire.trace_messages import OrderTrace
 from tests.support.frame_server import FrameServer
 from tests.support.waiting import WAIT_S, wait_until
@@ -143,3 +149,93 @@ def test_an_error_of_this_process_while_it_connects_does_not_end_the_thread(monk
         subscription.close()
         subscription.join(WAIT_S)
         manager.stop()
+
+
+class Clock:
+    """Time that passes when somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        by_clock = functools.partial(epochs.confirmed, clock=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(epochs, "confirmed", by_clock)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ScriptedManagers:
+    """Managers by port: those above 1 are silent, ``leader`` answers, 1 refuses. HELLO takes ``hello_s``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, hello_s: float = 0.0) -> None:
+        self.clock = Clock(monkeypatch)
+        #: What each connection was allowed, seconds; what the leader was asked, and when its answer was awaited until.
+        self.allowed: list[float] = []
+        self.asked: list[tuple[int, float]] = []
+
+        def tcp(_host: str, port: int, deadline_s: float, *_: Any, **__: Any) -> Any:
+            self.allowed.append(deadline_s)
+            if port > 1:
+                self.clock.now += deadline_s
+                raise DeadlineError("no answer")
+            return self.Link(self)
+
+        def greet(link: ScriptedManagers.Link, *_: Any, **__: Any) -> None:
+            self.clock.now += hello_s
+            if self.clock.now >= link.bounded:
+                raise DeadlineError("no answer to HELLO")
+
+        monkeypatch.setattr(Channel, "tcp", tcp)
+        monkeypatch.setattr(manager_link, "greet", greet)
+
+    class Link:
+        """A connection to the leader."""
+
+        broken = ""
+
+        def __init__(self, managers: ScriptedManagers) -> None:
+            self.managers = managers
+            self.deadline_s = self.bounded = math.inf
+
+        def bound(self, until: float = math.inf) -> None:
+            self.bounded = until
+
+        def poll_pushes(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def call(self, msg: Any) -> Any:
+            assert self.bounded == math.inf
+            self.managers.asked.append((msg.timeout_ms, self.deadline_s))
+            return Advanced(7)
+
+
+def advance(ports: list[int], timeout_s: float) -> int:
+    options = ClientOptions.resolve(manager=",".join(f"127.0.0.1:{port}" for port in ports))
+    return epochs.advance(options, "n", timeout_s)
+
+
+def test_silent_managers_cost_an_advance_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    managers = ScriptedManagers(monkeypatch)
+    assert advance([2, 3, 1], 60.0) == 7
+    assert managers.allowed == [epochs.CONNECT_S] * 3
+    left_s = 60.0 - 2 * epochs.CONNECT_S
+    assert managers.asked == [(round(left_s * 1000), left_s + epochs.GRACE_S)], "what is left when it is asked"
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 2.0, 7.0])
+def test_an_advance_that_no_manager_answers_ends_in_time(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    managers = ScriptedManagers(monkeypatch)
+    began = managers.clock.now
+    with pytest.raises(TransportError, match="not confirmed"):
+        advance([2, 3, 4, 5], timeout_s)
+    assert managers.clock.now - began <= timeout_s + 1e-9 and max(managers.allowed) <= epochs.CONNECT_S
+
+
+def test_hello_is_a_part_of_a_managers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    managers = ScriptedManagers(monkeypatch, hello_s=epochs.CONNECT_S)
+    with pytest.raises(TransportError, match="HELLO"):
+        advance([1], epochs.CONNECT_S + 0.1)
+    assert not managers.asked
