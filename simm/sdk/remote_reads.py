@@ -59,10 +59,9 @@ class RemoteReads:
         self._tallies = tallies
 
     def other_kind(self) -> NoValue:
-        """Return what an entry is to a read that wants entries of the other kind, and count it."""
-        if self.kind:
-            return MISS
-        self.counters["large"] += 1
+        """Return LARGE, which is what an entry is to a read that wants entries of the other kind. Count manifests."""
+        if not self.kind:
+            self.counters["large"] += 1
         return LARGE
 
     def read(self, target: Target, positions: Sequence[int], batch: Batch) -> Steps[Unresolved]:

@@ -163,7 +163,7 @@ class SimLarge(Large):
             found = self._look(digest)
             if found < 0:
                 room[:] = self._client.world.manifests[-1 - found]
-            lengths.append(MANIFEST_BYTES if found < 0 else int(MISS))
+            lengths.append(MANIFEST_BYTES if found < 0 else int(LARGE if found else MISS))
         return lengths
 
     def _mutate(self, kind: str, digest: bytes, version: int) -> int:

@@ -23,6 +23,7 @@ from ..sdk.ops.pinner import Pinner
 from ..sdk.ops.pins import ArenaPins, Pins, Want
 from ..sdk.ops.prefix import NotHere, Prefix, Prefixes
 from ..sdk.reads import Gets
+from ..sdk.remote_reads import RemoteReads
 from ..sdk.routing import Routes
 from ..sdk.worker_path import Target
 from ..sdk.writes import Puts
@@ -119,10 +120,17 @@ class StoreGets(Gets):
         return View.miss() if data is None else View(data)
 
 
+class _NoManifests(RemoteReads):
+    """Reads of manifests from no server. They say what an ordinary entry is to them, as in a real client."""
+
+    kind = ENTRY_LARGE
+
+
 class StoreManifestGets(StoreGets):
     """Reads of manifests in a store."""
 
     kind = ENTRY_LARGE
+    remote_kind = _NoManifests
 
 
 class StorePins(ArenaPins):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simm.client import NoValue
 from simm.errors import UsageError
 from simm.testing import FakeClient
 from tests.support.client_values import pattern
@@ -256,6 +257,27 @@ class PutsAgain(FakeClient):
     def put_mixed(self, digests: Sequence[bytes], sources: Sequence[Any], if_absent: bool | None = None) -> list[int]:
         self._large._put_once = False
         return super().put_mixed(digests, sources, False)
+
+
+@promise
+def a_value_in_parts_is_not_put_over_an_ordinary_one(world: World) -> None:
+    """By a client that puts once. Its parts would be stored with each put, and nobody would drop them."""
+    client = world.client(namespace="large replicas over ordinary", replicas=2)
+    assert client.put("k", b"ordinary")
+    with small_limits():
+        before = client.stats()["present"]
+        for seed in (1, 2):
+            assert client.put("k", pattern(2000, seed)) is True
+        assert client.stats()["present"] - before == 2, "no part was stored"
+        assert client.get("k") == b"ordinary"
+
+
+@breaks(a_value_in_parts_is_not_put_over_an_ordinary_one)
+class SeesNothingUnderTheKey(FakeClient):
+    def _manifest_paths(self) -> Any:
+        gets, puts, replicas = super()._manifest_paths()
+        gets.other_kind = lambda: NoValue.MISS  # type: ignore[method-assign]
+        return gets, puts, replicas
 
 
 @promise

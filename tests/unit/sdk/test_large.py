@@ -14,8 +14,10 @@ from simm.arena.hashing import TAG_AT, Hasher, shard_of
 from simm.client import NoValue
 from simm.constants import LARGE_BYTES_MAX, VALUE_BYTES_MAX
 from simm.errors import UsageError
-from simm.host.buffers import Pieces, Ranges
+from simm.host.buffers import Copier, Pieces, Ranges
+from simm.ipc.tally import Tallies
 from simm.sdk.large import sections
+from simm.sdk.large.kinds import ManifestGets
 from simm.sdk.large.manifest import MANIFEST_BYTES, PART_BYTES, PARTS_MAX, Manifest
 from simm.testing import FakeClient, FakeStore
 from simm.wire.status import Status
@@ -373,6 +375,25 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_anothers(
     assert client.put("k", OLD) and len(seen) == 2
     monkeypatch.undo()
     assert client.get("k") == OLD, "the parts of a value that is stored are not dropped"
+
+
+def test_an_ordinary_value_is_large_to_a_read_of_manifests_and_is_not_counted() -> None:
+    """For a real client as for a fake: of both alike a put in parts learns that something is there."""
+    counters = {"large": 0}
+    nothing: Any = None
+    real = ManifestGets(nothing, Copier(1), False, counters, None, Tallies())
+    fake = FakeClient(replicas=2)
+    for gets in (real, fake._manifest_paths()[0]):
+        assert gets.other_kind() is NoValue.LARGE
+    assert counters["large"] == fake.stats()["large"] == 0
+
+
+def test_a_put_over_an_ordinary_value_leaves_no_parts(small: None) -> None:
+    store = FakeStore()
+    client = FakeClient(store=store, replicas=2)
+    assert client.put("k", b"ordinary")
+    for value in (OLD, NEW):
+        assert client.put("k", value) and len(store) == 1 and client.get("k") == b"ordinary"
 
 
 def test_of_two_that_put_once_the_first_counts(small: None) -> None:
