@@ -27,9 +27,17 @@ from ..writes import Puts
 def put(
     gets: Gets, puts: Puts, digests: Sequence[bytes], sources: Sequence[memoryview | Span], counters: dict[str, int]
 ) -> list[int]:
-    """Store the values that are not stored yet, and count the results; return a Status for each key."""
+    """Store the values that are not stored yet, and count the results; return a Status for each key.
+
+    Of a duplicate key only the later value counts, whose status all of them get. O(keys).
+    """
     if gets.checksum:
         return puts.put(digests, sources)
+    last = {digest: position for position, digest in enumerate(digests)}
+    if len(last) < len(digests):  # an earlier value may have another length, and would be put over the later one
+        statuses = put(gets, puts, [*last], [sources[position] for position in last.values()], counters)
+        of = dict(zip(last, statuses))
+        return [of[digest] for digest in digests]
     held = gets.holds_many(digests, [len(source) for source in sources])
     absent = [position for position, there in enumerate(held) if not there]
     present = len(digests) - len(absent)
@@ -38,7 +46,7 @@ def put(
         return [Status.OK] * len(digests)
     if len(absent) == len(digests):
         return puts.put(digests, sources)
-    statuses: list[int] = [Status.OK] * len(digests)
+    statuses = [Status.OK] * len(digests)
     some = puts.put([digests[position] for position in absent], [sources[position] for position in absent])
     for position, status in zip(absent, some):
         statuses[position] = status

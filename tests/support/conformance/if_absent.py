@@ -46,6 +46,27 @@ def what_is_absent_is_put(world: World) -> None:
 
 
 @promise
+def of_a_key_that_comes_twice_the_later_value_is_there(world: World) -> None:
+    """Also if it was there already, and the earlier one was not."""
+    client = world.client()
+    for count in (1, 40):
+        keys = [f"later {count}/{number}" for number in range(count)]
+        assert all(client.put_many(keys, [b"four"] * count))
+        values = [b"8 bytes!"] * count + [b"four"] * count
+        assert client.put_many(keys * 2, values, if_absent=True) == [True] * (2 * count)
+        assert client.get_many(keys) == [b"four"] * count
+
+
+@breaks(of_a_key_that_comes_twice_the_later_value_is_there)
+class PutsTheEarlierOver(FakeClient):
+    def put_many(self, keys: Sequence[str], values: Sequence[Any], *, if_absent: bool | None = None) -> list[bool]:
+        stored = [self.get(key) == value for key, value in zip(keys, values)]
+        absent = [at for at, there in enumerate(stored) if not there]
+        super().put_many([keys[at] for at in absent], [values[at] for at in absent])
+        return [True] * len(keys)
+
+
+@promise
 def a_client_puts_only_what_is_absent_if_it_is_told_so(world: World) -> None:
     client = world.client(put_if_absent=True)
     assert client.put("k", b"first") and client.put("k", b"other")
