@@ -219,12 +219,13 @@ class TcpPath(Path):
                 self._changed.notify_all()
 
     def _exchange(
-        self, body: Callable[[Channel], Steps[Any]], until: float = 0.0, lent: list[Channel] | None = None
-    ) -> Steps[Any]:
+        self, body: Callable[[Channel], Steps[Any]], until: float = 0.0, lent: list[Channel] | None = None, *,
+        once: bool = False,
+    ) -> Steps[Any]:  # fmt: skip
         """Run an exchange on a pooled connection, until ``until`` (monotonic seconds) or for ``deadline_s``.
 
         An idle connection that the server has closed is replaced once, and all idle ones with it: the server has
-        restarted. ``lent``: connections to take one of, if there are any.
+        restarted. ``lent``: connections to take one of, if there are any. ``once``: only if nothing was sent.
         """
         until = min(until or math.inf, time.monotonic() + allowed(self.deadline_s))
         for attempt in range(2):
@@ -234,14 +235,18 @@ class TcpPath(Path):
                 channel.bound(until)
             else:
                 channel = self.take(until)
+            sent = False
             try:
+                if once:
+                    channel.poll_pushes()  # finds what the server has closed
+                    sent = True
                 result = yield from body(channel)
             except TransportError as exc:
                 if channel.broken:
                     self._end(channel)
                 else:
                     self.give(channel)
-                if attempt == 0 and not new and not isinstance(exc, Refused | DeadlineError):
+                if attempt == 0 and not (new or sent or isinstance(exc, Refused | DeadlineError)):
                     self._drop_idle()
                     while lent:
                         self._end(lent.pop())
@@ -257,11 +262,11 @@ class TcpPath(Path):
 
     def _shared_out(
         self, positions: Sequence[int], sizes: Sequence[int],
-        body: Callable[[Channel, Sequence[int]], Steps[list[Any]]], until: float,
+        body: Callable[[Channel, Sequence[int]], Steps[list[Any]]], until: float, *, once: bool = False,
     ) -> Steps[list[tuple[int, Any]]]:  # fmt: skip
         """Run an exchange for these positions of a batch, shared out among connections. Return each one's answer.
 
-        ``body`` does the part for some positions on a channel. ``until`` as in :meth:`_exchange`, for all together.
+        ``body`` does the part for some positions on a channel. ``until``, for all together, and ``once`` as there.
         """
 
         def at(part: Sequence[int]) -> Callable[[Channel], Steps[list[Any]]]:
@@ -270,10 +275,10 @@ class TcpPath(Path):
         with self._further(len(positions), sum([sizes[position] for position in positions])) as lent:
             parts = _by_bytes(positions, sizes, 1 + len(lent))
             if len(parts) == 1:
-                answers = yield from self._exchange(at(positions), until, lent)
+                answers = yield from self._exchange(at(positions), until, lent, once=once)
                 return list(zip(positions, answers))
             until = min(until or math.inf, time.monotonic() + allowed(self.deadline_s))
-            works = [self._exchange(at(part), until, lent) for part in parts]
+            works = [self._exchange(at(part), until, lent, once=once) for part in parts]
             every = yield from side_by_side(works)
         return [pair for part, answers in zip(parts, every) for pair in zip(part, answers)]
 
@@ -351,7 +356,7 @@ class TcpPath(Path):
         return (yield from judged(channel, number, fetched.entries))
 
     def store(self, entries: Sequence[Entry], until: float = 0.0) -> Steps[list[int]]:
-        """Store values; return a Status for each. ``until`` as in fetch."""
+        """Store values; return a Status for each. ``until`` as in fetch. What may be stored is not sent again."""
         results = [Status.UNAVAILABLE] * len(entries)
         sizes = [sum(map(len, entry[1])) for entry in entries]
         one_order = _repeats(entries)
@@ -362,10 +367,10 @@ class TcpPath(Path):
         for chunk in chunks(list(enumerate(sizes))):
             if one_order:
                 part = [entries[position] for position in chunk]
-                statuses = yield from self._exchange(partial(self._store, entries=part), until)
+                statuses = yield from self._exchange(partial(self._store, entries=part), until, once=True)
                 answers = list(zip(chunk, statuses))
             else:
-                answers = yield from self._shared_out(chunk, sizes, body, until)
+                answers = yield from self._shared_out(chunk, sizes, body, until, once=True)
             for position, status in answers:
                 results[position] = status
             until = 0.0

@@ -301,3 +301,46 @@ def test_a_delete_after_the_stream_has_restarted_is_sent_once(by_tcp: Client, cl
     wait_until(lambda: idle.has_input(0), "the end has come")
     assert delete(by_tcp, kind, ["k0", "absent"]) == [Status.OK, Status.NOT_FOUND]
     assert by_tcp.counters["outages"] == 0
+
+
+@contextlib.contextmanager
+def stores(monkeypatch: pytest.MonkeyPatch, *, dies: bool) -> Iterator[list[Any]]:
+    """Yield the STOREs that streams get. With ``dies`` the first ends its connection instead of an answer."""
+    seen: list[Any] = []
+    real = Stream._store
+
+    def store(self: Stream, peer: Any, state: Any, number: int, msg: Any) -> None:
+        seen.append(msg)
+        if dies and len(seen) == 1:
+            peer.sock.shutdown(socket.SHUT_RDWR)
+        else:
+            real(self, peer, state, number, msg)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "_store", store)
+        yield seen
+
+
+def test_a_put_that_was_sent_is_not_sent_again(by_tcp: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have stored it, and meanwhile another client a newer value."""
+    with stores(monkeypatch, dies=True) as seen:
+        assert by_tcp.put("k0", b"older") is False
+    assert len(seen) == 1
+    assert by_tcp.stats()["put_failures"] == 1 and "did not answer" in by_tcp.stats()["last_put_failure"]
+    assert by_tcp.wait_ready(WAIT_S)
+    wait_until(lambda: by_tcp.put("k0", b"newer"), "the path is back")
+
+
+def test_a_put_after_the_stream_has_restarted_is_sent_once(
+    by_tcp: Client, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was closed while it was idle: nothing goes there, and nothing is lost."""
+    target = by_tcp._routes.target(by_tcp.digest("k0"))
+    assert target is not None and target.tcp is not None
+    (idle,) = target.tcp._idle
+    for peer in list(cluster.nodes[0].stream.loop.peers):
+        peer.sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: idle.has_input(0), "the end has come")
+    with stores(monkeypatch, dies=False) as seen:
+        assert by_tcp.put_many(["k0", "k1"], [b"x", b"y"]) == [True, True]
+    assert len(seen) == 1 and by_tcp.get_many(["k0", "k1"]) == [b"x", b"y"]
