@@ -7,11 +7,17 @@ Jobs run in threads here; lookups run in a thread of vLLM's own ``AsyncLookupMan
 Who reads whose chunks
 ----------------------
 The identity of a chunk is what vLLM's own file tier keeps apart (model, data type, tokens of a block, groups of layers,
-parallel sizes and rank), the bytes of a chunk, ``weight_version`` and ``salt``. Where vLLM says that chunks are the
-same at any TP width, they are shared by all widths. A chunk's key has this identity, the group and vLLM's block hash.
+parallel sizes and rank), the model's revision, all settings that decide what a chunk holds (``vllm_facts.py``), the
+bytes of a chunk, ``weight_version`` and ``salt``. Where vLLM says that chunks are the same at any TP width, they are
+shared by all widths. A chunk's key has this identity, the group and vLLM's block hash.
+
+vLLM does not tell a tier its configuration: it is found at the caller, vLLM's offloading connector. A tier that
+something else has made does without revision and settings, and says so.
 
 vLLM's reset of its caches, as after an update of the weights, waits for this tier's jobs (``drain_jobs``) but leaves
-what is stored. Here it begins a new generation (``keyspace.py``), so that nothing of the old weights comes back.
+what is stored. Here it begins a new generation (``keyspace.py``), so that nothing of the old weights comes back. vLLM
+then offers the chunks of requests that still run once more, from the first one on. They may be of the old weights, so
+nothing is stored for a request that began before the reset.
 
 Failures
 --------
@@ -50,6 +56,7 @@ from ..host.buffers import Span
 from ..schemes.scheme import Scheme
 from ..schemes.vllm import tier_keys
 from ..wire.status import STATUS_NAMES, Status
+from . import vllm_facts
 from .complaints import Complaints
 from .keyspace import Keyspace, connect, identity, options_of
 from .registration.callers import local_values
@@ -110,6 +117,8 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             )
         self.locality = Locality(locality) if locality is not None else None
         self._complain = Complaints(log)
+        #: What a tier is not told: vLLM's configuration, and that of its KV cache.
+        self._engine = local_values(("vllm_config", "kv_cache_config"))
         self._owns = client is None
         self._client = client or connect(str(options.get("manager_address", "")), **options_of(options))
         mapper = FileMapper.from_offloading_spec(
@@ -121,11 +130,10 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             "weight_version": options.get("weight_version", ""),
             # vLLM's own names have it for its canonical layout only. The workers' blocks as they are differ by it, too.
             "kv_cache_layout": getattr(offloading_spec.config, "kv_cache_layout", None),
+            **_settings_of(self._engine),
         }  # fmt: skip
         self._keyspace = Keyspace(self._client, f"vllm/{identity(facts)}")
         self._registrar = Registrar(self._client, self._complain)
-        #: What a tier is not told: vLLM's configuration, and that of its KV cache.
-        self._engine = local_values(("vllm_config", "kv_cache_config"))
         self._spec = offloading_spec
         # Not kept: vLLM releases the view, which nothing may refer to then. Jobs end before.
         memory = np.asarray(primary_kv_view)
@@ -142,12 +150,16 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._idle = threading.Condition()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="simm-vllm")
         self._lookups = _Lookups(self, tier_type)
+        #: Requests that have not ended, and those of them that began before the last reset. One thread has both.
+        self._requests: set[str] = set()
+        self._stale: set[str] = set()
         log.info("SiMM's tier for vLLM: scope %s of %s", self._keyspace.scope, facts)
 
     # -- lookups ----------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Return that new chunks of a request are offloaded, and no others."""
+        self._requests.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
@@ -162,7 +174,9 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request's lookups."""
+        """Forget a request and its lookups."""
+        self._requests.discard(req_context.req_id)
+        self._stale.discard(req_context.req_id)
         self._lookups.cleanup(req_context.req_id)
 
     def stored(self, keys: Sequence[Any]) -> list[bool]:
@@ -205,8 +219,9 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     # -- jobs -------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks of the primary tier."""
-        self._submit(job_metadata, self._store)
+        """Begin to store chunks of the primary tier; those of a request that began before a reset are not stored."""
+        stale = job_metadata.req_context.req_id in self._stale
+        self._submit(job_metadata, self._leave if stale else self._store)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to read chunks into the primary tier."""
@@ -260,6 +275,10 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             self._complain("put", "%d chunks were not stored: %s", len(failed), STATUS_NAMES[failed[0]])
         return [status == Status.OK for status in statuses]
 
+    def _leave(self, keys: list[Any], spans: list[Span]) -> list[bool]:
+        """Store nothing."""
+        return [False] * len(keys)
+
     def _load(self, keys: list[Any], spans: list[Span]) -> list[bool]:
         """Copy chunks to their rows; return which came whole."""
         digests = self._digests(keys)
@@ -294,6 +313,7 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Wait for all jobs, and make what is stored unreadable: vLLM resets its caches."""
         with self._idle:
             self._idle.wait_for(lambda: not self._running)
+        self._stale |= self._requests
         try:
             if not self._keyspace.flush():
                 log.warning("the reset reaches other engines only when SiMM's servers can be reached again")
@@ -310,3 +330,18 @@ class SimmTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         if self._owns:
             with self._complain.ending("a client"):
                 self._client.close()
+
+
+def _settings_of(engine: Sequence[Any] | None) -> dict[str, Any]:
+    """Return what vLLM's configuration adds to a chunk's identity; nothing, and a warning, where it is not known."""
+    try:
+        if engine is not None:
+            return {"revision": engine[0].model_config.revision, **vllm_facts.of_memory(engine[0])}
+        why = "the tier was made by something else than vLLM's offloading connector"
+    except AttributeError as exc:  # of another vLLM, or of a program that has given these names to something else
+        why = str(exc)
+    log.warning(
+        "vLLM's configuration is not known (%s): engines that differ in the model's revision, its quantization or its "
+        "overrides need a weight_version or a salt each, else they read each other's chunks", why,
+    )  # fmt: skip
+    return {}

@@ -8,10 +8,24 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-#: Of vLLM's configurations of models: what decides what blocks hold, besides name and data type.
-MODEL: Final = ("quantization_config", "hf_config_path", "code_revision", "model_impl", "language_model_only")
-MEDIA: Final = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method")
-DRAFT: Final = ("model", "revision", "quantization")
+#: Of vLLM's configurations: what decides what blocks hold, besides the model's name and data type. Of kernels, which
+#: only round in another way, there is nothing. ``max_model_len`` chooses factors of LongRoPE and scales of attention.
+MODEL: Final = (
+    "quantization_config", "hf_config_path", "config_format", "code_revision", "model_impl", "model_class_overrides",
+    "max_model_len",
+)  # fmt: skip
+MEDIA: Final = (
+    "language_model_only", "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method",
+    "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+)  # fmt: skip
+DRAFT: Final = ("model", "revision", "code_revision", "quantization")
+CACHE: Final = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+ATTENTION: Final = (
+    "indexer_kv_dtype", "indexer_sparse_logits", "use_non_causal", "use_prefill_query_quantization",
+    "disable_flashinfer_q_quantization",
+)  # fmt: skip
+#: How adapters are applied. Which one it is, a block's hash says.
+ADAPTERS: Final = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
 
 
 def of_memory(vllm_config: Any) -> dict[str, Any]:
@@ -26,9 +40,15 @@ def of_memory(vllm_config: Any) -> dict[str, Any]:
         "draft_cache_dtype": getattr(speculative, "kv_cache_dtype", None) if draft is not None else None,
         "cache_dtype_skip_layers": getattr(cache, "kv_cache_dtype_skip_layers", None),
     }  # fmt: skip
-    facts |= {name: getattr(model, name, None) for name in MODEL}
-    media = getattr(model, "multimodal_config", None)
-    facts |= {name: getattr(media, name, None) for name in MEDIA}
+    parts = (
+        (model, MODEL), (getattr(model, "multimodal_config", None), MEDIA), (cache, CACHE),
+        (getattr(vllm_config, "attention_config", None), ATTENTION),
+        (getattr(vllm_config, "lora_config", None), ADAPTERS),
+    )  # fmt: skip
+    for part, names in parts:
+        facts |= {name: getattr(part, name, None) for name in names}
+    # Such a length is made smaller to fit the memory only after the model was loaded for the full one.
+    facts["automatic_length"] = getattr(model, "original_max_model_len", None) == -1
     if getattr(getattr(vllm_config, "load_config", None), "load_format", None) == "dummy":
         facts["dummy"] = True  # all other formats load the same weights
     return facts

@@ -1,0 +1,161 @@
+"""What simm.connectors.vllm needs of vLLM, for tests without it.
+
+``install`` puts the modules in place; the tier is then imported anew, and gone again with the test.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.support.fake_modules import imported_over
+
+#: Bytes of a chunk, and rows of the primary tier.
+BYTES = 64
+ROWS = 8
+
+
+class Words(enum.Enum):
+    """``Locality``, ``LookupResult`` and ``Medium``."""
+
+    LOCAL = "LOCAL"
+    HIT = "HIT"
+    MISS = "MISS"
+    RETRY = "RETRY"
+    STORAGE = "STORAGE"
+
+
+class Key(NamedTuple):
+    """``OffloadKey``."""
+
+    hash: bytes
+    group: int = 0
+
+
+@dataclass
+class Context:
+    """``ReqContext``."""
+
+    req_id: str
+
+
+@dataclass
+class Job:
+    """``TransferJob``."""
+
+    job_id: int
+    keys: Collection[Key]
+    chunk_ids: Sequence[int]
+    is_promotion: bool
+    req_context: Context
+
+
+@dataclass
+class Result:
+    """``JobResult``."""
+
+    job_id: int
+    success: bool
+    successful_keys: Collection[Key] | None = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class Event:
+    """``OffloadingEvent``."""
+
+    keys: list[Key]
+    medium: Any
+    removed: bool
+    locality: Any = None
+
+
+class Base:
+    """``SecondaryTierManager``."""
+
+    def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
+        self.block_size_bytes = BYTES
+
+
+class Lookups:
+    """``AsyncLookupManager``, which looks up at once."""
+
+    def __init__(self, tier_type: str) -> None:
+        """Nothing is running."""
+
+    def batch_lookup(self, keys: list[Any], context: Any) -> Any:
+        raise NotImplementedError
+
+    def lookup(self, key: Any, context: Any) -> bool | None:
+        (found,) = self.batch_lookup([key], context)
+        return bool(found)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def cleanup(self, number: str) -> None:
+        """Nothing is kept."""
+
+    def mark_miss(self, keys: Any) -> None:
+        """Nothing is kept."""
+
+    def shutdown(self) -> None:
+        """Nothing is running."""
+
+
+class Mapper:
+    """``FileMapper``."""
+
+    rank = 0
+    fields = {"model_name": "org/model", "dtype": "float16"}
+
+    @classmethod
+    def from_offloading_spec(cls, **_: Any) -> Mapper:
+        return cls()
+
+
+def spec() -> Any:
+    """Return an ``OffloadingSpec``."""
+    return SimpleNamespace(
+        config=SimpleNamespace(kv_cache_layout="LBNHC", groups=()), blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+    )  # fmt: skip
+
+
+def memory() -> Any:
+    """Return the memory of a primary tier."""
+    return np.zeros((ROWS, BYTES), np.uint8)
+
+
+@contextmanager
+def install() -> Iterator[Any]:
+    """Yield simm.connectors.vllm over the fake."""
+    named: dict[str, dict[str, Any]] = {
+        "vllm.v1.kv_offload.base": {
+            "Locality": Words, "LookupResult": Words, "Medium": Words, "OffloadingEvent": Event,
+            "RequestOffloadingContext": SimpleNamespace, "get_offload_block_hash": lambda key: key.hash,
+            "get_offload_group_idx": lambda key: key.group,
+        },
+        "vllm.v1.kv_offload.file_mapper": {"FileMapper": Mapper},
+        "vllm.v1.kv_offload.tiering.async_lookup": {"AsyncLookupManager": Lookups},
+        "vllm.v1.kv_offload.tiering.base": {"JobResult": Result, "SecondaryTierManager": Base},
+        "vllm.v1.metrics.cache_hit_source": {
+            "CacheHitSource": SimpleNamespace(HOST="host", EXTERNAL_UNSPECIFIED="external")
+        },
+    }  # fmt: skip
+    modules: dict[str, Any] = {}
+    for name, content in named.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+        vars(modules[name]).update(content)
+    with imported_over("simm.connectors.vllm", modules) as imported:
+        yield imported

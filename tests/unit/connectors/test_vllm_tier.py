@@ -1,0 +1,130 @@
+"""SiMM's tier for vLLM over fakes of what it needs of vLLM. tests/engines runs it in the released tiering manager."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from simm.connectors import vllm_facts
+from simm.testing import FakeClient, FakeStore
+from tests.support import fake_vllm_tier
+from tests.support.fake_vllm import World
+from tests.support.fake_vllm_tier import Context, Job, Key
+
+KEYS = [Key(bytes([number]) * 32) for number in range(3)]
+ROWS = [0, 1, 2]
+
+
+class Tiers:
+    """Makes tiers, each with a client and a memory of its own on one store."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.store = module, FakeStore()
+        self.made: list[Any] = []
+        self.jobs = itertools.count()
+
+    def __call__(self, config: Any = None, **options: Any) -> Any:
+        """Make a tier as vLLM's connector with this configuration does; None: as another program does."""
+        self.made.append(self._connected(config, None, options) if config is not None else self._tier(options))
+        return self.made[-1]
+
+    def _connected(self, vllm_config: Any, kv_cache_config: Any, options: dict[str, Any]) -> Any:
+        return self._tier(options)
+
+    def _tier(self, options: dict[str, Any]) -> Any:
+        raw = fake_vllm_tier.memory()
+        client = FakeClient(store=self.store)
+        tier = self.module.SimmTier(fake_vllm_tier.spec(), memoryview(raw), "SimmTier", client=client, **options)
+        tier.raw = raw
+        return tier
+
+    def scope(self, config: Any = None, **options: Any) -> str:
+        scope: str = self(config, **options)._keyspace.scope
+        return scope
+
+    def stores(self, tier: Any, context: Context) -> bool:
+        """Store all keys for a request; return whether vLLM is told that they are."""
+        number = next(self.jobs)
+        tier.submit_store(Job(number, KEYS, ROWS, False, context))
+        with tier._idle:
+            tier._idle.wait_for(lambda: not tier._running)
+        (result,) = tier.get_finished_jobs()
+        assert result.job_id == number
+        return bool(result.success)
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    with fake_vllm_tier.install() as module:
+        made = Tiers(module)
+        yield made
+        for each in made.made:
+            each.shutdown()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"revision": "2"}, {"quantization": "awq"}, {"cache_dtype": "fp8"}, {"hash": "sha256_cbor"},
+        *({"more": {"model_config": {name: "other"}}} for name in (*vllm_facts.MODEL, "hf_overrides")),
+        {"more": {"load_config": {"load_format": "dummy"}}},
+        {"more": {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_engines_that_differ_share_nothing(tiers: Tiers, other: dict[str, Any]) -> None:
+    own = tiers.scope(World().config())
+    assert own == tiers.scope(World().config()) and own != tiers.scope(World(**other).config())
+
+
+def test_widths_are_told_apart_by_vllm_alone(tiers: Tiers) -> None:
+    """vLLM says which chunks are the same at any width: the settings have none in them."""
+    assert tiers.scope(World().config()) == tiers.scope(World(tp=2, rank=1).config())
+
+
+@pytest.mark.parametrize("config", [None, object()], ids=["of another program", "of another vLLM"])
+def test_a_tier_without_vllms_configuration_says_so(
+    tiers: Tiers, caplog: pytest.LogCaptureFixture, config: Any
+) -> None:
+    known = tiers.scope(World().config())
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING], "the control"
+    own = tiers.scope(config)
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "weight_version" in told
+    assert own == tiers.scope(config) and own != known
+    assert own != tiers.scope(config, weight_version="2"), "which is what the warning advises"
+
+
+def test_what_runs_at_a_reset_is_not_stored_after_it(tiers: Tiers) -> None:
+    """vLLM offers its chunks once more, and they may be of the old weights."""
+    one, other = tiers(World().config(), enable_kv_events=True), tiers(World().config())
+    old, new = Context("old"), Context("new")
+    one.on_new_request(old)
+    assert tiers.stores(one, old) and other.stored(KEYS) == [True] * 3, "the control"
+    assert [len(each.keys) for each in one.take_events()] == [3]
+    one.drain_jobs()
+    assert not tiers.stores(one, old) and other.stored(KEYS) == [False] * 3
+    assert not list(one.take_events())
+    one.on_new_request(new)
+    assert tiers.stores(one, new) and other.stored(KEYS) == [True] * 3
+    assert not tiers.stores(one, old), "another one's success is not its own"
+    one.drain_jobs()
+    assert not tiers.stores(one, new) and other.stored(KEYS) == [False] * 3
+
+
+def test_requests_that_have_ended_are_forgotten(tiers: Tiers) -> None:
+    """And their numbers may come again."""
+    one = tiers(World().config())
+    context = Context("0")
+    for at in range(100):
+        context = Context(str(at))
+        one.on_new_request(context)
+        one.drain_jobs()
+        one.on_request_finished(context)
+    assert not one._requests and not one._stale
+    one.on_new_request(context)
+    assert tiers.stores(one, context)
