@@ -83,31 +83,37 @@ class Keyspace:
         client is closed.
         """
         buffer = bytearray(GENERATION.size)
+        until = time.monotonic() + self._client.deadline_s / 2
         for _ in range(_ATTEMPTS):
-            began = time.monotonic()
             got = self._client.get_digest(self._key, sink_of(buffer))
             stored = GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
             with self._lock:
                 known = self._known = max(self._known, stored)
-                if got == NoValue.UNAVAILABLE and (not known or time.monotonic() - began > self._client.deadline_s / 2):
+                if got == NoValue.UNAVAILABLE and (not known or time.monotonic() > until):
                     return None
                 if stored == known != 0 or got == NoValue.UNAVAILABLE:
                     return f"{known:016x}"
                 if not known:
                     known = self._known = time.time_ns()
-            self._store(known)  # and look again: another one may have stored a larger generation meanwhile
+            # And look again: another one may have stored a larger generation meanwhile.
+            if not self._store(known) and time.monotonic() > until:
+                return None
         return f"{known:016x}"
 
     def flush(self) -> bool:
         """Begin a new generation: what was stored before is a miss from now on.
 
-        Return whether other keyspaces see it too. This one keeps to it in any case, and stores it later.
+        Return whether other keyspaces see it too. This one keeps to it in any case, also if the client raises, and
+        stores it later.
         """
         buffer = bytearray(GENERATION.size)
-        got = self._client.get_digest(self._key, sink_of(buffer))
-        stored = GENERATION.unpack(buffer)[0] if got == GENERATION.size else 0
-        with self._lock:
-            new = self._known = max(self._known + 1, stored + 1, time.time_ns())
+        stored = 0
+        try:
+            if self._client.get_digest(self._key, sink_of(buffer)) == GENERATION.size:
+                stored = GENERATION.unpack(buffer)[0]
+        finally:
+            with self._lock:
+                new = self._known = max(self._known + 1, stored + 1, time.time_ns())
         return self._store(new)
 
     def _store(self, generation: int) -> bool:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from simm.connectors import keyspace
 from simm.connectors.keyspace import Keyspace, connect, identity
 from simm.constants import KEY_BYTES_MAX
 from simm.schemes.encodings import short_key
 from simm.testing import FakeClient, FakeStore
+from simm.wire.status import Status
+from tests.support.clock import Clock
 
 
 @pytest.fixture
@@ -114,6 +119,53 @@ def test_a_flush_that_cannot_be_stored_holds_for_the_keyspace_itself(client: Fak
     assert has(other, client, "k"), "it has not heard of the flush"
     assert not has(one, client, "k")
     assert not has(other, client, "k"), "now it has"
+
+
+def test_a_flush_whose_read_raises_holds_for_the_keyspace_itself(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("injected")
+
+    one, other = Keyspace(client, "a"), Keyspace(client, "a")
+    assert put(one, client, "k") and has(other, client, "k")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "get_digest", fails)
+        with pytest.raises(OSError, match="injected"):
+            one.flush()
+    assert not has(one, client, "k") and not has(other, client, "k")
+
+
+class Slow(FakeClient):
+    """A client whose reads take their time, and whose puts do, and fail, until they are mended."""
+
+    def __init__(self, clock: Clock, read_s: float, put_s: float) -> None:
+        super().__init__(deadline_s=1.0)
+        self.clock, self.read_s, self.put_s = clock, read_s, put_s
+        self.mended = False
+
+    def get_digest(self, *given: Any) -> Any:
+        self.clock.sleep(self.read_s)
+        return super().get_digest(*given)
+
+    def put_digests(self, *given: Any) -> Any:
+        self.clock.sleep(self.put_s)
+        return super().put_digests(*given) if self.mended else [Status.UNAVAILABLE]
+
+
+@pytest.mark.parametrize(("read_s", "put_s", "mended"), [(0.0, 1.0, False), (0.3, 0.3, False), (0.0, 0.9, True)])
+def test_a_generation_costs_no_second_deadline(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, put_s: float, mended: bool
+) -> None:
+    """Whoever has waited in vain for half of one has a miss. A server that is slow only has answered."""
+    clock = Clock()
+    monkeypatch.setattr(keyspace, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns))
+    with Slow(clock, read_s, put_s) as client:
+        client.mended = mended
+        one, began = Keyspace(client, "a"), clock()
+        assert (one.generation() is not None) == mended and clock() - began <= 1.0
+        client.mended = True
+        assert one.generation() == Keyspace(client, "a").generation() is not None
 
 
 def test_a_keyspace_that_knows_no_generation_misses_while_it_cannot_be_read(
