@@ -39,7 +39,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from ..client import Client, NoValue, WrongSize, source_of
 from ..constants import VALUE_BYTES_MAX
 from ..errors import ConfigError, SimmError, UsageError
-from ..host.buffers import Pieces, Ranges, Span
+from ..host.buffers import Ranges, Span
 from ..schemes.encodings import short_key
 from ..sdk.batch import LargeValue
 from ..sdk.ops.parts import pieces_of, ranges_of
@@ -70,7 +70,9 @@ from .mooncake_types import (
     bind_to_numa_node,
     each_of,
     invalid,
+    pieces_at,
     put_code,
+    ranges_at,
     same_length,
     unreached,
 )
@@ -298,7 +300,8 @@ class MooncakeDistributedStore:
         """Store what several pieces of memory make up, for each key that does not exist; return a code for each."""
         same_length(keys, all_buffer_ptrs, all_sizes)
         memory = self._memory()
-        return self._put(keys, [functools.partial(_pieces, memory, *each) for each in zip(all_buffer_ptrs, all_sizes)])
+        places = zip(all_buffer_ptrs, all_sizes)
+        return self._put(keys, [functools.partial(pieces_at, memory, *each) for each in places])
 
     @_guarded(invalid, unreached)
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
@@ -395,11 +398,11 @@ class MooncakeDistributedStore:
     ) -> list[int]:  # fmt: skip
         """Copy each value to several pieces of memory, one after the other, which it must fill; return its length.
 
-        A shorter value is -800, a longer one -600.
+        A shorter value is -800, a longer one -600. Either is dropped, so that the caller's can be stored.
         """
         same_length(keys, all_buffer_ptrs, all_sizes)
         memory = self._memory()
-        wants = [self._sink(functools.partial(_ranges, memory, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
+        wants = [self._sink(functools.partial(ranges_at, memory, *each)) for each in zip(all_buffer_ptrs, all_sizes)]
         return self._get(keys, wants, [want.least if want is not None else None for want in wants])
 
     def _sink(self, make: Callable[[], Span]) -> Span | None:
@@ -411,7 +414,10 @@ class MooncakeDistributedStore:
             return None
 
     def _get(self, keys: Sequence[str], sinks: Sequence[Span | None], wanted: Sequence[int | None]) -> list[int]:
-        """Copy values to memory; return a length or a code for each. ``wanted``: the length that a value must have."""
+        """Copy values to memory; return a length or a code for each.
+
+        ``wanted``: the length that a value must have; one of another length is dropped. None: any that fits.
+        """
         client, space = self._ready(keys)
         codes = [INVALID_PARAMS if sink is None or not key else OBJECT_NOT_FOUND for key, sink in zip(keys, sinks)]
         generation = space.generation()
@@ -420,13 +426,19 @@ class MooncakeDistributedStore:
             return codes
         digests = space.digests(generation, [keys[at] for at in good])
         results = client.get_digests(digests, [sinks[at] for at in good])  # type: ignore[misc]
-        for at, got in zip(good, results):
+        wrong: dict[bytes, int] = {}
+        for at, digest, got in zip(good, digests, results):
             length = got.length if type(got) is WrongSize else int(got)
             want = wanted[at]
             if got == NoValue.TOO_SMALL:
                 codes[at] = INVALID_PARAMS
             elif length > 0:
                 codes[at] = length if want in (None, length) else TRANSFER_FAIL if length < want else INVALID_PARAMS
+                if codes[at] < 0:
+                    wrong[digest] = length
+        if wrong:
+            self._complain("size", "%d values have another size than their keys promise: dropped", len(wrong))
+            client.delete_sized(list(wrong), list(wrong.values()))
         return codes
 
     # -- sessions: ranges of values that stay as they are -------------------------------------------------
@@ -455,16 +467,18 @@ class MooncakeDistributedStore:
         with self._sessions.reading(keys) as sessions:
             for at, held in enumerate(sessions):
                 places = all_buffer_ptrs[at], all_sizes[at], all_src_offsets[at]
-                ranges = self._sink(functools.partial(_ranges, memory, *places))
+                ranges = self._sink(functools.partial(ranges_at, memory, *places))
                 if held is None or not isinstance(ranges, Ranges):
                     continue
                 if ranges.least <= (held[0].pins.lengths[held[1]] or 0):
                     wants.setdefault(held[0], []).append((at, held[1], ranges))
             for session, all_ranges in wants.items():
-                got = session.pins.get_ranges_many(
-                    [position for _, position, _ in all_ranges],
-                    [[(offset, length, keeper) for offset, length, _, keeper in one.parts] for _, _, one in all_ranges],
-                )
+                parts = [[(offset, length, own) for offset, length, _, own in one.parts] for _, _, one in all_ranges]
+                try:
+                    got = session.pins.get_ranges_many([position for _, position, _ in all_ranges], parts)
+                except UsageError as exc:  # it has ended meanwhile: what other sessions have is read all the same
+                    log.warning("get ranges: %s", exc)
+                    continue
                 for (at, _, each), length in zip(all_ranges, got):
                     codes[at] = OBJECT_NOT_FOUND if length is None else each.total
         return codes
@@ -521,25 +535,6 @@ class MooncakeDistributedStore:
         _, space = self._ready(keys)
         generation = space.generation()
         return None if generation is None else space.names(generation, keys)
-
-
-def _pieces(memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
-    """Return pieces of memory as a value."""
-    same_length(addresses, sizes)
-    return pieces_of([memory(*each) for each in zip(addresses, sizes)])
-
-
-def _ranges(
-    memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
-) -> Ranges:
-    """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where."""
-    same_length(addresses, sizes)
-    if offsets is None:
-        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
-    same_length(addresses, offsets)
-    return ranges_of([
-        (offset, size, memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
-    ])  # fmt: skip
 
 
 def _managers(environment: Mapping[str, str]) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..errors import DeviceError, UsageError
 from ..host import numa
-from ..host.buffers import Span
+from ..host.buffers import Pieces, Ranges, Span
+from ..sdk.ops.parts import pieces_of, ranges_of
 from ..wire.status import Status
 
 if TYPE_CHECKING:
@@ -257,6 +258,28 @@ def same_length(*lists: Sequence[Any]) -> None:
     """Raise UsageError unless the lists have as many entries."""
     if len({len(each) for each in lists}) > 1:
         raise UsageError(f"lists of {', '.join(str(len(each)) for each in lists)} entries are not of one length")
+
+
+def pieces_at(memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int]) -> Pieces:
+    """Return pieces of memory as a value. Raises UsageError, and what ``memory`` does. O(pieces)."""
+    same_length(addresses, sizes)
+    return pieces_of([memory(*each) for each in zip(addresses, sizes)])
+
+
+def ranges_at(
+    memory: HostMemory, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None
+) -> Ranges:
+    """Return pieces of memory as ranges of a value, one behind the other unless ``offsets`` says where. O(pieces).
+
+    Raises UsageError, and what ``memory`` does.
+    """
+    same_length(addresses, sizes)
+    if offsets is None:
+        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+    same_length(addresses, offsets)
+    return ranges_of([
+        (offset, size, memory(address, size)) for address, size, offset in zip(addresses, sizes, offsets)
+    ])  # fmt: skip
 
 
 def put_code(status: int) -> int:

@@ -245,6 +245,7 @@ OTHERS: tuple[Callable[[MooncakeDistributedStore, int, str], Any], ...] = (
     lambda store, at, key: store.is_exist(key) in (0, 1, -1),
     lambda store, at, key: set(store.batch_get_replica_desc([key])) <= {key},
     lambda store, at, key: store.batch_get_session_start(["absent"]) in ([-600], [-704]),
+    lambda store, at, key: store.batch_get_into_multi_buffers([key], [[at]], [[2]])[0] in (-600, -704, -800),
     lambda store, at, key: store.remove(key) in (0, -704, -900),
     lambda store, at, key: store.batch_remove([key])[0] in (0, -704, -900),
     lambda store, at, key: store.remove_all() in (0, -900),

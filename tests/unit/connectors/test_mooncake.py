@@ -94,7 +94,9 @@ SCRIPT: list[tuple[Call, Any]] = [
         ["m1", "m2", "z"], [[at, at + 500], [at + 10], [at]], [[100, 50], [30], [5]]), [150, 30, -704]),
     (lambda s, at: s.batch_get_into_multi_buffers(["m1"], [[at, at + 500]], [[50, 100]]), [150]),
     (lambda s, at: s.batch_get_into_multi_buffers(["m1"], [[at]], [[50]]), [-600]),
+    (lambda s, at: s.batch_put_from(["m1"], [at], [150]), [0]),  # here, in place of the one that was dropped
     (lambda s, at: s.batch_get_into_multi_buffers(["m1"], [[at]], [[500]]), [-800]),
+    (lambda s, at: s.batch_put_from(["m1"], [at], [150]), [0]),
     (lambda s, at: s.batch_get_session_start(["m1", "z"]), [0, -704]),
     (lambda s, at: s.batch_get_into_multi_buffer_ranges(["m1"], [[at, at + 300]], [[10, 20]], [[0, 100]]), [30]),
     (lambda s, at: s.batch_get_into_multi_buffer_ranges(["m1"], [[at]], [[10]], [[145]]), [-600]),
@@ -229,6 +231,32 @@ def test_sessions_release_what_they_pinned(store: MooncakeDistributedStore, memo
     assert got == [4, -600] and bytes(memory[:4]) == b"bbbb"
     store.close()
     assert not store._sessions
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(12, -600), (4, -800)])
+def test_a_value_of_another_size_than_its_buffers_is_dropped(
+    store: MooncakeDistributedStore, memory: Any, caplog: pytest.LogCaptureFixture, wrong: int, code: int
+) -> None:
+    """Else it would stay: a put of a key that exists stores nothing."""
+    at = ctypes.addressof(memory)
+    assert store.put_batch(["a", "b"], [b"x" * wrong, b"bbbbbbbb"]) == 0
+    places = [[at, at + 4], [at + 8, at + 12]], [[4, 4]] * 2
+    for _ in range(2):
+        assert store.batch_get_into_multi_buffers(["a", "b"], *places) == [code, 8]
+        assert store.batch_is_exist(["a", "b"]) == [0, 1]
+        assert store.put("a", b"x" * wrong) == 0
+    assert caplog.text.count("another size") == 1
+    assert store.batch_get_into_multi_buffers(["a"], [[at, at + 4]], [[4, 4]]) == [code]
+    assert store.put("a", b"aaaabbbb") == 0
+    assert store.batch_get_into_multi_buffers(["a"], [[at, at + 4]], [[4, 4]]) == [8]
+
+
+def test_a_value_that_one_buffer_cannot_hold_stays(store: MooncakeDistributedStore, memory: Any) -> None:
+    """Its caller chose the memory, and promises nothing of the value."""
+    at = ctypes.addressof(memory)
+    assert store.put("a", b"aaaabbbb") == 0
+    assert store.get_into("a", at, 4) == -600 and store.get_into("a", at, 16) == 8
+    assert store.get("a") == b"aaaabbbb"
 
 
 def test_a_value_that_is_too_large_fails_alone(store: MooncakeDistributedStore, memory: Any) -> None:

@@ -33,7 +33,6 @@ class Recorder(FakeClient):
         return [at for at, pins in enumerate(self.pinned) if "released" not in repr(pins)]
 
 
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -121,6 +120,22 @@ def test_a_session_that_is_being_read_is_not_ended(
     assert store.batch_get_session_start(["d"]) == [0] and read(store, "a") == [b"aaaa"], "it was used until now"
     clock.now += IDLE_S
     assert store.batch_get_session_start(["d"]) == [0] and client.held() == [4]
+
+
+def test_a_session_that_ends_while_others_are_read_fails_alone(
+    store: MooncakeDistributedStore, client: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.batch_get_session_start(["a", "b"]) == [0, 0]
+    assert store.batch_get_session_start(["c"]) == store.batch_get_session_start(["d"]) == [0]
+    pins = client.pinned[0]
+    plain = pins.get_ranges_many
+
+    def late(*given: Any) -> Any:
+        assert store.batch_get_session_end(["a", "b"]) == 0
+        return plain(*given)
+
+    monkeypatch.setattr(pins, "get_ranges_many", late)
+    assert read(store, "c", "a", "b", "d") == [b"cccc", -600, -600, b"dddd"]
 
 
 @pytest.mark.parametrize("again", [("a", "b"), ("b", "a"), ("c", "b", "a"), ("b", "b"), ("c", "absent", "b")])
