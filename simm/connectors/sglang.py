@@ -54,7 +54,7 @@ from ..schemes.scheme import Scheme
 from ..wire.status import Status
 from .complaints import Complaints
 from .hicache import facts, hit_policies
-from .hicache.host_pools import GEOMETRY, HostPool, buffers, head_of, of_pages, sinks_of, source, whole
+from .hicache.host_pools import GEOMETRY, HostPool, Piece, buffers, head_of, of_pages, sinks_of, source, whole
 from .hicache.weight_versions import WeightVersions
 from .keyspace import Keyspace, connect, identity
 from .registration.registrar import Registrar, under_names
@@ -84,6 +84,10 @@ class _Batch(NamedTuple):
     of: tuple[str, str]
     #: For each transfer its pool, and its first and last position in ``digests``.
     extents: list[tuple[HostPool, int, int]]
+
+
+#: What a call is to move: pages of a pool, by their hashes, with the pieces of memory of each of their values.
+_Wanted = tuple[HostPool, Sequence[str], Sequence[list[Piece]]]
 
 
 def _harmless(
@@ -299,12 +303,12 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         found = self._client.exists_digests(batch.digests) if batch.digests else []
         return [of_pages(found[start:end], pool.values) for pool, start, end in batch.extents]
 
-    def _read(self, wanted: Sequence[tuple[HostPool, Sequence[str], Any]]) -> list[list[bool]]:
+    def _read(self, wanted: Sequence[_Wanted]) -> list[list[bool]]:
         """Copy pages to their pools; return for each which of its pages are there now."""
         batch = self._batch([(pool, hashes) for pool, hashes, _ in wanted])
         if batch is None:
             return [[False] * len(hashes) for _, hashes, _ in wanted]
-        values = [(pool, each) for pool, hashes, indices in wanted for each in pool.pieces(indices, len(hashes))]
+        values = [(pool, each) for pool, _, pieces in wanted for each in pieces]
         began = time.perf_counter()
         good = self._get(batch.digests, sinks_of(values))
         done = sum(size for (_, pieces), ok in zip(values, good) if ok for _, size in pieces)
@@ -326,12 +330,12 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             self._client.delete_sized(list(wrong), list(wrong.values()))
         return good
 
-    def _write(self, wanted: Sequence[tuple[HostPool, Sequence[str], Any]]) -> list[list[bool]]:
+    def _write(self, wanted: Sequence[_Wanted]) -> list[list[bool]]:
         """Store the pages that are not stored yet; return for each pool which are now."""
         batch = self._batch([(pool, hashes) for pool, hashes, _ in wanted])
         if batch is None:
             return [[False] * len(hashes) for _, hashes, _ in wanted]
-        values = [(pool, each) for pool, hashes, indices in wanted for each in pool.pieces(indices, len(hashes))]
+        values = [(pool, each) for pool, _, pieces in wanted for each in pieces]
         good = self._client.exists_digests(batch.digests) if batch.digests else []
         missing = [at for at, there in enumerate(good) if not there]
         began = time.perf_counter()
@@ -380,13 +384,17 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Read pages into the main pool; return for each whether it is there."""
         pool = self._pool(PoolName.KV)
-        return [True] * len(keys) if pool.logical else self._read([(pool, keys, host_indices)])[0]
+        if pool.logical:
+            return [True] * len(keys)
+        return self._read([(pool, keys, pool.pieces(host_indices, len(keys)))])[0]
 
     @_harmless(_no_pages)
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages of the main pool; return for each whether it is stored."""
         pool = self._pool(PoolName.KV)
-        return [True] * len(keys) if pool.logical else self._write([(pool, keys, host_indices)])[0]
+        if pool.logical:
+            return [True] * len(keys)
+        return self._write([(pool, keys, pool.pieces(host_indices, len(keys)))])[0]
 
     # -- all pools (interface v2) ---------------------------------------------------------------------
 
@@ -430,8 +438,8 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return self._each(transfers, self._write)
 
     def _each(
-        self, transfers: list[Any], act: Callable[[Sequence[tuple[HostPool, Sequence[str], Any]]], list[list[bool]]]
-    ) -> dict[Any, list[bool]]:
+        self, transfers: list[Any], act: Callable[[Sequence[_Wanted]], list[list[bool]]]
+    ) -> dict[Any, list[bool]]:  # fmt: skip
         """Do what is to be done to transfers in one batch. One that makes no sense fails alone."""
         results = _no_transfers(transfers)
         good, wanted = [], []
@@ -440,12 +448,13 @@ class HiCacheSimm(HiCacheStorage):  # type: ignore[misc, unused-ignore]
                 pool, keys = self._pool(each.name), list(each.keys or ())
                 if each.host_indices is None or len(each.host_indices) != len(keys) * pool.page_tokens:
                     raise UsageError(f"the indices of pool {each.name} are not those of {len(keys)} pages")
-            except UsageError as exc:
-                self.complain("transfer", "%s", exc)
+                pieces = pool.pieces(each.host_indices, len(keys)) if keys else []
+            except Exception as exc:  # the engine's pool may raise anything
+                self.complain("transfer", "%s", exc, trace=not isinstance(exc, UsageError))
                 continue
             if keys:
                 good.append(each.name)
-                wanted.append((pool, keys, each.host_indices))
+                wanted.append((pool, keys, pieces))
         if wanted:
             results.update(zip(good, act(wanted)))
         return results

@@ -302,12 +302,13 @@ class WorkerSide:
             self._count("bytes_loaded", size)
             self._count("blocks_failed", len(bad))
             self._report.gone += [(block.group, block.hash) for block in gone]
-            if not self._layerwise:
+            if not self._layerwise:  # else nobody asks for requests whose loads have ended, and has them forgotten
                 self._loaded.add(load.request)
+                if bad:
+                    self._failed.add(load.request)
                 self._idle.notify_all()
             if bad:
                 self._bad.update(block.number for block in bad)
-                self._failed.add(load.request)
                 self._report.failed.add(load.request)
                 self._step_failed = self._step_failed or self._layerwise
 

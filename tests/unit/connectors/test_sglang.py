@@ -538,6 +538,19 @@ def test_a_transfer_that_makes_no_sense_fails_alone(engine: Engines) -> None:
     assert backend.batch_get_v2([]) == {} and backend.batch_set_v1([], swa.indices()) == []
 
 
+@pytest.mark.parametrize("what", [lambda *_: 1 / 0, lambda *_: ([1, 2, 3], [1, 2, 3])], ids=["raises", "odd pieces"])
+def test_a_pool_that_cannot_say_where_its_pages_are_fails_alone(engine: Engines, what: Any) -> None:
+    main, swa = filled(1), filled(2)
+    backend = engine(main, {PoolName.SWA: swa})
+    transfers = [PoolTransfer(PoolName.SWA, swa.indices(0, 1), KEYS[:2]),
+                 PoolTransfer(PoolName.KV, main.indices(0, 1), KEYS[:2])]  # fmt: skip
+    assert stores(backend, main, 1)
+    swa.get_page_buffer_meta = what  # type: ignore[method-assign]
+    wanted = {PoolName.SWA: [False, False], PoolName.KV: [True, True]}
+    assert backend.batch_set_v2(transfers) == wanted
+    assert backend.batch_get_v2(transfers) == wanted
+
+
 # -- failures -----------------------------------------------------------------------------------------------
 
 

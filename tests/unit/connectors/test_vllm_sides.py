@@ -100,6 +100,19 @@ def test_what_runs_at_a_reset_is_stored_before_it(engine: Any, store: FakeStore)
     assert right(other, PROMPT) and other.external == [0]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_whose_loads_failed_are_forgotten(engine: Any, form: dict[str, Any]) -> None:
+    one, other = engine(**form), engine(**form)
+    one.run(PROMPT)
+
+    def fails(*_: Any) -> Any:
+        raise OSError("injected")
+
+    other.worker._client.get_digests = other.worker._client.pin = fails
+    assert right(other, PROMPT) and other.external[0] > 0 and other.worker.take_counts()["blocks_failed"] > 0
+    assert not other.worker._failed
+
+
 def test_after_a_reset_that_fails_nothing_is_read_until_one_does_not(engine: Any) -> None:
     """vLLM's engine would end if it were told of the failure."""
     one, other = engine(), engine()
