@@ -31,6 +31,7 @@ other. Each call therefore checks the owner word first, and raises `CorruptionEr
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -62,20 +63,10 @@ LARGE_GROUP: Final = len(CHUNK_SIZES)
 GROUPS: Final = LARGE_GROUP + 1
 #: Chunks in a slab of each class.
 CHUNKS_PER_SLAB: Final[tuple[int, ...]] = tuple(SLAB_BYTES // size for size in CHUNK_SIZES)
-
-
-def _class_table() -> bytes:
-    table = bytearray(1 + SLAB_CHUNK_BYTES_MAX // CHUNK_ALIGN_BYTES)
-    group = 0
-    for unit in range(1, len(table)):
-        if unit * CHUNK_ALIGN_BYTES > CHUNK_SIZES[group]:
-            group += 1
-        table[unit] = group
-    return bytes(table)
-
-
 #: Class by the value's size in units of CHUNK_ALIGN_BYTES, rounded up.
-CLASS_TABLE: Final = _class_table()
+CLASS_TABLE: Final = bytes(
+    bisect_left(CHUNK_SIZES, unit * CHUNK_ALIGN_BYTES) for unit in range(1 + SLAB_CHUNK_BYTES_MAX // CHUNK_ALIGN_BYTES)
+)
 
 assert CHUNK_SIZES[-1] == SLAB_CHUNK_BYTES_MAX and LARGE_GROUP <= 256
 assert all(size % CHUNK_ALIGN_BYTES == 0 for size in CHUNK_SIZES)
@@ -368,6 +359,14 @@ class Allocator:
             self._build_free_lists()
         start = self._extents.ends.get(boundary)
         return self.span_at(boundary - SLAB_BYTES if start is None else start)
+
+    def boundary_before(self, at: int) -> int:
+        """Return the last boundary at or before ``at``, whole pages below the size. O(pages between)."""
+        if (slab := self._slab_at(at)) is not None:
+            return slab.base
+        while at and at not in self._extents.ends and self._slabs[(at - 1) >> _SLAB_SHIFT] is None:
+            at -= PAGE_BYTES
+        return at
 
     def walk(self, boundary: int = 0) -> Iterator[Span]:
         """Yield all spans in address order from ``boundary`` on. The caller changes nothing meanwhile. O(1) each."""

@@ -37,7 +37,7 @@ from typing import Final
 from simm.arena.queues import Policy
 from simm.constants import SLAB_BYTES
 from simm.constants import SLAB_CHUNK_BYTES_MAX as _SMALL_MAX
-from simm.slab import CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, Allocator, Span
+from simm.slab import CHUNK_SIZES, CHUNKS_PER_SLAB, FREE, LARGE, SLAB, Allocator, Span
 
 #: Entries of a slab that are sampled; all of them if it has fewer than twice as many.
 SAMPLES: Final = 32
@@ -49,6 +49,12 @@ YOUNG: Final = 16
 LOSS: Final = 8
 #: Slabs that one call examines.
 LOOKS_MAX: Final = 64
+#: What one search of the region examines at most, in chunks of slabs; and for how many a span counts beside its own.
+#: So a search that is in vain takes milliseconds in a region of any size.
+SEARCH_CHUNKS_MAX: Final = 1 << 16
+SPAN_CHUNKS: Final = 64
+#: Entries of its own size class that the last resort passes by at most, beside held ones.
+USED_MAX: Final = 4096
 #: Later than all clocks.
 NEVER: Final = 1 << 63
 
@@ -226,6 +232,8 @@ class Windows:
         self._policy = policy
         self._coldest = coldest
         self._evictable = evictable
+        #: Where the last search has ended, by the bytes of the window, 0 for a slab, and whether soft ones may go.
+        self._ends: dict[tuple[int, bool], int] = {}
 
     def cost(self, span: Span) -> float:
         """Return the cost of evicting ``span``: its bytes in use by their age; for a slab, the age of a sample."""
@@ -298,18 +306,38 @@ class Windows:
         ]
         return min(costs)[1] if costs else -1
 
-    def first(self, need: int) -> list[Span] | None:
-        """Return the spans in use of the first window of ``need`` bytes by address, None without one. O(spans)."""
-        begin = 0
-        for span in self._allocator.walk():
-            end = span.offset + span.size
-            if not self._evictable(span):
-                begin = end
+    def search(self, need: int, *, soft: bool = False) -> tuple[list[Span] | None, int]:
+        """Return the spans in use of a window of ``need`` bytes, None if none was found, and the bytes examined.
+
+        A search goes on where the last one of its kind has ended, in address order, and from the end to the beginning.
+        It ends behind a span that fences, once it has examined `SEARCH_CHUNKS_MAX` or all. So its cost does not depend
+        on the region's size, and the next ones find what it has not reached. ``soft``: which kind.
+        """
+        allocator, size = self._allocator, self._allocator.size
+        kind = need if need > _SMALL_MAX else 0, soft
+        origin = begin = boundary = allocator.boundary_before(self._ends.pop(kind, 0))
+        left, examined, wrapped = SEARCH_CHUNKS_MAX, 0, origin == 0
+        while boundary < size or not wrapped:
+            if boundary == size:
+                begin = boundary = 0
+                wrapped = True
+            span = allocator.span_at(boundary)
+            boundary = span.offset + span.size
+            examined += span.size
+            left -= SPAN_CHUNKS + (CHUNKS_PER_SLAB[span.detail] if span.kind == SLAB else 0)
+            if self._evictable(span):
+                start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
+                if start + window_bytes(need) <= boundary:
+                    self._ends[kind] = begin
+                    return self.spans(begin, start, need), examined
                 continue
-            start = begin if need > _SMALL_MAX else -(-begin // SLAB_BYTES) * SLAB_BYTES
-            if start + window_bytes(need) <= end:
-                return self.spans(begin, start, need)
-        return None
+            begin = boundary
+            if wrapped and boundary >= origin > 0:
+                break
+            if left <= 0 and boundary < size:
+                self._ends[kind] = boundary
+                return None, examined
+        return None, size
 
     def spans(self, boundary: int, start: int, need: int) -> list[Span]:
         """Return every span in use that overlaps the window at ``start``. ``boundary`` is one of a span before it."""

@@ -15,10 +15,11 @@ near copies of the size class (`simm.arena.marks`), and else
    values, and the coldest slab of each class. Of the windows older than the own victim, the one that loses least goes,
    in bytes per age. A slab in it goes as a whole.
 3. *A window around any victim*, if the group has nothing to give and the coldest slabs are fenced.
-4. *Any window.* If pins and grants fence all those, all of the group's entries are searched, then all of the region in
-   address order, which costs O(chunks of the region). A failure is remembered until something is published, released
-   or unheld. So a PUT fails only if its value is larger than the region, or what it needs is held, granted or hard
-   kept. What is soft kept goes only here (`simm.arena.marks`).
+4. *Any window.* If pins and grants fence all those, the group's entries are searched, then the region, a part at a
+   time: each search goes on where the last one ended (`Windows.search`). So a PUT fails only if its value is larger
+   than the region, or what it needs is held, granted or hard kept in all that one search examines. If that is so in
+   all of the region, it is remembered until something is published, released or unheld. What is soft kept goes only
+   here (`simm.arena.marks`).
 
 The first three spare what was just put (`simm.arena.queues`), so that a prompt just put is whole. If all that is older
 is fenced in, by pins, grants or by what is fresh, they are done again without sparing anything; and for a 256th of the
@@ -38,7 +39,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from simm.arena.coldest import NEVER, Coldest, Windows, coarse
+from simm.arena.coldest import NEVER, USED_MAX, Coldest, Windows, coarse
 from simm.arena.events.victims import LAST_RESORT, NEAR, OWN, REASSIGNED, WINDOW, Ghosts, Victims
 from simm.arena.eviction import change, make_policy
 from simm.arena.marks.kept import KEPT_GROUPS, KeptEntries, Shares
@@ -119,8 +120,8 @@ class Space:
         self._large_bound = 0
         #: True while the `evict` callback runs.
         self._evicting = False
-        #: Chunk sizes for which the last search found nothing; cleared when there may be room.
-        self._known_full: set[int] = set()
+        #: Bytes of the region searched in vain, by chunk size; cleared when there may be room.
+        self._known_full: dict[int, int] = {}
         room = self._known_full.clear
         self.kept = KeptEntries(self._allocator, self._policy, self._offsets, self._is_held, room, shares)
         #: Drops some entries that are of no use, and returns whether there may be more; None if there are none.
@@ -139,8 +140,8 @@ class Space:
     def allocate(self, n: int) -> int:
         """Return the offset of a fresh chunk for ``n`` bytes, granted to the caller. Evict as needed.
 
-        Return -1 only if the value is larger than the region, or all room for it is held or granted. `UsageError` below
-        1 byte. Amortised O(1) for a slab class; see the module's text.
+        Return -1 only if the value is larger than the region, or all room that was searched is held, granted or hard
+        kept; then later calls search on. `UsageError` below 1 byte. Amortised O(1) for a slab class; see the module.
         """
         offset = self._allocator.alloc(n)
         if offset >= 0:
@@ -395,16 +396,13 @@ class Space:
 
     def _make_room(self, n: int) -> int:
         """Evict for a value of ``n`` bytes, and allocate it. Return -1 if nothing may be evicted."""
-        if (need := chunk_bytes_for(n)) > self._allocator.size or need in self._known_full:
+        need, size = chunk_bytes_for(n), self._allocator.size
+        if need > size or self._known_full.get(need, 0) >= size or not self._evict_for(class_of(n), need):
             return -1
-        group = class_of(n)
-        if self._evict_for(group, need):
-            offset = self._allocator.alloc(n)
-            if offset < 0:
-                raise CorruptionError(f"evicted for {n} bytes, but there is no room for them")
-            return offset
-        self._known_full.add(need)
-        return -1
+        offset = self._allocator.alloc(n)
+        if offset < 0:
+            raise CorruptionError(f"evicted for {n} bytes, but there is no room for them")
+        return offset
 
     def _evict_for(self, group: int, need: int) -> bool:
         """Evict what is not fresh; if all of that is fenced in, anything. Return False if nothing may be evicted."""
@@ -567,17 +565,18 @@ class Space:
     def _evict_anywhere(self, group: int, need: int) -> bool:
         """Evict any entry of the same slab class, or else the first window in the region: the last resort."""
         if group != LARGE_GROUP:
-            slot = next((slot for slot in self._policy.slots(group) if not self._is_held(slot)), -1)
+            some = islice(self._policy.slots(group), len(self._holds) + USED_MAX)
+            slot = next((slot for slot in some if not self._is_held(slot)), -1)
             if slot >= 0 or (slot := self.kept.victim(group, self._is_held)) >= 0:
                 self._evict_slot(slot, LAST_RESORT)
                 return True
-        window = self._windows.first(need)
+        window, examined = self._windows.search(need)
         if window is None:
             with self.kept.soft_too() as any_more:
-                window = self._windows.first(need) if any_more else None
-                self._evict_spans(window or (), LAST_RESORT)
-        else:
-            self._evict_spans(window, LAST_RESORT)
+                window, examined = self._windows.search(need, soft=True) if any_more else (None, examined)
+        if window is None:
+            self._known_full[need] = self._known_full.get(need, 0) + examined
+        self._evict_spans(window or (), LAST_RESORT)
         return window is not None
 
     def _evictable(self, span: Span) -> bool:

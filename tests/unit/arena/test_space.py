@@ -8,10 +8,11 @@ from itertools import accumulate
 
 import pytest
 
+from simm.arena import coldest
 from simm.arena.space import LAST_RESORT, OWN, REASSIGNED, TRIED_MAX, Space
 from simm.constants import DEFAULT_POLICY, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError, UsageError
-from simm.slab import CHUNK_SIZES, LARGE_GROUP, class_of
+from simm.slab import CHUNK_SIZES, LARGE_GROUP, Span, class_of
 from tests.models.explorer import first_failure
 from tests.support.consistency import check
 from tests.support.dose import dose
@@ -259,6 +260,75 @@ def test_the_last_resort_finds_an_own_entry_behind_many_held_ones() -> None:
     owner.compare()
     with pytest.raises(AssertionError):
         _one_in_many(_GivesUpEarly)[0].grant(4096)
+
+
+class _Counts(Space):
+    """Counts the spans that are examined."""
+
+    examined = 0
+
+    def _evictable(self, span: Span) -> bool:
+        self.examined += 1
+        return super()._evictable(span)
+
+
+def _all_fenced(slabs: int, spared: int = 0) -> tuple[_Counts, Owner]:
+    """A full space of 128 KiB chunks with a held one in each slab, but for the first ones."""
+    owner = Owner(slabs * SLAB_BYTES, 16 * slabs + 200, kind=_Counts)
+    space = owner.space
+    assert isinstance(space, _Counts)
+    for _ in range(16 * slabs):
+        offset = space.allocate(SLAB_CHUNK_BYTES_MAX)
+        owner.chunks[offset] = Chunk(SLAB_CHUNK_BYTES_MAX)
+        owner.publish(offset)
+    for base in range(spared * SLAB_BYTES, owner.size, SLAB_BYTES):
+        owner.hold(base + 5 * SLAB_CHUNK_BYTES_MAX)
+    return space, owner
+
+
+def _refused(slabs: int, need: int) -> int:
+    """The spans that 100 grants in vain examine, each after a publish and a pin that ends."""
+    space, owner = _all_fenced(slabs)
+    assert space.allocate(need) == -1
+    space.examined = 0
+    for at in range(100):
+        again = owner.space.allocate(SLAB_CHUNK_BYTES_MAX)
+        owner.chunks[again] = Chunk(SLAB_CHUNK_BYTES_MAX)
+        owner.publish(again)
+        owner.hold(again)
+        owner.unhold(again)
+        assert space.allocate(need) == -1, at
+    return space.examined
+
+
+@pytest.mark.parametrize("need", [4096, 300_000, 5 * MIB])
+def test_a_refused_grant_costs_the_same_in_a_region_of_any_size(need: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 32 * (coldest.SPAN_CHUNKS + 16))
+    small, large = _refused(64, need), _refused(512, need)
+    assert large < 1.5 * small + 100, "as many as a search may examine"
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 1 << 30)
+    assert _refused(512, need) > 4 * large, "the control: searches of all of it"
+
+
+@pytest.mark.parametrize("need", [4096, MIB, 5 * MIB])
+def test_what_a_search_does_not_reach_the_next_ones_find(need: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with something published in between, after which the place where the last one ended is remembered."""
+    monkeypatch.setattr(coldest, "SEARCH_CHUNKS_MAX", 8 * (coldest.SPAN_CHUNKS + 16))
+    monkeypatch.setattr(Space, "_evict_coldest", lambda *_: False)
+    monkeypatch.setattr(Space, "_evict_around_any", lambda *_: False)
+    space, owner = _all_fenced(64)
+    assert [space.allocate(need) for _ in range(20)] == [-1] * 20
+    assert space._known_full[need] >= owner.size
+    before = space.examined
+    assert space.allocate(need) == -1 and space.examined == before, "nothing has changed"
+    for base in range(40 * SLAB_BYTES, 43 * SLAB_BYTES, SLAB_BYTES):
+        owner.unhold(base + 5 * SLAB_CHUNK_BYTES_MAX)
+    tried = 0
+    while (found := space.allocate(need)) < 0:
+        tried += 1
+        space._known_full.clear()  # as a publish does
+        assert tried < 20
+    assert tried and 40 * SLAB_BYTES <= found < 43 * SLAB_BYTES
 
 
 def test_an_entry_overwritten_while_held_leaves_a_detached_chunk() -> None:
