@@ -174,23 +174,26 @@ def _policy(policy: Policy) -> None:
 @check.register
 def _kept(kept: KeptEntries) -> None:
     used: dict[tuple[int, int], int] = {}
-    slabs: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+    pieces: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+    own: dict[int, dict[int, int]] = {}
     near: dict[int, int] = {}
     for slot, entry in kept.items():
         offset = kept._offsets[slot]
         demand(offset >= 0, f"slot {slot} is kept, but has no chunk")
         size = kept._allocator.chunk_bytes(offset)
         demand(size == entry.bytes, f"kept slot {slot} counts {entry.bytes} bytes, not {size}")
-        small = kept._allocator.class_of_slab(offset) >= 0
-        demand(entry.slab == (offset & -SLAB_BYTES if small else -1), f"kept slot {slot} is in another slab")
+        demand(entry.offset == offset, f"kept slot {slot} is elsewhere")
         used[entry.namespace, entry.how] = used.get((entry.namespace, entry.how), 0) + size
-        if small:
-            slabs[entry.how][entry.slab] = slabs[entry.how].get(entry.slab, 0) + 1
+        for base in range(offset // SLAB_BYTES * SLAB_BYTES, offset + size, SLAB_BYTES):
+            pieces[entry.how][base] = pieces[entry.how].get(base, 0) + 1
+            if entry.how == HARD:
+                mine = own.setdefault(entry.namespace, {})
+                mine[base] = mine.get(base, 0) + 1
         if entry.how == NEAR:
             near[class_of(size)] = near.get(class_of(size), 0) + 1
         demand((entry.until, slot) in kept._due, f"kept slot {slot} never expires")
     demand(used == kept.bytes, "kept bytes do not add up")
-    demand(slabs == kept._slabs, "slabs with kept entries do not add up")
+    demand(pieces == kept._pieces and own == kept._own_pieces, "pieces with kept entries do not add up")
     hard = sum(count for (_, how), count in used.items() if how == HARD)
     demand(hard == kept.hard_bytes, f"{hard} bytes are hard kept, not {kept.hard_bytes}")
     # What is beyond a share that was cut stays until its time: it may get less from look to look, and never more.

@@ -1,7 +1,7 @@
 """Keep entries at their owner: by request, until their time comes, and across the deaths of workers.
 
 The private state decides, and the slot's word is for a successor. Of what a successor finds there it believes no time
-further ahead than a request may ask for, and no more hard kept bytes than the bounds allow.
+further ahead than a request may ask for, and no more hard kept bytes and pieces than the bounds allow.
 """
 
 from __future__ import annotations
@@ -186,5 +186,6 @@ class Keeping:
         kept = self.kept
         return {
             "bytes": found, "hard_max": kept.hard_max, "namespace_max": kept.namespace_max, "near_max": kept.near_max,
-            "entries": len(kept), "softened": kept.softened, "failures": self.failures,
+            "hard_fenced": kept.fenced_bytes, "entries": len(kept), "softened": kept.softened,
+            "failures": self.failures,
         }  # fmt: skip

@@ -6,12 +6,17 @@ a kept entry in it is no part of a window either.
 
 A *near* copy is the opposite: its own queue is asked first, and it is in nobody's way (`simm.arena.marks.near`).
 
-Hard kept bytes are bounded, by namespace and in all, so that others find room. An overwrite keeps an entry's mark. If
-the new value is larger than what the bounds allow, the entry is soft kept from then on. If it is in parts, it is not
-kept any more.
+Hard kept bytes are bounded, by namespace and in all, so that others find room. So are the *pieces* that hard kept
+entries fence: the aligned 2 MiB of the region in which their chunks lie. One entry of 4 KiB keeps its piece from all
+other size classes, so a bound of bytes alone would let a 512th of the region shut them out of all of it. In all there
+may be as many pieces as their bytes may be. A namespace, whose entries need not lie together, may fence more than its
+bytes may be: by half of what is left.
 
-All methods are O(1), or say otherwise. Expiries are in a heap of (time, slot). An item whose slot has another time by
-now is outdated, and skipped.
+An overwrite keeps an entry's mark. If the new value is larger than what the bounds allow, or fences a piece more than
+they do, the entry is soft kept from then on. If it is in parts, it is not kept any more.
+
+All methods are O(1) and O(pieces of the entry), or say otherwise. Expiries are in a heap of (time, slot). An item whose
+slot has another time by now is outdated, and skipped.
 """
 
 from __future__ import annotations
@@ -63,13 +68,26 @@ def unpack(word: int) -> tuple[int, int]:
 
 
 class KeptEntry(NamedTuple):
-    """One kept entry. ``slab``: where its slab begins, -1 for a large value."""
+    """One kept entry. ``bytes`` and ``offset`` are those of its chunk."""
 
     how: int
     until: int
     namespace: int
     bytes: int
-    slab: int
+    offset: int
+
+    @property
+    def pieces(self) -> range:
+        """Return where the pieces begin in which its chunk lies. That of a chunk in a slab is the slab."""
+        return range(self.offset & -SLAB_BYTES, self.offset + self.bytes, SLAB_BYTES)
+
+
+def pieces_for(share: int) -> int:
+    """Return how many pieces may be fenced by what takes at most ``share`` bytes.
+
+    Values that lie together may take all of their share, though they begin within a piece and end within one.
+    """
+    return 1 - -share // SLAB_BYTES if share else 0
 
 
 class KeptEntries:
@@ -103,8 +121,9 @@ class KeptEntries:
         self.near: dict[int, int] = {}
         #: By group: copies that were made in place of others, each of which one allocation is to make good for.
         self.owed: dict[int, int] = {}
-        #: By class: the number of kept entries in each slab that has some.
-        self._slabs: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+        #: By class: the number of kept entries in each piece that has some; and of hard ones by namespace.
+        self._pieces: dict[int, dict[int, int]] = {SOFT: {}, HARD: {}, NEAR: {}}
+        self._own_pieces: dict[int, dict[int, int]] = {}
         #: False while soft kept entries may be evicted too.
         self.sparing = True
         #: Entries that an overwrite has made soft; and what is called with each of them.
@@ -141,17 +160,18 @@ class KeptEntries:
 
     def keep(self, slot: int, how: int, until: int, namespace: int) -> bool:
         """Keep a published entry, or keep it otherwise. Return False, with nothing changed, if that is over a quota."""
-        size, slab = self._place(slot)
+        size, offset = self._place(slot)
         before = self.entries.get(slot)
+        entry = KeptEntry(how, until, namespace, size, offset)
         if how == HARD:
             mine = before is not None and before.how == HARD
             more = size - (before.bytes if before is not None and mine else 0)
             own = size - (before.bytes if before is not None and mine and before.namespace == namespace else 0)
-            if not self._admits(namespace, more, own):
+            if not self._admits(entry, more, own):
                 return False
         if before is not None:
             self._forget(slot, before)
-        self._note(slot, KeptEntry(how, until, namespace, size, slab))
+        self._note(slot, entry)
         self._enqueue(slot, how, size)
         if before is not None and before.how == HARD != how:
             self._changed()
@@ -174,13 +194,13 @@ class KeptEntries:
     def replaced(self, slot: int) -> None:
         """Take in the new chunk of a kept entry, which the policy has in its size class's group."""
         kept = self.entries[slot]
-        size, slab = self._place(slot)
+        size, offset = self._place(slot)
         self._forget(slot, kept)
         if self.outdated(slot, kept.how):
             self._changed()
             return
-        now = kept._replace(bytes=size, slab=slab)
-        if kept.how == HARD and size > kept.bytes and not self._admits(kept.namespace, size, size):
+        now = kept._replace(bytes=size, offset=offset)
+        if kept.how == HARD and not self._admits_again(kept, now):
             now = now._replace(how=SOFT)
             self.softened += 1
             self.softened_one(slot, now)
@@ -199,18 +219,42 @@ class KeptEntries:
         return found
 
     def _place(self, slot: int) -> tuple[int, int]:
-        """Return the bytes of an entry's chunk, and its slab, -1 for a large value."""
+        """Return the bytes of an entry's chunk, and its offset."""
         offset = self._offsets[slot]
         if offset < 0:
             raise CorruptionError(f"slot {slot} is kept, but has no chunk")
-        allocator = self._allocator
-        slab = offset & -SLAB_BYTES if allocator.class_of_slab(offset) >= 0 else -1
-        return allocator.chunk_bytes(offset), slab
+        return self._allocator.chunk_bytes(offset), offset
 
-    def _admits(self, namespace: int, more: int, own: int) -> bool:
-        """Return whether so many bytes more may be hard kept, ``own`` of them more of this namespace."""
-        used = self.bytes.get((namespace, HARD), 0)
-        return self.hard_bytes + more <= self.hard_max and used + own <= self.namespace_max
+    @property
+    def fenced_bytes(self) -> int:
+        """Return the bytes of the pieces that hard kept entries fence."""
+        return len(self._pieces[HARD]) * SLAB_BYTES
+
+    def _admits(self, entry: KeptEntry, more: int, own: int) -> bool:
+        """Return whether an entry may be hard kept: so many bytes more, ``own`` of them more of its namespace."""
+        used = self.bytes.get((entry.namespace, HARD), 0)
+        if self.hard_bytes + more > self.hard_max or used + own > self.namespace_max:
+            return False
+        return not any(beyond > 0 for beyond in self._beyond(entry))
+
+    def _admits_again(self, before: KeptEntry, now: KeptEntry) -> bool:
+        """Return whether an entry that was hard kept, and is forgotten, may be so with its new chunk.
+
+        What is beyond bounds that were cut stays, but takes neither more bytes nor more pieces.
+        """
+        if now.bytes > before.bytes:
+            return self._admits(now, now.bytes, now.bytes)
+        return all(beyond <= max(0, was) for beyond, was in zip(self._beyond(now), self._beyond(before)))
+
+    def _beyond(self, entry: KeptEntry) -> tuple[int, int]:
+        """Return by how many pieces an entry would exceed the bounds: in all, in its namespace. 0 if it adds none."""
+        found: list[int] = []
+        own = self._own_pieces.get(entry.namespace, {})
+        mean = (self.hard_max + self.namespace_max) // 2 if self.namespace_max else 0
+        for pieces, share in ((self._pieces[HARD], self.hard_max), (own, mean)):
+            more = sum(base not in pieces for base in entry.pieces)
+            found.append(len(pieces) + more - pieces_for(share) if more else 0)
+        return found[0], found[1]
 
     def _enqueue(self, slot: int, how: int, size: int) -> None:
         if how == NEAR:
@@ -229,9 +273,9 @@ class KeptEntries:
             group = class_of(kept.bytes)
             self.near_bytes += kept.bytes
             self.near[group] = self.near.get(group, 0) + 1
-        if kept.slab >= 0:
-            slabs = self._slabs[kept.how]
-            slabs[kept.slab] = slabs.get(kept.slab, 0) + 1
+        for pieces in self._pieces_of(kept):
+            for base in kept.pieces:
+                pieces[base] = pieces.get(base, 0) + 1
         if due:
             heappush(self._due, (kept.until, slot))
             if len(self._due) > 64 + 2 * len(self.entries):
@@ -252,11 +296,19 @@ class KeptEntries:
             self.near[group] -= 1
             if not self.near[group]:
                 del self.near[group]
-        if kept.slab >= 0:
-            slabs = self._slabs[kept.how]
-            slabs[kept.slab] -= 1
-            if not slabs[kept.slab]:
-                del slabs[kept.slab]
+        for pieces in self._pieces_of(kept):
+            for base in kept.pieces:
+                pieces[base] -= 1
+                if not pieces[base]:
+                    del pieces[base]
+        if kept.how == HARD and not self._own_pieces[kept.namespace]:
+            del self._own_pieces[kept.namespace]
+
+    def _pieces_of(self, kept: KeptEntry) -> tuple[dict[int, int], ...]:
+        """Return the counts by piece to which an entry adds."""
+        if kept.how != HARD:
+            return (self._pieces[kept.how],)
+        return self._pieces[HARD], self._own_pieces.setdefault(kept.namespace, {})
 
     # ---- making room
 
@@ -267,13 +319,13 @@ class KeptEntries:
         if span.kind == LARGE:
             how = self.how(span.detail)
             return how == HARD or (how == SOFT and self.sparing)
-        return span.offset in self._slabs[HARD] or (self.sparing and span.offset in self._slabs[SOFT])
+        return span.offset in self._pieces[HARD] or (self.sparing and span.offset in self._pieces[SOFT])
 
     def victim(self, group: int, rejected: Rejected) -> int:
         """Return the near copy or else the soft kept entry of a size class that goes first, -1 without one."""
         if (slot := self._near_victim(group)) >= 0:
             return slot
-        return self._policy.victim(SOFT_GROUPS + group, rejected) if self._slabs[SOFT] else -1
+        return self._policy.victim(SOFT_GROUPS + group, rejected) if self._pieces[SOFT] else -1
 
     def _near_victim(self, group: int) -> int:
         """Return the near copy of a size class that goes first, -1 without one."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 
 import pytest
 
 from simm.arena.marks import kept as kept_module
 from simm.arena.marks.kept import HARD, SOFT, KeptEntries, pack, unpack
 from simm.arena.space import Space
-from simm.constants import KEEP_S_MAX, NO_SLOT, POLICY_NAMES, SLAB_CHUNK_BYTES_MAX
+from simm.constants import KEEP_S_MAX, NO_SLOT, PAGE_BYTES, POLICY_NAMES, SLAB_BYTES, SLAB_CHUNK_BYTES_MAX
 from simm.errors import CorruptionError
 from simm.slab import chunk_bytes_for
 from tests.support.consistency import check
@@ -55,9 +56,30 @@ class Keeper(Owner):
             if how == HARD and slot != but and namespace in (None, owner)
         )  # fmt: skip
 
-    def admits(self, slot: int, namespace: int, size: int) -> bool:
+    def pieces(self, but: int, namespace: int | None = None) -> set[int]:
+        """The numbers of the 2 MiB that hard kept chunks touch."""
+        return {
+            at // SLAB_BYTES
+            for slot, (how, _, owner) in self.kept.items()
+            if how == HARD and slot != but and namespace in (None, owner)
+            for at in self.pages(self.slots[slot])
+        }
+
+    def pages(self, offset: int) -> range:
+        return range(offset, offset + self.chunks[offset].size, PAGE_BYTES)
+
+    def fits(self, slot: int, namespace: int, offset: int) -> bool:
+        """Whether a chunk is in no more pieces than may be fenced: their bytes, rounded up, and one."""
+        new = {at // SLAB_BYTES for at in self.pages(offset)}
+        for before, share in ((self.pieces(slot), 0.5), (self.pieces(slot, namespace), 0.375)):
+            if new - before and len(before | new) > ceil(self.size * share / SLAB_BYTES) + 1:
+                return False
+        return True
+
+    def admits(self, slot: int, namespace: int, offset: int) -> bool:
+        size = self.chunks[offset].size
         whole, own = self.hard_bytes(slot) + size, self.hard_bytes(slot, namespace) + size
-        return whole <= self.space._allocator.size // 2 and own <= self.space._allocator.size // 4
+        return whole <= self.size // 2 and own <= self.size // 4 and self.fits(slot, namespace, offset)
 
     def space_for(self, value: int) -> int:
         """Do `grant` without the model's look at every interval."""
@@ -67,7 +89,7 @@ class Keeper(Owner):
         return offset
 
     def keep(self, slot: int, how: int, until: int, namespace: int) -> None:
-        right = how == SOFT or self.admits(slot, namespace, self.chunks[self.slots[slot]].size)
+        right = how == SOFT or self.admits(slot, namespace, self.slots[slot])
         assert self.space.kept.keep(slot, how, until, namespace) == right
         if right:
             self.kept[slot] = how, until, namespace
@@ -77,8 +99,8 @@ class Keeper(Owner):
         super().replace(slot, new)
         if slot in self.kept:
             how, until, namespace = self.kept[slot]
-            size = self.chunks[new].size
-            if how == HARD and size > before and not self.admits(slot, namespace, size):
+            may = self.admits if self.chunks[new].size > before else self.fits
+            if how == HARD and not may(slot, namespace, new):
                 self.kept[slot] = SOFT, until, namespace
 
     def expire(self) -> None:
@@ -157,10 +179,10 @@ def test_without_a_part_of_it_hard_kept_entries_go(broken: str, monkeypatch: pyt
 
 
 def filled(size: int, value: int, *, how: int) -> tuple[Keeper, list[int]]:
-    """A full space, a fifth of which is kept."""
+    """A full space, a fifth of which is kept: of hard ones whole slabs, as they may not lie in all of them."""
     owner = Keeper(size, 3 * size // value)
     slots = [owner.publish(owner.space_for(value)) for _ in range(size // chunk_bytes_for(value))]
-    some = random.Random(1).sample(slots, len(slots) // 5)
+    some = random.Random(1).sample(slots, len(slots) // 5) if how == SOFT else slots[: len(slots) // 5]
     for slot in some:
         owner.keep(slot, how, 100, 1)
     return owner, some
@@ -208,6 +230,73 @@ def test_a_value_that_grows_beyond_the_quota_is_soft_kept() -> None:
     owner.replace(hard[0], owner.space_for(100_000))
     assert told == hard[:1] and owner.space.kept.softened == 1
     owner.compare()
+
+
+def scattered(size: int, value: int, namespaces: int = 1) -> tuple[Keeper, list[int]]:
+    """A full space; one value in each piece is asked to be hard kept. Return those slots by address."""
+    owner = Keeper(size, 2 * size // value)
+    slots = [owner.publish(owner.space_for(value)) for _ in range(size // chunk_bytes_for(value))]
+    first: dict[int, int] = {}
+    for slot in slots:
+        first.setdefault(owner.slots[slot] // SLAB_BYTES, slot)
+    ordered = [first[piece] for piece in sorted(first)]
+    for at, slot in enumerate(ordered):
+        owner.keep(slot, HARD, 100, at % namespaces)
+    return owner, ordered
+
+
+@pytest.mark.parametrize("value", [16_384, 300_000])
+def test_a_few_values_scattered_over_all_of_it_keep_no_others_out(value: int) -> None:
+    """By bytes they are far below what may be kept; but what fences a piece more is refused."""
+    owner, first = scattered(64 * MIB, value, namespaces=2)
+    assert len(first) == 32 and owner.space.kept.hard_bytes < owner.size // 8
+    assert sum(slot in owner.kept for slot in first) <= 17 and owner.space.kept.fenced_bytes <= 34 * MIB
+    owner.compare()
+    room = {n: sum(owner.publish(owner.grant(n)) >= 0 for _ in range(4)) for n in (4096, 8192, 65_536, 2 * MIB)}
+    assert room == dict.fromkeys(room, 4)
+    owner.compare()
+
+
+def test_one_namespace_leaves_pieces_to_the_others() -> None:
+    owner, first = scattered(64 * MIB, 65_536)
+    assert sum(slot in owner.kept for slot in first) == 13  # three eighths of 32, and one
+    refused = [slot for slot in first if slot not in owner.kept]
+    for slot in refused[:4]:
+        owner.keep(slot, HARD, 100, 1)
+    assert all(slot in owner.kept for slot in refused[:4])
+    assert not owner.space.kept.keep(refused[4], HARD, 100, 2), "17 in all"
+    near = next(slot for slot in owner.slots if slot not in owner.kept and owner.slots[slot] // SLAB_BYTES == 0)
+    owner.keep(near, HARD, 100, 0)
+    assert near in owner.kept, "its piece is fenced already"
+    owner.space.kept.end(first[1])
+    del owner.kept[first[1]]
+    owner.keep(refused[4], HARD, 100, 0)
+    assert refused[4] in owner.kept
+    owner.compare()
+
+
+def test_what_an_overwrite_takes_to_a_further_piece_is_soft_kept() -> None:
+    owner, first = scattered(64 * MIB, 65_536)
+    hard = [slot for slot in first if slot in owner.kept]
+    mate = next(slot for slot in owner.slots if slot not in first and owner.slots[slot] // SLAB_BYTES == 0)
+    assert owner.slots[hard[0]] // SLAB_BYTES == 0
+    owner.keep(mate, HARD, 100, 0)
+    owner.release(first[-1])
+    owner.replace(mate, owner.space_for(65_536))
+    assert owner.slots[mate] // SLAB_BYTES == 31 and owner.kept[mate][0] == SOFT and owner.space.kept.softened == 1
+    owner.release(first[-2])
+    owner.replace(hard[1], owner.space_for(65_536))
+    assert owner.kept[hard[1]][0] == HARD, "it gives one up for it"
+    owner.compare()
+
+
+def test_pieces_that_are_only_counted_do_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the bound a 128th of the region fences all of it, and nothing else finds room."""
+    monkeypatch.setattr(Keeper, "fits", lambda *_: True)
+    monkeypatch.setattr(KeptEntries, "_beyond", lambda *_: (0, 0))
+    owner, first = scattered(64 * MIB, 16_384)
+    assert owner.kept.keys() == set(first) and owner.space.kept.fenced_bytes == owner.size
+    assert owner.grant(8192) == owner.grant(2 * MIB) == -1
 
 
 def test_what_is_beyond_a_share_that_was_cut_stays_until_its_time_and_grows_no_more() -> None:
