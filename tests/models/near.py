@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -166,6 +167,7 @@ class NearModel:
                 return near._copy([KEY], memoryview(bytearray(near._piece)))
             made: Any = NearPuts.__new__(NearPuts)
             made.near = near
+            made._routes = SimpleNamespace(patience=nullcontext)
 
             def delete(_: Any, digests: Sequence[bytes], _sizes: Any = None) -> list[int]:
                 return [Status.OK if ask(Call("delete")) else Status.NOT_FOUND for _ in digests]
